@@ -1,0 +1,42 @@
+"""What is measured: every case is a function of a Bench that returns its rows, listed here by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.cases import batches, calls, life, mixed
+from bench.result import Row
+from bench.rounds import Bench
+
+CASES: dict[int, Callable[[Bench], list[Row]]] = {
+    1: batches.dense,
+    2: batches.publish,
+    3: batches.field_counts,
+    4: mixed.complex_batch,
+    5: mixed.images,
+    6: batches.random_rows,
+    7: batches.nine_megabytes,
+    8: calls.one_row,
+    9: calls.metadata,
+    10: calls.waking,
+    11: life.cold_start,
+    12: life.memory,
+    13: mixed.lists,
+}
+"""By the number that `--cases` takes."""
+
+TITLES: dict[int, str] = {
+    1: "dense 302 MB",
+    2: "publish of allocated tensors",
+    3: "same bytes, 1 to 64 fields",
+    4: "complex batch",
+    5: "images in dicts",
+    6: "256 random rows",
+    7: "dense 9 MB",
+    8: "one-row operations",
+    9: "metadata and listings",
+    10: "waking a blocked consumer",
+    11: "cold start",
+    12: "memory",
+    13: "Python lists",
+}

@@ -1,0 +1,169 @@
+"""Dense batches: put, get, publish, gather; cases 1, 2, 3, 6 and 7."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from bench.fleet import Pair
+from bench.result import Row, spread
+from bench.rounds import Bench, Body, Prepare
+
+LONG_S = 120.0
+Spec = dict[str, Any]
+
+
+def dense_spec(fields: int, width: int, rows: int = 1024) -> Spec:
+    return {"kind": "dense", "rows": rows, "fields": fields, "width": width}
+
+
+def dense_nbytes(spec: Spec) -> int:
+    return int(spec["rows"] * spec["fields"] * spec["width"] * 4)
+
+
+def loader(spec: Spec) -> Prepare:
+    """Let the writer hold the batch and the reader its sums."""
+
+    def prepare(pair: Pair, system: str) -> None:
+        del system
+        loading, expecting = pair.writer.send("bulk.load", spec=spec), pair.reader.send("bulk.expect", spec=spec)
+        pair.writer.receive(loading, LONG_S)
+        pair.reader.receive(expecting, LONG_S)
+
+    return prepare
+
+
+def cycle(spec: Spec, *, copies: bool = True, by_meta: bool = False) -> Body:
+    """One put, one get, the get with a copy where the system has both, and a clear.
+
+    Metrics in seconds: put, get, read (summing what the get returned), get_copy, get_meta_copy, clear.
+    """
+
+    def body(pair: Pair, system: str, number: int) -> dict[str, Any]:
+        where: dict[str, Any] = {"spec": spec, "partition": f"batch-{number}"}
+        put = pair.writer.call("bulk.put", LONG_S, **where)
+        got = pair.reader.call("bulk.get", LONG_S, **where)
+        metrics = {"put": put["s"], "get": got["s"], "read": got["read_s"]}
+        if copies and system != "tq":
+            copied = pair.reader.call("bulk.get", LONG_S, copy=True, **where)
+            metrics |= {"get_copy": copied["s"], "read_copy": copied["read_s"]}
+        if by_meta and system == "ours":
+            metrics["get_meta_copy"] = pair.reader.call("bulk.get_by_meta", LONG_S, **where)["s"]
+        metrics["clear"] = pair.writer.call("bulk.clear", LONG_S, **where)["s"]
+        return metrics
+
+    return body
+
+
+def dense(bench: Bench) -> list[Row]:
+    """Case 1: 1024 x 9 x 8192 float32."""
+    spec = dense_spec(9, 8192)
+    samples = bench.rounds(cycle(spec, by_meta=True), prepare=loader(spec), memcpy_nbytes=dense_nbytes(spec), warm_up=3)
+    get = samples.row(1, "dense 302 MB: get", "get").at_most("<= 1 ms", 1e-3)
+    for system in get.values:
+        view, copy = samples.quantile(system, "read"), samples.quantile(system, "read_copy")
+        if view is not None:
+            beside = f", {copy * 1e3:.0f} ms after a copy" if copy is not None else ""
+            get.notes.append(f"{system}: summing every byte afterwards {view * 1e3:.0f} ms{beside}")
+    put = samples.row(1, "dense 302 MB: put", "put").of_memcpy(0.8).faster_than("tq", 8).faster_than("ray", 1)
+    firsts = (f"{system} {first['put'] * 1e3:.0f} ms" for system, first in samples.first.items() if "put" in first)
+    put.notes.append("the first of all, into memory that was never touched: " + ", ".join(firsts))
+    return [
+        put,
+        get,
+        samples.row(1, "dense 302 MB: get copy=True", "get_copy", tq="get").of_memcpy(0.8),
+        samples.row(1, "dense 302 MB: get_data copy=True", "get_meta_copy", tq="get", ray="get_copy").of_memcpy(0.8),
+        samples.row(1, "dense 302 MB: clear", "clear"),
+    ]
+
+
+def publish(bench: Bench) -> list[Row]:
+    """Case 2: commit of tensors that were written in place; ours only, as the peers have nothing like it."""
+    rows = []
+    for spec in (dense_spec(9, 256), dense_spec(9, 8192)):
+
+        def body(pair: Pair, system: str, number: int, spec: Spec = spec) -> dict[str, Any]:
+            del system
+            where: dict[str, Any] = {"spec": spec, "partition": f"publish-{number}"}
+            written = pair.writer.call("bulk.allocate_and_commit", LONG_S, **where)
+            pair.reader.call("bulk.get", LONG_S, **where)
+            pair.writer.call("bulk.clear", LONG_S, **where)
+            return {"commit": written["s"], "fill": written["fill_s"]}
+
+        nbytes = dense_nbytes(spec)
+        samples = bench.rounds(body, systems=["ours"], prepare=loader(spec), memcpy_nbytes=nbytes)
+        row = samples.row(2, f"publish of allocated {nbytes / 1e6:.0f} MB", "commit").at_most("<= 1 ms", 1e-3)
+        if (fill := samples.quantile("ours", "fill")) is not None:
+            row.notes.append(f"writing into the allocated tensors {fill * 1e3:.1f} ms")
+        rows.append(row)
+    return rows
+
+
+def field_counts(bench: Bench) -> list[Row]:
+    """Case 3: the same bytes in 1, 8, 32 and 64 fields. TransferQueue gets three rounds, to keep the run short."""
+    rows: list[Row] = []
+    metrics = {"put": "put", "get": "get", "get_copy": "get copy=True"}
+    medians: dict[str, list[float]] = {metric: [] for metric in metrics}
+    for fields in (1, 8, 32, 64):
+        spec = dense_spec(fields, 73728 // fields)
+        inner = cycle(spec)
+
+        def body(pair: Pair, system: str, number: int, inner: Body = inner) -> dict[str, Any]:
+            return inner(pair, system, number) if system != "tq" or number < 3 else {}
+
+        samples = bench.rounds(body, prepare=loader(spec), memcpy_nbytes=dense_nbytes(spec))
+        for metric, label in metrics.items():
+            row = samples.row(3, f"302 MB in {fields} fields: {label}", metric, tq=metric.replace("_copy", ""))
+            rows.append(row)
+            if "ours" in row.values:
+                medians[metric].append(row.values["ours"])
+    for metric, label in metrics.items():
+        flat = Row(case=3, what=f"302 MB in 1 to 64 fields: {label}, slowest / fastest", unit="x")
+        factor = spread(medians[metric])
+        if factor is None:
+            flat.failures["ours"] = "not measured"
+        else:
+            flat.values["ours"] = factor
+        rows.append(flat.at_most("<= 1.3", 1.3))
+    rows[-2].notes.append("every column is a NestedTensor of its own, at 12 to 45 us each, whatever its size")
+    return rows
+
+
+def random_rows(bench: Bench) -> list[Row]:
+    """Case 6: 256 rows of the 302 MB, other ones in every round."""
+    spec, num = dense_spec(9, 8192), 256
+    load = loader(spec)
+
+    def prepare(pair: Pair, system: str) -> None:
+        load(pair, system)
+        pair.writer.call("bulk.put", LONG_S, spec=spec, partition="gather")
+
+    def body(pair: Pair, system: str, number: int) -> dict[str, Any]:
+        del system
+        positions = random.Random(number).sample(range(spec["rows"]), num)
+        return {"get": pair.reader.call("bulk.get", LONG_S, spec=spec, partition="gather", positions=positions)["s"]}
+
+    nbytes = dense_nbytes(spec) * num // spec["rows"]
+    samples = bench.rounds(body, prepare=prepare, memcpy_nbytes=nbytes, cleanup=clear_batch(spec, "gather"))
+    return [samples.row(6, "256 random rows of 1024 (75 MB): get", "get").faster_than("tq", 10)]
+
+
+def clear_batch(spec: Spec, partition: str) -> Prepare:
+    """Clear what `prepare` put."""
+
+    def cleanup(pair: Pair, system: str) -> None:
+        del system
+        pair.writer.call("bulk.clear", LONG_S, spec=spec, partition=partition)
+
+    return cleanup
+
+
+def nine_megabytes(bench: Bench) -> list[Row]:
+    """Case 7: 1024 x 9 x 256 float32."""
+    spec = dense_spec(9, 256)
+    samples = bench.rounds(cycle(spec), prepare=loader(spec), memcpy_nbytes=dense_nbytes(spec), warm_up=2)
+    return [
+        samples.row(7, "dense 9 MB: put", "put").faster_than("tq", 5),
+        samples.row(7, "dense 9 MB: get", "get").faster_than("tq", 20),
+        samples.row(7, "dense 9 MB: get copy=True", "get_copy", tq="get"),
+    ]

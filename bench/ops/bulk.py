@@ -1,0 +1,209 @@
+"""Whole batches: put, get, check, clear; and the memory copy that they are compared with."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import numpy as np
+
+from bench import digest, payloads
+from bench.session import Session, spec_name
+
+Spec = dict[str, Any]
+
+
+def size(session: Session, spec: Spec) -> dict[str, Any]:
+    """Bytes of a batch."""
+    del session
+    return {"nbytes": payloads.nbytes(payloads.build(spec))}
+
+
+def load(session: Session, spec: Spec) -> dict[str, Any]:
+    """Build a batch and keep it in the system's own form, for `put`."""
+    columns = payloads.build(spec)
+    session.payloads[spec_name(spec)] = session.system.batch(columns)
+    return {"nbytes": payloads.nbytes(columns), "rows": payloads.num_rows(columns)}
+
+
+def expect(session: Session, spec: Spec) -> dict[str, Any]:
+    """Build the same batch at the reader and keep only its sums, for the check after `get`."""
+    session.expected[spec_name(spec)] = digest.of_payload(payloads.build(spec))
+    gc.collect()
+    return {}
+
+
+def forget(session: Session) -> dict[str, Any]:
+    """Let go of every batch, sum and result."""
+    for kept in (session.payloads, session.expected, session.scratch):
+        kept.clear()
+    gc.collect()
+    return {}
+
+
+def put(session: Session, spec: Spec, partition: str) -> dict[str, Any]:
+    """Seconds of one put of the whole batch."""
+    batch, keys = session.payloads[spec_name(spec)], session.keys(spec["rows"])
+    gc.collect()
+    start = time.perf_counter()
+    session.system.put(partition, keys, batch)
+    seconds = time.perf_counter() - start
+    session.system.publish(partition)
+    return {"s": seconds}
+
+
+def get(
+    session: Session,
+    spec: Spec,
+    partition: str,
+    positions: list[int] | None = None,
+    copy: bool = False,
+    hold: bool = False,
+) -> dict[str, Any]:
+    """Seconds of one get, by key, of the batch or of the rows at `positions`; raises WrongBytes when sums differ.
+
+    `read_s` is what summing every byte afterwards took: a view costs its page faults there. The result is dropped
+    unless `hold`.
+    """
+    keys = session.keys(spec["rows"], positions)
+    session.system.locate(partition)
+    gc.collect()
+    start = time.perf_counter()
+    result = session.system.get(partition, keys, positions, copy)
+    seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    digest.check(session.system.sums(result), session.expected[spec_name(spec)], positions)
+    read_s = time.perf_counter() - start
+    if hold:
+        session.scratch["held"] = result
+    del result
+    session.system.leave(partition)
+    return {"s": seconds, "read_s": read_s}
+
+
+def get_by_meta(session: Session, spec: Spec, partition: str) -> dict[str, Any]:
+    """Seconds of `client.get_data(meta, copy=True)` of the whole batch (ours only)."""
+    client = session.tq.get_client()
+    meta = client.kv_retrieve_meta(session.keys(spec["rows"]), partition)
+    gc.collect()
+    start = time.perf_counter()
+    result = client.get_data(meta, copy=True)
+    seconds = time.perf_counter() - start
+    digest.check(session.system.sums(result), session.expected[spec_name(spec)])
+    return {"s": seconds}
+
+
+def drop(session: Session) -> dict[str, Any]:
+    """Let go of a result that `get` was asked to hold."""
+    session.scratch.pop("held", None)
+    gc.collect()
+    return {}
+
+
+def clear(session: Session, spec: Spec, partition: str) -> dict[str, Any]:
+    """Seconds of clearing the batch's keys."""
+    keys = session.keys(spec["rows"])
+    start = time.perf_counter()
+    session.system.clear(partition, keys)
+    return {"s": time.perf_counter() - start}
+
+
+def allocate_and_commit(session: Session, spec: Spec, partition: str) -> dict[str, Any]:
+    """Seconds of publishing a batch that was written into allocated tensors (ours only); `fill_s` is the writing."""
+    import torch
+
+    client = session.tq.get_client()
+    batch, keys = session.payloads[spec_name(spec)], session.keys(spec["rows"])
+    shape = (spec["rows"], spec["width"])
+    alloc = client.allocate({f"f{i}": (shape, torch.float32) for i in range(spec["fields"])})
+    start = time.perf_counter()
+    for i in range(spec["fields"]):
+        alloc[f"f{i}"].copy_(batch[f"f{i}"])
+    fill_s = time.perf_counter() - start
+    gc.collect()
+    start = time.perf_counter()
+    alloc.commit(partition_id=partition, keys=keys)
+    return {"s": time.perf_counter() - start, "fill_s": fill_s}
+
+
+def memcpy(session: Session, nbytes: int) -> dict[str, Any]:
+    """Seconds of a single-thread copy of `nbytes` between two buffers that were touched before."""
+    source, target = session.scratch.get("memcpy", (None, None))
+    if source is None or len(source) < nbytes:
+        source, target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
+        np.copyto(target, source)
+        session.scratch["memcpy"] = (source, target)
+    start = time.perf_counter()
+    np.copyto(target[:nbytes], source[:nbytes])
+    return {"s": time.perf_counter() - start}
+
+
+def object_floor(session: Session, spec: Spec) -> dict[str, Any]:
+    """Seconds of building the batch's object columns as NonTensorStacks, which every get of them has to do."""
+    from bench.systems import torch_column
+
+    del session
+    columns = [c for c in payloads.build(spec).values() if isinstance(c, payloads.Objects)]
+    gc.collect()
+    start = time.perf_counter()
+    for column in columns:
+        torch_column(column)
+    return {"s": time.perf_counter() - start, "columns": len(columns)}
+
+
+def put_lists(session: Session, spec: Spec, partition: str) -> dict[str, Any]:
+    """Seconds of putting plain Python lists; for TransferQueue 0.1.11, that takes no lists, with their conversion."""
+    tq = session.tq
+    name = spec_name(spec) + " lists"
+    if name not in session.payloads:
+        session.payloads[name] = payloads.as_lists(payloads.build(spec))
+    lists = session.payloads[name]
+    gc.collect()
+    start = time.perf_counter()
+    batch = lists if session.name == "ours" else tensors_of(lists, spec["rows"])
+    tq.get_client().put(batch, partition_id=partition)
+    return {"s": time.perf_counter() - start}
+
+
+def tensors_of(lists: dict[str, list[Any]], rows: int) -> Any:
+    """A TensorDict of columns given as lists, the straightforward way."""
+    import torch
+    from tensordict import TensorDict
+
+    columns = {
+        name: torch.nested.as_nested_tensor([torch.tensor(row) for row in column], layout=torch.jagged)
+        if isinstance(column[0], list)
+        else torch.tensor(column)
+        for name, column in lists.items()
+    }
+    return TensorDict(columns, batch_size=rows)
+
+
+def get_lists(session: Session, spec: Spec, partition: str, task: str) -> dict[str, Any]:
+    """Fetch what `put_lists` stored and check it against the lists by value, whatever form it has now."""
+    name = spec_name(spec) + " lists"
+    if name not in session.payloads:
+        session.payloads[name] = payloads.as_lists(payloads.build(spec))
+    lists = session.payloads[name]
+    client = session.tq.get_client()
+    meta = client.get_meta(sorted(lists), spec["rows"], partition, task_name=task)
+    start = time.perf_counter()
+    result = client.get_data(meta)
+    seconds = time.perf_counter() - start
+    for field, column in lists.items():
+        got, wanted = value_sum(result[field]), sum(sum(row) if isinstance(row, list) else row for row in column)
+        if abs(got - wanted) > 1e-4 * max(1.0, abs(wanted)):
+            raise digest.WrongBytes(f"{field}: values sum to {got}, {wanted} were put")
+    client.clear_partition(partition)
+    return {"s": seconds}
+
+
+def value_sum(column: Any) -> float:
+    """Sum of a column's numbers, exact for integers."""
+    import torch
+
+    if isinstance(column, torch.Tensor):
+        values = column.values() if column.is_nested else column
+        return float(values.sum(dtype=torch.float64))
+    return float(sum(sum(row) if isinstance(row, list) else float(row) for row in column.tolist()))

@@ -1,0 +1,73 @@
+"""The task: two-digit sums and differences, one token per character, answers checked exactly.
+
+A prompt is always six characters, `37+45=` or `08-41=`. A response is the answer in plain decimal
+followed by the end mark, `82$` or `-33$`: three lengths, so responses are a ragged column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+VOCABULARY = "0123456789+-=$"
+END = VOCABULARY.index("$")
+PROMPT_LEN = 6
+MAX_RESPONSE_LEN = 4
+
+_TOKEN = {char: token for token, char in enumerate(VOCABULARY)}
+_OPERANDS = 100
+_HELD_OUT = 512
+_SPLIT_SEED = 20_240_229
+
+
+def encode(text: str) -> Tensor:
+    """The tokens of `text`, int64, shape (len(text),)."""
+    return torch.tensor([_TOKEN[char] for char in text], dtype=torch.int64)
+
+
+def decode(tokens: Tensor) -> str:
+    """The text of a 1-d tensor of tokens."""
+    return "".join(VOCABULARY[token] for token in tokens.tolist())
+
+
+def solve(prompt: str) -> str:
+    """The one response to `prompt` that earns a reward, end mark included."""
+    left, op, right = int(prompt[0:2]), prompt[2], int(prompt[3:5])
+    return f"{left + right if op == '+' else left - right}$"
+
+
+def is_correct(prompt: Tensor, response: Tensor) -> bool:
+    """Whether `response` is the exact answer: every digit, the sign, the end mark and nothing after it."""
+    return decode(response) == solve(decode(prompt))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems:
+    """All 20 000 prompts, split once for every run: what is held out is never trained on, by either phase."""
+
+    train: Tensor
+    """(19 488, PROMPT_LEN) int64."""
+    held_out: Tensor
+    """(512, PROMPT_LEN) int64."""
+
+
+def all_problems() -> Problems:
+    """The split is the same in every process and for every seed."""
+    numbers = torch.arange(_OPERANDS)
+    left, right = (grid.flatten() for grid in torch.meshgrid(numbers, numbers, indexing="ij"))
+    equals = torch.full_like(left, _TOKEN["="])
+    blocks = [
+        torch.stack([left // 10, left % 10, torch.full_like(left, _TOKEN[op]), right // 10, right % 10, equals], dim=1)
+        for op in "+-"
+    ]
+    prompts = torch.cat(blocks)
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+    return Problems(train=prompts[order[_HELD_OUT:]], held_out=prompts[order[:_HELD_OUT]])
+
+
+def solutions(prompts: Tensor) -> Tensor:
+    """The right responses to (N, PROMPT_LEN) prompts, padded with the end mark to (N, MAX_RESPONSE_LEN)."""
+    answers = [encode(solve(decode(prompt)).ljust(MAX_RESPONSE_LEN, "$")) for prompt in prompts]
+    return torch.stack(answers)

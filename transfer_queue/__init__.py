@@ -1,0 +1,67 @@
+"""The data plane of RL post-training: samples stream from rollout to trainer, at memory speed.
+
+Everything public is reachable from here and loaded on first use, so that a server process never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transfer_queue.client.api import TransferQueueClient as TransferQueueClient
+    from transfer_queue.codec.registry import register_type as register_type
+    from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError
+    from transfer_queue.interface import async_kv_batch_get as async_kv_batch_get
+    from transfer_queue.interface import async_kv_batch_get_by_meta as async_kv_batch_get_by_meta
+    from transfer_queue.interface import async_kv_batch_put as async_kv_batch_put
+    from transfer_queue.interface import async_kv_clear as async_kv_clear
+    from transfer_queue.interface import async_kv_list as async_kv_list
+    from transfer_queue.interface import async_kv_put as async_kv_put
+    from transfer_queue.interface import close as close
+    from transfer_queue.interface import get_client as get_client
+    from transfer_queue.interface import get_metrics_endpoint as get_metrics_endpoint
+    from transfer_queue.interface import init as init
+    from transfer_queue.interface import kv_batch_get as kv_batch_get
+    from transfer_queue.interface import kv_batch_get_by_meta as kv_batch_get_by_meta
+    from transfer_queue.interface import kv_batch_put as kv_batch_put
+    from transfer_queue.interface import kv_clear as kv_clear
+    from transfer_queue.interface import kv_list as kv_list
+    from transfer_queue.interface import kv_put as kv_put
+    from transfer_queue.metadata import BatchMeta as BatchMeta
+    from transfer_queue.metadata import KVBatchMeta as KVBatchMeta
+    from transfer_queue.sampler import BaseSampler as BaseSampler
+    from transfer_queue.sampler import GRPOGroupNSampler as GRPOGroupNSampler
+    from transfer_queue.sampler import SequentialSampler as SequentialSampler
+
+_HOMES = {
+    "transfer_queue.interface": (
+        "init", "close", "get_client", "get_metrics_endpoint", "kv_put", "kv_batch_put", "kv_batch_get",
+        "kv_batch_get_by_meta", "kv_list", "kv_clear", "async_kv_put", "async_kv_batch_put", "async_kv_batch_get",
+        "async_kv_batch_get_by_meta", "async_kv_list", "async_kv_clear",
+    ),
+    "transfer_queue.client.api": ("TransferQueueClient",),
+    "transfer_queue.codec.registry": ("register_type",),
+    "transfer_queue.errors": ("StorageKeyNotFoundError",),
+    "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
+    "transfer_queue.sampler": ("BaseSampler", "GRPOGroupNSampler", "SequentialSampler"),
+}  # fmt: skip
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = list(_HOME_OF)
+__version__ = Path(__file__).with_name("version").joinpath("version").read_text(encoding="utf-8").strip()
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOME_OF[name]
+    except KeyError:
+        raise AttributeError(f"module 'transfer_queue' has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

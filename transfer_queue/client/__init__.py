@@ -1,0 +1,27 @@
+"""The library inside a worker's process.
+
+    kv, api            what users call
+     └─ operations     every operation once, as a generator that yields effects (Call, Notify, Offload)
+         └─ drivers    run a generator: blocking, or on an asyncio event loop
+             └─ Session    connections, mapped arenas, memory; one server, many threads and event loops
+                 ├─ connection, aio    one socket each
+                 └─ views              zero-copy reads: private mappings, pins, the reaper that undoes them
+
+`TransferQueueClient` and `AsyncTransferQueueClient` are importable from here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transfer_queue.client.api import AsyncTransferQueueClient as AsyncTransferQueueClient
+    from transfer_queue.client.api import TransferQueueClient as TransferQueueClient
+
+
+def __getattr__(name: str) -> Any:  # the server imports nothing of this package, and must not load torch if it did
+    if name in ("TransferQueueClient", "AsyncTransferQueueClient"):
+        from transfer_queue.client import api
+
+        return getattr(api, name)
+    raise AttributeError(name)

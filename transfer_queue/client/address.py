@@ -1,0 +1,70 @@
+"""Where a server is: `unix:PATH` or `tcp:HOST:PORT`, and the token that opens it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import NamedTuple
+
+from transfer_queue.errors import ConfigError
+
+
+class Address(NamedTuple):
+    """`path` names a unix socket; otherwise `host` and `port` count, and `token` must be the server's."""
+
+    path: str = ""
+    host: str = ""
+    port: int = 0
+    token: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        return f"tcp:[{self.host}]:{self.port}" if ":" in self.host else f"tcp:{self.host}:{self.port}"
+
+    def __repr__(self) -> str:
+        return f"Address({self})"  # without the token
+
+    @property
+    def is_local(self) -> bool:
+        return bool(self.path)
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        """A connected socket, blocking with the given timeout. Raises OSError."""
+        if self.path:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(timeout_s)
+                sock.connect(self.path)
+            except OSError:
+                sock.close()
+                raise
+            return sock
+        sock = socket.create_connection((self.host, self.port), timeout=timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+
+def parse_address(text: str, token: str = "") -> Address:
+    """The address in `text`; a bare path or a run directory means its unix socket.
+
+    The token comes from `token`, else from the environment variable TQ_TOKEN, else from the file TQ_TOKEN_FILE names.
+    """
+    if text.startswith("tcp:"):
+        host, colon, port = text[4:].rpartition(":")
+        if not colon or not port.isdigit():
+            raise ConfigError(f"address {text!r}: expected tcp:HOST:PORT")
+        return Address(host=host.strip("[]"), port=int(port), token=token or token_from_environment())
+    path = text.removeprefix("unix:")
+    if not path:
+        raise ConfigError("an empty address")
+    return Address(path=os.path.join(path, "tq.sock") if os.path.isdir(path) else path)
+
+
+def token_from_environment() -> str:
+    token = os.environ.get("TQ_TOKEN", "")
+    path = os.environ.get("TQ_TOKEN_FILE", "")
+    if not token and path:
+        with open(path, encoding="utf-8") as file:
+            token = file.read().strip()
+    return token

@@ -1,0 +1,221 @@
+"""The client object. Every method exists as `name` (blocks) and `async_name` (awaits); both run the same operation.
+
+Every method returns or raises within its deadline (`client.timeout_s` of the configuration unless it takes its own) and
+is safe to call from several threads and event loops at once. Besides what is listed, each may raise
+`ServiceUnavailable` when the server is gone and `DeadlineExceeded` when it does not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from transfer_queue.client import operations as ops
+from transfer_queue.client.allocation import Allocation, Specs, allocate
+from transfer_queue.client.describing import batch_meta
+from transfer_queue.client.drivers import awaitable, blocking
+from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.session import Session
+from transfer_queue.errors import UnsupportedValue
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+
+Status = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+
+
+class Operations:
+    """The operations as generators; `TransferQueueClient` below runs them."""
+
+    session: Session
+
+    def get_meta(
+        self,
+        data_fields: list[str],
+        batch_size: int,
+        partition_id: str,
+        mode: str = "fetch",
+        task_name: str | None = None,
+        sampling_config: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Operation[BatchMeta]:
+        """Rows of a partition, by one of three modes.
+
+        "fetch": `batch_size` rows whose `data_fields` are all written and that `task_name` has not taken; they count as
+        taken at once. Blocks until the sampler finds them, at most `timeout_s` (default: the configured one; 0 under
+        `polling_mode`, where too few rows give an empty meta). "insert": reserves new rows, not ready. "force_fetch":
+        every row of the partition with its readiness. Raises `DeadlineExceeded`, `UnknownMode`, `InvalidInput`.
+        """
+        return ops.get_meta(
+            self.session, list(data_fields), batch_size, partition_id, mode, task_name, sampling_config, timeout_s
+        )
+
+    def put(
+        self,
+        data: ops.Batch,
+        metadata: BatchMeta | None = None,
+        partition_id: str | None = None,
+        data_parser: ops.Parser | None = None,
+    ) -> Operation[BatchMeta]:
+        """Write all fields of `data` (a TensorDict or a mapping of columns) to new rows, or to those of `metadata`.
+
+        Atomic per partition: the cells become visible together, with the tags changed on `metadata`, when this returns.
+        `metadata` is updated and returned. Waits for room. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`,
+        `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is visible then.
+        """
+        return ops.put(self.session, data, metadata, partition_id, data_parser)
+
+    def get_data(
+        self,
+        metadata: BatchMeta,
+        copy: bool = False,
+        out: Mapping[str, torch.Tensor] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Operation[TensorDict]:
+        """The fields and rows of `metadata`, in its order.
+
+        Writable and isolated: nobody else sees what the caller writes into them. Zero-copy where the rows lie together,
+        unless `copy`; in-place changes of large views are slower than of copies. `out`: dense tensors (rows, *row
+        shape) to fill. `device`: where the result goes. Raises `NotReady`, `StorageKeyNotFoundError`.
+        """
+        return ops.get_data(self.session, metadata, copy, out, device)
+
+    def allocate(self, specs: Specs, timeout_s: float | None = None) -> Operation[Allocation]:
+        """Uninitialised tensors in the store, to be filled and published without a copy.
+
+        `specs` maps field names to (shape with the rows first, dtype). Waits for room, then raises `StoreFull`.
+        """
+        return allocate(self.session, specs, timeout_s)
+
+    def set_custom_meta(self, metadata: BatchMeta) -> Operation[None]:
+        """Replace the tags of the rows by `metadata.custom_meta`."""
+        return ops.set_tags(self.session, metadata, metadata.custom_meta)
+
+    def clear_samples(self, metadata: BatchMeta) -> Operation[None]:
+        """Remove the rows; the partition stays. Rows that are gone already are ignored."""
+        return ops.clear_samples(self.session, metadata)
+
+    def clear_partition(self, partition_id: str) -> Operation[None]:
+        """Remove the partition with all rows, tags and consumption; an unknown one is fine."""
+        yield Call(m.Clear(self.session.next_rid(), partition_id, None, None))
+
+    def get_consumption_status(self, task_name: str, partition_id: str) -> Operation[Status]:
+        """(global indexes ascending, int8: 1 where `task_name` took the row); (None, None) for an unknown partition."""
+        request = m.Consumption(self.session.next_rid(), partition_id, task_name)
+        return ops.status((yield Call(request))[0])
+
+    def get_production_status(self, data_fields: list[str], partition_id: str) -> Operation[Status]:
+        """(global indexes, int8 (rows, fields): 1 where written); fields in the order they were first written.
+
+        (None, None) when the partition or a field is unknown.
+        """
+        request = m.Production(self.session.next_rid(), partition_id, list(data_fields))
+        return ops.status((yield Call(request))[0], len(set(data_fields)))
+
+    def check_consumption_status(self, task_name: str, partition_id: str) -> Operation[bool]:
+        """Whether `task_name` took every row, and as many as the partition declares."""
+        return ops.is_done((yield Call(m.Consumption(self.session.next_rid(), partition_id, task_name)))[0])
+
+    def check_production_status(self, data_fields: list[str], partition_id: str) -> Operation[bool]:
+        """Whether every row has all `data_fields`, and there are as many as the partition declares."""
+        return ops.is_done((yield Call(m.Production(self.session.next_rid(), partition_id, list(data_fields))))[0])
+
+    def reset_consumption(self, partition_id: str, task_name: str | None = None) -> Operation[bool]:
+        """Offer every row again to one task, or to all. True, also for an unknown partition."""
+        yield Call(m.ResetConsumption(self.session.next_rid(), partition_id, task_name))
+        return True
+
+    def get_partition_list(self) -> Operation[list[str]]:
+        return (yield Call(m.ListPartitions(self.session.next_rid())))[0].names  # type: ignore[no-any-return]
+
+    def set_partition(
+        self, partition_id: str, size: int | None = None, metadata: dict[str, Any] | None = None
+    ) -> Operation[None]:
+        """Declare how many rows a partition will have in all, and merge `metadata` into its own; creates it."""
+        tags = ops.checked_tags([metadata or {}], 1)[0]
+        yield Call(m.SetPartition(self.session.next_rid(), partition_id, size, tags))
+
+    def get_partition(self, partition_id: str) -> Operation[dict[str, Any] | None]:
+        """`{"size", "metadata", "rows"}` of a partition, None for an unknown one."""
+        info = (yield Call(m.GetPartition(self.session.next_rid(), partition_id)))[0]
+        return {"size": info.size, "metadata": info.metadata, "rows": info.rows} if info.known else None
+
+    def kv_retrieve_meta(
+        self, keys: list[str] | str, partition_id: str, create: bool = False
+    ) -> Operation[BatchMeta]:
+        """Metadata of the rows of `keys`, in their order; unknown keys are created, or left out."""
+        request = m.Find(self.session.next_rid(), partition_id, ops.key_list(keys), create, self.session.timeout_s)
+        reply = (yield Call(request, wait_s=self.session.timeout_s))[0]
+        meta = batch_meta(reply, partition_id)
+        if not reply.schema:
+            meta.production_status = np.zeros(len(meta), np.int8)
+        return meta
+
+    def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> Operation[list[str | None]]:
+        """The keys of rows, None where a row has none. Raises `UnknownRows` for an unknown partition."""
+        indexes = [global_indexes] if isinstance(global_indexes, int) else list(global_indexes)
+        if not all(isinstance(index, (int, np.integer)) for index in indexes):
+            raise UnsupportedValue(f"global_indexes are integers, got {indexes[:8]}")
+        request = m.NameRows(self.session.next_rid(), partition_id, np.array(indexes, np.int64).tobytes())
+        return (yield Call(request))[0].names  # type: ignore[no-any-return]
+
+    def kv_list(self, partition_id: str | None = None) -> Operation[dict[str, dict[str, dict[str, Any]]]]:
+        """`{partition: {key: tag}}` of one partition (`{}` when unknown), or of all."""
+        return (yield Call(m.ListKeys(self.session.next_rid(), partition_id)))[0].partitions  # type: ignore[no-any-return]
+
+    def stats(self) -> Operation[dict[str, Any]]:
+        """Counts and sizes of the service, among them `pid`, `rows`, `arena_nbytes_used` and `_resident`."""
+        return (yield Call(m.Stats(self.session.next_rid())))[0].values  # type: ignore[no-any-return]
+
+
+class TransferQueueClient:
+    """One process's access to the service. Made by `transfer_queue.init` and `get_client`."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    get_meta, async_get_meta = blocking(Operations.get_meta), awaitable(Operations.get_meta)
+    put, async_put = blocking(Operations.put), awaitable(Operations.put)
+    get_data, async_get_data = blocking(Operations.get_data), awaitable(Operations.get_data)
+    allocate, async_allocate = blocking(Operations.allocate), awaitable(Operations.allocate)
+    set_custom_meta, async_set_custom_meta = blocking(Operations.set_custom_meta), awaitable(Operations.set_custom_meta)
+    clear_samples, async_clear_samples = blocking(Operations.clear_samples), awaitable(Operations.clear_samples)
+    clear_partition, async_clear_partition = blocking(Operations.clear_partition), awaitable(Operations.clear_partition)
+    get_consumption_status = blocking(Operations.get_consumption_status)
+    async_get_consumption_status = awaitable(Operations.get_consumption_status)
+    get_production_status = blocking(Operations.get_production_status)
+    async_get_production_status = awaitable(Operations.get_production_status)
+    check_consumption_status = blocking(Operations.check_consumption_status)
+    async_check_consumption_status = awaitable(Operations.check_consumption_status)
+    check_production_status = blocking(Operations.check_production_status)
+    async_check_production_status = awaitable(Operations.check_production_status)
+    reset_consumption, async_reset_consumption = (
+        blocking(Operations.reset_consumption),
+        awaitable(Operations.reset_consumption),
+    )
+    get_partition_list, async_get_partition_list = (
+        blocking(Operations.get_partition_list),
+        awaitable(Operations.get_partition_list),
+    )
+    set_partition, async_set_partition = blocking(Operations.set_partition), awaitable(Operations.set_partition)
+    get_partition, async_get_partition = blocking(Operations.get_partition), awaitable(Operations.get_partition)
+    kv_retrieve_meta, async_kv_retrieve_meta = (
+        blocking(Operations.kv_retrieve_meta),
+        awaitable(Operations.kv_retrieve_meta),
+    )
+    kv_retrieve_keys, async_kv_retrieve_keys = (
+        blocking(Operations.kv_retrieve_keys),
+        awaitable(Operations.kv_retrieve_keys),
+    )
+    kv_list, async_kv_list = blocking(Operations.kv_list), awaitable(Operations.kv_list)
+    stats, async_stats = blocking(Operations.stats), awaitable(Operations.stats)
+
+    def close(self) -> None:
+        """Detach from the service. Tensors that were read stay valid."""
+        self.session.close()
+
+
+AsyncTransferQueueClient = TransferQueueClient

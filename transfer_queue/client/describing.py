@@ -1,0 +1,42 @@
+"""From the server's view of rows to the metadata users hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from transfer_queue.codec.dtypes import torch_dtype
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.schema import DENSE, NESTED, OBJECTS, FieldSchema
+from transfer_queue.wire.messages import RowSet
+
+
+@lru_cache(maxsize=4096)
+def _spec(field: FieldSchema) -> dict[str, Any]:
+    if field.kind in (OBJECTS, NESTED):
+        return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
+    dense = field.kind == DENSE
+    shape = torch.Size(field.shape or (1,)) if dense else None
+    return {"dtype": torch_dtype(field.dtype), "shape": shape, "is_nested": not dense, "is_non_tensor": False}
+
+
+def field_specs(fields: Iterable[FieldSchema]) -> dict[str, dict[str, Any]]:
+    """`BatchMeta.field_schema` of these fields."""
+    return {field.name: _spec(field) for field in fields}
+
+
+UNKNOWN = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
+
+
+def batch_meta(reply: RowSet, partition: str, fields: list[str] | None = None) -> BatchMeta:
+    """The rows of a reply; `fields` that do not exist yet get a schema without dtype and shape."""
+    schema = field_specs(reply.schema)
+    for name in fields or ():
+        schema.setdefault(name, UNKNOWN)
+    indexes = np.frombuffer(reply.rows, np.int64)
+    ready = True if reply.ready is None else np.frombuffer(reply.ready, np.int8).copy()
+    return BatchMeta._build(indexes, partition, schema, ready, reply.tags)

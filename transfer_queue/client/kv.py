@@ -1,0 +1,142 @@
+"""The key-value interface: rows by user keys. Each operation once; `transfer_queue.interface` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from transfer_queue.client import operations as ops
+from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.reading import read
+from transfer_queue.client.session import Session
+from transfer_queue.client.writing import Rows, checked_tags, commit, store
+from transfer_queue.codec.plan import Plan, plan_batch, plan_row
+from transfer_queue.errors import InvalidInput
+from transfer_queue.metadata import KVBatchMeta
+from transfer_queue.wire import messages as m
+
+
+def kv_put(
+    session: Session,
+    key: str,
+    partition_id: str,
+    fields: TensorDictBase | Mapping[str, Any] | None = None,
+    tag: Mapping[str, Any] | None = None,
+    data_parser: ops.Parser | None = None,
+) -> Operation[KVBatchMeta]:
+    """Write fields and tag of one row; other fields and tag names of the row stay.
+
+    In a dict, a tensor is the value of a cell, and everything else is one object. A TensorDict has batch size 1. Atomic.
+    Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`, `StoreFull`; nothing is stored then.
+    """
+    if fields is None and tag is None:
+        raise InvalidInput("give fields, tag or both")
+    keys = ops.checked_keys([key])
+    if fields is None:
+        plan = None
+    elif data_parser is not None or isinstance(fields, TensorDictBase):
+        plan = ops.planned(session, fields if isinstance(fields, TensorDictBase) else _as_batch(fields), data_parser)
+        if plan.rows != 1:
+            raise InvalidInput(f"kv_put writes one row, the fields have {plan.rows}")
+    elif isinstance(fields, Mapping):
+        plan = plan_row(fields, bool(session.config.get("allow_pickle")))
+    else:
+        raise InvalidInput(f"fields is a dict or a TensorDict, got {type(fields).__qualname__}")
+    return (yield from _write(session, keys, partition_id, plan, None if tag is None else [tag]))
+
+
+def _as_batch(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.unsqueeze(0) if isinstance(v, torch.Tensor) else [v] for k, v in fields.items()}
+
+
+def kv_batch_put(
+    session: Session,
+    keys: list[str],
+    partition_id: str,
+    fields: TensorDictBase | Mapping[str, Any] | None = None,
+    tags: Sequence[Mapping[str, Any]] | None = None,
+    data_parser: ops.Parser | None = None,
+) -> Operation[KVBatchMeta]:
+    """Write fields and tags of the rows `keys`, creating those that do not exist. Atomic.
+
+    `fields`: a TensorDict, or a mapping of columns, of batch size `len(keys)`. `tags`: one dict per key, merged into the
+    stored ones. Returns the stored tags and the fields that all these keys have. Raises as `kv_put`.
+    """
+    if fields is None and tags is None:
+        raise InvalidInput("give fields, tags or both")
+    ops.distinct_keys(keys)
+    plan = None if fields is None else _planned_batch(session, fields, len(keys), data_parser)
+    return (yield from _write(session, keys, partition_id, plan, tags))
+
+
+def _planned_batch(session: Session, fields: ops.Batch, count: int, parser: ops.Parser | None) -> Plan:
+    if ops.num_rows(fields) != count:
+        raise InvalidInput(f"{count} keys with fields of {ops.num_rows(fields)} rows")
+    if parser is None:
+        return plan_batch(fields, count, bool(session.config.get("allow_pickle")))
+    return ops.planned(session, fields, parser)
+
+
+def _write(
+    session: Session,
+    keys: list[str],
+    partition_id: str,
+    plan: Plan | None,
+    tags: Sequence[Mapping[str, Any]] | None,
+) -> Operation[KVBatchMeta]:
+    if type(partition_id) is not str:
+        raise InvalidInput(f"partition_id is a string, got {partition_id!r}")
+    wire_tags = None if tags is None else checked_tags(tags, len(keys))
+    rows = Rows(partition_id, len(keys), list(keys))
+    if plan is not None and plan.columns:
+        reply = yield from store(session, plan, rows, wire_tags)
+    else:
+        reply = (yield commit(session, rows, [], b"", -1, wire_tags))[0]
+    return KVBatchMeta._build(list(keys), reply.tags, partition_id, reply.fields)
+
+
+def kv_batch_get(
+    session: Session,
+    keys: list[str] | str,
+    partition_id: str,
+    select_fields: list[str] | str | None = None,
+    strict: bool = False,
+    copy: bool = False,
+    device: torch.device | str | None = None,
+) -> Operation[TensorDict]:
+    """The rows of `keys` in their order, all fields that every one of them has or those of `select_fields`.
+
+    Keys that do not exist, and fields that are not written on every row, are left out; `strict` raises `UnknownRows` or
+    `NotReady` instead. `copy` and `device` as in `get_data`. Raises `UnknownRows` (a ValueError) when no key exists and
+    `NotReady` (a ValueError) when the rows have no field in common.
+    """
+    fields = [select_fields] if isinstance(select_fields, str) else select_fields
+    request = m.Get(session.next_rid(), partition_id, ops.key_list(keys), None, fields, strict)
+    return (yield from read(session, [request], copy=copy, device=device))
+
+
+def kv_batch_get_by_meta(
+    session: Session, meta: KVBatchMeta, select_fields: list[str] | str | None = None
+) -> Operation[TensorDict]:
+    """The rows of `meta`: its fields, or some of them. Raises `InvalidInput` when `meta` lacks partition or fields."""
+    if meta.partition_id is None:
+        raise InvalidInput("the meta has no partition_id")
+    wanted = [select_fields] if isinstance(select_fields, str) else select_fields
+    if wanted is not None and meta.fields is not None:
+        missing = sorted(set(wanted) - set(meta.fields))
+        if missing:
+            raise InvalidInput(f"select_fields {missing} not found in the meta's fields {meta.fields}")
+    return (yield from kv_batch_get(session, meta.keys, meta.partition_id, meta.fields if wanted is None else wanted))
+
+
+def kv_list(session: Session, partition_id: str | None = None) -> Operation[dict[str, dict[str, dict[str, Any]]]]:
+    """`{partition: {key: tag}}` of one partition (`{}` when unknown), or of all."""
+    return (yield Call(m.ListKeys(session.next_rid(), partition_id)))[0].partitions  # type: ignore[no-any-return]
+
+
+def kv_clear(session: Session, keys: list[str] | str, partition_id: str) -> Operation[None]:
+    """Remove rows by key. Keys that do not exist are fine; a partition without rows left is gone."""
+    yield Call(m.Clear(session.next_rid(), partition_id, ops.key_list(keys), None))

@@ -1,0 +1,134 @@
+"""The arenas of the server in this process's address space.
+
+Every arena is mapped twice: *shared*, for writing blocks and for gathering rows out of them, and *private*, for handing
+out views. A private mapping reads the arena's bytes until a page is written; that page then belongs to this process alone
+(copy on write, mmap(2) MAP_PRIVATE), so views are writable and isolated without a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import threading
+
+import numpy as np
+
+from transfer_queue.codec.layout import Bytes
+from transfer_queue.codec.memory import address_of
+from transfer_queue.errors import ServiceUnavailable
+from transfer_queue.server.door import NUMBER, SIZE
+from transfer_queue.storage.shm.arena import MAP_NORESERVE
+
+PAGE = 4096
+MADV_DONTNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 4, 22, 23
+TOUCH_NBYTES = 2 << 20
+PRESENT, SWAPPED, OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Arena:
+    """One arena, mapped on first use."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.size = size
+        shared = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+        private = self.map_private(0, size)
+        self.shared: Bytes = np.frombuffer(shared, np.uint8)
+        self.private: Bytes = np.frombuffer(private, np.uint8)
+        self.private_address = address_of(self.private)
+        self._touched = np.zeros(-(-size // TOUCH_NBYTES), np.bool_)
+
+    def map_private(self, offset: int, nbytes: int) -> mmap.mmap:
+        """A private mapping of its own of a page-aligned range."""
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(self.fd, nbytes, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, prot=access, offset=offset)
+
+    def writable(self, offset: int, nbytes: int) -> Bytes:
+        """Shared memory of a block about to be written, mapped ahead of the copy: faulting in the copy costs more."""
+        first, last = offset // TOUCH_NBYTES, -(-(offset + nbytes) // TOUCH_NBYTES)
+        if nbytes >= TOUCH_NBYTES and not self._touched[first:last].all():
+            start = offset // PAGE * PAGE
+            advise(address_of(self.shared) + start, offset + nbytes - start, MADV_POPULATE_WRITE)
+            self._touched[first:last] = True
+        return self.shared[offset : offset + nbytes]
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Arenas:
+    """Arenas by number; descriptors come from the server's door."""
+
+    def __init__(self, door: str, timeout_s: float) -> None:
+        self._door = door
+        self._timeout_s = timeout_s
+        self._arenas: dict[int, Arena] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, number: int) -> Arena:
+        found = self._arenas.get(number)
+        if found is None:
+            with self._lock:
+                found = self._arenas.get(number)
+                if found is None:
+                    found = self._arenas[number] = Arena(*self._enter(number))
+        return found
+
+    def _enter(self, number: int) -> tuple[int, int]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+            visitor.settimeout(self._timeout_s)
+            try:
+                visitor.connect(self._door)
+                visitor.sendall(NUMBER.pack(number))
+                data, descriptors, _, _ = socket.recv_fds(visitor, SIZE.size, 1)
+            except OSError as error:
+                raise ServiceUnavailable(f"cannot map arena {number}: {error}") from error
+        if not descriptors:
+            raise ServiceUnavailable(f"the server has no arena {number}")
+        return descriptors[0], SIZE.unpack(data)[0]
+
+    def close(self) -> None:
+        """Close the descriptors; mappings stay as long as tensors need them."""
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """madvise(2) on a page-aligned address; False when the kernel refuses."""
+    return bool(_libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0)
+
+
+def drop_written_pages(address: int, nbytes: int) -> None:
+    """Forget what this process wrote into a range of a private mapping, so that it shows the arena again.
+
+    Written pages are those the kernel lists as anonymous (pagemap: present or swapped, and not of the file;
+    Documentation/admin-guide/mm/pagemap.rst). Where that cannot be read the whole range is forgotten.
+    """
+    nbytes = -(-nbytes // PAGE) * PAGE
+    written = _written_pages(address, nbytes)
+    if written is None:
+        advise(address, nbytes, MADV_DONTNEED)
+        return
+    if not len(written):
+        return
+    breaks = np.flatnonzero(np.diff(written) != 1) + 1
+    firsts = written[np.concatenate([[0], breaks])]
+    lasts = written[np.concatenate([breaks - 1, [len(written) - 1]])]
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        advise(address + first * PAGE, (last - first + 1) * PAGE, MADV_DONTNEED)
+
+
+def _written_pages(address: int, nbytes: int) -> np.ndarray | None:  # type: ignore[type-arg]
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(address // PAGE * 8)
+            entries = np.frombuffer(file.read(nbytes // PAGE * 8), np.uint64)
+    except OSError:
+        return None
+    if len(entries) != nbytes // PAGE:
+        return None
+    return np.flatnonzero((entries & (PRESENT | SWAPPED) != 0) & (entries & OF_FILE == 0))

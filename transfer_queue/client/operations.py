@@ -1,0 +1,217 @@
+"""Every operation of `TransferQueueClient`, once. The public methods in `api` run these."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from transfer_queue.client.allocation import committed_meta
+from transfer_queue.client.describing import batch_meta, field_specs
+from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.reading import read
+from transfer_queue.client.session import Session
+from transfer_queue.client.writing import Rows, checked_tags, store
+from transfer_queue.codec.plan import Plan, items_of, plan_batch
+from transfer_queue.codec.values import is_plain
+from transfer_queue.errors import InvalidInput, UnknownMode, UnsupportedValue
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+
+log = logging.getLogger("transfer_queue")
+
+Batch = TensorDictBase | Mapping[str, Any]
+Parser = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def get_meta(
+    session: Session,
+    data_fields: list[str],
+    batch_size: int,
+    partition_id: str,
+    mode: str,
+    task_name: str | None,
+    sampling_config: Mapping[str, Any] | None,
+    timeout_s: float | None,
+) -> Operation[BatchMeta]:
+    if mode == "insert":
+        request: m.Request = m.Insert(session.next_rid(), partition_id, batch_size, data_fields, session.timeout_s)
+        return batch_meta((yield Call(request, wait_s=session.timeout_s))[0], partition_id, data_fields)
+    if mode == "force_fetch":
+        return batch_meta((yield Call(m.Scan(session.next_rid(), partition_id, data_fields)))[0], partition_id, data_fields)
+    if mode != "fetch":
+        raise UnknownMode(f"mode {mode!r}: expected 'fetch', 'insert' or 'force_fetch'")
+    if not task_name:
+        raise UnknownMode("mode 'fetch' needs task_name: which consumer takes the rows")
+    if batch_size == 0:
+        return BatchMeta.empty()
+    sampling = dict(sampling_config or {})
+    if not is_plain(sampling):
+        raise UnsupportedValue(f"sampling_config {sampling}: only plain numbers, strings, lists and dicts")
+    polling = bool(session.config.get("polling_mode"))
+    wait_s = timeout_s if timeout_s is not None else (0.0 if polling else session.timeout_s)
+    request = m.Fetch(session.next_rid(), partition_id, data_fields, batch_size, task_name, sampling, wait_s, polling)
+    reply = (yield Call(request, wait_s=wait_s))[0]
+    return batch_meta(reply, partition_id) if reply.rows else BatchMeta.empty()
+
+
+def num_rows(batch: Batch) -> int:
+    """Rows of a batch, or `InvalidInput` when it has none."""
+    if isinstance(batch, TensorDictBase):
+        size = list(batch.batch_size)
+        count = size[0] if size else 0
+    elif isinstance(batch, Mapping):
+        columns = list(batch.values())
+        count = len(columns[0]) if columns else 0
+    else:
+        raise UnsupportedValue(f"data is a TensorDict or a mapping of columns, got {type(batch).__qualname__}")
+    if count < 1:
+        raise InvalidInput("a batch needs at least one row")
+    return count
+
+
+def planned(session: Session, batch: Batch, parser: Parser | None) -> Plan:
+    """The plan of a batch, after `parser` where there is one. Raises before anything is sent."""
+    count = num_rows(batch)
+    if parser is not None:
+        columns = dict(items_of(batch))
+        parsed = parser(dict(columns))
+        if parsed.keys() != columns.keys() or any(len(column) != count for column in parsed.values()):
+            raise InvalidInput("data_parser must keep the fields and the number of rows")
+        batch = parsed
+    plan = plan_batch(batch, count, bool(session.config.get("allow_pickle")))
+    if not plan.columns:
+        raise InvalidInput("a batch needs at least one field")
+    return plan
+
+
+def put(
+    session: Session, data: Batch, metadata: BatchMeta | None, partition_id: str | None, data_parser: Parser | None
+) -> Operation[BatchMeta]:
+    if metadata is None:
+        if not partition_id:
+            raise InvalidInput("put needs metadata or a partition_id")
+        plan = planned(session, data, data_parser)
+        reply = yield from store(session, plan, Rows(partition_id, plan.rows), None)
+        return committed_meta(reply, partition_id, plan, None)
+    count = num_rows(data)
+    if len(metadata) != count or not count:
+        raise InvalidInput(f"{count} rows of data for {len(metadata)} rows of metadata")
+    for positions, part in _by_partition(metadata):
+        rows_of_part = data if len(part) == count else _rows_at(data, positions)
+        schema = yield from _put_part(session, rows_of_part, part, data_parser)
+    metadata.field_schema = {**metadata._frozen_schema(), **schema}
+    metadata._set_ready()
+    metadata._forget_tag_edits()
+    return metadata
+
+
+def _put_part(session: Session, data: Batch, meta: BatchMeta, parser: Parser | None) -> Operation[dict[str, Any]]:
+    """Write to the rows of one partition, with the tags their holder changed."""
+    plan = planned(session, data, parser)
+    edits = meta._tag_edits()
+    replaced = [position for position, (replace, _) in edits.items() if replace]
+    if replaced:
+        yield from set_tags(session, meta.select_samples(replaced), [edits[p][1] for p in replaced])
+    merged = {position: row for position, (replace, row) in edits.items() if not replace}
+    tags = checked_tags([merged.get(p, {}) for p in range(len(meta))], len(meta)) if merged else None
+    rows = Rows(meta.sole_partition, len(meta), None, meta.indexes.tobytes())
+    yield from store(session, plan, rows, tags)
+    return field_specs(plan.schema())
+
+
+def _by_partition(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
+    """(positions, rows) of each partition in `meta`."""
+    found: dict[str, list[int]] = {}
+    names = meta.partition_ids
+    if len(set(names)) <= 1:
+        return [(list(range(len(meta))), meta)]
+    for position, name in enumerate(names):
+        found.setdefault(name, []).append(position)
+    return [(positions, meta.select_samples(positions)) for positions in found.values()]
+
+
+def _rows_at(data: Batch, positions: list[int]) -> Batch:
+    if isinstance(data, TensorDictBase):
+        return data[positions]
+    return {name: [column[p] for p in positions] for name, column in data.items()}
+
+
+def set_tags(session: Session, meta: BatchMeta, tags: Sequence[Mapping[str, Any]]) -> Operation[None]:
+    """Replace the tags of the rows."""
+    for positions, part in _by_partition(meta):
+        wire = checked_tags([tags[p] for p in positions], len(part))
+        yield Call(m.SetTags(session.next_rid(), part.sole_partition, part.indexes.tobytes(), wire, True))
+
+
+def get_data(
+    session: Session,
+    metadata: BatchMeta | None,
+    copy: bool,
+    out: Mapping[str, torch.Tensor] | None,
+    device: torch.device | str | None,
+) -> Operation[TensorDict]:
+    if metadata is None or not len(metadata) or not metadata.field_names:
+        log.warning("get_data: the metadata names no rows or no fields")
+        return TensorDict({}, batch_size=[0])
+    requests = [
+        m.Get(session.next_rid(), part.sole_partition, None, part.indexes.tobytes(), metadata.field_names, True)
+        for part in _segments(metadata)
+    ]
+    return (yield from read(session, requests, copy=copy, out=out, device=device))
+
+
+def _segments(meta: BatchMeta) -> list[BatchMeta]:
+    """Stretches of rows of one partition, in order."""
+    names = meta.partition_ids
+    if len(set(names)) <= 1:
+        return [meta]
+    starts = [0, *(p for p in range(1, len(names)) if names[p] != names[p - 1]), len(names)]
+    return [meta[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def clear_samples(session: Session, metadata: BatchMeta) -> Operation[None]:
+    if metadata is None or not len(metadata):
+        return
+    for _, part in _by_partition(metadata):
+        yield Call(m.Clear(session.next_rid(), part.sole_partition, None, part.indexes.tobytes()))
+
+
+def status(reply: m.Status, num_fields: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """(global indexes, int8 status) of a partition, ascending; (None, None) when it or a field is unknown."""
+    if not reply.known:
+        return None, None
+    rows = torch.from_numpy(np.frombuffer(reply.rows, np.int64).copy())
+    values = torch.from_numpy(np.frombuffer(reply.status, np.int8).copy())
+    return rows, values if num_fields is None else values.view(len(rows), num_fields)
+
+
+def is_done(reply: m.Status) -> bool:
+    """Whether every row has the status, and there are as many as were declared."""
+    num = len(reply.rows) // 8
+    return reply.known and num > 0 and b"\x00" not in reply.status and num >= (reply.declared or 0)
+
+
+def checked_keys(keys: Any) -> list[str]:
+    """`keys` as they are: a list of distinct strings, not empty."""
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise UnsupportedValue(f"keys is a list of strings, got {type(keys).__qualname__}")
+    if not keys:
+        raise InvalidInput("keys is empty")
+    return keys
+
+
+def distinct_keys(keys: Any) -> list[str]:
+    found = checked_keys(keys)
+    if len(set(found)) != len(found):
+        raise InvalidInput("Got duplicated keys.")
+    return found
+
+
+def key_list(keys: Any) -> list[str]:
+    """One key or a list of keys, as a list."""
+    return checked_keys([keys] if type(keys) is str else keys)

@@ -1,0 +1,142 @@
+"""Getting rows: one round trip that locates and pins, then views or gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from transfer_queue.client.effects import Call, Notify, Offload, Operation
+from transfer_queue.client.session import Session
+from transfer_queue.codec.assemble import Assembler
+from transfer_queue.codec.layout import Bytes, Layout, decode_layout
+from transfer_queue.codec.rows import Block
+from transfer_queue.errors import ProtocolError
+from transfer_queue.schema import OBJECTS
+from transfer_queue.wire import messages as m
+
+VIEW_NBYTES = 64 << 10  # smaller reads are copied: they must not hold a whole block
+READ_NBYTES = 4 << 20
+
+
+class Lying:
+    """One block of a reply, as memory: inline, received, or mapped.
+
+    A mapped block is gathered from through the shared mapping; `viewed` opens it in the private one, and from then on its
+    pin ends with the last tensor over it.
+    """
+
+    def __init__(self, piece: m.Piece, layout: Layout, gathered: Block, session: Session | None) -> None:
+        self.piece = piece
+        self.layout = layout
+        self.gathered = gathered
+        self._session = session  # of a mapped block
+        self._viewed: Block | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the reader has to release the pin itself, because no view does."""
+        return self.piece.arena >= 0 and self._viewed is None
+
+    def block_for(self, field: str, count: int, single: bool) -> Block:
+        """The block to read `count` rows of `field` from; `single`: they are all rows of the result."""
+        if self._session is None or not self._worth_viewing(field, count, single):
+            return self.gathered
+        if self._viewed is None:
+            piece = self.piece
+            data = self._session.views.open(piece.block, piece.arena, piece.offset, piece.nbytes)
+            self._viewed = Block(data, self.layout, VIEW_NBYTES)
+        return self._viewed
+
+    def _worth_viewing(self, field: str, count: int, single: bool) -> bool:
+        column = self.layout.column(field)
+        if column is None:
+            return False
+        if column.kind == OBJECTS:
+            return len(column.parts) == 6 and column.parts[5][1] >= VIEW_NBYTES
+        nbytes = sum(c.parts[0][1] for c in (column, *column.children) if c.parts)
+        return single and nbytes * count >= VIEW_NBYTES * max(1, self.layout.rows)
+
+
+def read(
+    session: Session,
+    requests: Sequence[m.Get],
+    *,
+    copy: bool = False,
+    out: Mapping[str, torch.Tensor] | None = None,
+    device: torch.device | str | None = None,
+) -> Operation[TensorDict]:
+    """The rows of all requests, one after the other, as a TensorDict whose batch size is their number.
+
+    Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the result
+    goes.
+    """
+    replies: list[tuple[m.Located, list[Lying]]] = []
+    own = copy or bool(out)
+    try:
+        for request in requests:
+            reply, payload = yield Call(request)
+            lying: list[Lying] = []
+            replies.append((reply, lying))
+            layouts = [decode_layout(data) for data in reply.layouts]
+            for piece in reply.pieces:
+                lying.append((yield from _lying(session, piece, layouts[piece.layout], payload, own)))
+        nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if own else 0
+        found: TensorDict = yield Offload(lambda: _assembled(session, replies, out), nbytes)
+        return found if device is None else found.to(device)
+    finally:
+        pinned = [one.piece.block for _, lying in replies for one in lying if one.is_pinned]
+        if pinned:
+            yield Notify(m.Unpin(pinned))
+
+
+def _lying(session: Session, piece: m.Piece, layout: Layout, payload: memoryview, own: bool) -> Operation[Lying]:
+    """The memory of one piece: in the payload, mapped, or received now."""
+    if layout.nbytes > piece.nbytes:
+        raise ProtocolError(f"a block of {piece.nbytes} bytes with a layout of {layout.nbytes}")
+    if piece.arena < 0:
+        data: Bytes = np.frombuffer(payload, np.uint8)[piece.offset : piece.offset + piece.nbytes]
+        return Lying(piece, layout, Block(data, layout, 0), None)
+    if session.is_local:
+        data = session.arenas[piece.arena].shared[piece.offset : piece.offset + piece.nbytes]
+        return Lying(piece, layout, Block(data, layout, -1), None if own else session)
+    data = yield from _received(session, piece)
+    return Lying(piece, layout, Block(data, layout, 0), None)
+
+
+def _received(session: Session, piece: m.Piece) -> Operation[Bytes]:
+    """The bytes of a pinned block that cannot be mapped."""
+    data = session.pool.allocate(piece.nbytes)
+    for start in range(0, piece.nbytes, READ_NBYTES):
+        nbytes = min(READ_NBYTES, piece.nbytes - start)
+        _, payload = yield Call(m.Read(session.next_rid(), piece.block, start, nbytes))
+        data[start : start + nbytes] = payload
+    return data
+
+
+def _assembled(
+    session: Session, replies: list[tuple[m.Located, list[Lying]]], out: Mapping[str, torch.Tensor] | None
+) -> TensorDict:
+    assembler = Assembler(session.copier, bool(session.config.get("allow_pickle")), out)
+    schema = {field.name: field for field in replies[0][0].schema}
+    located: dict[str, list[tuple[Block, int, int]]] = {name: [] for name in schema}
+    for reply, lying in replies:
+        for field in reply.schema:
+            schema[field.name] = schema[field.name].merged(field)
+        for part in reply.parts:
+            runs = np.frombuffer(part.runs, np.int64).reshape(-1, 3).tolist()
+            single = len(runs) == len(replies) == 1
+            for name in part.fields:
+                located[name] += [(lying[p].block_for(name, n, single), first, n) for p, first, n in runs]
+    if not schema:
+        return TensorDict({}, batch_size=[0])
+    content = {name: assembler.field(field, located[name]) for name, field in schema.items()}
+    return new_tensordict(content, sum(reply.count for reply, _ in replies))
+
+
+def new_tensordict(content: dict[str, Any], count: int) -> TensorDict:
+    """A TensorDict of checked columns; the public constructor checks again, 30 microseconds a time."""
+    return TensorDict._new_unsafe(content, batch_size=torch.Size([count]))

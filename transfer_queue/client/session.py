@@ -1,0 +1,248 @@
+"""What a process shares with one server: connections, mapped arenas, memory. Threads and event loops use it at once.
+
+All connections of a process belong to one session. When the last of them closes, the server frees what the session
+left unfinished and unpins what it read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import threading
+import weakref
+from typing import Any
+
+from transfer_queue.client.address import Address
+from transfer_queue.client.aio import AsyncConnection
+from transfer_queue.client.connection import Connection
+from transfer_queue.client.effects import Call
+from transfer_queue.client.mapping import Arenas
+from transfer_queue.client.views import Views
+from transfer_queue.codec.memory import Mover, Pool
+from transfer_queue.codec.rows import Copier
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError, error_from_code
+from transfer_queue.wire import messages as m
+
+GRACE_S = 5.0  # how much later than the server's own deadline a client gives up on it
+MAX_IDLE = 16
+
+
+class Session:
+    """Attached to the server at `address`; raises `ServiceUnavailable` when there is none.
+
+    `config` is what the service was started with: timeout_s, polling_mode, allow_pickle, pool_nbytes, copy_threads.
+    After a fork the child gets a session of its own on first use; what it inherited stays readable.
+    """
+
+    def __init__(self, address: Address, connect_timeout_s: float = 10.0) -> None:
+        self.address = address
+        self.closed = False
+        self._connect_timeout_s = connect_timeout_s
+        self._start(secrets.token_bytes(16), [])
+        with self._borrowed() as connection:
+            welcome = connection.welcome
+        self.config: dict[str, Any] = json.loads(welcome.config)
+        self.server_pid = welcome.pid
+        self._door = welcome.door
+        self.mover = Mover(self.config.get("copy_threads"))
+        self.pool = Pool(int(self.config.get("pool_nbytes", 1 << 30)))
+        self.copier = Copier(self.pool.allocate, self.mover.copy)
+        self._open_memory()
+        _SESSIONS.add(self)
+
+    def _start(self, ident: bytes, idle: list[Connection]) -> None:
+        self.ident = ident
+        self._pid = os.getpid()
+        self._idle = idle
+        self._lock = threading.Lock()
+        self._rids = itertools.count(1)
+        self._loops: dict[asyncio.AbstractEventLoop, asyncio.Future[AsyncConnection]] = {}
+
+    def _open_memory(self) -> None:
+        self.arenas = Arenas(self._door, self._connect_timeout_s)
+        self.views = Views(self.arenas, self._unpin)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether blocks are mapped rather than sent."""
+        return bool(self._door)
+
+    @property
+    def timeout_s(self) -> float:
+        return float(self.config["timeout_s"])
+
+    def next_rid(self) -> int:
+        return next(self._rids)
+
+    # blocking
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Any:
+        """A connection of our own for one call; a call that fails half-way takes it along."""
+        self._check_open()
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = Connection(self.address, self.ident, self._connect_timeout_s)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        if len(self._idle) < MAX_IDLE and not self.closed:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def call(self, effect: Call) -> tuple[Any, memoryview]:
+        """Send and wait. A lost connection is replaced once: the request keeps its id, so it has one outcome."""
+        timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
+        try:
+            with self._borrowed() as connection:
+                found = connection.call(effect.request, effect.payload, timeout_s)
+        except ServiceUnavailable:
+            self._drop_idle()
+            with self._borrowed() as connection:
+                found = connection.call(effect.request, effect.payload, timeout_s)
+        return _checked(found)
+
+    def notify(self, message: m.Message) -> None:
+        with self._borrowed() as connection:
+            connection.notify(message)
+
+    def _unpin(self, blocks: list[int]) -> None:
+        with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):  # the server is gone, and its pins with it
+            if not self.closed:
+                self.notify(m.Unpin(blocks))
+
+    # asyncio
+
+    async def call_async(self, effect: Call) -> tuple[Any, memoryview]:
+        timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
+        try:
+            connection = await self._connection()
+            found = await connection.call(effect.request, effect.payload, timeout_s)
+        except ServiceUnavailable:
+            connection = await self._connection()
+            found = await connection.call(effect.request, effect.payload, timeout_s)
+        return _checked(found)
+
+    async def notify_async(self, message: m.Message) -> None:
+        (await self._connection()).notify(message)
+
+    async def _connection(self) -> AsyncConnection:
+        """The connection of the running loop."""
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        future = self._loops.get(loop)
+        if future is not None and future.done() and (future.exception() or future.result().error is not None):
+            future = None
+        if future is None:
+            self._forget_closed_loops()
+            future = self._loops[loop] = loop.create_future()
+            try:
+                future.set_result(await AsyncConnection.open(self.address, self.ident, self._connect_timeout_s))
+            except BaseException as error:
+                self._loops.pop(loop, None)
+                if isinstance(error, TransferQueueError):
+                    future.set_exception(error)
+                    future.exception()  # seen: whoever else waits gets it too
+                else:
+                    future.cancel()
+                raise
+        return future.result() if future.done() else await asyncio.shield(future)
+
+    def _forget_closed_loops(self) -> None:
+        for loop in [loop for loop in self._loops if loop.is_closed()]:
+            future = self._loops.pop(loop)
+            if future.done() and not future.cancelled() and not future.exception():
+                future.result().abandon()
+
+    # ending and forking
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ServiceUnavailable("this client was closed")
+
+    def _drop_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def close(self) -> None:
+        """Detach. Tensors that were read stay valid."""
+        if self.closed:
+            return
+        self.views.close()
+        self.closed = True
+        _SESSIONS.discard(self)
+        for future in list(self._loops.values()):
+            if future.done() and not future.cancelled() and not future.exception():
+                future.result().abandon()
+        self._loops.clear()
+        self._drop_idle()
+        self.mover.close()
+        self.pool.clear()
+        self.arenas.close()
+
+    def before_fork(self) -> None:
+        """Open a session for the child that pins what is being read here, before the two part."""
+        self._heir: tuple[bytes, Connection] | None = None
+        if not self.views.num_open:
+            return
+        ident = secrets.token_bytes(16)
+        with contextlib.suppress(TransferQueueError):
+            connection = Connection(self.address, ident, self._connect_timeout_s)
+            connection.call(m.Adopt(0, self.ident), None, self.timeout_s)
+            self._heir = (ident, connection)
+
+    def after_fork_in_parent(self) -> None:
+        if self._heir is not None:
+            self._heir[1].close()
+
+    def after_fork_in_child(self) -> None:
+        """Leave the parent's sockets and mappings alone, and start over."""
+        inherited = list(self._idle)
+        ident, idle = (self._heir[0], [self._heir[1]]) if self._heir is not None else (secrets.token_bytes(16), [])
+        for connection in inherited:
+            connection.close()
+        for future in self._loops.values():
+            if future.done() and not future.cancelled() and not future.exception():
+                sock = future.result()._transport.get_extra_info("socket")
+                if sock is not None:
+                    with contextlib.suppress(OSError):
+                        os.close(sock.fileno())
+        self._start(ident, idle)
+        self.arenas.close()
+        self.mover = Mover(self.config.get("copy_threads"))
+        self.pool = Pool(self.pool.keep_nbytes)
+        self.copier = Copier(self.pool.allocate, self.mover.copy)
+        self._open_memory()
+
+
+def _checked(found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
+    reply = found[0]
+    if type(reply) is m.Failed:
+        raise error_from_code(reply.code, reply.text)
+    return found
+
+
+_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _each(method: str) -> Any:
+    def run() -> None:
+        for session in list(_SESSIONS):
+            getattr(session, method)()
+
+    return run
+
+
+os.register_at_fork(
+    before=_each("before_fork"),
+    after_in_parent=_each("after_fork_in_parent"),
+    after_in_child=_each("after_fork_in_child"),
+)

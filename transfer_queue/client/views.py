@@ -1,0 +1,127 @@
+"""Zero-copy reads: who holds which block, and putting things right when the last tensor is gone.
+
+A view lies in the private mapping of its arena. When its last tensor is collected, the pages that were written are
+dropped and the block is unpinned, in a thread of its own: collection may happen anywhere. A second view of a block
+in the same process gets a private mapping of its own, so that two readers never see each other's writes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from transfer_queue.client.mapping import MADV_POPULATE_READ, Arena, Arenas, advise, drop_written_pages
+from transfer_queue.codec.layout import Bytes
+from transfer_queue.codec.memory import Anchor, address_of
+
+POPULATE_NBYTES = 8 << 20
+
+
+class Range(NamedTuple):
+    arena: int
+    offset: int
+    nbytes: int
+
+
+class Ended(NamedTuple):
+    """The last tensor over a pinned block is gone. `range` is set when it lay in the arena's own private mapping."""
+
+    block: int
+    range: Range | None = None
+    ended: Callable[[], None] | None = None  # called in the reaper before the pin is released
+
+
+class Opened(NamedTuple):
+    range: Range
+
+
+class Views:
+    """Views of one session. `unpin` tells the server that blocks are no longer read; it runs in the reaper thread."""
+
+    def __init__(self, arenas: Arenas, unpin: Callable[[list[int]], None]) -> None:
+        self._arenas = arenas
+        self._unpin = unpin
+        self._busy: set[Range] = set()
+        self._notes: queue.SimpleQueue[Ended | Opened | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()  # re-entered when a collection runs inside
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self.num_open = 0
+
+    def open(self, block: int, arena: int, offset: int, nbytes: int) -> Bytes:
+        """The bytes of a block this session has pinned once for this view; writable, seen by nobody else."""
+        where = Range(arena, offset, nbytes)
+        lying = self._arenas[arena]
+        with self._lock:
+            self._start()
+            self.num_open += 1
+            if where in self._busy:
+                return self._own_mapping(block, lying, where)
+            self._busy.add(where)
+        if nbytes >= POPULATE_NBYTES:
+            self._notes.put(Opened(where))
+        return self._anchor(lying.private_address + offset, nbytes, lying, Ended(block, where))
+
+    def hold(self, block: int, arena: int, offset: int, nbytes: int, ended: Callable[[], None]) -> Bytes:
+        """The shared memory of a block this session has pinned and is filling; `ended` runs once nobody holds it."""
+        lying = self._arenas[arena]
+        with self._lock:
+            self._start()
+            self.num_open += 1
+        return self._anchor(address_of(lying.writable(offset, nbytes)), nbytes, lying, Ended(block, None, ended))
+
+    def _own_mapping(self, block: int, lying: Arena, where: Range) -> Bytes:
+        mapping = lying.map_private(where.offset, where.nbytes)
+        return self._anchor(address_of(mapping), where.nbytes, mapping, Ended(block))  # type: ignore[arg-type]
+
+    def _anchor(self, address: int, nbytes: int, owner: object, note: Ended) -> Bytes:
+        pid, notes = self._pid, self._notes
+
+        def released() -> None:
+            if os.getpid() == pid:  # a forked child holds the pins of its parent's views through its own session
+                notes.put(note)
+
+        return Anchor(address, nbytes, owner, released).array()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._reap, name="tq-reaper", daemon=True)
+            self._thread.start()
+
+    def _reap(self) -> None:
+        while True:
+            note = self._notes.get()
+            if note is None:
+                return
+            if isinstance(note, Opened):
+                self._populate(note.range)
+            else:
+                self._end(note)
+
+    def _populate(self, where: Range) -> None:
+        """Map the pages ahead of the reader: a fault each costs far more."""
+        if where in self._busy:
+            advise(self._arenas[where.arena].private_address + where.offset, where.nbytes, MADV_POPULATE_READ)
+
+    def _end(self, note: Ended) -> None:
+        if note.range is not None:
+            lying = self._arenas[note.range.arena]
+            drop_written_pages(lying.private_address + note.range.offset, note.range.nbytes)
+            with self._lock:
+                self._busy.discard(note.range)
+        if note.ended is not None:
+            note.ended()
+        with self._lock:
+            self.num_open -= 1
+        self._unpin([note.block])
+
+    def close(self) -> None:
+        """End the reaper. Views that are still open stay valid: their memory is this process's as long as it needs it."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None and self._pid == os.getpid():
+            self._notes.put(None)
+            thread.join()

@@ -1,0 +1,116 @@
+"""Storing a planned batch: allocate, copy, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transfer_queue.client.effects import Call, Notify, Offload, Operation
+from transfer_queue.client.session import Session
+from transfer_queue.codec.layout import Bytes
+from transfer_queue.codec.plan import Plan
+from transfer_queue.codec.values import Lowering
+from transfer_queue.errors import InvalidInput, StoreFull, UnsupportedValue
+from transfer_queue.schema import FieldSchema
+from transfer_queue.wire import messages as m
+
+INLINE_NBYTES = 64 << 10
+WRITE_NBYTES = 4 << 20
+_TAG_VALUES = Lowering(None, allow_pickle=False)
+_EXACT = frozenset((str, float, bool, type(None), bytes))
+
+
+class Rows(NamedTuple):
+    """Which rows a commit writes: `keys` (upsert), `indexes` (existing), or `count` new ones."""
+
+    partition: str
+    count: int
+    keys: list[str] | None = None
+    indexes: bytes | None = None
+
+
+def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
+    """Publish the planned block on `rows`: at most two round trips and one copy of the payload.
+
+    Waits for room up to the session's timeout, then raises `StoreFull`. Nothing is visible unless this returns.
+    """
+    fields, layout = plan.schema(), plan.layout()
+    if plan.nbytes <= INLINE_NBYTES:
+        payload = np.empty(plan.nbytes, np.uint8)
+        plan.write(payload, session.mover)
+        try:
+            return (yield commit(session, rows, fields, layout, 0, tags, memoryview(payload)))[0]  # type: ignore[arg-type]
+        except StoreFull:
+            pass  # there is no room now: wait for it with an allocation
+    return (yield from _store_block(session, plan, rows, tags, fields, layout))
+
+
+def _store_block(
+    session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None, fields: list[FieldSchema], layout: bytes
+) -> Operation[m.Committed]:
+    nbytes = max(1, plan.nbytes)
+    wait_s = session.timeout_s
+    allocated: m.Allocated = (yield Call(m.Allocate(session.next_rid(), nbytes, False, wait_s), wait_s=wait_s))[0]
+    try:
+        if session.is_local:
+            into = session.arenas[allocated.arena].writable(allocated.offset, nbytes)
+            yield Offload(lambda: plan.write(into, session.mover), nbytes)
+        else:
+            own = session.pool.allocate(nbytes)
+            yield Offload(lambda: plan.write(own, session.mover), nbytes)
+            yield from send_block(session, allocated.block, own)
+        return (yield commit(session, rows, fields, layout, allocated.block, tags))[0]
+    except GeneratorExit:
+        raise
+    except BaseException:
+        yield Notify(m.Discard(allocated.block))
+        raise
+
+
+def send_block(session: Session, block: int, data: Bytes) -> Operation[None]:
+    for start in range(0, len(data), WRITE_NBYTES):
+        payload = memoryview(data[start : start + WRITE_NBYTES])  # type: ignore[arg-type]
+        yield Call(m.Write(session.next_rid(), block, start), payload)
+
+
+def commit(
+    session: Session,
+    rows: Rows,
+    fields: list[FieldSchema],
+    layout: bytes,
+    block: int,
+    tags: list[m.Tags] | None,
+    payload: memoryview | None = None,
+) -> Call:
+    """The request that publishes a block (0: the payload; -1: no block, only tags)."""
+    wait_s = session.timeout_s
+    request = m.Commit(
+        session.next_rid(), rows.partition, rows.count, rows.keys, rows.indexes, fields, block, layout, tags, wait_s
+    )
+    return Call(request, payload, wait_s)
+
+
+def checked_tags(tags: Sequence[Mapping[str, Any]], count: int) -> list[m.Tags]:
+    """Tags ready for the wire, types kept; `InvalidInput` or `UnsupportedValue` when they are not one dict per row."""
+    if len(tags) != count:
+        raise InvalidInput(f"{len(tags)} tags for {count} rows")
+    return [_tag(tag, row) for row, tag in enumerate(tags)]
+
+
+def _tag(tag: Mapping[str, Any], row: int) -> m.Tags:
+    if not isinstance(tag, Mapping):
+        raise InvalidInput(f"tag {row}: a tag is a dict, got {type(tag).__qualname__}")
+    out: m.Tags = {}
+    for key, value in tag.items():
+        if type(key) is not str:
+            raise InvalidInput(f"tag {row}: the names in a tag are strings, got {key!r}")
+        if type(value) in _EXACT or (type(value) is int and -(1 << 63) <= value < 1 << 63):
+            out[key] = value
+            continue
+        try:
+            out[key] = _TAG_VALUES.lower(value)
+        except (UnsupportedValue, RecursionError) as error:
+            raise UnsupportedValue(f"tag {row}, name {key!r}: {error}") from None
+    return out

@@ -1,0 +1,187 @@
+"""Tensors, arrays and TensorDicts inside Python values: pulled out of the message as aligned buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+
+from transfer_queue.codec.dtypes import dtype_name, torch_dtype
+from transfer_queue.codec.layout import Bytes
+from transfer_queue.codec.values import Ext, encode
+from transfer_queue.errors import ProtocolError, UnsupportedValue
+
+TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTYPE, DEVICE = range(40, 50)
+
+Source = torch.Tensor | np.ndarray[Any, Any]
+
+
+class BufferWriter:
+    """Collects the buffers of one objects column. A tensor that occurs several times is stored once.
+
+    `refs` lists the buffer number of every occurrence; a message refers to the occurrences of its own row by
+    position, so rows can be cut out and joined without touching messages.
+    """
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self.refs: list[int] = []
+        self._row_start = 0
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def end_row(self) -> None:
+        self._row_start = len(self.refs)
+
+    def lower(self, value: Any, lower: Callable[[Any], Any]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, lower)
+        if isinstance(value, np.ndarray):
+            return self._ndarray(value, lower)
+        if isinstance(value, np.generic):
+            return _ext(NPSCALAR, [_describe(value.dtype, lower), value.tobytes()])
+        if isinstance(value, torch.dtype):
+            return Ext(DTYPE, encode(dtype_name(value)))
+        if isinstance(value, torch.Size):
+            return _ext(SIZE, list(value))
+        if isinstance(value, torch.device):
+            return Ext(DEVICE, encode(str(value)))
+        if isinstance(value, np.dtype):
+            return _ext(NP_DTYPE, _describe(value, lower))
+        if isinstance(value, NonTensorData):
+            return lower(value.data)
+        if isinstance(value, TensorDictBase):
+            return _ext(TENSORDICT, [list(value.batch_size), [[k, lower(v)] for k, v in value.items()]])
+        return NotImplemented
+
+    def _tensor(self, value: torch.Tensor, lower: Callable[[Any], Any]) -> Any:
+        if value.is_nested:
+            if value.layout != torch.jagged:
+                raise UnsupportedValue("a strided nested tensor inside a value cannot be stored: use a list of tensors")
+            plain = value if value._lengths is None else _without_holes(value)
+            return _ext(JAGGED, [lower(plain._values), lower(plain._offsets), plain._ragged_idx])
+        check_tensor(value)
+        value = value.detach()
+        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg())
+        ref = self._ref(value, key if value.numel() and value.device.type == "cpu" else None)
+        return _ext(TENSOR, [dtype_name(value.dtype), list(value.shape), ref])
+
+    def _ndarray(self, value: np.ndarray[Any, Any], lower: Callable[[Any], Any]) -> Any:
+        if type(value) is not np.ndarray:
+            raise UnsupportedValue(f"an array of type {type(value)} cannot be stored with its type kept")
+        if value.dtype.hasobject:
+            if value.dtype.kind != "O":
+                raise UnsupportedValue(f"a structured array with object fields ({value.dtype}) cannot be stored")
+            return _ext(OBJECT_ARRAY, [list(value.shape), [lower(item) for item in value.ravel().tolist()]])
+        place = value.__array_interface__["data"][0]
+        key = (place, value.dtype.str, value.shape, value.strides) if value.size and value.dtype.names is None else None
+        return _ext(NDARRAY, [_describe(value.dtype, lower), list(value.shape), self._ref(value, key)])
+
+    def _ref(self, source: Source, key: tuple[Any, ...] | None) -> int:
+        number = self._known.get(key) if key is not None else None
+        if number is None:
+            number = len(self.sources)
+            self.sources.append(source)
+            if key is not None:
+                self._known[key] = number
+        self.refs.append(number)
+        return len(self.refs) - 1 - self._row_start
+
+
+def _ext(code: int, content: Any) -> Any:
+    return Ext(code, encode(content))
+
+
+def _without_holes(value: torch.Tensor) -> Any:
+    return torch.nested.nested_tensor(list(value.unbind()), layout=torch.jagged)
+
+
+def check_tensor(value: torch.Tensor) -> None:
+    """`UnsupportedValue` for tensors that are not plain strided memory."""
+    if value.layout != torch.strided or value.is_quantized:
+        raise UnsupportedValue(f"a tensor of layout {value.layout} ({value.dtype}) cannot be stored: make it dense")
+    if value.device.type == "meta":
+        raise UnsupportedValue("a tensor on the meta device has no data to store")
+
+
+def _describe(dtype: np.dtype[Any], lower: Callable[[Any], Any]) -> Any:
+    return lower(np.lib.format.dtype_to_descr(dtype))
+
+
+class BufferReader:
+    """Rebuilds arrays of one row after the other from the buffers of a column.
+
+    `span(number)` gives the bytes of a buffer: a writable view, or memory of the reader. Every occurrence of a buffer
+    in one read shares memory, as it did when it was put.
+    """
+
+    def __init__(self, span: Callable[[int], Bytes]) -> None:
+        self._span = span
+        self._refs: list[int] = []
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+
+    def begin_row(self, refs: list[int]) -> None:
+        self._refs = refs
+
+    def lift(self, code: int, content: Any) -> Any:
+        rule = _LIFTS.get(code)
+        if rule is None:
+            raise ProtocolError(f"unknown extension {code}")
+        try:
+            return rule(self, content)
+        except (IndexError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"a damaged array in a value: {error}") from None
+
+    def _bytes(self, ref: int) -> Bytes:
+        return self._span(self._refs[ref])
+
+    def _tensor(self, content: Any) -> torch.Tensor:
+        name, shape, ref = content
+        number = self._refs[ref]
+        flat = self._tensors.get((number, name))
+        if flat is None:
+            flat = torch.from_numpy(self._bytes(ref)).view(torch_dtype(name))
+            self._tensors[number, name] = flat
+        return flat.view(shape)
+
+    def _ndarray(self, content: Any) -> np.ndarray[Any, Any]:
+        descr, shape, ref = content
+        return self._bytes(ref).view(np.lib.format.descr_to_dtype(descr)).reshape(shape)
+
+    def _object_array(self, content: Any) -> np.ndarray[Any, Any]:
+        shape, items = content
+        flat = np.empty(len(items), object)
+        for number, item in enumerate(items):
+            flat[number] = item
+        return flat.reshape(shape)
+
+    def _tensordict(self, content: Any) -> TensorDict:
+        batch_size, items = content
+        return TensorDict({tuple(k) if isinstance(k, list) else k: v for k, v in items}, batch_size=batch_size)
+
+    def _jagged(self, content: Any) -> torch.Tensor:
+        from transfer_queue.codec.nested import jagged
+
+        values, offsets, ragged = content
+        return jagged(values, offsets, ragged)
+
+
+def _npscalar(content: Any) -> Any:
+    descr, data = content
+    return np.frombuffer(data, np.lib.format.descr_to_dtype(descr))[0]
+
+
+_LIFTS: dict[int, Callable[[BufferReader, Any], Any]] = {
+    TENSOR: BufferReader._tensor,
+    NDARRAY: BufferReader._ndarray,
+    NPSCALAR: lambda reader, content: _npscalar(content),
+    OBJECT_ARRAY: BufferReader._object_array,
+    DTYPE: lambda reader, content: torch_dtype(content),
+    SIZE: lambda reader, content: torch.Size(content),
+    TENSORDICT: BufferReader._tensordict,
+    JAGGED: BufferReader._jagged,
+    NP_DTYPE: lambda reader, content: np.lib.format.descr_to_dtype(content),
+    DEVICE: lambda reader, content: torch.device(content),
+}

@@ -1,0 +1,123 @@
+"""Where the columns of a block lie.
+
+A block holds the rows of one put, column after column, each part 64-byte aligned. The parts of a column by kind:
+
+| kind | parts |
+|---|---|
+| dense | values: rows x shape |
+| ragged | values: the rows joined along dimension `ragged`; offsets: int64 (rows + 1), in units of that dimension |
+| varied | values: the rows flattened and joined; offsets: int64 (rows + 1) in elements; shapes: int64 (rows, ndim) |
+| objects | data: msgpack of each row; offsets: int64 (rows + 1) in bytes; and when rows hold buffers: ref_offsets int64 \
+(rows + 1) into refs; refs int64: buffer numbers; spans: int64 (buffers, 2) of (start, nbytes) in heap; heap |
+| nested | none: the columns of the TensorDict are its children |
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.errors import ProtocolError
+from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED, FieldSchema
+
+ALIGN = 64
+NUM_PARTS = {DENSE: (1,), RAGGED: (2,), VARIED: (3,), OBJECTS: (2, 6), NESTED: (0,)}
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+
+class Column(msgspec.Struct, array_like=True, gc=False):
+    """One column of a layout. `parts` are (offset, nbytes) in the block; `shape` is a row's, -1 where it differs."""
+
+    name: str
+    kind: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    ragged: int
+    parts: list[tuple[int, int]]
+    children: list[Column]
+
+    def schema(self) -> FieldSchema:
+        return FieldSchema(self.name, self.kind, self.dtype, self.shape)
+
+    def row_nbytes(self) -> int:
+        """Bytes of one row (dense), or of one step along the ragged dimension (ragged)."""
+        return math.prod(d for d in self.shape if d >= 0) * self.itemsize
+
+
+class Layout(msgspec.Struct, array_like=True, gc=False):
+    rows: int
+    nbytes: int
+    columns: list[Column]
+
+    def column(self, name: str) -> Column | None:
+        return next((c for c in self.columns if c.name == name), None)
+
+
+encode_layout = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Layout).decode
+
+
+@lru_cache(maxsize=512)
+def decode_layout(data: bytes) -> Layout:
+    """The layout in `data`, with every part inside the block and of the size its kind needs, or `ProtocolError`.
+
+    Cached: the result is shared and must not be changed.
+    """
+    try:
+        layout = _decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a layout: {error}") from None
+    if layout.rows < 0 or layout.nbytes < 0:
+        raise ProtocolError(f"layout of {layout.rows} rows and {layout.nbytes} bytes")
+    for column in layout.columns:
+        _check_column(column, layout)
+    return layout
+
+
+def _check_column(column: Column, layout: Layout) -> None:
+    where = f"column {column.name!r}"
+    if len(column.parts) not in NUM_PARTS.get(column.kind, ()):
+        raise ProtocolError(f"{where}: kind {column.kind!r} with {len(column.parts)} parts")
+    for offset, nbytes in column.parts:
+        if offset < 0 or nbytes < 0 or offset % ALIGN or offset + nbytes > layout.nbytes:
+            raise ProtocolError(f"{where}: part at {offset} of {nbytes} bytes outside {layout.nbytes} bytes")
+    sizes = [nbytes for _, nbytes in column.parts]
+    if column.kind in (DENSE, RAGGED, VARIED) and not 0 < column.itemsize <= 32:
+        raise ProtocolError(f"{where}: itemsize {column.itemsize}")
+    index_nbytes = 8 * (layout.rows + 1)
+    if column.kind == DENSE and (min(column.shape, default=0) < 0 or sizes[0] != layout.rows * column.row_nbytes()):
+        raise ProtocolError(f"{where}: {sizes[0]} bytes for {layout.rows} rows of {column.shape}")
+    if column.kind == RAGGED and not (0 <= column.ragged < len(column.shape) and sizes[1] == index_nbytes):
+        raise ProtocolError(f"{where}: ragged dimension {column.ragged} of {column.shape}")
+    if column.kind == VARIED and (sizes[1], sizes[2]) != (index_nbytes, 8 * layout.rows * len(column.shape)):
+        raise ProtocolError(f"{where}: offsets or shapes of the wrong size")
+    if column.kind == OBJECTS and (sizes[1] != index_nbytes or sizes[2:3] not in ([], [index_nbytes])):
+        raise ProtocolError(f"{where}: offsets of the wrong size")
+    for child in column.children:
+        _check_column(child, layout)
+
+
+class Builder:
+    """Assigns aligned places to parts, one after the other."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def place(self, nbytes: int) -> tuple[int, int]:
+        offset = self.nbytes
+        self.nbytes = -(-(offset + nbytes) // ALIGN) * ALIGN
+        return offset, nbytes
+
+
+def checked_offsets(offsets: Ints, limit: int, what: str) -> Ints:
+    """`offsets` (n + 1,), or `ProtocolError` unless they start at 0 or above, never fall and end within `limit`."""
+    if len(offsets) and (offsets[0] < 0 or offsets[-1] > limit or bool((offsets[1:] < offsets[:-1]).any())):
+        raise ProtocolError(f"{what}: offsets do not ascend within 0..{limit}")
+    return offsets

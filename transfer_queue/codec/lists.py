@@ -1,0 +1,98 @@
+"""Plain Python lists and numpy arrays as tensor columns.
+
+`struct.pack` converts a list of numbers several times faster than `torch.tensor` or `numpy.array` (docs/benchmarks.md),
+and refuses what does not fit instead of rounding it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from transfer_queue.codec.layout import Ints
+
+_FORMATS = {int: ("q", torch.int64), float: ("f", torch.float32), bool: ("?", torch.bool)}
+
+
+def as_tensor(value: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """A tensor over the memory of `value`, or None where torch has no such dtype."""
+    if value.dtype.kind not in "biufc" or not value.dtype.isnative or not value.ndim:
+        return None
+    try:
+        return torch.from_numpy(value if value.flags.writeable and value.flags.c_contiguous else value.copy())
+    except TypeError:
+        return None
+
+
+def numbers(values: Sequence[Any]) -> torch.Tensor | tuple[torch.Tensor, Ints] | None:
+    """Numbers as a dense (n,) tensor; lists of numbers as (joined values, offsets); None for anything else.
+
+    int gives int64, bool bool, float float32 (the precision training uses); a mix of int and float is float32.
+    """
+    kind = type(values[0])
+    if kind in _FORMATS:
+        packed = _pack(values, _kind(values))
+        return None if packed is None else torch.frombuffer(packed[0], dtype=packed[1])
+    if kind is not list:
+        return None
+    if any(type(row) is not list for row in values):
+        return None
+    return _joined(values)
+
+
+def _joined(rows: Sequence[list[Any]]) -> tuple[torch.Tensor, Ints] | None:
+    first = next((row[0] for row in rows if row), None)
+    kind: type | None = type(first)
+    if first is None or kind not in _FORMATS:
+        return None
+    parts = []
+    for row in rows:
+        packed = _pack(row, kind)
+        if packed is None:
+            if kind is float or (kind := _kind_of_all(rows)) is None:
+                return None
+            return _joined_as(rows, kind)
+        parts.append(packed[0])
+    return _assemble(rows, parts, kind)
+
+
+def _joined_as(rows: Sequence[list[Any]], kind: type) -> tuple[torch.Tensor, Ints] | None:
+    parts = [_pack(row, kind) for row in rows]
+    if any(part is None for part in parts):
+        return None
+    return _assemble(rows, [part[0] for part in parts if part is not None], kind)
+
+
+def _assemble(rows: Sequence[list[Any]], parts: list[bytearray], kind: type) -> tuple[torch.Tensor, Ints]:
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    data = bytearray().join(parts)
+    dtype = _FORMATS[kind][1]
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)), offsets
+
+
+def _kind_of_all(rows: Sequence[list[Any]]) -> type | None:
+    kinds = {kind for row in rows for kind in map(type, row)}
+    return float if kinds == {int, float} else None
+
+
+def _kind(values: Sequence[Any]) -> type:
+    kinds = set(map(type, values))
+    return float if kinds == {int, float} else type(values[0])
+
+
+def _pack(row: Sequence[Any], kind: type) -> tuple[bytearray, torch.dtype] | None:
+    """The numbers of `row` as machine values, or None when one is not of `kind`."""
+    letter, dtype = _FORMATS[kind]
+    if kind is bool and not all(type(item) is bool for item in row):
+        return None  # "?" packs the truth of any object
+    out = bytearray(len(row) * dtype.itemsize)
+    try:
+        struct.pack_into(f"{len(row)}{letter}", out, 0, *row)
+    except (struct.error, OverflowError):
+        return None
+    return out, dtype

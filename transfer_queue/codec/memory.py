@@ -1,0 +1,167 @@
+"""Memory that runs at memcpy speed: copies by several threads, and huge-page buffers that are reused.
+
+A fresh 4 KiB page takes bytes at a tenth of memcpy speed, a huge page at half, a touched page at full speed
+(docs/benchmarks.md). So large results live in huge-page-advised mappings that return to a pool when the last tensor
+over them is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.codec.layout import Bytes
+
+HUGE_NBYTES = 2 << 20
+THREADED_NBYTES = 4 << 20
+Move = tuple[int, int, int]  # destination address, source address, bytes
+
+
+class Anchor:
+    """Keeps memory alive for the arrays and tensors over it; calls `released` when the last of them is gone.
+
+    `released` may run in any thread and inside the garbage collector: it must only hand a note to someone else.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "_owner", "_released")
+
+    def __init__(self, address: int, nbytes: int, owner: object, released: Callable[[], None]) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        self._owner = owner
+        self._released = released
+
+    def __del__(self) -> None:
+        self._released()
+
+    def array(self) -> Bytes:
+        return np.asarray(self)
+
+
+def address_of(memory: Bytes | memoryview | bytearray) -> int:
+    return int(np.asarray(memory).__array_interface__["data"][0])
+
+
+class Mover:
+    """Copies bytes; splits large work between the calling thread and helpers. Usable from many threads."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._helpers = max(0, (num_threads or min(4, os.cpu_count() or 1)) - 1)
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Carry out all moves. The caller keeps both sides alive; ctypes releases the interpreter lock meanwhile."""
+        total = sum(nbytes for _, _, nbytes in moves)
+        if total < THREADED_NBYTES or not self._helpers:
+            return _move_all(moves)
+        shares = _split(moves, total, self._helpers + 1)
+        others = [self._helper().submit(_move_all, share) for share in shares[1:]]
+        _move_all(shares[0])
+        for other in others:
+            other.result()
+        return None
+
+    def copy(self, into: Bytes, source: Bytes) -> None:
+        """`into[...] = source` for arrays of one shape, with threads when both are contiguous and large."""
+        if source.nbytes < THREADED_NBYTES or not (into.flags.c_contiguous and source.flags.c_contiguous):
+            np.copyto(into, source)
+        else:
+            self.move([(address_of(into), address_of(source), source.nbytes)])
+
+    def close(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None and self._pid == os.getpid():
+            pool.shutdown()
+
+    def _helper(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="tq-copy")
+                self._pid = os.getpid()
+            return self._pool
+
+
+def _move_all(moves: Sequence[Move]) -> None:
+    for into, source, nbytes in moves:
+        ctypes.memmove(into, source, nbytes)
+
+
+def _split(moves: Sequence[Move], total: int, num_shares: int) -> list[list[Move]]:
+    """Shares of about equal bytes, cut at page boundaries."""
+    target = -(-total // num_shares + 4095) // -4096 * -4096
+    shares: list[list[Move]] = [[]]
+    room = target
+    for into, source, nbytes in moves:
+        while nbytes > room and len(shares) < num_shares:
+            if room:
+                shares[-1].append((into, source, room))
+                into, source, nbytes = into + room, source + room, nbytes - room
+            shares.append([])
+            room = target
+        shares[-1].append((into, source, nbytes))
+        room = max(0, room - nbytes)
+    return shares
+
+
+class Pool:
+    """Huge-page-advised buffers, reused once every tensor over them is gone; at most `keep_nbytes` lie idle."""
+
+    def __init__(self, keep_nbytes: int) -> None:
+        self.keep_nbytes = keep_nbytes
+        self.idle_nbytes = 0
+        self._idle: list[mmap.mmap] = []
+        self._lock = threading.RLock()  # re-entered when a collection runs inside allocate
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Uninitialised memory of exactly `nbytes`."""
+        if nbytes < HUGE_NBYTES:
+            return np.empty(nbytes, np.uint8)
+        size = -(-nbytes // HUGE_NBYTES) * HUGE_NBYTES
+        memory = self._take(size) or self._map(size)
+        start = -_address(memory) % HUGE_NBYTES
+        return Anchor(_address(memory) + start, nbytes, memory, lambda: self._give_back(memory)).array()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._idle.clear()
+            self.idle_nbytes = 0
+
+    def _map(self, size: int) -> mmap.mmap:
+        memory = mmap.mmap(-1, size + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _take(self, size: int) -> mmap.mmap | None:
+        with self._lock:
+            fits = [m for m in self._idle if size <= len(m) - HUGE_NBYTES <= 2 * size]
+            if not fits:
+                return None
+            best = min(fits, key=len)
+            self._idle.remove(best)
+            self.idle_nbytes -= len(best)
+            return best
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        with self._lock:
+            if self.idle_nbytes + len(memory) <= self.keep_nbytes:
+                self._idle.append(memory)
+                self.idle_nbytes += len(memory)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

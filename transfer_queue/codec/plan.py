@@ -1,0 +1,299 @@
+"""From a batch to the layout of its block, and the copies that fill it. No data is touched while planning.
+
+`plan_batch` reads TensorDicts and mappings of columns, `plan_row` one row given as a dict, `plan_empty` a description of
+columns that the caller fills in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+
+from transfer_queue.codec import lists
+from transfer_queue.codec.arrays import BufferWriter, Source, check_tensor
+from transfer_queue.codec.dtypes import dtype_name
+from transfer_queue.codec.layout import Builder, Bytes, Column, Layout, encode_layout
+from transfer_queue.codec.memory import Move, Mover, address_of
+from transfer_queue.codec.values import pack
+from transfer_queue.errors import InvalidInput, UnsupportedValue
+from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED, FieldSchema
+
+Filling = Source | bytes
+
+
+class Plan:
+    """The layout of one block and what goes where: (offset, source) pairs."""
+
+    def __init__(self, rows: int, allow_pickle: bool = False) -> None:
+        self.rows = rows
+        self.columns: list[Column] = []
+        self.allow_pickle = allow_pickle
+        self._builder = Builder()
+        self._fillings: list[tuple[int, Filling]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._builder.nbytes
+
+    def layout(self) -> bytes:
+        return encode_layout(Layout(self.rows, self.nbytes, self.columns))
+
+    def schema(self) -> list[FieldSchema]:
+        return [column.schema() for column in self.columns]
+
+    def add(self, source: Filling | None, nbytes: int) -> tuple[int, int]:
+        """Place `nbytes`; `source` fills them (None: the caller does)."""
+        part = self._builder.place(nbytes)
+        if source is not None and nbytes:
+            self._fillings.append((part[0], source))
+        return part
+
+    def add_all(self, sources: Sequence[tuple[Filling, int]]) -> tuple[int, int]:
+        """One part filled by (source, nbytes) one after the other."""
+        part = self._builder.place(sum(nbytes for _, nbytes in sources))
+        at = part[0]
+        for source, nbytes in sources:
+            if nbytes:
+                self._fillings.append((at, source))
+            at += nbytes
+        return part
+
+    def write(self, into: Bytes, mover: Mover) -> None:
+        """Fill the block at `into` (uint8, `nbytes`)."""
+        base = address_of(into)
+        moves: list[Move] = []
+        kept: list[Any] = []
+        for offset, source in self._fillings:
+            if isinstance(source, torch.Tensor):
+                if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
+                    nbytes = source.numel() * source.element_size()
+                    target = torch.from_numpy(into[offset : offset + nbytes]).view(source.dtype)
+                    target.view(source.shape).copy_(source)
+                    continue
+                moves.append((base + offset, source.data_ptr(), source.numel() * source.element_size()))
+            elif isinstance(source, bytes):
+                into[offset : offset + len(source)] = np.frombuffer(source, np.uint8)
+            else:
+                lying = np.ascontiguousarray(source)
+                kept.append(lying)
+                moves.append((base + offset, lying.__array_interface__["data"][0], lying.nbytes))
+        mover.move(moves)
+
+
+def plan_batch(batch: TensorDictBase | Mapping[str, Any], rows: int, allow_pickle: bool = False) -> Plan:
+    """Plan all columns of `batch`, each with `rows` rows.
+
+    In a mapping, lists of numbers become dense columns and lists of number lists ragged ones. Raises `InvalidInput` for a
+    column of another length and `UnsupportedValue`, naming row, field and type, for what cannot be kept exactly.
+    """
+    plan = Plan(rows, allow_pickle)
+    numbers = not isinstance(batch, TensorDictBase)
+    for name, value in items_of(batch):
+        if type(name) is not str:
+            raise InvalidInput(f"field names are strings, got {name!r}")
+        plan.columns.append(_column(plan, name, value, numbers))
+    return plan
+
+
+def items_of(batch: TensorDictBase | Mapping[str, Any]) -> Any:
+    if isinstance(batch, TensorDictBase):
+        return [(name, batch.get(name)) for name in batch.keys()]  # noqa: SIM118  a TensorDict iterates over rows
+    return batch.items()
+
+
+def plan_row(fields: Mapping[str, Any], allow_pickle: bool = False) -> Plan:
+    """One row: tensors are its cells' values, anything else is one object."""
+    plan = Plan(1, allow_pickle)
+    for name, value in fields.items():
+        if type(name) is not str:
+            raise InvalidInput(f"field names are strings, got {name!r}")
+        if isinstance(value, torch.Tensor):
+            if value.is_nested:
+                raise InvalidInput(f"field {name!r}: a nested tensor is many rows; kv_put takes one")
+            plan.columns.append(_dense(plan, name, value.unsqueeze(0)))
+        else:
+            plan.columns.append(_objects(plan, name, [value]))
+    return plan
+
+
+def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Plan:
+    """Dense columns of given (shape with rows first, dtype), to be filled in place."""
+    if not specs or any(not shape for shape, _ in specs.values()):
+        raise InvalidInput("name at least one field, each with a shape whose first dimension is the rows")
+    rows = {shape[0] for shape, _ in specs.values()}
+    if len(rows) != 1:
+        raise InvalidInput(f"the fields have different numbers of rows: {sorted(rows)}")
+    plan = Plan(rows.pop())
+    for name, (shape, dtype) in specs.items():
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        column = Column(name, DENSE, dtype_name(dtype), dtype.itemsize, tuple(shape[1:]), -1, [plan.add(None, nbytes)], [])
+        plan.columns.append(column)
+    return plan
+
+
+def _column(plan: Plan, name: str, value: Any, numbers: bool) -> Column:
+    """The column of `value`; `numbers`: lists of numbers are tensors rather than objects."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_nested:
+            return _dense(plan, name, value)
+        if value.layout == torch.jagged and value._lengths is None:
+            return _jagged(plan, name, value)
+        return _rows(plan, name, list(value.unbind()))
+    if isinstance(value, np.ndarray):
+        tensor = lists.as_tensor(value)
+        return _dense(plan, name, tensor) if tensor is not None else _objects(plan, name, list(value))
+    if isinstance(value, NonTensorStack):
+        return _sequence(plan, name, [_datum(item) for item in value.tensordicts], numbers=False)
+    if isinstance(value, NonTensorData):
+        return _objects(plan, name, [value.data] * plan.rows)
+    if isinstance(value, TensorDictBase):
+        return _nested(plan, name, value)
+    if isinstance(value, (list, tuple)):
+        return _sequence(plan, name, list(value), numbers)
+    raise UnsupportedValue(f"field {name!r}: a column is a tensor, array or list, got {type(value).__qualname__}")
+
+
+def _datum(item: Any) -> Any:
+    if isinstance(item, NonTensorData):
+        return item._non_tensordict["data"]  # the attribute access costs ten times as much
+    return item.tolist() if isinstance(item, NonTensorStack) else item
+
+
+def _sequence(plan: Plan, name: str, values: list[Any], numbers: bool) -> Column:
+    if len(values) != plan.rows:
+        raise InvalidInput(f"field {name!r} has {len(values)} rows, expected {plan.rows}")
+    if values and all(isinstance(value, torch.Tensor) and not value.is_nested for value in values):
+        if len({(value.dtype, value.dim()) for value in values}) == 1:
+            return _rows(plan, name, values)
+    elif numbers and values:
+        column = lists.numbers(values)
+        if isinstance(column, torch.Tensor):
+            return _dense(plan, name, column)
+        if column is not None:
+            return _ragged(plan, name, column[0], column[1], 0)
+    return _objects(plan, name, values)
+
+
+def _check_rows(plan: Plan, name: str, rows: int) -> None:
+    if rows != plan.rows:
+        raise InvalidInput(f"field {name!r} has {rows} rows, expected {plan.rows}")
+
+
+def _checked(name: str, value: torch.Tensor) -> torch.Tensor:
+    try:
+        check_tensor(value)
+    except UnsupportedValue as error:
+        raise UnsupportedValue(f"field {name!r}: {error}") from None
+    return value.detach() if value.requires_grad else value
+
+
+def _dense(plan: Plan, name: str, value: torch.Tensor) -> Column:
+    value = _checked(name, value)
+    if value.dim() == 0:
+        raise InvalidInput(f"field {name!r}: a column has rows; got a tensor without dimensions")
+    _check_rows(plan, name, value.shape[0])
+    size = value.element_size()
+    part = plan.add(value, value.numel() * size)
+    return Column(name, DENSE, dtype_name(value.dtype), size, tuple(value.shape[1:]), -1, [part], [])
+
+
+def _jagged(plan: Plan, name: str, value: Any) -> Column:
+    """A jagged NestedTensor: its values lie as the column does."""
+    values, offsets, ragged = value._values, value._offsets, value._ragged_idx - 1
+    marks = offsets.detach().cpu().to(torch.int64).numpy()
+    _check_rows(plan, name, len(marks) - 1)
+    first, last = int(marks[0]), int(marks[-1])
+    if first or last != values.shape[ragged]:
+        values, marks = values.narrow(ragged, first, last - first), marks - first
+    return _ragged(plan, name, values, marks, ragged)
+
+
+def _ragged(plan: Plan, name: str, values: torch.Tensor, offsets: np.ndarray[Any, Any], ragged: int) -> Column:
+    values = _checked(name, values)
+    size = values.element_size()
+    shape = tuple(-1 if d == ragged else n for d, n in enumerate(values.shape))
+    parts = [plan.add(values, values.numel() * size), plan.add(offsets, offsets.nbytes)]
+    return Column(name, RAGGED, dtype_name(values.dtype), size, shape, ragged, parts, [])
+
+
+def _rows(plan: Plan, name: str, values: list[torch.Tensor]) -> Column:
+    """Row tensors of one dtype and rank: dense, ragged or varied as their shapes are."""
+    _check_rows(plan, name, len(values))
+    values = [_checked(name, value) for value in values]
+    shapes = [tuple(value.shape) for value in values]
+    shape = tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
+    dtype, size = dtype_name(values[0].dtype), values[0].element_size()
+    differing = [d for d, n in enumerate(shape) if n == -1]
+    if len(differing) == 1 and differing[0]:
+        joined = torch.cat(values, dim=differing[0])
+        lengths = [value.shape[differing[0]] for value in values]
+        return _ragged(plan, name, joined, _offsets(lengths), differing[0])
+    part = plan.add_all([(value, value.numel() * size) for value in values])
+    if not differing:
+        return Column(name, DENSE, dtype, size, shape, -1, [part], [])
+    if differing == [0]:
+        offsets = _offsets([s[0] for s in shapes])
+        return Column(name, RAGGED, dtype, size, shape, 0, [part, plan.add(offsets, offsets.nbytes)], [])
+    offsets = _offsets([value.numel() for value in values])
+    table = np.array(shapes, np.int64)
+    parts = [part, plan.add(offsets, offsets.nbytes), plan.add(table, table.nbytes)]
+    return Column(name, VARIED, dtype, size, shape, -1, parts, [])
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
+    out = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+def _nested(plan: Plan, name: str, value: TensorDictBase) -> Column:
+    if not value.batch_size or value.batch_size[0] != plan.rows:
+        raise InvalidInput(f"field {name!r}: a TensorDict of batch size {list(value.batch_size)}, {plan.rows} rows expected")
+    children = []
+    for child, content in items_of(value):
+        try:
+            children.append(_column(plan, child, content, numbers=False))
+        except UnsupportedValue as error:
+            raise UnsupportedValue(f"in field {name!r}: {error}") from None
+    return Column(name, NESTED, "", 0, tuple(value.batch_size[1:]), -1, [], children)
+
+
+def _objects(plan: Plan, name: str, values: list[Any]) -> Column:
+    _check_rows(plan, name, len(values))
+    buffers = BufferWriter()
+    messages: list[bytes] = []
+    ref_ends = [0]
+    for number, value in enumerate(values):
+        try:
+            messages.append(pack(value, buffers, plan.allow_pickle))
+        except UnsupportedValue as error:
+            raise UnsupportedValue(f"row {number}, field {name!r}: {error}") from None
+        buffers.end_row()
+        ref_ends.append(len(buffers.refs))
+    data = b"".join(messages)
+    offsets = _offsets([len(message) for message in messages])
+    parts = [plan.add(data, len(data)), plan.add(offsets, offsets.nbytes)]
+    if buffers.sources:
+        parts += _heap(plan, buffers, np.array(ref_ends, np.int64))
+    return Column(name, OBJECTS, "", 0, (), -1, parts, [])
+
+
+def _heap(plan: Plan, buffers: BufferWriter, ref_offsets: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
+    """The parts ref_offsets, refs, spans and heap (see `codec.layout`)."""
+    refs = np.array(buffers.refs, np.int64)
+    heap = Builder()
+    spans = np.array([heap.place(_nbytes(source)) for source in buffers.sources], np.int64)
+    parts = [plan.add(array, array.nbytes) for array in (ref_offsets, refs, spans)]
+    start, nbytes = plan.add(None, heap.nbytes)
+    for (offset, size), source in zip(spans.tolist(), buffers.sources, strict=True):
+        if size:
+            plan._fillings.append((start + offset, source))
+    return [*parts, (start, nbytes)]
+
+
+def _nbytes(source: Source) -> int:
+    return source.nbytes if isinstance(source, np.ndarray) else source.numel() * source.element_size()

@@ -1,0 +1,67 @@
+"""User types the object codec may carry: enums, dataclasses, named tuples, or anything with two plain functions.
+
+A type is known on the wire by its registered name only, never by an import path, so decoding can construct nothing
+that the reading process did not register itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transfer_queue.errors import InvalidInput
+
+
+class Registration(NamedTuple):
+    name: str
+    cls: type
+    to_plain: Callable[[Any], Any]
+    from_plain: Callable[[Any], Any]
+
+
+_BY_TYPE: dict[type, Registration] = {}
+_BY_NAME: dict[str, Registration] = {}
+
+
+def register_type(
+    cls: type,
+    *,
+    name: str | None = None,
+    to_plain: Callable[[Any], Any] | None = None,
+    from_plain: Callable[[Any], Any] | None = None,
+) -> type:
+    """Let samples hold values of exactly `cls`; call it in every process that writes or reads them.
+
+    Enums, dataclasses and named tuples need no functions. For other types `to_plain` returns a value the codec
+    can carry and `from_plain` rebuilds the original from it. `name` defaults to module and qualified name. Usable as a
+    class decorator. Raises `InvalidInput` for a type without functions, or a name taken by another type.
+    """
+    name = name or f"{cls.__module__}:{cls.__qualname__}"
+    if to_plain is None or from_plain is None:
+        to_plain, from_plain = _standard(cls)
+    held = _BY_NAME.get(name)
+    if held is not None and held.cls is not cls and held.cls.__qualname__ != cls.__qualname__:
+        raise InvalidInput(f"the name {name!r} is registered for {held.cls}")
+    _BY_TYPE[cls] = _BY_NAME[name] = Registration(name, cls, to_plain, from_plain)
+    return cls
+
+
+def _standard(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    if issubclass(cls, enum.Enum):
+        return (lambda member: member.name), (lambda name: cls[name])
+    if dataclasses.is_dataclass(cls):
+        names = [f.name for f in dataclasses.fields(cls) if f.init]
+        return (lambda value: {n: getattr(value, n) for n in names}), (lambda plain: cls(**plain))
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return list, (lambda plain: cls(*plain))
+    raise InvalidInput(f"{cls} is no enum, dataclass or named tuple: give to_plain and from_plain")
+
+
+def by_type(cls: type) -> Registration | None:
+    return _BY_TYPE.get(cls)
+
+
+def by_name(name: str) -> Registration | None:
+    return _BY_NAME.get(name)

@@ -1,0 +1,180 @@
+"""Rows of blocks, selected and joined at the level of bytes. No torch.
+
+A `Block` is the memory of one block with its layout. A selection is a list of runs (block, first row, count) in result
+order. `gather_*` join the selected rows of a column; the result is a view of the block when the selection is one run
+and the block allows it (zero-copy), and freshly allocated otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from transfer_queue.codec.layout import Bytes, Column, Ints, Layout, checked_offsets
+from transfer_queue.errors import ProtocolError
+from transfer_queue.schema import DENSE
+
+
+class Block:
+    """The memory of one block. Views of parts of at least `view_nbytes` may be handed out (-1: none may)."""
+
+    def __init__(self, data: Bytes, layout: Layout, view_nbytes: int) -> None:
+        self.data = data  # uint8, at least layout.nbytes
+        self.layout = layout
+        self.view_nbytes = view_nbytes
+        self._checked: dict[tuple[int, int], Ints] = {}
+
+    def part(self, column: Column, number: int) -> Bytes:
+        offset, nbytes = column.parts[number]
+        return self.data[offset : offset + nbytes]
+
+    def may_view(self, nbytes: int) -> bool:
+        return 0 <= self.view_nbytes <= nbytes
+
+    def ints(self, column: Column, number: int) -> Ints:
+        part = self.part(column, number)
+        if len(part) % 8:
+            raise ProtocolError(f"column {column.name!r}: index part of {len(part)} bytes")
+        return part.view(np.int64)
+
+    def offsets(self, column: Column, number: int, limit: int) -> Ints:
+        """An offsets part of rows + 1 entries, copied out and checked to ascend within 0..limit; read once."""
+        place = column.parts[number]
+        found = self._checked.get(place)
+        if found is None:
+            found = checked_offsets(self.ints(column, number).copy(), limit, f"column {column.name!r}")
+            self._checked[place] = found
+        return found
+
+
+class Run(NamedTuple):
+    block: Block
+    column: Column
+    start: int
+    count: int
+
+
+class Copier(NamedTuple):
+    """Where joined rows get their memory, and how bytes are copied into it."""
+
+    allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
+    copy: Callable[[Bytes, Bytes], None] = np.copyto
+
+
+def join(spans: Sequence[Bytes], copier: Copier, view: bool) -> Bytes:
+    """The spans one after the other; the only span itself when `view` allows it."""
+    if view and len(spans) == 1:
+        return spans[0]
+    out = copier.allocate(sum(len(span) for span in spans))
+    at = 0
+    for span in spans:
+        copier.copy(out[at : at + len(span)], span)
+        at += len(span)
+    return out
+
+
+def _viewable(runs: Sequence[Run], nbytes: int) -> bool:
+    return len(runs) == 1 and runs[0].block.may_view(nbytes)
+
+
+def gather_dense(runs: Sequence[Run], copier: Copier) -> Bytes:
+    """Values of the rows, (rows x shape) as bytes. All columns are dense and of one shape."""
+    if len(runs) > 8 and all(run.block is runs[0].block for run in runs):
+        return _take_rows(runs, copier)
+    spans = []
+    for block, column, start, count in runs:
+        row = column.row_nbytes()
+        spans.append(block.part(column, 0)[start * row : (start + count) * row])
+    return join(spans, copier, _viewable(runs, len(spans[0])))
+
+
+def _take_rows(runs: Sequence[Run], copier: Copier) -> Bytes:
+    """Many short runs of one block: one indexed copy instead of one copy a run."""
+    block, column = runs[0].block, runs[0].column
+    row = column.row_nbytes()
+    index = row_index(runs)
+    out = copier.allocate(len(index) * row)
+    if row:
+        np.take(block.part(column, 0).reshape(-1, row), index, axis=0, out=out.reshape(-1, row), mode="clip")
+    return out
+
+
+def row_index(runs: Sequence[Run]) -> Ints:
+    """Row numbers of runs that lie in one block."""
+    starts = np.array([run.start for run in runs], np.int64)
+    counts = np.array([run.count for run in runs], np.int64)
+    if counts.max(initial=0) <= 1:
+        return starts
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+
+
+def gather_ragged(runs: Sequence[Run], ragged: int, copier: Copier) -> tuple[Bytes, Ints]:
+    """(values joined along dimension `ragged`, offsets starting at 0).
+
+    The columns are ragged along that dimension, or dense, and agree in all other dimensions.
+    """
+    spans: list[Bytes] = []
+    pieces = []
+    for block, column, start, count in runs:
+        steps, offsets = _steps(block, column, ragged)
+        spans.append(steps[:, int(offsets[start]) : int(offsets[start + count])])
+        pieces.append((offsets, start, count))
+    offsets = join_offsets(pieces)
+    outer, _, step = spans[0].shape
+    total = int(offsets[-1])
+    if _viewable(runs, spans[0].nbytes) and spans[0].flags.c_contiguous:
+        return spans[0].reshape(-1), offsets
+    out = copier.allocate(outer * total * step)
+    into = out.reshape(outer, total, step)
+    at = 0
+    for span in spans:
+        copier.copy(into[:, at : at + span.shape[1]], span)
+        at += span.shape[1]
+    return out, offsets
+
+
+def _steps(block: Block, column: Column, ragged: int) -> tuple[Bytes, Ints]:
+    """A column's values as (outer slices, all steps along `ragged`, bytes of a step), with offsets in steps."""
+    outer = math.prod(column.shape[:ragged])
+    step = math.prod(column.shape[ragged + 1 :]) * column.itemsize
+    values = block.part(column, 0)
+    if column.kind == DENSE:
+        length, rows = column.shape[ragged], block.layout.rows
+        offsets = np.arange(0, rows * length + 1, length) if length else np.zeros(rows + 1, np.int64)
+        lying = values.reshape(rows, outer, length, step)
+        return lying.transpose(1, 0, 2, 3).reshape(outer, rows * length, step), offsets
+    if column.ragged != ragged:
+        raise ProtocolError(f"column {column.name!r}: ragged dimension {column.ragged}, expected {ragged}")
+    limit = len(values) // (outer * step) if outer * step else (1 << 62)
+    offsets = block.offsets(column, 1, limit)
+    if outer * step:
+        if outer * step * limit != len(values):
+            raise ProtocolError(f"column {column.name!r}: {len(values)} bytes of values")
+        return values.reshape(outer, limit, step), offsets
+    return np.empty((outer, int(offsets[-1]), step), np.uint8), offsets
+
+
+def join_offsets(pieces: Sequence[tuple[Ints, int, int]]) -> Ints:
+    """Offsets, from 0, of the rows `start .. start + count` of each (offsets, start, count)."""
+    if len(pieces) == 1:
+        offsets, start, count = pieces[0]
+        found = offsets[start : start + count + 1]
+        return found - found[0] if found[0] else found.copy()
+    lengths = [offsets[s + 1 : s + n + 1] - offsets[s : s + n] for offsets, s, n in pieces]
+    out = np.zeros(sum(len(part) for part in lengths) + 1, np.int64)
+    np.cumsum(np.concatenate(lengths), out=out[1:])
+    return out
+
+
+def varied_parts(block: Block, column: Column) -> tuple[Bytes, Ints, Ints]:
+    """(flattened values, offsets in elements, shapes (rows, ndim)) of a varied column, checked."""
+    values = block.part(column, 0)
+    offsets = block.offsets(column, 1, len(values) // column.itemsize)
+    shapes = block.ints(column, 2).reshape(block.layout.rows, len(column.shape)).copy()
+    if bool((shapes < 0).any()) or not np.array_equal(shapes.prod(axis=1), np.diff(offsets)):
+        raise ProtocolError(f"column {column.name!r}: shapes do not fit the offsets")
+    return values, offsets, shapes

@@ -1,0 +1,83 @@
+"""Cutting rows and columns out of a block into a smaller one, at the level of bytes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from transfer_queue.codec.layout import Builder, Bytes, Column, Ints, Layout
+from transfer_queue.codec.rows import Block, Copier, Run, gather_dense, gather_ragged, join_offsets, varied_parts
+from transfer_queue.schema import DENSE, NESTED, RAGGED, VARIED
+
+Fill = Callable[[Bytes], None]
+
+
+def selected(layout: Layout, data: Bytes, rows: Ints, fields: Sequence[str]) -> tuple[Layout, Fill]:
+    """The layout of a block with only `rows` (ascending) of `fields`, and the function that writes it.
+
+    The function only reads `data` and may run in another thread.
+    """
+    block = Block(data, layout, view_nbytes=-1)
+    builder = Builder()
+    writes: list[tuple[int, Bytes]] = []
+    columns = [_column(block, column, rows, builder, writes) for column in layout.columns if column.name in set(fields)]
+
+    def fill(into: Bytes) -> None:
+        for offset, source in writes:
+            into[offset : offset + len(source)] = source
+
+    return Layout(len(rows), builder.nbytes, columns), fill
+
+
+def _column(block: Block, column: Column, rows: Ints, builder: Builder, writes: list[tuple[int, Bytes]]) -> Column:
+    children = [_column(block, child, rows, builder, writes) for child in column.children]
+    parts = []
+    for data in _parts(block, column, rows):
+        flat = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
+        place = builder.place(flat.nbytes)
+        writes.append((place[0], flat))
+        parts.append(place)
+    return Column(
+        column.name, column.kind, column.dtype, column.itemsize, column.shape, column.ragged, parts, children
+    )
+
+
+def _parts(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:  # type: ignore[type-arg]
+    if column.kind == NESTED:
+        return []
+    runs = [Run(block, column, int(row), 1) for row in rows]
+    if column.kind == DENSE:
+        return [gather_dense(runs, Copier())]
+    if column.kind == RAGGED:
+        return list(gather_ragged(runs, column.ragged, Copier()))
+    if column.kind == VARIED:
+        values, offsets, shapes = varied_parts(block, column)
+        return [_spans(values, offsets * column.itemsize, rows), _offsets(offsets, rows), shapes[rows]]
+    return _objects(block, column, rows)
+
+
+def _objects(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:  # type: ignore[type-arg]
+    data = block.part(column, 0)
+    offsets = block.offsets(column, 1, len(data))
+    parts = [_spans(data, offsets, rows), _offsets(offsets, rows)]
+    if len(column.parts) == 2:
+        return parts
+    refs, table, heap = block.ints(column, 3), block.ints(column, 4).reshape(-1, 2), block.part(column, 5)
+    ends = block.offsets(column, 2, len(refs))
+    used, renumbered = np.unique(_spans(refs, ends, rows), return_inverse=True)
+    builder = Builder()
+    spans = np.array([builder.place(int(nbytes)) for nbytes in table[used, 1]], np.int64).reshape(-1, 2)
+    packed = np.zeros(builder.nbytes, np.uint8)
+    for (start, nbytes), (source, _) in zip(spans.tolist(), table[used].tolist(), strict=True):
+        packed[start : start + nbytes] = heap[source : source + nbytes]
+    return [*parts, _offsets(ends, rows), renumbered.astype(np.int64), spans, packed]
+
+
+def _offsets(offsets: Ints, rows: Ints) -> Ints:
+    return join_offsets([(offsets, int(row), 1) for row in rows])
+
+
+def _spans(data: np.ndarray, offsets: Ints, rows: Ints) -> np.ndarray:  # type: ignore[type-arg]
+    """The spans of `rows` joined."""
+    return np.concatenate([data[int(offsets[row]) : int(offsets[row + 1])] for row in rows])

@@ -1,0 +1,242 @@
+"""Python values as msgpack with the exact type kept.
+
+msgpack alone turns tuples and sets into lists, enums into their values and datetimes into strings. `lower` rewrites a
+value so that everything msgpack would change travels as a typed extension; `lift` is the decoder's hook that undoes
+it. Tensors and arrays leave the message: `Buffers` collects them and the message holds their number.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import fractions
+import struct
+import uuid
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from transfer_queue.codec.registry import by_name, by_type
+from transfer_queue.errors import ProtocolError, UnsupportedValue
+
+Ext = msgspec.msgpack.Ext
+encode = msgspec.msgpack.Encoder().encode
+
+TUPLE, SET, FROZENSET, BIGINT, COMPLEX, DATETIME, DATE, TIME, TIMEDELTA, DECIMAL, UUID, FRACTION, BYTEARRAY = range(1, 14)
+DICT, SURROGATE, REGISTERED, PICKLE, RANGE, ORDERED, DEQUE = range(14, 21)
+ARRAY_CODES = range(40, 60)  # tensors, arrays and TensorDicts: codec.arrays
+
+_ATOMS = frozenset((str, int, float, bool, type(None), bytes))
+
+
+class Buffers(Protocol):
+    """The array side of a value; implemented by `codec.arrays`, absent for tags."""
+
+    def lower(self, value: Any, lower: Callable[[Any], Any]) -> Any:
+        """`value` as an extension, or NotImplemented when it is no array."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether msgpack keeps type and value of everything in `value` (given that integers fit into 64 bits)."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return True
+    if kind is list:
+        return all(type(item) in _ATOMS or is_plain(item) for item in value)
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) is not str or not (type(item) in _ATOMS or is_plain(item)):
+                return False
+        return True
+    return False
+
+
+def pack(value: Any, buffers: Buffers | None = None, allow_pickle: bool = False) -> bytes:
+    """`value` as msgpack bytes, or `UnsupportedValue` naming the type that cannot be kept."""
+    try:
+        if is_plain(value):
+            return encode(value)
+    except (OverflowError, UnicodeEncodeError):
+        pass  # integers beyond 64 bits and lone surrogates take the typed path
+    except RecursionError:
+        raise UnsupportedValue("the value is nested too deeply") from None
+    try:
+        return encode(Lowering(buffers, allow_pickle).lower(value))
+    except RecursionError:
+        raise UnsupportedValue("the value is nested too deeply") from None
+
+
+class Lowering:
+    """One value on its way to msgpack."""
+
+    def __init__(self, buffers: Buffers | None, allow_pickle: bool) -> None:
+        self.buffers = buffers
+        self.allow_pickle = allow_pickle
+
+    def lower(self, value: Any) -> Any:
+        kind = type(value)
+        rule = _RULES.get(kind)
+        if rule is not None:
+            return rule(self, value)
+        if kind in _ATOMS:
+            return value
+        if self.buffers is not None:
+            found = self.buffers.lower(value, self.lower)
+            if found is not NotImplemented:
+                return found
+        registration = by_type(kind)
+        if registration is not None:
+            return self.ext(REGISTERED, [registration.name, registration.to_plain(value)])
+        if self.allow_pickle:
+            from transfer_queue.codec import opaque
+
+            return Ext(PICKLE, opaque.dump(value))
+        raise UnsupportedValue(
+            f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored with its type kept; register it "
+            "with transfer_queue.register_type, or set client.allow_pickle on writer and reader"
+        )
+
+    def ext(self, code: int, content: Any) -> Any:
+        return Ext(code, encode(self.lower(content)))
+
+    def _int(self, value: int) -> Any:
+        if -(1 << 63) <= value < 1 << 64:
+            return value
+        return Ext(BIGINT, hex(value).encode())
+
+    def _str(self, value: str) -> Any:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return Ext(SURROGATE, value.encode("utf-8", "surrogatepass"))
+        return value
+
+    def _list(self, value: list[Any]) -> Any:
+        return [self.lower(item) for item in value]
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        if all(type(key) is str for key in value):
+            return {self._str(key): self.lower(item) for key, item in value.items()}
+        return self.ext(DICT, [[key, item] for key, item in value.items()])
+
+    def _datetime(self, value: datetime.datetime) -> Any:
+        if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
+            raise UnsupportedValue(f"a datetime with tzinfo {value.tzinfo!r} cannot be stored exactly")
+        return self.ext(DATETIME, [value.isoformat(), value.fold, _zone(value.tzinfo)])
+
+    def _time(self, value: datetime.time) -> Any:
+        if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
+            raise UnsupportedValue(f"a time with tzinfo {value.tzinfo!r} cannot be stored exactly")
+        return self.ext(TIME, [value.isoformat(), value.fold, _zone(value.tzinfo)])
+
+
+def _zone(zone: datetime.tzinfo | None) -> Any:
+    if zone is None or zone is datetime.timezone.utc:
+        return zone is not None
+    name = zone.tzname(None)
+    offset = zone.utcoffset(None)
+    default = datetime.timezone(offset).tzname(None) if offset is not None else None
+    return [offset, None if name == default else name]
+
+
+def _refuse_default(value: Any) -> Any:
+    raise UnsupportedValue("a defaultdict cannot be stored: its factory is code; convert it to a dict")
+
+
+_RULES: dict[type, Callable[[Lowering, Any], Any]] = {
+    int: Lowering._int,
+    str: Lowering._str,
+    list: Lowering._list,
+    dict: Lowering._dict,
+    tuple: lambda low, v: low.ext(TUPLE, list(v)),
+    set: lambda low, v: low.ext(SET, list(v)),
+    frozenset: lambda low, v: low.ext(FROZENSET, list(v)),
+    complex: lambda low, v: Ext(COMPLEX, struct.pack("<dd", v.real, v.imag)),
+    datetime.datetime: Lowering._datetime,
+    datetime.date: lambda low, v: Ext(DATE, v.isoformat().encode()),
+    datetime.time: Lowering._time,
+    datetime.timedelta: lambda low, v: Ext(TIMEDELTA, encode([v.days, v.seconds, v.microseconds])),
+    decimal.Decimal: lambda low, v: Ext(DECIMAL, str(v).encode()),
+    uuid.UUID: lambda low, v: Ext(UUID, v.bytes),
+    fractions.Fraction: lambda low, v: low.ext(FRACTION, [v.numerator, v.denominator]),
+    bytearray: lambda low, v: Ext(BYTEARRAY, bytes(v)),
+    range: lambda low, v: low.ext(RANGE, [v.start, v.stop, v.step]),
+    OrderedDict: lambda low, v: low.ext(ORDERED, [[key, item] for key, item in v.items()]),
+    deque: lambda low, v: low.ext(DEQUE, [list(v), v.maxlen]),
+    defaultdict: lambda low, v: _refuse_default(v),
+}
+
+
+class Lifting:
+    """Decodes what `pack` made. `arrays` rebuilds the extensions of `ARRAY_CODES`."""
+
+    def __init__(self, arrays: Callable[[int, Any], Any] | None = None, allow_pickle: bool = False) -> None:
+        self._arrays = arrays
+        self._allow_pickle = allow_pickle
+        self.unpack: Callable[[Any], Any] = msgspec.msgpack.Decoder(ext_hook=self._lift).decode
+
+    def _lift(self, code: int, data: memoryview) -> Any:
+        if code in ARRAY_CODES:
+            if self._arrays is None:
+                raise ProtocolError("an array where none may be")
+            return self._arrays(code, self.unpack(data))
+        if code == REGISTERED:
+            return self._registered(self.unpack(data))
+        if code == PICKLE:
+            return self._pickled(bytes(data))
+        try:
+            return _LIFTS[code](self.unpack, data)
+        except KeyError:
+            raise ProtocolError(f"unknown extension {code}") from None
+
+    def _registered(self, content: Any) -> Any:
+        name, plain = content
+        registration = by_name(name)
+        if registration is None:
+            raise UnsupportedValue(f"the sample holds a {name!r}: call transfer_queue.register_type for it here too")
+        return registration.from_plain(plain)
+
+    def _pickled(self, data: bytes) -> Any:
+        if not self._allow_pickle:
+            raise UnsupportedValue("the sample holds a pickled value: set client.allow_pickle on this reader to load it")
+        from transfer_queue.codec import opaque
+
+        return opaque.load(data)
+
+
+Unpack = Callable[[Any], Any]
+
+
+def _lift_moment(unpack: Unpack, data: Any, cls: Any) -> Any:
+    text, fold, zone = unpack(data)
+    moment = cls.fromisoformat(text).replace(fold=fold)
+    if zone is True:
+        return moment.replace(tzinfo=datetime.timezone.utc)
+    if zone:
+        offset, name = zone
+        return moment.replace(tzinfo=datetime.timezone(offset) if name is None else datetime.timezone(offset, name))
+    return moment
+
+
+_LIFTS: dict[int, Callable[[Unpack, Any], Any]] = {
+    TUPLE: lambda unpack, data: tuple(unpack(data)),
+    SET: lambda unpack, data: set(unpack(data)),
+    FROZENSET: lambda unpack, data: frozenset(unpack(data)),
+    BIGINT: lambda unpack, data: int(bytes(data).decode(), 16),
+    COMPLEX: lambda unpack, data: complex(*struct.unpack("<dd", data)),
+    DATETIME: lambda unpack, data: _lift_moment(unpack, data, datetime.datetime),
+    DATE: lambda unpack, data: datetime.date.fromisoformat(bytes(data).decode()),
+    TIME: lambda unpack, data: _lift_moment(unpack, data, datetime.time),
+    TIMEDELTA: lambda unpack, data: datetime.timedelta(*unpack(data)),
+    DECIMAL: lambda unpack, data: decimal.Decimal(bytes(data).decode()),
+    UUID: lambda unpack, data: uuid.UUID(bytes=bytes(data)),
+    FRACTION: lambda unpack, data: fractions.Fraction(*unpack(data)),
+    BYTEARRAY: lambda unpack, data: bytearray(data),
+    DICT: lambda unpack, data: dict(unpack(data)),
+    SURROGATE: lambda unpack, data: bytes(data).decode("utf-8", "surrogatepass"),
+    RANGE: lambda unpack, data: range(*unpack(data)),
+    ORDERED: lambda unpack, data: OrderedDict(unpack(data)),
+    DEQUE: lambda unpack, data: deque(*unpack(data)),
+}

@@ -1,0 +1,14 @@
+"""The one place that knows which cells are ready, where they are, and who consumed what.
+
+    Controller.handle(message, ticket, session, now)
+        └─ Table        one partition: rows, keys, tags, schema, cells and their locations (numpy, dense by slot)
+             └─ Task    what one consumer group has consumed
+                  └─ View   the rows ready for one field set, kept up to date by every commit
+        └─ Ledger       how many live cells every block still holds
+
+A state machine without I/O: a request is answered at once, or parked and answered by the event that completes it.
+Answers to parked requests collect in `outbox`, blocks nobody needs any more in `freed`; the shell (`server`) sends and
+frees them. Nothing here sleeps, reads a clock or knows a socket.
+"""
+
+from transfer_queue.controller.machine import Controller as Controller

@@ -1,0 +1,161 @@
+"""Handing ready rows to tasks: calling the sampler, parking the requests it cannot satisfy, waking them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.controller.parking import Parked, ParkingLot
+from transfer_queue.controller.readiness import Slots, View
+from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.errors import DeadlineExceeded, InternalError, TransferQueueError
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.wire.messages import Failed, Fetch, Reply, RowSet, Tags
+
+
+class PartitionView:
+    """What a sampler may see of a partition: read only."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    @property
+    def partition_id(self) -> str:
+        return self._table.name
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return dict(self._table.metadata)
+
+    @property
+    def any_tags(self) -> bool:
+        return any(self._table.tags)
+
+    def tags(self, index: int) -> Mapping[str, Any]:
+        """The tags of the row with this global index; empty when it has none or is gone."""
+        slot = int(self._table.slots_of(np.array([index]))[0])
+        return {} if slot < 0 else self._table.tags[slot] or {}
+
+    def key(self, index: int) -> str | None:
+        slot = int(self._table.slots_of(np.array([index]))[0])
+        return None if slot < 0 else self._table.names[slot]
+
+
+class Fetching:
+    """Fetch requests of all partitions. `outbox` collects (ticket, reply) for parked ones that were answered."""
+
+    def __init__(self, sampler: BaseSampler, outbox: list[tuple[Hashable, Reply]]) -> None:
+        self.sampler = sampler
+        self.parked: ParkingLot[Fetch] = ParkingLot()
+        self._orphans: dict[str, list[Parked[Fetch]]] = {}  # their partition does not exist (yet)
+        self._outbox = outbox
+
+    def fetch(self, request: Parked[Fetch], table: Table | None) -> Reply | None:
+        """Rows at once, or None after parking the request."""
+        message = request.message
+        if table is not None:
+            reply = self._attempt(message, table)
+            if reply is not None:
+                return reply
+        if message.timeout_s <= 0:
+            return _timed_out(message)
+        self.parked.add(request)
+        if table is None:
+            self._orphans.setdefault(message.partition, []).append(request)
+        else:
+            self._view(table, message).waiters.append(request)
+        return None
+
+    def opened(self, table: Table) -> None:
+        """A partition was created: requests that waited for it now wait for its rows."""
+        for request in self._orphans.pop(table.name, ()):
+            if self.parked.holds(request):
+                self._view(table, request.message).waiters.append(request)
+
+    def closed(self, table: Table) -> None:
+        """A partition is gone: its waiters wait for the next one of that name."""
+        waiting = [w for task in table.tasks.values() for view in task.views.values() for w in view.waiters]
+        held = [w for w in waiting if self.parked.holds(w)]
+        if held:
+            self._orphans.setdefault(table.name, []).extend(held)
+        self.sampler.clear_cache(table.name)
+
+    def written(self, table: Table, slots: Slots, fields: Sequence[str]) -> None:
+        """Cells of `fields` were written on `slots`: rows may be ready now."""
+        touched = set(fields)
+        for task in table.tasks.values():
+            for view in list(task.views.values()):
+                if not touched.isdisjoint(view.fields) and task.refresh(view, table, slots):
+                    self.serve(table, view)
+
+    def serve(self, table: Table, view: View) -> None:
+        """Answer waiters of a view, in order of arrival, as far as its rows go."""
+        if not view.waiters:
+            return
+        waiting, view.waiters = view.waiters, []
+        kept = []
+        for request in waiting:
+            if not self.parked.holds(request):
+                continue
+            try:
+                reply = self._attempt(request.message, table)
+            except TransferQueueError as error:
+                reply = Failed(request.message.rid, error.code, str(error))
+            if reply is None:
+                kept.append(request)
+            else:
+                self.parked.remove(request)
+                self._outbox.append((request.ticket, reply))
+        view.waiters = kept + view.waiters
+
+    def expire(self, now: float) -> None:
+        for request in self.parked.expired(now):
+            try:
+                reply: Reply = _timed_out(request.message)
+            except TransferQueueError as error:
+                reply = Failed(request.message.rid, error.code, str(error))
+            self._outbox.append((request.ticket, reply))
+
+    def _view(self, table: Table, message: Fetch) -> View:
+        return table.task(message.task).view(tuple(message.fields), table)
+
+    def _attempt(self, message: Fetch, table: Table) -> RowSet | None:
+        """Rows for the request, marked consumed; None when the sampler is not satisfied."""
+        sampler = self.sampler
+        config = {"partition_id": message.partition, "task_name": message.task, **message.sampling}
+        view = self._view(table, message)
+        cached = sampler.has_cached_result(message.partition, message.task, config)
+        if view.count < message.batch_size and not cached:
+            return None
+        candidates = table.index[view.first(sampler.needs(message.batch_size), table.size)].tolist()
+        try:
+            sampled, consumed = sampler.sample(candidates, message.batch_size, partition=PartitionView(table), **config)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            if isinstance(error, TransferQueueError):
+                raise
+            raise InternalError(f"{type(sampler).__name__} failed: {type(error).__name__}: {error}") from error
+        if not sampled:
+            return None
+        slots = table.slots_of(np.array(sampled, np.int64))
+        used = table.slots_of(np.array(consumed, np.int64))
+        if (slots < 0).any() or (used < 0).any():
+            raise InternalError(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
+        table.task(message.task).consume(used)
+        return row_set(message.rid, table, slots, message.fields)
+
+
+def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: bytes | None = None) -> RowSet:
+    tags: list[Tags] | None = table.tags_of(slots)
+    return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready)
+
+
+def _timed_out(message: Fetch) -> RowSet:
+    """The empty answer, or `DeadlineExceeded` where the caller did not ask for one."""
+    if message.empty_on_timeout:
+        return RowSet(message.rid, b"", None, [], None)
+    raise DeadlineExceeded(
+        f"partition {message.partition!r}: fewer than {message.batch_size} rows with {message.fields} became ready "
+        f"for task {message.task!r} within {message.timeout_s:g} s"
+    )

@@ -1,0 +1,63 @@
+"""From rows and fields to the runs of blocks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.table import Table
+from transfer_queue.errors import InvalidInput, NotReady, UnknownRows
+from transfer_queue.wire.messages import Get, Located, Part, Piece
+
+
+def located(message: Get, table: Table | None, slots: Slots) -> Located:
+    """The reply to `message`; its pieces name blocks only, where they lie is the storage unit's to add.
+
+    Raises `NotReady` when rows lack a field (asked for by row), or have no field in common (asked for by key).
+    """
+    if table is None or not len(slots):
+        raise UnknownRows(f"no rows in partition {message.partition!r}")
+    fields = _fields(message, table, slots)
+    parts, numbers = [], {}
+    for names, blocks, rows in table.locate(slots, fields):
+        parts.append(Part(names, _runs(blocks, rows, numbers)))
+    pieces = [Piece(block, 0, 0, 0, 0) for block in numbers]
+    return Located(message.rid, len(slots), pieces, [], parts, table.schema(fields))
+
+
+def _fields(message: Get, table: Table, slots: Slots) -> list[str]:
+    wanted = message.fields
+    if wanted is not None and len(set(wanted)) != len(wanted):
+        raise InvalidInput(f"fields {wanted}: name each field once")
+    common = set(table.common_fields(slots))
+    if message.keys is not None and not message.strict:
+        if not common:
+            raise NotReady("Some fields are not ready in all the requested keys!")
+        return sorted(common) if wanted is None else [name for name in wanted if name in common]
+    wanted = sorted(common) if wanted is None else wanted
+    missing = [name for name in wanted if name not in common]
+    if missing or not wanted:
+        raise NotReady(f"partition {table.name!r}: fields {missing} are not written on all of the {len(slots)} rows")
+    return list(wanted)
+
+
+def _runs(blocks: NDArray[np.int64], rows: NDArray[np.int32], numbers: dict[int, int]) -> bytes:
+    """Runs (piece, first row, count) as int64 (k, 3); `numbers` gives each block its piece, new ones are added."""
+    if len(blocks) == 1:
+        piece = numbers.setdefault(int(blocks[0]), len(numbers))
+        return np.array([piece, rows[0], 1], np.int64).tobytes()
+    breaks = np.flatnonzero((blocks[1:] != blocks[:-1]) | (rows[1:] != rows[:-1] + 1)) + 1
+    starts = np.concatenate([[0], breaks])
+    runs: NDArray[Any] = np.empty((len(starts), 3), np.int64)
+    runs[:, 0] = _pieces(blocks[starts].tolist(), numbers)
+    runs[:, 1] = rows[starts]
+    runs[:, 2] = np.diff(starts, append=len(blocks))
+    return runs.tobytes()
+
+
+def _pieces(blocks: Sequence[int], numbers: dict[int, int]) -> list[int]:
+    return [numbers.setdefault(block, len(numbers)) for block in blocks]

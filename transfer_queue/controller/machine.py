@@ -1,0 +1,364 @@
+"""The controller: every request has one method, and its effects are complete when the method returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.controller.fetching import Fetching, row_set
+from transfer_queue.controller.ledger import Ledger
+from transfer_queue.controller.locating import located
+from transfer_queue.controller.parking import Parked, ParkingLot
+from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode, UnknownRows
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.wire import messages as m
+
+NO_BLOCK = -1
+
+
+class Controller:
+    """All partitions of one service.
+
+    `handle` answers a request, raises the caller's error, or returns None after parking it; the answer then appears in
+    `outbox`. `ledger.freed` lists blocks without live cells. `max_rows` bounds the rows over all partitions (None: no
+    bound), `reserved_rows` is how many rows a new partition has from the start.
+    """
+
+    def __init__(self, sampler: BaseSampler, max_rows: int | None = None, reserved_rows: int = 1) -> None:
+        self.tables: dict[str, Table] = {}
+        self.outbox: list[tuple[Hashable, m.Reply]] = []
+        self.ledger = Ledger()
+        self.max_rows = max_rows
+        self._reserved_rows = reserved_rows
+        self._next_index = 0
+        self._fetching = Fetching(sampler, self.outbox)
+        self._crowded: ParkingLot[Any] = ParkingLot()  # requests for new rows that wait for room
+        self._rules: dict[type, Callable[[Any], m.Reply]] = {
+            m.Commit: self._commit, m.Insert: self._insert, m.Scan: self._scan, m.Find: self._find,
+            m.NameRows: self._name_rows, m.Get: self._get, m.Clear: self._clear, m.SetTags: self._set_tags,
+            m.ListKeys: self._list_keys, m.Consumption: self._consumption, m.Production: self._production,
+            m.ResetConsumption: self._reset, m.ListPartitions: self._list_partitions,
+            m.SetPartition: self._set_partition, m.GetPartition: self._get_partition,
+        }  # fmt: skip
+
+    def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
+        if isinstance(message, m.Fetch):
+            self._check_fetch(message)
+            parked = Parked(ticket, session, message, now + message.timeout_s)
+            return self._fetching.fetch(parked, self.tables.get(message.partition))
+        try:
+            return self._rules[type(message)](message)
+        except _Crowded as full:
+            timeout_s = getattr(message, "timeout_s", 0.0)
+            if timeout_s <= 0 or full.never:
+                raise StoreFull(str(full)) from None
+            self._crowded.add(Parked(ticket, session, message, now + timeout_s))
+            return None
+
+    def next_deadline(self) -> float | None:
+        deadlines = (self._fetching.parked.next_deadline(), self._crowded.next_deadline())
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def expire(self, now: float) -> None:
+        """Answer the parked requests whose deadline has come."""
+        self._fetching.expire(now)
+        for parked in self._crowded.expired(now):
+            text = f"the store's {self.max_rows} rows stayed in use for {parked.message.timeout_s:g} s"
+            self.outbox.append((parked.ticket, m.Failed(parked.message.rid, StoreFull.code, text)))
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        """Drop parked requests whose askers are gone."""
+        self._fetching.parked.forget(tickets)
+        self._crowded.forget(tickets)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(table.num_rows for table in self.tables.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._fetching.parked) + len(self._crowded)
+
+    # writing
+
+    def _commit(self, message: m.Commit) -> m.Reply:
+        count = message.count
+        if count < 1 or (message.tags is not None and len(message.tags) != count):
+            raise InvalidInput(f"{count} rows with {len(message.tags or ())} tags")
+        if len({f.name for f in message.fields}) != len(message.fields):
+            raise InvalidInput("a field occurs twice")
+        table = self.tables.get(message.partition)
+        if table is not None:
+            table.check(message.fields)
+        table, slots = self._target(message, table)
+        if message.fields and message.block != NO_BLOCK:
+            number = table.group(message.fields)
+            released = table.write(slots, number, message.block)
+            self.ledger.open(message.block, count * len(message.fields), message.partition, number)
+            self.ledger.release(released)
+        if message.tags is not None:
+            table.merge_tags(slots, message.tags)
+        if message.fields:
+            self._fetching.written(table, slots, [f.name for f in message.fields])
+        rows = rows_bytes(table.index[slots])
+        keyed = message.keys is not None
+        return m.Committed(
+            message.rid, rows, table.tags_of(slots) if keyed else None, table.common_fields(slots) if keyed else []
+        )
+
+    def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
+        """Slots of the rows to write; new ones are added only once nothing can be refused any more."""
+        if message.rows is not None:
+            indexes = np.frombuffer(message.rows, np.int64)
+            if len(indexes) != message.count or len(np.unique(indexes)) != message.count:
+                raise InvalidInput("row indexes repeat or do not fit the number of rows")
+            if table is None:
+                raise RowCleared(f"partition {message.partition!r} does not exist any more")
+            return table, self._known(table, indexes)
+        if message.keys is None:
+            table = table or self._open(message.partition, message.count)
+            return table, self._new_rows(table, message.count)
+        if len(message.keys) != message.count or len(set(message.keys)) != message.count:
+            raise InvalidInput("Got duplicated keys.")
+        table = table or self._open(message.partition, message.count)
+        return table, self._rows_of_keys(table, message.keys, create=True)
+
+    def _insert(self, message: m.Insert) -> m.Reply:
+        if message.count < 1 or not message.fields:
+            raise UnknownMode('get_meta mode "insert" needs batch_size >= 1 and data_fields')
+        table = self.tables.get(message.partition) or self._open(message.partition, message.count)
+        slots = self._new_rows(table, message.count)
+        return row_set(message.rid, table, slots, message.fields, bytes(message.count))
+
+    def _find(self, message: m.Find) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if table is None:
+            if not message.create:
+                return m.RowSet(message.rid, b"", None, [], None)
+            table = self._open(message.partition, len(message.keys))
+        slots = self._rows_of_keys(table, message.keys, message.create)
+        return row_set(message.rid, table, slots, table.common_fields(slots))
+
+    def _set_tags(self, message: m.SetTags) -> m.Reply:
+        indexes = np.frombuffer(message.rows, np.int64)
+        if len(indexes) != len(message.tags):
+            raise InvalidInput(f"{len(indexes)} rows with {len(message.tags)} tags")
+        table = self.tables.get(message.partition)
+        if table is not None:
+            table.merge_tags(self._known(table, indexes), message.tags, message.replace)
+        return m.Done(message.rid)
+
+    def _open(self, name: str, count: int) -> Table:
+        """Create a partition about to get `count` rows."""
+        self._check_room(count)
+        table = self.tables[name] = Table(name)
+        if self._reserved_rows:
+            table.reserve(self._next_index, self._reserved_rows)
+            self._next_index += self._reserved_rows
+        self._fetching.opened(table)
+        return table
+
+    def _check_room(self, count: int) -> None:
+        if self.max_rows is not None and self.num_rows + count > self.max_rows:
+            raise _Crowded(
+                f"{count} more rows do not fit: {self.num_rows} of total_storage_size={self.max_rows} are in use",
+                never=count > self.max_rows,
+            )
+
+    def _new_rows(self, table: Table, count: int) -> Slots:
+        self._check_room(count)
+        slots = table.add(self._next_index, count)
+        self._next_index = max(self._next_index, int(table.index[table.size - 1]) + 1)
+        return slots
+
+    def _rows_of_keys(self, table: Table, keys: Sequence[str], create: bool) -> Slots:
+        """Slots in the order of `keys`; unknown ones are created or dropped."""
+        known = [table.keys.get(key, -1) for key in keys]
+        if create and -1 in known:
+            missing = list(dict.fromkeys(key for key, slot in zip(keys, known, strict=True) if slot < 0))
+            table.name_rows(self._new_rows(table, len(missing)), missing)
+            known = [table.keys[key] for key in keys]
+        return np.array([slot for slot in known if slot >= 0], np.int64)
+
+    def _known(self, table: Table, indexes: np.ndarray[Any, Any]) -> Slots:
+        slots = table.slots_of(indexes)
+        if len(slots) and slots.min() < 0:
+            gone = indexes[slots < 0]
+            raise RowCleared(f"partition {table.name!r}: rows {gone[:8].tolist()} were cleared or never existed")
+        return slots
+
+    # reading
+
+    def _check_fetch(self, message: m.Fetch) -> None:
+        if not message.fields or len(set(message.fields)) != len(message.fields):
+            raise InvalidInput(f"data_fields {message.fields}: name each field to wait for once")
+        if message.batch_size < 1:
+            raise InvalidInput(f"batch_size {message.batch_size}")
+
+    def _scan(self, message: m.Scan) -> m.Reply:
+        table = self._table(message.partition)
+        slots = table.live_slots()
+        known = [name for name in message.fields if name in table.fields]
+        ready = table.ready(slots, known) if len(known) == len(message.fields) and known else None
+        status = np.zeros(len(slots), np.int8) if ready is None else ready.astype(np.int8)
+        return row_set(message.rid, table, slots, message.fields, status.tobytes())
+
+    def _get(self, message: m.Get) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if message.keys is not None:
+            return located(message, table, self._slots_of_keys(message, table))
+        indexes = np.frombuffer(message.rows or b"", np.int64)
+        if table is None:
+            raise RowCleared(f"partition {message.partition!r} does not exist any more")
+        return located(message, table, self._known(table, indexes))
+
+    def _slots_of_keys(self, message: m.Get, table: Table | None) -> Slots:
+        keys = message.keys or []
+        known = [] if table is None else [table.keys.get(key, -1) for key in keys]
+        missing = [key for key, slot in zip(keys, known or [-1] * len(keys), strict=True) if slot < 0]
+        if len(missing) == len(keys) or (missing and message.strict):
+            detail = f" ({missing[:8]} in partition {message.partition!r})"
+            raise UnknownRows("keys or partition were not found!" + detail)
+        return np.array([slot for slot in known if slot >= 0], np.int64)
+
+    def _name_rows(self, message: m.NameRows) -> m.Reply:
+        table = self._table(message.partition)
+        slots = table.slots_of(np.frombuffer(message.rows, np.int64)).tolist()
+        return m.Names(message.rid, [table.names[slot] if slot >= 0 else None for slot in slots])
+
+    def _list_keys(self, message: m.ListKeys) -> m.Reply:
+        wanted = self.tables if message.partition is None else {message.partition}
+        found = {name: self.tables[name] for name in wanted if name in self.tables}
+        listing = {
+            name: {key: table.tags[slot] or {} for key, slot in table.keys.items()} for name, table in found.items()
+        }
+        return m.Listing(message.rid, listing)
+
+    def _consumption(self, message: m.Consumption) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if table is None:
+            return m.Status(message.rid, False, b"", b"", None)
+        slots = table.live_slots()
+        consumed = table.task(message.task).consumed[slots].astype(np.int8)
+        return m.Status(message.rid, True, rows_bytes(table.index[slots]), consumed.tobytes(), table.declared)
+
+    def _production(self, message: m.Production) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if table is None or not message.fields or any(name not in table.fields for name in message.fields):
+            return m.Status(message.rid, False, b"", b"", None)
+        slots = table.live_slots()
+        columns = sorted(table.fields[name].number for name in set(message.fields))
+        written = (table.cells[np.array(columns)[:, None], slots] != 0).T.astype(np.int8)
+        return m.Status(message.rid, True, rows_bytes(table.index[slots]), written.tobytes(), table.declared)
+
+    def _list_partitions(self, message: m.ListPartitions) -> m.Reply:
+        return m.Names(message.rid, list(self.tables))
+
+    def _get_partition(self, message: m.GetPartition) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if table is None:
+            return m.PartitionInfo(message.rid, False, None, {}, 0)
+        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows)
+
+    def _table(self, name: str) -> Table:
+        try:
+            return self.tables[name]
+        except KeyError:
+            raise UnknownRows(f"partition {name!r} does not exist") from None
+
+    # clearing and consumption
+
+    def _clear(self, message: m.Clear) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if table is None:
+            return m.Done(message.rid)
+        if message.keys is not None:
+            slots = self._rows_of_keys(table, list(dict.fromkeys(message.keys)), create=False)
+        elif message.rows is not None:
+            slots = np.unique(table.slots_of(np.frombuffer(message.rows, np.int64)))
+            slots = slots[slots >= 0]
+        else:
+            slots = table.live_slots()
+        whole = message.keys is None and message.rows is None
+        if len(slots):
+            self._fetching.sampler.forget(table.name, set(table.index[slots].tolist()))
+            self.ledger.release(table.clear(slots))
+        if whole or (message.keys is not None and not table.num_rows):
+            del self.tables[table.name]
+            self._fetching.closed(table)
+        else:
+            table.shrink()
+        self._retry_crowded()
+        return m.Done(message.rid)
+
+    def _retry_crowded(self) -> None:
+        """Rows were freed: answer requests that wait for room, in order, as far as it goes."""
+        for parked in self._crowded:
+            try:
+                reply = self._rules[type(parked.message)](parked.message)
+            except _Crowded:
+                return
+            except TransferQueueError as error:
+                reply = m.Failed(parked.message.rid, error.code, str(error))
+            self._crowded.remove(parked)
+            self.outbox.append((parked.ticket, reply))
+
+    def _reset(self, message: m.ResetConsumption) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if table is not None:
+            tasks = [table.task(message.task)] if message.task is not None else list(table.tasks.values())
+            for task in tasks:
+                task.reset(table)
+                for view in list(task.views.values()):
+                    self._fetching.serve(table, view)
+        return m.Done(message.rid)
+
+    def _set_partition(self, message: m.SetPartition) -> m.Reply:
+        if message.size is not None and message.size < 0:
+            raise InvalidInput(f"size {message.size}")
+        table = self.tables.get(message.partition) or self._open(message.partition, 0)
+        if message.size is not None:
+            table.declared = message.size
+        table.metadata.update(message.metadata)
+        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows)
+
+    # moving
+
+    def rows_in(self, block: int) -> tuple[Slots, list[str]] | None:
+        """(rows of `block` with live cells, ascending; fields with live cells), or None when there are none."""
+        entry = self.ledger.entries.get(block)
+        return None if entry is None else self.tables[entry.partition].rows_in(entry.group, block)
+
+    def relocate(self, block: int, target: int, rows: Slots) -> bool:
+        """The live cells of `block` now lie in `target`, whose rows are `rows` of the old block, ascending.
+
+        `block` is freed. False when none was left to move.
+        """
+        entry = self.ledger.entries.get(block)
+        if entry is None:
+            return False
+        self.tables[entry.partition].relocate(entry.group, block, target, rows)
+        self.ledger.open(target, entry.live, entry.partition, entry.group)
+        self.ledger.release([(block, entry.live)])
+        return True
+
+    def check_invariants(self) -> None:
+        """Tables agree with themselves, and the ledger with the tables; tests call this after each event."""
+        live: dict[int, int] = {}
+        for table in self.tables.values():
+            table.check_invariants()
+            for block, cells in table.release(table.live_slots(), range(len(table.fields))):
+                live[block] = live.get(block, 0) + cells
+        assert live == {block: entry.live for block, entry in self.ledger.entries.items()}
+
+
+class _Crowded(Exception):
+    """There is no room for new rows now (`never`: nor will there be)."""
+
+    def __init__(self, text: str, never: bool) -> None:
+        super().__init__(text)
+        self.never = never

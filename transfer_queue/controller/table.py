@@ -1,0 +1,317 @@
+"""One partition: rows, keys, tags, fields, and where every cell lies.
+
+Rows occupy slots in ascending order of their global index. A cell holds the number of the *group* that wrote it (0:
+absent): the set of fields that were put together. A group knows block and row for every slot, so fields written
+together share one location, and a put of 64 fields costs little more than one of 1. Slots of cleared rows are dropped
+when they are the majority.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.controller.readiness import Flags, Slots, Task, resized
+from transfer_queue.errors import InvalidInput, SchemaConflict
+from transfer_queue.schema import FieldSchema
+from transfer_queue.wire.messages import Tags
+
+MIN_CAPACITY = 64
+SHRINK_SLOTS = 4096
+MAX_GROUPS = 65_535
+
+Released = list[tuple[int, int]]
+
+
+class Field(NamedTuple):
+    number: int
+    schema: FieldSchema
+
+
+class Group:
+    """Fields that were put together, and where each row of theirs lies."""
+
+    def __init__(self, fields: tuple[str, ...], capacity: int) -> None:
+        self.fields = fields
+        self.block: NDArray[np.int64] = np.zeros(capacity, np.int64)
+        self.row: NDArray[np.int32] = np.zeros(capacity, np.int32)
+
+
+class Lying(NamedTuple):
+    """Fields that lie alike on the rows asked for: block and row of each."""
+
+    fields: list[str]
+    blocks: NDArray[np.int64]
+    rows: NDArray[np.int32]
+
+
+class Table:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.declared: int | None = None
+        self.metadata: Tags = {}
+        self.size = 0  # slots in use
+        self.unclaimed: list[int] = []  # slots of rows reserved at creation, highest first
+        self.keys: dict[str, int] = {}
+        self.names: list[str | None] = []
+        self.tags: list[Tags | None] = []
+        self.fields: dict[str, Field] = {}
+        self.tasks: dict[str, Task] = {}
+        self.num_alive = 0
+        self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
+        self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
+        self.cells: NDArray[np.uint16] = np.zeros((8, MIN_CAPACITY), np.uint16)
+        self.groups: list[Group] = [Group((), MIN_CAPACITY)]  # group 0 stands for absent
+        self._group_numbers: dict[tuple[str, ...], int] = {}
+
+    # rows
+
+    def reserve(self, first_index: int, count: int) -> None:
+        """Rows that exist from the start, to be claimed by the first writers."""
+        slots = self._append(first_index, count)
+        self.unclaimed = slots[::-1].tolist()
+
+    def add(self, first_index: int, count: int) -> Slots:
+        """Slots of `count` rows: reserved ones first, then new ones with indexes from `first_index`."""
+        claimed = [self.unclaimed.pop() for _ in range(min(count, len(self.unclaimed)))]
+        new = self._append(first_index, count - len(claimed))
+        return np.concatenate([np.array(claimed, np.int64), new]) if claimed else new
+
+    def _append(self, first_index: int, count: int) -> Slots:
+        start, end = self.size, self.size + count
+        if end > len(self.index):
+            self._resize(None, max(MIN_CAPACITY, 2 * end))
+        self.index[start:end] = np.arange(first_index, first_index + count)
+        self.alive[start:end] = True
+        self.names += [None] * count
+        self.tags += [None] * count
+        self.size = end
+        self.num_alive += count
+        return np.arange(start, end)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that someone claimed."""
+        return self.num_alive - len(self.unclaimed)
+
+    def slots_of(self, indexes: NDArray[np.int64]) -> Slots:
+        """Slots of global indexes, -1 where there is no such live row."""
+        found = np.searchsorted(self.index[: self.size], indexes)
+        found[found == self.size] = 0
+        if not self.size:
+            return np.full(len(indexes), -1)
+        found[(self.index[found] != indexes) | ~self.alive[found]] = -1
+        return found
+
+    def live_slots(self) -> Slots:
+        return np.flatnonzero(self.alive[: self.size])
+
+    def name_rows(self, slots: Slots, keys: Sequence[str]) -> None:
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            self.keys[key] = slot
+            self.names[slot] = key
+
+    def clear(self, slots: Slots) -> Released:
+        """Remove live rows; returns the cells that are gone by block."""
+        released = self.release(slots, list(range(len(self.fields))))
+        self.cells[: len(self.fields), slots] = 0
+        self.alive[slots] = False
+        for slot in slots.tolist():
+            key = self.names[slot]
+            if key is not None:
+                del self.keys[key]
+            self.names[slot] = self.tags[slot] = None
+        if self.unclaimed:
+            gone = set(slots.tolist())
+            self.unclaimed = [slot for slot in self.unclaimed if slot not in gone]
+        for task in self.tasks.values():
+            task.drop(slots)
+        self.num_alive -= len(slots)
+        return released
+
+    def shrink(self) -> None:
+        """Drop the slots of cleared rows when they are the majority."""
+        if self.size < SHRINK_SLOTS or 2 * self.num_alive > self.size:
+            return
+        order = self.live_slots()
+        moved = np.full(self.size, -1)
+        moved[order] = np.arange(len(order))
+        self.keys = {key: int(moved[slot]) for key, slot in self.keys.items()}
+        self.unclaimed = [int(moved[slot]) for slot in self.unclaimed]
+        self.names = [self.names[slot] for slot in order.tolist()]
+        self.tags = [self.tags[slot] for slot in order.tolist()]
+        self.size = len(order)
+        self._resize(order, max(MIN_CAPACITY, 2 * len(order)))
+
+    def _resize(self, order: Slots | None, capacity: int) -> None:
+        self.index = resized(self.index, order, capacity)
+        self.alive = resized(self.alive, order, capacity)
+        self.cells = resized(self.cells, order, capacity)
+        for group in self.groups:
+            group.block = resized(group.block, order, capacity)
+            group.row = resized(group.row, order, capacity)
+        for task in self.tasks.values():
+            task.resize(order, capacity)
+
+    # fields
+
+    def check(self, schema: Sequence[FieldSchema]) -> None:
+        """`SchemaConflict` when a put of these fields does not fit what was written before."""
+        for new in schema:
+            held = self.fields.get(new.name)
+            reason = held.schema.conflict(new) if held is not None else None
+            if reason is not None:
+                raise SchemaConflict(f"partition {self.name!r}: {reason}")
+
+    def group(self, schema: Sequence[FieldSchema]) -> int:
+        """The number of the group of these fields; registers fields and group when new."""
+        for new in schema:
+            held = self.fields.get(new.name)
+            if held is None:
+                self._register(new)
+            elif held.schema != new:
+                self.fields[new.name] = Field(held.number, held.schema.merged(new))
+        names = tuple(sorted(new.name for new in schema))
+        number = self._group_numbers.get(names)
+        if number is None:
+            if len(self.groups) > MAX_GROUPS:
+                raise InvalidInput(f"partition {self.name!r}: more than {MAX_GROUPS} different sets of fields")
+            number = self._group_numbers[names] = len(self.groups)
+            self.groups.append(Group(names, len(self.index)))
+        return number
+
+    def _register(self, schema: FieldSchema) -> None:
+        number = len(self.fields)
+        if number == len(self.cells):
+            self.cells = np.concatenate([self.cells, np.zeros_like(self.cells)])
+        self.fields[schema.name] = Field(number, schema)
+
+    # cells
+
+    def write(self, slots: Slots, number: int, block: int) -> Released:
+        """Cells of group `number` on `slots` now lie in `block`, row by row; returns the cells they replace."""
+        group = self.groups[number]
+        columns = [self.fields[name].number for name in group.fields]
+        released = self.release(slots, columns)
+        group.block[slots] = block
+        group.row[slots] = np.arange(len(slots), dtype=np.int32)
+        self.cells[np.array(columns)[:, None], slots] = number
+        return released
+
+    def release(self, slots: Slots, columns: Sequence[int]) -> Released:
+        """How many cells of each block lie under `slots` and `columns`."""
+        if not len(columns):
+            return []
+        under = self.cells[np.array(columns)[:, None], slots]
+        if not under.any():
+            return []
+        released: Released = []
+        for number in np.unique(under).tolist():
+            if number:
+                per_slot = (under == number).sum(axis=0)
+                blocks, inverse = np.unique(self.groups[number].block[slots], return_inverse=True)
+                counts = np.bincount(inverse, weights=per_slot).astype(np.int64)
+                released += [(b, c) for b, c in zip(blocks.tolist(), counts.tolist(), strict=True) if c]
+        return released
+
+    def ready(self, slots: Slots, fields: Sequence[str]) -> Flags | None:
+        """Which of `slots` are alive with all `fields` written; None when a field does not exist."""
+        columns = [self.fields[name].number for name in fields if name in self.fields]
+        if len(columns) != len(fields):
+            return None
+        if len(columns) == 1:
+            written: Flags = self.cells[columns[0], slots] != 0
+        else:
+            written = (self.cells[np.array(columns)[:, None], slots] != 0).all(axis=0)
+        return written & self.alive[slots]
+
+    def common_fields(self, slots: Slots) -> list[str]:
+        """Sorted fields that every one of `slots` has."""
+        if not len(slots):
+            return []
+        have = (self.cells[: len(self.fields), slots] != 0).all(axis=1)
+        return sorted(name for name, field in self.fields.items() if have[field.number])
+
+    def locate(self, slots: Slots, fields: Sequence[str]) -> list[Lying]:
+        """Where the cells of `fields` on `slots` lie. All of them must be written."""
+        alike: dict[bytes, list[str]] = {}
+        for name in fields:
+            alike.setdefault(self.cells[self.fields[name].number, slots].tobytes(), []).append(name)
+        found = []
+        for pattern, names in alike.items():
+            numbers = np.frombuffer(pattern, np.uint16)
+            group = self.groups[int(numbers[0])]
+            blocks, rows = group.block[slots], group.row[slots]
+            if len(numbers) > 1 and (numbers != numbers[0]).any():
+                for number in np.unique(numbers).tolist():
+                    of_group = numbers == number
+                    blocks[of_group] = self.groups[number].block[slots[of_group]]
+                    rows[of_group] = self.groups[number].row[slots[of_group]]
+            found.append(Lying(names, blocks, rows))
+        return found
+
+    def rows_in(self, number: int, block: int) -> tuple[Slots, list[str]]:
+        """(rows of `block` with live cells, ascending; their fields); group `number` wrote the block."""
+        slots, live = self._cells_in(number, block)
+        names = [name for name, any_live in zip(self.groups[number].fields, live.any(axis=1), strict=True) if any_live]
+        return np.sort(self.groups[number].row[slots]).astype(np.int64), names
+
+    def relocate(self, number: int, block: int, target: int, rows: Slots) -> None:
+        group = self.groups[number]
+        slots, _ = self._cells_in(number, block)
+        group.row[slots] = np.searchsorted(rows, group.row[slots])
+        group.block[slots] = target
+
+    def _cells_in(self, number: int, block: int) -> tuple[Slots, Flags]:
+        """(slots with live cells in `block`, which (field, slot) are live)."""
+        group = self.groups[number]
+        slots = np.flatnonzero(self.alive[: self.size] & (group.block[: self.size] == block))
+        live = self.cells[np.array([self.fields[name].number for name in group.fields])[:, None], slots] == number
+        return slots[live.any(axis=0)], live
+
+    # tasks and tags
+
+    def task(self, name: str) -> Task:
+        task = self.tasks.get(name)
+        if task is None:
+            task = self.tasks[name] = Task(len(self.index))
+        return task
+
+    def merge_tags(self, slots: Slots, tags: Sequence[Tags], replace: bool = False) -> None:
+        for slot, new in zip(slots.tolist(), tags, strict=True):
+            held = self.tags[slot]
+            self.tags[slot] = dict(new) if replace or held is None else {**held, **new}
+
+    def tags_of(self, slots: Slots) -> list[Tags] | None:
+        """Tags of the rows, or None when all are empty."""
+        tags = self.tags
+        found = [tags[slot] or {} for slot in slots.tolist()]
+        return found if any(found) else None
+
+    def schema(self, fields: Sequence[str]) -> list[FieldSchema]:
+        return [self.fields[name].schema for name in fields if name in self.fields]
+
+    def check_invariants(self) -> None:
+        """Every structure agrees with every other; tests call this after each event."""
+        live = self.live_slots()
+        index = self.index[: self.size]
+        assert self.num_alive == len(live)
+        assert bool((np.diff(index) > 0).all()), "slots ascend by index"
+        assert {self.names[s]: s for s in live.tolist() if self.names[s] is not None} == self.keys
+        dead = ~self.alive[: self.size]
+        assert not self.cells[:, : self.size][:, dead].any(), "cleared rows have no cells"
+        for task in self.tasks.values():
+            for view in task.views.values():
+                everything = np.arange(self.size)
+                ready = self.ready(everything, view.fields)
+                expected = np.zeros(self.size, np.bool_) if ready is None else ready & ~task.consumed[: self.size]
+                assert np.array_equal(view.ready[: self.size], expected), f"view {view.fields}"
+                assert view.count == int(expected.sum())
+                assert not expected[: view.low].any()
+
+
+def rows_bytes(values: NDArray[Any]) -> bytes:
+    return np.ascontiguousarray(values, np.int64).tobytes()

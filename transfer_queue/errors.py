@@ -1,0 +1,148 @@
+"""Every error this package raises, as one tree split by whose fault it is.
+
+    TransferQueueError
+    ├── CallerError                    the call is wrong: change the call
+    │   ├── InvalidInput               (ValueError)      sizes, names, modes, duplicates
+    │   ├── UnsupportedValue           (TypeError)       a value the codec cannot carry exactly
+    │   ├── SchemaConflict             (ValueError)      dtype, rank or kind differs from the field's
+    │   ├── UnknownRows                (ValueError)      no such partition, keys or rows
+    │   ├── NotReady                   (ValueError)      the rows exist, the fields are not written yet
+    │   ├── StorageKeyNotFoundError    (KeyError)        the rows were cleared
+    │   ├── NotInitialized             (AssertionError)  no service was started or found
+    │   └── ConfigError                (ValueError)      a setting has a bad value
+    ├── ServiceError                   the other side failed: try again later or elsewhere
+    │   ├── DeadlineExceeded           (TimeoutError)    no answer, or no rows, in time
+    │   ├── StoreFull                  (RuntimeError)    no room was freed before the deadline
+    │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
+    │   ├── AccessDenied               (PermissionError) wrong user, or missing or wrong token
+    │   └── ProtocolError              (RuntimeError)    bytes that are not this protocol
+    └── InternalError                  (RuntimeError)    a defect of ours: please report it
+
+`StorageKeyNotFoundError` is also reachable as `RowCleared`. Errors cross the wire by `code`;
+`error_from_code` gives back the same class. Where TransferQueue 0.1.11 raised RuntimeError for
+a condition named here, the class here derives from RuntimeError as well.
+"""
+
+from __future__ import annotations
+
+
+class TransferQueueError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+    code: str = "error"
+
+    def __str__(self) -> str:  # KeyError would print a repr of its argument
+        return Exception.__str__(self)
+
+
+class CallerError(TransferQueueError):
+    """The call itself is wrong; repeating it unchanged fails again."""
+
+
+class InvalidInput(CallerError, ValueError):
+    """Sizes, names, modes or keys do not fit together."""
+
+    code = "invalid_input"
+
+
+class UnknownMode(InvalidInput, RuntimeError):
+    """`get_meta` was called with a mode other than insert, fetch or force_fetch, or without what the mode needs."""
+
+    code = "unknown_mode"
+
+
+class UnsupportedValue(CallerError, TypeError):
+    """A value cannot be stored so that the same type and value come back."""
+
+    code = "unsupported_value"
+
+
+class SchemaConflict(CallerError, ValueError):
+    """A field was written before with another dtype, rank or kind in the same partition."""
+
+    code = "schema_conflict"
+
+
+class UnknownRows(CallerError, ValueError, RuntimeError):
+    """The partition, keys or rows do not exist."""
+
+    code = "unknown_rows"
+
+
+class NotReady(CallerError, ValueError, RuntimeError):
+    """The rows exist but a requested field has not been written on all of them."""
+
+    code = "not_ready"
+
+
+class StorageKeyNotFoundError(CallerError, KeyError):
+    """The rows were cleared: their cells can never be read again."""
+
+    code = "row_cleared"
+
+
+RowCleared = StorageKeyNotFoundError
+
+
+class NotInitialized(CallerError, AssertionError):
+    """This process is not attached and no running service was found."""
+
+    code = "not_initialized"
+
+
+class ConfigError(CallerError, ValueError):
+    """A configuration value is of the wrong type or out of range."""
+
+    code = "config"
+
+
+class ServiceError(TransferQueueError):
+    """The call was fine; the other side could not do it."""
+
+
+class DeadlineExceeded(ServiceError, TimeoutError, RuntimeError):
+    """The deadline passed first. Nothing that the call would have changed is visible."""
+
+    code = "deadline"
+
+
+class StoreFull(ServiceError, RuntimeError):
+    """The byte or row budget was exhausted until the deadline."""
+
+    code = "store_full"
+
+
+class ServiceUnavailable(ServiceError, ConnectionError, RuntimeError):
+    """The server went away or cannot be reached."""
+
+    code = "unavailable"
+
+
+class AccessDenied(ServiceError, PermissionError):
+    """The server refused this peer."""
+
+    code = "access_denied"
+
+
+class ProtocolError(ServiceError, RuntimeError):
+    """Received bytes that this protocol does not allow."""
+
+    code = "protocol"
+
+
+class InternalError(TransferQueueError, RuntimeError):
+    """A defect inside the server; its log has the traceback."""
+
+    code = "internal"
+
+
+def _tree(root: type[TransferQueueError]) -> list[type[TransferQueueError]]:
+    return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
+
+
+_BY_CODE = {cls.code: cls for cls in _tree(TransferQueueError) if "code" in vars(cls)}
+
+
+def error_from_code(code: str, message: str) -> TransferQueueError:
+    """The error a server reported as (`code`, `message`); an unknown code gives `InternalError`."""
+    return _BY_CODE.get(code, InternalError)(message)

@@ -1,0 +1,97 @@
+"""One server process on this host, started by whoever needs it first and ended with its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from transfer_queue.errors import ServiceUnavailable
+from transfer_queue.server.settings import Ready, ServerConfig
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+
+
+class LocalServer:
+    """A server process this process started."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ready: Ready) -> None:
+        self._process = process
+        self._owner = os.getpid()
+        self.address = f"unix:{ready.unix}"
+        self.tcp = ready.tcp
+        self.pid = ready.pid
+
+    def stop(self) -> None:
+        """End it and wait; nothing of it is left. A forked child of the owner leaves it alone."""
+        if os.getpid() != self._owner:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def new_run_dir() -> str:
+    """A fresh directory of mode 0700 with a short path: a unix socket's may have 107 bytes."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not base or len(base) > 60 or not os.access(base, os.W_OK):
+        base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="tq-", dir=base)
+
+
+@contextlib.contextmanager
+def lock(run_dir: str) -> Iterator[None]:
+    """Hold the lock of a run directory, so that of many processes one starts the server."""
+    Path(run_dir).parent.mkdir(parents=True, exist_ok=True)
+    with open(run_dir.rstrip("/") + ".lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def start(config: ServerConfig) -> LocalServer:
+    """Start a server and wait until it listens. Raises `ServiceUnavailable` with its last words when it does not."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "transfer_queue.server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdout:
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(msgspec.json.encode(config))
+        line = _first_line(process.stdout.fileno(), START_TIMEOUT_S)
+    if not line:
+        process.kill()
+        process.wait()
+        raise ServiceUnavailable(f"the server did not start within {START_TIMEOUT_S:g} s; see its messages above")
+    return LocalServer(process, msgspec.json.decode(line, type=Ready))
+
+
+def _first_line(descriptor: int, timeout_s: float) -> bytes:
+    """What is written to a pipe up to the first newline; empty when it closes or the time is up first."""
+    deadline = time.monotonic() + timeout_s
+    line = b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        data = os.read(descriptor, 4096) if ready else b""
+        if not data:
+            return b""
+        line += data
+    return line

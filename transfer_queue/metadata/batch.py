@@ -1,0 +1,274 @@
+"""BatchMeta: the rows of a batch, without their data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.errors import InvalidInput
+from transfer_queue.metadata.columns import (
+    DictColumn,
+    IntArray,
+    Row,
+    Where,
+    check_length,
+    int_array,
+    packed_ids,
+    take,
+    unpacked_ids,
+)
+from transfer_queue.metadata.contents import BatchContents, same_or_list
+from transfer_queue.metadata.fields import Schema, check_joinable, concat_schema, take_schema
+from transfer_queue.metadata.merge import chunk_bounds, merge_extra_info, same_value
+
+_ALL = slice(None)
+
+
+class BatchMeta(BatchContents):
+    """Rows of a batch: their indexes, partitions, field schema, readiness and tags (`custom_meta`).
+
+    Whatever an attribute returns is this meta's own: changes made to it count, and reach no other meta. The attributes
+    are made on first access; slicing, chunking, joining and pickling a meta nobody looked into does no per-row work.
+    The number of rows never changes; an operation on a meta whose lists were resized raises InvalidInput.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        global_indexes: Iterable[int] = (),
+        partition_ids: Iterable[str] = (),
+        field_schema: Mapping[str, Mapping[str, Any]] | None = None,
+        production_status: npt.ArrayLike | None = None,
+        extra_info: Mapping[str, Any] | None = None,
+        custom_meta: Sequence[Mapping[str, Any]] | None = None,
+        _custom_backend_meta: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """One entry per row everywhere; without `production_status` no row is ready.
+
+        Raises:
+            InvalidInput: lengths differ, or an index is not an int.
+        """
+        ids = int_array(global_indexes, "global_indexes").copy()
+        parts = list(partition_ids)
+        check_length(parts, len(ids), "partition_ids")
+        self._fill(ids, same_or_list(parts), {}, 0, dict(extra_info or {}), None, None)
+        if field_schema:
+            self.field_schema = {name: dict(spec) for name, spec in field_schema.items()}
+        if production_status is not None:
+            self.production_status = np.asarray(production_status)
+        self._tags = DictColumn.given(self._size, custom_meta, "custom_meta")
+        self._backend = DictColumn.given(self._size, _custom_backend_meta, "_custom_backend_meta")
+
+    @classmethod
+    def _build(
+        cls,
+        indexes: IntArray,
+        partition: str,
+        schema: Schema,
+        ready: bool | npt.NDArray[np.int8],
+        tags: list[Row] | None,
+    ) -> BatchMeta:
+        """A meta of one partition, unchecked and without per-row work. All arguments become the meta's own."""
+        status = ready if isinstance(ready, np.ndarray) else int(ready)
+        tag_column = DictColumn(len(indexes), tags)
+        return cls.__new__(cls)._fill(indexes, partition, schema, status, {}, tag_column, None)
+
+    @classmethod
+    def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
+        """A meta without rows."""
+        return cls(extra_info=extra_info)
+
+    # ---- parts of a batch ----
+
+    def _take(self, where: Where) -> BatchMeta:
+        size = len(range(self._size)[where]) if isinstance(where, slice) else len(where)
+        parts = self._parts
+        part = type(self).__new__(type(self))
+        return part._fill(
+            self._indexes_at(where),
+            parts if isinstance(parts, str) else same_or_list(take(self._partition_list(), where)),
+            take_schema(self._frozen_schema(), where),
+            self._status if isinstance(self._status, int) else self._status[where].copy(),
+            dict(self.extra_info),
+            self._tags.take(where, size),
+            self._backend.take(where, size),
+        )
+
+    def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
+        """The rows at these positions, in this order; repeats are allowed.
+
+        Raises:
+            InvalidInput: a position is negative or too large.
+        """
+        positions = int_array(sample_indices, "sample_indices")
+        if positions.size and (positions.min() < 0 or positions.max() >= self._size):
+            raise InvalidInput(f"sample_indices must be in [0, {self._size})")
+        return self._take(positions)
+
+    def __getitem__(self, item: int | slice) -> BatchMeta:
+        if isinstance(item, slice):
+            return self._take(item)
+        if not isinstance(item, (int, np.integer)):
+            raise TypeError(f"a BatchMeta is indexed by an int or a slice, not {type(item).__name__}")
+        position = item + self._size if item < 0 else item
+        if not 0 <= position < self._size:
+            raise IndexError(f"row {item} of {self._size}")
+        return self._take(slice(position, position + 1))
+
+    def select_fields(self, field_names: Sequence[str]) -> BatchMeta:
+        """All rows with only these fields; unknown names are ignored and readiness stays as it is."""
+        if isinstance(field_names, str):
+            raise InvalidInput("field_names must be a list of names, not one str")
+        chosen = self.copy()
+        chosen._schema = {name: chosen._schema[name] for name in field_names if name in chosen._schema}
+        if not self._backend.blank:
+            kept = [{k: v for k, v in row.items() if k[:1] == "_" or k in field_names} for row in self._backend.read()]
+            chosen._backend = DictColumn.given(self._size, kept, "_custom_backend_meta")
+        return chosen
+
+    def copy(self) -> BatchMeta:
+        """An independent copy."""
+        copied = self._take(_ALL)
+        copied.extra_info = copy.deepcopy(self.extra_info)
+        return copied
+
+    def chunk(self, chunks: int) -> list[BatchMeta]:
+        """Split into consecutive metas, the first `size % chunks` one row longer; more chunks than rows: empty ones."""
+        return [self._take(slice(start, stop)) for start, stop in chunk_bounds(self._size, chunks)]
+
+    def chunk_by_partition(self) -> list[BatchMeta]:
+        """One meta per partition, in the order in which the partitions first appear."""
+        positions: dict[str, list[int]] = {}
+        if isinstance(self._parts, str):
+            return [self._take(_ALL)] if self._size else []
+        for position, partition in enumerate(self._partition_list()):
+            positions.setdefault(partition, []).append(position)
+        return [self._take(np.array(found)) for found in positions.values()]
+
+    def reorder(self, indices: Iterable[int]) -> None:
+        """Puts the rows into this order, in place.
+
+        Raises:
+            InvalidInput: not every position exactly once.
+        """
+        order = int_array(indices, "indices")
+        check_length(order, self._size, "indices")
+        if not np.array_equal(np.sort(order), np.arange(self._size)):
+            raise InvalidInput(f"indices must have each of [0, {self._size}) once, without duplicates")
+        moved = self._take(order)
+        for slot in BatchContents.__slots__:
+            if slot != "extra_info":
+                setattr(self, slot, getattr(moved, slot))
+
+    # ---- joining ----
+
+    def union(self, other: BatchMeta | None) -> BatchMeta:
+        """The same rows with the fields of both; `other` wins where both have one, a row is ready if it is in both.
+
+        An empty or missing side gives a copy of the other one.
+
+        Raises:
+            InvalidInput: the rows or their partitions differ.
+        """
+        if not other:
+            return self.copy()
+        if not self:
+            return other.copy()
+        if not np.array_equal(self.indexes, other.indexes):
+            raise InvalidInput("union: global_indexes differ")
+        if self._partition_list() != other._partition_list():
+            raise InvalidInput("union: partition_ids differ")
+        joined = self.copy()
+        joined._schema = {**joined._schema, **other._frozen_schema()}
+        joined.production_status = np.bitwise_and(self._status, other._status) * np.ones(self._size, np.int8)
+        joined.extra_info = {**self.extra_info, **other.extra_info}
+        joined._tags = DictColumn.union(self._tags, other._tags)
+        joined._backend = DictColumn.union(self._backend, other._backend)
+        return joined
+
+    @classmethod
+    def concat(cls, data: Sequence[BatchMeta | None], validate: bool = True) -> BatchMeta:
+        """All rows of `data`, in order; empty metas are skipped, repeated rows are kept.
+
+        `validate=False` skips the comparison of fields, and the first meta's fields count.
+
+        Raises:
+            InvalidInput: the field names differ, or extra_info gives one key two values.
+            SchemaConflict: the dtypes differ.
+        """
+        metas = [meta for meta in data if meta]
+        if not metas:
+            return cls.empty()
+        schemas = [meta._frozen_schema() for meta in metas]
+        if validate:
+            check_joinable(schemas)
+        return cls.__new__(cls)._fill(
+            np.concatenate([meta.indexes for meta in metas]),
+            _join_parts(metas),
+            concat_schema(schemas, [meta.size for meta in metas]),
+            _join_status(metas),
+            merge_extra_info((meta.extra_info for meta in metas), "concat"),
+            DictColumn.concat([meta._tags for meta in metas]),
+            DictColumn.concat([meta._backend for meta in metas]),
+        )
+
+    # ---- value ----
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BatchMeta):
+            return NotImplemented
+        return (
+            np.array_equal(self.indexes, other.indexes)
+            and self._partition_list() == other._partition_list()
+            and np.array_equal(self.production_status, other.production_status)
+            and same_value(self._schema, other._schema)
+            and same_value(self.extra_info, other.extra_info)
+            and self._tags.same(other._tags)
+            and self._backend.same(other._backend)
+        )
+
+    def __hash__(self) -> int:
+        return hash((BatchMeta, self._size))  # the only part of the value that cannot change
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        status = self._status if isinstance(self._status, int) else self._status.tobytes()
+        parts = self._parts if isinstance(self._parts, str) else same_or_list(self._partition_list())
+        columns = (self._tags.state(), self._backend.state())
+        return (packed_ids(self.indexes), parts, self._frozen_schema(), status, self.extra_info, *columns)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        packed, parts, schema, status, extra_info, tags, backend = state
+        ids = unpacked_ids(packed)
+        if isinstance(status, bytes):
+            status = np.frombuffer(status, np.int8).copy()
+        size = len(ids)
+        self._fill(ids, parts, schema, status, extra_info, DictColumn(size, *tags), DictColumn(size, *backend))
+
+    def __repr__(self) -> str:
+        ids = self.indexes
+        shown = ids.tolist() if self._size <= 8 else f"[{ids[0]}, {ids[1]}, ..., {ids[-1]}]"
+        parts = sorted(set(self._partition_list()))
+        return (
+            f"BatchMeta(size={self._size}, field_names={self.field_names}, is_ready={self.is_ready}, "
+            f"partitions={parts}, global_indexes={shown}, extra_info={sorted(self.extra_info)})"
+        )
+
+
+def _join_parts(metas: Sequence[BatchMeta]) -> str | list[str]:
+    first = metas[0]._parts
+    if isinstance(first, str) and all(meta._parts == first for meta in metas):
+        return first
+    return same_or_list(list(chain.from_iterable(meta._partition_list() for meta in metas)))
+
+
+def _join_status(metas: Sequence[BatchMeta]) -> int | npt.NDArray[np.int8]:
+    first = metas[0]._status
+    if isinstance(first, int) and all(isinstance(meta._status, int) and meta._status == first for meta in metas):
+        return first
+    return np.concatenate([np.full(meta.size, meta._status, np.int8) for meta in metas])

@@ -1,0 +1,72 @@
+"""Copying and comparing plain per-row and per-batch dicts, and joining them without losing a conflict."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.errors import InvalidInput
+
+_ATOMS = frozenset({str, int, float, bool, bytes, complex, type(None)})
+
+
+def copy_dict(row: Mapping[str, Any]) -> dict[str, Any]:
+    """An independent copy; values that cannot be changed in place are shared, which is most of them."""
+    if isinstance(row, dict) and type(row) is not dict:
+        return copy.deepcopy(row)  # an OrderedDict stays one
+    return {key: value if type(value) in _ATOMS else copy.deepcopy(value) for key, value in row.items()}
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are of the same type and equal, arrays and tensors by content, also inside containers.
+
+    Values that refuse to be compared count as different.
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_value(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    try:
+        if hasattr(a, "shape") and hasattr(a, "dtype"):
+            return bool(a.shape == b.shape and a.dtype == b.dtype and np.all(_plain_bool(a == b)))
+        return bool(a == b)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _plain_bool(equal: Any) -> Any:
+    """The result of `==` between two arrays, as one bool when it is a tensor (which may be on a device)."""
+    return bool(equal.all()) if hasattr(equal, "all") else equal
+
+
+def merge_extra_info(infos: Iterable[Mapping[str, Any] | None], what: str) -> dict[str, Any]:
+    """The union of `infos`.
+
+    Raises:
+        InvalidInput: two of them give one key different values; `what` names the operation in the message.
+    """
+    merged: dict[str, Any] = {}
+    for position, info in enumerate(infos):
+        for key, value in (info or {}).items():
+            if key in merged and not same_value(merged[key], value):
+                raise InvalidInput(
+                    f"{what}: extra_info {key!r} has conflicting values, {merged[key]!r} before "
+                    f"chunk {position} and {value!r} in it"
+                )
+            merged.setdefault(key, value)
+    return merged
+
+
+def chunk_bounds(size: int, chunks: int) -> list[tuple[int, int]]:
+    """(start, stop) of each of `chunks` pieces; the first `size % chunks` get one row more. ZeroDivisionError for 0."""
+    base, extra = divmod(size, chunks)
+    starts = [base * i + min(i, extra) for i in range(chunks + 1)]
+    return list(pairwise(starts))

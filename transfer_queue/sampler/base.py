@@ -1,0 +1,187 @@
+"""What a sampler is: it picks rows from the ready ones of a partition, and says which of them are used up."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.errors import ConfigError, InvalidInput, UnsupportedValue
+
+Ready: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
+Sampled: TypeAlias = tuple[list[int], list[int]]
+
+
+class PartitionView(Protocol):
+    """The read-only view of a partition that the controller hands to samplers as `partition=`."""
+
+    @property
+    def any_tags(self) -> bool:
+        """False when no row has tags, so that nobody needs to look; a view without this attribute counts as True."""
+
+    def tags(self, index: int) -> Mapping[str, object] | None:
+        """The row's tags; empty or None when it has none."""
+
+
+def as_list(rows: Ready) -> list[int]:
+    """`rows` as a list of Python ints."""
+    return rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
+
+
+def whole_number(value: object, what: str) -> int:
+    """`value` as an int. InvalidInput when it is not a whole number."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidInput(f"{what} must be an int, got {value!r}") from None
+
+
+class BaseSampler(ABC):
+    """Chooses which ready rows a request gets.
+
+    A sampler has no I/O and runs inside the controller, one call at a time. It may remember results in
+    `_states[partition_id][task_name][dp_rank][batch_index]`, as (sampled, consumed) or as one list of rows, so that
+    ranks which ask for the same batch get the same rows.
+
+    The constructor arguments are remembered so that the sampler can be started in another process, see `spec`.
+    """
+
+    _states: dict[Any, Any]
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> BaseSampler:
+        sampler = super().__new__(cls)
+        sampler._arguments = (args, kwargs)
+        sampler._states = {}  # here as well, for subclasses that do not call our __init__
+        return sampler
+
+    def __init__(self) -> None:
+        self._states = {}
+
+    @abstractmethod
+    def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
+        """Picks from `ready_indexes`: the ready, unconsumed rows, ascending and without repeats.
+
+        Args:
+            batch_size: how many rows the caller asked for.
+            kwargs: `partition`, a `PartitionView` or None; `partition_id` and `task_name`; what the caller's
+                sampling_config holds, for instance `dp_rank` and `batch_index`.
+
+        Returns:
+            (sampled, consumed): the rows to hand out, and those that the task never gets again. Two empty lists mean
+            that the ready rows do not suffice yet.
+
+        Raises:
+            InvalidInput: a parameter is wrong. Nothing has changed then.
+        """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
+        return self.sample(*args, **kwargs)
+
+    def needs(self, batch_size: int) -> int | None:
+        """How many of the first ready rows `sample` has to see for this batch size; None for all of them."""
+        return None
+
+    def has_cached_result(
+        self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Whether `sample` would repeat an earlier result for this `dp_rank` and `batch_index`."""
+        config = sampling_config or {}
+        if config.get("dp_rank") is None:
+            return False
+        batches = self._states.get(partition_id, {}).get(task_name, {}).get(config["dp_rank"], {})
+        return config.get("batch_index") in batches
+
+    def clear_cache(self, partition_id: str) -> None:
+        """Forgets all results of a partition."""
+        self._states.pop(partition_id, None)
+
+    def forget(self, partition: str, indexes: set[int]) -> None:
+        """Drops every remembered result that contains one of these rows, which are gone and may be reused.
+
+        The controller calls this before the rows' indexes can be given to other rows. Samplers that remember rows
+        elsewhere, or in another layout, extend this and `clear_cache`.
+        """
+        tasks = self._states.get(partition, {})
+        for task, ranks in list(tasks.items()):
+            for rank, batches in list(ranks.items()):
+                for batch in [batch for batch, result in batches.items() if _holds_any(result, indexes)]:
+                    del batches[batch]
+                if not batches:
+                    del ranks[rank]
+            if not ranks:
+                del tasks[task]
+        if not tasks:
+            self._states.pop(partition, None)
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        """The state that `load_checkpoint` restores. Subclasses with more state extend both."""
+        return {"_states": self._states}
+
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        """Restores what `save_checkpoint` returned."""
+        self._states = state["_states"]
+
+    def spec(self) -> dict[str, Any]:
+        """How to make this sampler in another process: `{"class": "module:QualName", "kwargs": {...}}`.
+
+        `kwargs` are the constructor's arguments; an attribute of the same name counts instead when there is one.
+
+        Raises:
+            ConfigError: another process cannot import the class.
+            UnsupportedValue: an argument is not plain data, or is not named by the constructor.
+        """
+        kwargs = {name: vars(self).get(name, value) for name, value in self._named_arguments().items()}
+        return {"class": class_path(type(self)), "kwargs": _plain(kwargs, f"{type(self).__name__} argument")}
+
+    def _named_arguments(self) -> dict[str, Any]:
+        args, kwargs = self._arguments
+        signature = inspect.signature(type(self).__init__)
+        given = signature.bind(self, *args, **kwargs).arguments
+        named: dict[str, Any] = {}
+        for name, parameter in list(signature.parameters.items())[1:]:
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                named.update(given.get(name, {}))
+            elif parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+                if given.get(name):
+                    raise UnsupportedValue(f"{type(self).__name__}: only named arguments can be sent, not {name!r}")
+            elif name in given or vars(self).get(name, parameter.default) != parameter.default:
+                named[name] = given.get(name, parameter.default)
+        return named
+
+
+def class_path(cls: type) -> str:
+    """`module:QualName`. ConfigError when another process cannot import it."""
+    if inspect.isabstract(cls):
+        raise ConfigError(f"{cls.__qualname__} is abstract: it has no sample()")
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        raise ConfigError(
+            f"the controller's process cannot import the sampler class {cls.__module__}:{cls.__qualname__}; "
+            f"define it at the top level of an importable module"
+        )
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _holds_any(result: Any, indexes: set[int]) -> bool:
+    """Whether a remembered result, a list of rows or several of those, has one of `indexes`."""
+    if not isinstance(result, (list, tuple)):
+        return False
+    if result and isinstance(result[0], (list, tuple)):
+        return any(_holds_any(part, indexes) for part in result)
+    return not indexes.isdisjoint(result)
+
+
+def _plain(value: Any, what: str) -> Any:
+    """`value` when it is data that every process reads the same way, tuples as lists."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, what) for item in value]
+    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+        return {key: _plain(item, f"{what} {key!r}") for key, item in value.items()}
+    raise UnsupportedValue(f"{what} is not plain data: {value!r}")

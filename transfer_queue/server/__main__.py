@@ -1,0 +1,3 @@
+from transfer_queue.server.process import main
+
+main()

@@ -1,0 +1,167 @@
+"""One connection: bytes to messages, handshake, then requests to the service.
+
+The order is fixed: length cap, decode, authentication, handler. Whatever is wrong with the bytes closes this connection
+and touches no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, cast
+
+from transfer_queue.errors import AccessDenied, InternalError, ProtocolError, TransferQueueError
+from transfer_queue.server.service import Answer, Session
+from transfer_queue.wire import hello
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, frame
+
+if TYPE_CHECKING:
+    from transfer_queue.server.process import Server
+
+log = logging.getLogger("transfer_queue.server")
+
+HELLO_TIMEOUT_S = 5.0
+HELLO_HEADER_NBYTES = 4096
+CREDENTIALS = struct.Struct("3i")
+
+
+class Link(asyncio.BufferedProtocol):
+    """The server's end of one connection. `token` is what a TCP peer has to know, "" on the unix socket."""
+
+    def __init__(self, server: Server, token: str, local: bool) -> None:
+        self._server = server
+        self._token = token
+        self._local = local
+        self._session: Session | None = None
+        self._hello: m.Hello | None = None
+        self._nonce = hello.nonce()
+        self._reader = FrameReader(m.decode_client, self._destination, HELLO_HEADER_NBYTES)
+        self._transport: asyncio.Transport
+        self._timer: asyncio.TimerHandle
+        self._tickets: set[Hashable] = set()
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._server.links.add(self)
+        self._timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._transport.abort)
+        if self._local and peer_uid(transport.get_extra_info("socket")) not in (os.getuid(), 0):
+            log.warning("refused a peer of another user")
+            self._transport.abort()
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            for message, payload in self._reader.advance(nbytes):
+                self._received(message, payload)
+                if self._transport.is_closing():
+                    return
+        except TransferQueueError as error:
+            log.warning("closed a connection: %s", error)
+            self._transport.abort()
+        self._server.deliver()
+
+    def pause_writing(self) -> None:
+        self._transport.pause_reading()  # a peer that does not read gets no further answers
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._timer.cancel()
+        self._server.links.discard(self)
+        if self._session is not None:
+            self._server.service.detach(self._session, self._tickets)
+            self._server.deliver()
+
+    # messages
+
+    def _received(self, message: m.Message, payload: memoryview) -> None:
+        if self._session is None:
+            self._greet(message)
+        elif isinstance(message, m.Request):
+            self._request(message, payload, self._session)
+        elif isinstance(message, (m.Unpin, m.Discard)):
+            self._server.service.notify(message, self._session)
+        else:
+            raise ProtocolError(f"{type(message).__name__} on an open session")
+
+    def _destination(self, message: m.Message, nbytes: int) -> memoryview:
+        if self._session is None:
+            raise AccessDenied("payload before the handshake")
+        return self._server.service.destination(message, nbytes, self._session)
+
+    def _greet(self, message: m.Message) -> None:
+        match message:
+            case m.Hello(version=version, nonce=nonce) if self._hello is None:
+                if version != m.PROTOCOL_VERSION:
+                    self._refuse(f"protocol version {version}, this server speaks {m.PROTOCOL_VERSION}")
+                self._hello = message
+                self._send(m.Challenge(self._nonce, hello.server_mac(self._token, nonce, self._nonce)))
+            case m.Proof(mac=mac) if self._hello is not None:
+                if not hello.equal(mac, hello.client_mac(self._token, self._hello.nonce, self._nonce)):
+                    self._refuse("wrong token")
+                self._timer.cancel()
+                self._reader.max_header_nbytes = MAX_HEADER_NBYTES
+                self._session = self._server.service.attach(self._hello.session, self._local)
+                self._send(self._server.welcome(self._local))
+            case _:
+                raise AccessDenied(f"{type(message).__name__} before the handshake")
+
+    def _refuse(self, reason: str) -> None:
+        self._send(m.Failed(0, AccessDenied.code, reason))
+        self._transport.close()
+        raise AccessDenied(reason)
+
+    def _request(self, message: m.Request, payload: memoryview, session: Session) -> None:
+        if isinstance(message, m.Stop):
+            self._send(m.Done(message.rid))
+            self._server.stop()
+            return
+        ticket = (self, message.rid)
+        try:
+            answer = self._server.service.handle(message, payload, session, ticket, time.monotonic())
+        except Exception:
+            log.exception("%s failed", type(message).__name__)
+            answer = (m.Failed(message.rid, InternalError.code, f"{type(message).__name__} failed; see the server's log"), ())
+        if answer is None:
+            self._tickets.add(ticket)
+        else:
+            self._answer(answer)
+
+    def answer_parked(self, ticket: Hashable, reply: m.Reply) -> None:
+        """Send the answer of a request of this connection that was parked."""
+        self._tickets.discard(ticket)
+        if self._session is not None and not self._transport.is_closing():
+            self._server.service.close_request(self._session, reply)
+            self._send(reply)
+
+    def _answer(self, answer: Answer) -> None:
+        reply, payload = answer
+        if not payload:
+            self._send(reply)
+            return
+        header = frame(m.encode(reply), sum(len(part) for part in payload))
+        self._transport.writelines([header, *payload])
+
+    def _send(self, message: m.Message) -> None:
+        self._transport.write(frame(m.encode(message)))
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a unix socket (SO_PEERCRED, unix(7))."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    uid: int = CREDENTIALS.unpack(data)[1]
+    return uid

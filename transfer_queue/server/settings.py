@@ -1,0 +1,39 @@
+"""What a server is started with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ServerConfig(msgspec.Struct, kw_only=True):
+    """All settings of one server process; travels as JSON over its standard input.
+
+    run_dir: directory (mode 0700) for its sockets. owner_pid: end when this process ends (0: standalone).
+    host, port, token: serve TCP there, peers must know the token ("" : no TCP). budget_nbytes: bytes of all blocks.
+    max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the start.
+    trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the arena
+    files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
+    """
+
+    run_dir: str
+    owner_pid: int = 0
+    host: str = ""
+    port: int = 0
+    token: str = ""
+    budget_nbytes: int
+    max_rows: int | None = None
+    reserved_rows: int = 1
+    trim_after_s: float = 60.0
+    arena_dir: str | None = None
+    sampler: dict[str, Any]
+    client: dict[str, Any] = {}
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """What the server prints once it listens: its addresses ("" where there is none)."""
+
+    pid: int
+    unix: str
+    tcp: str

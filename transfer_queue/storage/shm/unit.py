@@ -1,0 +1,261 @@
+"""Blocks of one host: allocation within a byte budget, publication, pins, and what vanished clients leave behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+from transfer_queue.codec.layout import Bytes
+from transfer_queue.controller.parking import Parked, ParkingLot
+from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
+from transfer_queue.storage.shm.arena import Arena
+from transfer_queue.wire.messages import Allocate, Allocated, Failed, Piece, Reply
+
+PAGE = 4096
+SMALL_NBYTES = 64 << 10
+ARENA_NBYTES = 4 << 30
+GRAINS = (64, PAGE)  # small blocks share pages; the others are page-aligned, so that they can be viewed
+
+
+class Block:
+    """A range of an arena. It lives until it is dropped by its owner or the controller, and no pin is left."""
+
+    __slots__ = ("arena", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins")
+
+    def __init__(self, number: int, arena: int, offset: int, nbytes: int, owner: bytes | None) -> None:
+        self.number = number
+        self.arena = arena
+        self.offset = offset
+        self.nbytes = nbytes
+        self.owner = owner  # the session that is filling it; None once published
+        self.layout = b""
+        self.pins = 0
+        self.dropped = False
+
+
+class Unit:
+    """`budget_nbytes` bounds the bytes of all blocks, pinned ones included.
+
+    An allocation that does not fit now is parked, and answered in `outbox` when memory is released, in order of arrival.
+    """
+
+    def __init__(self, budget_nbytes: int, directory: str | None = None) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.used_nbytes = 0
+        self.peak_nbytes = 0  # since the last rotation of the trimmer
+        self.arenas: list[Arena] = []
+        self.outbox: list[tuple[Hashable, Reply]] = []
+        self._directory = directory
+        self._blocks: dict[int, Block] = {}
+        self._next = 1
+        self._unpublished: dict[bytes, set[int]] = {}
+        self._pins: dict[bytes, Counter[int]] = {}
+        self._waiting: ParkingLot[Allocate] = ParkingLot()
+
+    # writing
+
+    def allocate(self, message: Allocate, ticket: Hashable, session: bytes, now: float) -> Allocated | None:
+        """A block for `session`, or None after parking the request; `StoreFull` when it can never fit."""
+        if message.nbytes < 1:
+            raise InvalidInput(f"a block of {message.nbytes} bytes")
+        if message.nbytes > self.budget_nbytes:
+            raise StoreFull(f"{message.nbytes} bytes exceed the store's budget of {self.budget_nbytes} bytes")
+        allocated = None if len(self._waiting) else self._allocated(message, session)
+        if allocated is not None:
+            return allocated
+        if message.timeout_s <= 0:
+            raise StoreFull(self._full(message.nbytes))
+        self._waiting.add(Parked(ticket, session, message, now + message.timeout_s))
+        return None
+
+    def _allocated(self, message: Allocate, session: bytes) -> Allocated | None:
+        block = self.place(message.nbytes, session)
+        if block is None:
+            return None
+        if message.pin:
+            self.pin(block.number, session)
+        return Allocated(message.rid, block.number, block.arena, block.offset)
+
+    def place(self, nbytes: int, session: bytes | None) -> Block | None:
+        """A new block, or None when the budget has no room for it now."""
+        small = nbytes <= SMALL_NBYTES
+        size = -(-nbytes // GRAINS[not small]) * GRAINS[not small]
+        if self.used_nbytes + size > self.budget_nbytes:
+            return None
+        number, offset = self._find(nbytes, GRAINS[not small])
+        block = Block(self._next, number, offset, nbytes, session)
+        self._next += 1
+        self._blocks[block.number] = block
+        if session is not None:
+            self._unpublished.setdefault(session, set()).add(block.number)
+        self.used_nbytes += size
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+        return block
+
+    def _find(self, nbytes: int, grain: int) -> tuple[int, int]:
+        for number, arena in enumerate(self.arenas):
+            if arena.extents.grain == grain:
+                offset = arena.extents.take(nbytes)
+                if offset is not None:
+                    return number, offset
+        size = max(ARENA_NBYTES, -(-nbytes // PAGE) * PAGE)
+        self.arenas.append(Arena(size, grain, self._directory))
+        offset = self.arenas[-1].extents.take(nbytes)
+        assert offset is not None
+        return len(self.arenas) - 1, offset
+
+    def unpublished(self, number: int, session: bytes) -> Block:
+        """A block that `session` is filling, or `InvalidInput`."""
+        block = self._blocks.get(number)
+        if block is None or block.owner != session:
+            raise InvalidInput(f"block {number} is not one this client is filling")
+        return block
+
+    def memory(self, block: Block) -> Bytes:
+        return self.arenas[block.arena].slice(block.offset, block.nbytes)
+
+    def publish(self, number: int, layout: bytes) -> None:
+        """The block's content is final; from now on the controller decides when it goes."""
+        block = self._blocks[number]
+        if block.owner is not None:
+            self._unpublished[block.owner].discard(number)
+        block.owner, block.layout = None, layout
+
+    def drop(self, number: int) -> None:
+        """Nobody needs the block any more; its memory is free once the last pin is gone."""
+        block = self._blocks[number]
+        block.dropped = True
+        if block.owner is not None:
+            self._unpublished[block.owner].discard(number)
+        if not block.pins:
+            self._free(block)
+
+    def _free(self, block: Block) -> None:
+        del self._blocks[block.number]
+        extents = self.arenas[block.arena].extents
+        extents.give(block.offset, block.nbytes)
+        self.used_nbytes -= extents.rounded(block.nbytes)
+
+    # reading
+
+    def describe(self, pieces: list[Piece]) -> tuple[list[bytes], int]:
+        """Fill in where the blocks of `pieces` lie; returns their layouts and total size."""
+        layouts: dict[bytes, int] = {}
+        total = 0
+        for piece in pieces:
+            block = self._blocks.get(piece.block)
+            if block is None:
+                raise RowCleared("the rows were cleared")
+            piece.arena, piece.offset, piece.nbytes = block.arena, block.offset, block.nbytes
+            piece.layout = layouts.setdefault(block.layout, len(layouts))
+            total += -(-block.nbytes // GRAINS[0]) * GRAINS[0]
+        return list(layouts), total
+
+    def block(self, number: int) -> Block | None:
+        return self._blocks.get(number)
+
+    def pin(self, number: int, session: bytes) -> None:
+        self._blocks[number].pins += 1
+        self._pins.setdefault(session, Counter())[number] += 1
+
+    def unpin(self, number: int, session: bytes) -> None:
+        """Release one pin of `session`; unknown ones are ignored."""
+        held = self._pins.get(session)
+        if not held or number not in held:
+            return
+        held[number] -= 1
+        if not held[number]:
+            del held[number]
+        self._release_pin(number)
+
+    def _release_pin(self, number: int) -> None:
+        block = self._blocks[number]
+        block.pins -= 1
+        if block.dropped and not block.pins:
+            self._free(block)
+
+    def pinned(self, number: int, session: bytes) -> Block:
+        """A block `session` has pinned, or `InvalidInput`."""
+        if self._pins.get(session, {}).get(number, 0) < 1:
+            raise InvalidInput(f"block {number} is not pinned by this client")
+        return self._blocks[number]
+
+    def adopt(self, session: bytes, parent: bytes) -> None:
+        """Give `session` a pin on everything `parent` has pinned."""
+        for number in list(self._pins.get(parent, ())):
+            self.pin(number, session)
+
+    # trouble and time
+
+    def forget(self, session: bytes) -> None:
+        """A client is gone: free what it was filling, release its pins."""
+        for number in list(self._unpublished.pop(session, ())):
+            self._blocks[number].owner = None
+            self.drop(number)
+        for number, count in self._pins.pop(session, Counter()).items():
+            for _ in range(count):
+                self._release_pin(number)
+
+    def forget_tickets(self, tickets: set[Hashable]) -> None:
+        self._waiting.forget(tickets)
+
+    def retry(self) -> None:
+        """Memory may have been released: answer waiting allocations in order, as far as it goes."""
+        for parked in self._waiting:
+            allocated = self._allocated(parked.message, parked.session)
+            if allocated is None:
+                return
+            self._waiting.remove(parked)
+            self.outbox.append((parked.ticket, allocated))
+
+    def next_deadline(self) -> float | None:
+        return self._waiting.next_deadline()
+
+    def expire(self, now: float) -> None:
+        for parked in self._waiting.expired(now):
+            text = f"{self._full(parked.message.nbytes)} after waiting {parked.message.timeout_s:g} s"
+            self.outbox.append((parked.ticket, Failed(parked.message.rid, StoreFull.code, text)))
+
+    def _full(self, nbytes: int) -> str:
+        return f"{nbytes} bytes do not fit: {self.used_nbytes} of {self.budget_nbytes} bytes are in use"
+
+    def resident_nbytes(self) -> int:
+        return sum(arena.resident_nbytes() for arena in self.arenas)
+
+    def trim(self, keep_nbytes: int) -> None:
+        """Return free memory to the system until at most `keep_nbytes` (or what is in use) stays resident."""
+        excess = self.resident_nbytes() - max(keep_nbytes, self.used_nbytes)
+        for arena in self.arenas:
+            if excess <= 0:
+                return
+            before = arena.resident_nbytes()
+            arena.trim(excess)
+            excess -= before - arena.resident_nbytes()
+
+    def pinned_nbytes(self) -> dict[str, int]:
+        """Bytes pinned by each client."""
+        return {
+            session.hex()[:8]: sum(self._blocks[number].nbytes for number in held)
+            for session, held in self._pins.items()
+            if held
+        }
+
+    def close(self) -> None:
+        for arena in self.arenas:
+            arena.close()
+
+    def check_invariants(self) -> None:
+        """Blocks do not overlap and fill exactly what the extents miss; tests call this after each event."""
+        for number, arena in enumerate(self.arenas):
+            used = [(b.offset, arena.extents.rounded(b.nbytes)) for b in self._blocks.values() if b.arena == number]
+            at = 0
+            for start, nbytes in sorted(used + arena.extents.free()):
+                assert start == at, "arena ranges overlap or leak"
+                at += nbytes
+            assert at == arena.size
+        rounded = sum(self.arenas[b.arena].extents.rounded(b.nbytes) for b in self._blocks.values())
+        assert rounded == self.used_nbytes <= self.budget_nbytes
+        pins: Counter[int] = Counter()
+        for held in self._pins.values():
+            pins.update(held)
+        assert all(block.pins == pins[block.number] for block in self._blocks.values())

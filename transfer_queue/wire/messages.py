@@ -1,0 +1,340 @@
+"""Every message of the protocol, as msgspec structs in tagged unions.
+
+Row sets travel as little-endian int64 bytes (`rows`), parallel to the caller's order. `rid` is chosen by the
+client, unique within its session; a mutating request repeated with the same `rid` gets its first reply again.
+`timeout_s` is how long the server may park the request.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from transfer_queue.schema import FieldSchema
+
+PROTOCOL_VERSION = 1
+
+Tags: TypeAlias = dict[str, Any]
+
+
+class Message(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Base of all messages."""
+
+
+class Hello(Message):
+    version: int
+    session: bytes
+    nonce: bytes
+
+
+class Proof(Message):
+    mac: bytes
+
+
+class Request(Message):
+    """Base of the requests that get exactly one reply."""
+
+    rid: int
+
+
+class Allocate(Request):
+    """Reserve an unpublished block of `nbytes`; `pin`: the client keeps its memory mapped beyond publication."""
+
+    nbytes: int
+    pin: bool
+    timeout_s: float
+
+
+class Write(Request):
+    """Fill `payload` into an unpublished block of this session at `offset` (clients that cannot map the arena)."""
+
+    block: int
+    offset: int
+
+
+class Read(Request):
+    """Bytes of a block this session has pinned."""
+
+    block: int
+    offset: int
+    nbytes: int
+
+
+class Commit(Request):
+    """Publish one block as cells of `fields` on some rows, merge `tags`, and wake waiters: one atomic step.
+
+    Rows are named by `keys` (upsert), by `rows` (existing indexes), or by neither (`count` new rows).
+    `block` is 0 when the payload rides inline, -1 when there are only tags.
+    """
+
+    partition: str
+    count: int
+    keys: list[str] | None
+    rows: bytes | None
+    fields: list[FieldSchema]
+    block: int
+    layout: bytes
+    tags: list[Tags] | None
+    timeout_s: float
+
+
+class Insert(Request):
+    """Reserve `count` rows, creating the partition."""
+
+    partition: str
+    count: int
+    fields: list[str]
+    timeout_s: float
+
+
+class Fetch(Request):
+    """Hand `batch_size` ready rows to `task`; parks until the sampler is satisfied."""
+
+    partition: str
+    fields: list[str]
+    batch_size: int
+    task: str
+    sampling: dict[str, Any]
+    timeout_s: float
+    empty_on_timeout: bool
+
+
+class Scan(Request):
+    """Every row of a partition with its readiness over `fields`."""
+
+    partition: str
+    fields: list[str]
+
+
+class Find(Request):
+    """Rows of `keys`; unknown keys are created or dropped."""
+
+    partition: str
+    keys: list[str]
+    create: bool
+    timeout_s: float
+
+
+class NameRows(Request):
+    """Keys of `rows` (None where a row has none)."""
+
+    partition: str
+    rows: bytes
+
+
+class Get(Request):
+    """Locate and pin the cells of `fields` (None: all that every row has) on `keys` or `rows`.
+
+    With `by_key`, unknown keys and fields that are not ready on every row are dropped unless `strict`.
+    """
+
+    partition: str
+    keys: list[str] | None
+    rows: bytes | None
+    fields: list[str] | None
+    strict: bool
+
+
+class Unpin(Message):
+    """One way: this session no longer reads these blocks (one entry per pin)."""
+
+    blocks: list[int]
+
+
+class Discard(Message):
+    """One way: this session gives up an unpublished block."""
+
+    block: int
+
+
+class Clear(Request):
+    """Remove rows (`keys`, `rows`, or the whole partition when both are None). Unknown ones are ignored."""
+
+    partition: str
+    keys: list[str] | None
+    rows: bytes | None
+
+
+class SetTags(Request):
+    partition: str
+    rows: bytes
+    tags: list[Tags]
+    replace: bool
+
+
+class ListKeys(Request):
+    """Keys and tags of one partition, or of all (None)."""
+
+    partition: str | None
+
+
+class Consumption(Request):
+    partition: str
+    task: str
+
+
+class Production(Request):
+    partition: str
+    fields: list[str]
+
+
+class ResetConsumption(Request):
+    partition: str
+    task: str | None
+
+
+class ListPartitions(Request):
+    pass
+
+
+class SetPartition(Request):
+    """Declare a partition's size (rows expected in all) and merge metadata; creates it."""
+
+    partition: str
+    size: int | None
+    metadata: Tags
+
+
+class GetPartition(Request):
+    partition: str
+
+
+class Adopt(Request):
+    """Hold another session's pins as well (a forked child takes over what its parent reads)."""
+
+    session: bytes
+
+
+class Stats(Request):
+    pass
+
+
+class Stop(Request):
+    """End the server; refused unless sent by its owner's session or a local peer with the same user."""
+
+
+class Challenge(Message):
+    nonce: bytes
+    mac: bytes
+
+
+class Welcome(Message):
+    """The session is open. `door` is the socket that hands out arena descriptors ("" when not mappable)."""
+
+    pid: int
+    door: str
+    config: bytes
+
+
+class Reply(Message):
+    rid: int
+
+
+class Done(Reply):
+    pass
+
+
+class Failed(Reply):
+    code: str
+    text: str
+
+
+class Allocated(Reply):
+    block: int
+    arena: int
+    offset: int
+
+
+class Data(Reply):
+    """Answer to `Read`: the bytes are the payload."""
+
+
+class Committed(Reply):
+    """`tags` are the merged tags of the rows (None: all empty), `fields` those every row now has."""
+
+    rows: bytes
+    tags: list[Tags] | None
+    fields: list[str]
+
+
+class RowSet(Reply):
+    """Rows with what metadata needs. `ready` is None when all are, else one byte per row (or row and field)."""
+
+    rows: bytes
+    tags: list[Tags] | None
+    schema: list[FieldSchema]
+    ready: bytes | None
+
+
+class Piece(msgspec.Struct, array_like=True, gc=False):
+    """One block of a `Located` reply. `arena` is -1 when its bytes ride in the payload at `offset`."""
+
+    block: int
+    arena: int
+    offset: int
+    nbytes: int
+    layout: int
+
+
+class Part(msgspec.Struct, array_like=True, gc=False):
+    """Fields that lie alike: `runs` is int64 (k, 3) of (piece, first row in it, number of rows), in result order."""
+
+    fields: list[str]
+    runs: bytes
+
+
+class Located(Reply):
+    count: int
+    pieces: list[Piece]
+    layouts: list[bytes]
+    parts: list[Part]
+    schema: list[FieldSchema]
+
+
+class Names(Reply):
+    names: list[str | None]
+
+
+class Listing(Reply):
+    """`{partition: {key: tags}}`."""
+
+    partitions: dict[str, dict[str, Tags]]
+
+
+class Status(Reply):
+    """`rows` int64 (n,), `status` int8 (n,) or (n, number of fields); `known` False for an unknown partition or field."""
+
+    known: bool
+    rows: bytes
+    status: bytes
+    declared: int | None
+
+
+class PartitionInfo(Reply):
+    known: bool
+    size: int | None
+    metadata: Tags
+    rows: int
+
+
+class Report(Reply):
+    values: dict[str, Any]
+
+
+ClientMessage: TypeAlias = (
+    Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
+    | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
+    | GetPartition | Adopt | Stats | Stop
+)  # fmt: skip
+ServerMessage: TypeAlias = (
+    Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Names | Listing | Status
+    | PartitionInfo | Report
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+decode_client = msgspec.msgpack.Decoder(ClientMessage).decode
+decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
+
+# Replies of these are remembered, so that a retried request has its first outcome.
+MUTATING = (Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition)
