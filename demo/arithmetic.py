@@ -1,7 +1,7 @@
-"""The task: two-digit sums and differences, one token per character, answers checked exactly.
+"""The task: sums of two-digit numbers, one token per character, answers checked exactly.
 
-A prompt is always six characters, `37+45=` or `08-41=`. A response is the answer in plain decimal
-followed by the end mark, `82$` or `-33$`: three lengths, so responses are a ragged column.
+A prompt is always six characters, `37+45=` or `08+01=`. A response is the answer in plain decimal
+followed by the end mark, `82$` or `9$`: different lengths, so responses are a ragged column.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-VOCABULARY = "0123456789+-=$"
+VOCABULARY = "0123456789+=$"
 END = VOCABULARY.index("$")
 PROMPT_LEN = 6
 MAX_RESPONSE_LEN = 4
@@ -34,35 +34,28 @@ def decode(tokens: Tensor) -> str:
 
 def solve(prompt: str) -> str:
     """The one response to `prompt` that earns a reward, end mark included."""
-    left, op, right = int(prompt[0:2]), prompt[2], int(prompt[3:5])
-    return f"{left + right if op == '+' else left - right}$"
+    return f"{int(prompt[0:2]) + int(prompt[3:5])}$"
 
 
 def is_correct(prompt: Tensor, response: Tensor) -> bool:
-    """Whether `response` is the exact answer: every digit, the sign, the end mark and nothing after it."""
+    """Whether `response` is the exact answer: every digit, the end mark and nothing after it."""
     return decode(response) == solve(decode(prompt))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problems:
-    """All 20 000 prompts, split once for every run: what is held out is never trained on, by either phase."""
+    """All 10 000 prompts, split once for every run: what is held out is never trained on, by either phase."""
 
     train: Tensor
-    """(19 488, PROMPT_LEN) int64."""
+    """(9 488, PROMPT_LEN) int64."""
     held_out: Tensor
     """(512, PROMPT_LEN) int64."""
 
 
 def all_problems() -> Problems:
     """The split is the same in every process and for every seed."""
-    numbers = torch.arange(_OPERANDS)
-    left, right = (grid.flatten() for grid in torch.meshgrid(numbers, numbers, indexing="ij"))
-    equals = torch.full_like(left, _TOKEN["="])
-    blocks = [
-        torch.stack([left // 10, left % 10, torch.full_like(left, _TOKEN[op]), right // 10, right % 10, equals], dim=1)
-        for op in "+-"
-    ]
-    prompts = torch.cat(blocks)
+    texts = [f"{left:02}+{right:02}=" for left in range(_OPERANDS) for right in range(_OPERANDS)]
+    prompts = torch.stack([encode(text) for text in texts])
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(_SPLIT_SEED))
     return Problems(train=prompts[order[_HELD_OUT:]], held_out=prompts[order[:_HELD_OUT]])
 

@@ -1,4 +1,4 @@
-"""Fixtures: a service per test or module, real child processes that are stopped exactly, and leak checks for every test."""
+"""Fixtures: a service per test or module, real child processes that are stopped exactly, leak checks for every test."""
 
 from __future__ import annotations
 

@@ -116,5 +116,7 @@ def _token(path: Any) -> str:
 
         token = token_from_environment()
     if not token:
-        raise ConfigError("server.host is set without a token: name server.token_file, or set TQ_TOKEN or TQ_TOKEN_FILE")
+        raise ConfigError(
+            "server.host is set without a token: name server.token_file, or set TQ_TOKEN or TQ_TOKEN_FILE"
+        )
     return token

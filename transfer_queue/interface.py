@@ -32,7 +32,8 @@ def init(conf: Any = None) -> Any:
     """Attach this process to the service, starting one when there is none. Idempotent, also from many processes.
 
     The service is looked for at `conf.address`, at the environment variable TQ_ADDRESS (which child processes inherit),
-    and in `conf.run_dir`. `conf` is a DictConfig or mapping merged over config.yaml. Returns the merged DictConfig when it
+    and in `conf.run_dir`. `conf` is a DictConfig or mapping merged over config.yaml. Returns the merged DictConfig
+    when it
     started the service, which then ends with this process, and `conf` itself when it attached. Raises `ConfigError`,
     `ServiceUnavailable`.
     """

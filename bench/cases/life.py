@@ -131,7 +131,7 @@ class Weighing:
         got = reader.call("bulk.get", LONG_S, spec=spec, partition="weighed", copy=copy, hold=True)
         held = anonymous(reader)
         reader.call("bulk.drop")
-        return got["s"], held
+        return got["idle_s"], held
 
     def _store(self, before: bool = False) -> int:
         """Bytes that the system's own processes hold. An arena's pages always count, also those touched `before`."""

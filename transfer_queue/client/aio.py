@@ -105,7 +105,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         try:
             for found in self._reader.advance(nbytes):
-                future = self._hello if self._hello is not None else self._waiting.pop(getattr(found[0], "rid", -1), None)
+                future = (
+                    self._hello if self._hello is not None else self._waiting.pop(getattr(found[0], "rid", -1), None)
+                )
                 if future is not None and not future.done():
                     future.set_result(found)
         except TransferQueueError as error:

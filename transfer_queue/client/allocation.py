@@ -46,8 +46,8 @@ def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operati
 class Allocation(Mapping[str, torch.Tensor]):
     """Tensors by field name, uninitialised, lying in the store. Fill them, then `commit` publishes them as they are.
 
-    After `commit` the tensors belong to the readers: writing into them changes what others read. Their memory stays valid
-    as long as they are referenced, and is given back unpublished when they are dropped without a commit.
+    After `commit` the tensors belong to the readers: writing into them changes what others read. Their memory stays
+    valid as long as they are referenced, and is given back unpublished when they are dropped without a commit.
     """
 
     def __init__(self, session: Session, plan: Plan, memory: Bytes | None, block: int | None) -> None:
@@ -65,7 +65,11 @@ class Allocation(Mapping[str, torch.Tensor]):
             offset, nbytes = column.parts[0]
             shape = (self._plan.rows, *column.shape)
             dtype = torch_dtype(column.dtype)
-            data = torch.from_numpy(memory[offset : offset + nbytes]).view(dtype) if nbytes else torch.empty(0, dtype=dtype)
+            data = (
+                torch.from_numpy(memory[offset : offset + nbytes]).view(dtype)
+                if nbytes
+                else torch.empty(0, dtype=dtype)
+            )
             self._tensors[column.name] = data.view(shape)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -86,14 +90,18 @@ class Allocation(Mapping[str, torch.Tensor]):
     ) -> Operation[BatchMeta]:
         """Publish: one round trip whatever the size, atomic. Rows are new, or those of `keys`, or those of `metadata`.
 
-        Returns their metadata. Raises `InvalidInput` when called twice or when the rows do not fit; the allocation stays
-        usable after `InvalidInput`, and is given up after any other error.
+        Returns their metadata. Raises `InvalidInput` when called twice or when the rows do not fit; the allocation
+        stays usable after `InvalidInput`, and is given up after any other error.
         """
         if self._published:
             raise InvalidInput("this allocation was committed before")
         count = self._plan.rows
         partition_id = metadata.sole_partition if metadata is not None else partition_id
-        if not partition_id or (keys is not None and len(keys) != count) or (metadata is not None and len(metadata) != count):
+        if (
+            not partition_id
+            or (keys is not None and len(keys) != count)
+            or (metadata is not None and len(metadata) != count)
+        ):
             raise InvalidInput(f"commit needs a partition and {count} rows")
         if keys is not None and len(set(keys)) != count:
             raise InvalidInput("Got duplicated keys.")

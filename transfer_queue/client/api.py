@@ -20,6 +20,7 @@ from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.session import Session
+from transfer_queue.client.writing import checked_tags
 from transfer_queue.errors import UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
@@ -129,13 +130,13 @@ class Operations:
         return True
 
     def get_partition_list(self) -> Operation[list[str]]:
-        return (yield Call(m.ListPartitions(self.session.next_rid())))[0].names  # type: ignore[no-any-return]
+        return (yield Call(m.ListPartitions(self.session.next_rid())))[0].names
 
     def set_partition(
         self, partition_id: str, size: int | None = None, metadata: dict[str, Any] | None = None
     ) -> Operation[None]:
         """Declare how many rows a partition will have in all, and merge `metadata` into its own; creates it."""
-        tags = ops.checked_tags([metadata or {}], 1)[0]
+        tags = checked_tags([metadata or {}], 1)[0]
         yield Call(m.SetPartition(self.session.next_rid(), partition_id, size, tags))
 
     def get_partition(self, partition_id: str) -> Operation[dict[str, Any] | None]:
@@ -143,9 +144,7 @@ class Operations:
         info = (yield Call(m.GetPartition(self.session.next_rid(), partition_id)))[0]
         return {"size": info.size, "metadata": info.metadata, "rows": info.rows} if info.known else None
 
-    def kv_retrieve_meta(
-        self, keys: list[str] | str, partition_id: str, create: bool = False
-    ) -> Operation[BatchMeta]:
+    def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> Operation[BatchMeta]:
         """Metadata of the rows of `keys`, in their order; unknown keys are created, or left out."""
         request = m.Find(self.session.next_rid(), partition_id, ops.key_list(keys), create, self.session.timeout_s)
         reply = (yield Call(request, wait_s=self.session.timeout_s))[0]
@@ -160,15 +159,15 @@ class Operations:
         if not all(isinstance(index, (int, np.integer)) for index in indexes):
             raise UnsupportedValue(f"global_indexes are integers, got {indexes[:8]}")
         request = m.NameRows(self.session.next_rid(), partition_id, np.array(indexes, np.int64).tobytes())
-        return (yield Call(request))[0].names  # type: ignore[no-any-return]
+        return (yield Call(request))[0].names
 
     def kv_list(self, partition_id: str | None = None) -> Operation[dict[str, dict[str, dict[str, Any]]]]:
         """`{partition: {key: tag}}` of one partition (`{}` when unknown), or of all."""
-        return (yield Call(m.ListKeys(self.session.next_rid(), partition_id)))[0].partitions  # type: ignore[no-any-return]
+        return (yield Call(m.ListKeys(self.session.next_rid(), partition_id)))[0].partitions
 
     def stats(self) -> Operation[dict[str, Any]]:
         """Counts and sizes of the service, among them `pid`, `rows`, `arena_nbytes_used` and `_resident`."""
-        return (yield Call(m.Stats(self.session.next_rid())))[0].values  # type: ignore[no-any-return]
+        return (yield Call(m.Stats(self.session.next_rid())))[0].values
 
 
 class TransferQueueClient:

@@ -32,7 +32,7 @@ def run(session: Session, operation: Operation[T]) -> T:
             else:
                 effect = operation.send(result)
     except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
+        return stop.value
 
 
 def _perform(session: Session, effect: Effect) -> Any:
@@ -56,7 +56,7 @@ async def run_async(session: Session, operation: Operation[T]) -> T:
             else:
                 effect = operation.send(result)
     except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
+        return stop.value
 
 
 async def _perform_async(session: Session, effect: Effect) -> Any:

@@ -29,8 +29,8 @@ def kv_put(
 ) -> Operation[KVBatchMeta]:
     """Write fields and tag of one row; other fields and tag names of the row stay.
 
-    In a dict, a tensor is the value of a cell, and everything else is one object. A TensorDict has batch size 1. Atomic.
-    Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`, `StoreFull`; nothing is stored then.
+    In a dict, a tensor is the value of a cell, and everything else is one object. A TensorDict has batch size 1.
+    Atomic. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`, `StoreFull`; nothing is stored then.
     """
     if fields is None and tag is None:
         raise InvalidInput("give fields, tag or both")
@@ -62,8 +62,8 @@ def kv_batch_put(
 ) -> Operation[KVBatchMeta]:
     """Write fields and tags of the rows `keys`, creating those that do not exist. Atomic.
 
-    `fields`: a TensorDict, or a mapping of columns, of batch size `len(keys)`. `tags`: one dict per key, merged into the
-    stored ones. Returns the stored tags and the fields that all these keys have. Raises as `kv_put`.
+    `fields`: a TensorDict, or a mapping of columns, of batch size `len(keys)`. `tags`: one dict per key, merged into
+    the stored ones. Returns the stored tags and the fields that all these keys have. Raises as `kv_put`.
     """
     if fields is None and tags is None:
         raise InvalidInput("give fields, tags or both")
@@ -134,7 +134,7 @@ def kv_batch_get_by_meta(
 
 def kv_list(session: Session, partition_id: str | None = None) -> Operation[dict[str, dict[str, dict[str, Any]]]]:
     """`{partition: {key: tag}}` of one partition (`{}` when unknown), or of all."""
-    return (yield Call(m.ListKeys(session.next_rid(), partition_id)))[0].partitions  # type: ignore[no-any-return]
+    return (yield Call(m.ListKeys(session.next_rid(), partition_id)))[0].partitions
 
 
 def kv_clear(session: Session, keys: list[str] | str, partition_id: str) -> Operation[None]:

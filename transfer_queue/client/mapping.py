@@ -1,8 +1,8 @@
 """The arenas of the server in this process's address space.
 
 Every arena is mapped twice: *shared*, for writing blocks and for gathering rows out of them, and *private*, for handing
-out views. A private mapping reads the arena's bytes until a page is written; that page then belongs to this process alone
-(copy on write, mmap(2) MAP_PRIVATE), so views are writable and isolated without a copy.
+out views. A private mapping reads the arena's bytes until a page is written; that page then belongs to this process
+alone (copy on write, mmap(2) MAP_PRIVATE), so views are writable and isolated without a copy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
@@ -39,7 +40,8 @@ class Arena:
         self.shared: Bytes = np.frombuffer(shared, np.uint8)
         self.private: Bytes = np.frombuffer(private, np.uint8)
         self.private_address = address_of(self.private)
-        self._touched = np.zeros(-(-size // TOUCH_NBYTES), np.bool_)
+        self._written = np.zeros(-(-size // TOUCH_NBYTES), np.bool_)  # chunks this process has mapped for writing
+        self._read = np.zeros(-(-size // TOUCH_NBYTES), np.bool_)  # and in the private mapping
 
     def map_private(self, offset: int, nbytes: int) -> mmap.mmap:
         """A private mapping of its own of a page-aligned range."""
@@ -49,11 +51,26 @@ class Arena:
     def writable(self, offset: int, nbytes: int) -> Bytes:
         """Shared memory of a block about to be written, mapped ahead of the copy: faulting in the copy costs more."""
         first, last = offset // TOUCH_NBYTES, -(-(offset + nbytes) // TOUCH_NBYTES)
-        if nbytes >= TOUCH_NBYTES and not self._touched[first:last].all():
+        if nbytes >= TOUCH_NBYTES and not self._written[first:last].all():
             start = offset // PAGE * PAGE
             advise(address_of(self.shared) + start, offset + nbytes - start, MADV_POPULATE_WRITE)
-            self._touched[first:last] = True
+            self._written[first:last] = True
         return self.shared[offset : offset + nbytes]
+
+    def populate(self, offset: int, nbytes: int, wanted: Callable[[], bool]) -> None:
+        """Map a range for reading through the private mapping, as long as it is `wanted`: a fault each costs more.
+
+        Chunks that were mapped once are skipped; walking them again would cost as much as the first time.
+        """
+        for chunk in range(offset // TOUCH_NBYTES, -(-(offset + nbytes) // TOUCH_NBYTES)):
+            if self._read[chunk]:
+                continue
+            if not wanted():
+                return
+            start = max(offset, chunk * TOUCH_NBYTES)
+            end = min(offset + nbytes, (chunk + 1) * TOUCH_NBYTES)
+            advise(self.private_address + start, end - start, MADV_POPULATE_READ)
+            self._read[chunk] = end - start == TOUCH_NBYTES
 
     def close(self) -> None:
         os.close(self.fd)
@@ -122,7 +139,7 @@ def drop_written_pages(address: int, nbytes: int) -> None:
         advise(address + first * PAGE, (last - first + 1) * PAGE, MADV_DONTNEED)
 
 
-def _written_pages(address: int, nbytes: int) -> np.ndarray | None:  # type: ignore[type-arg]
+def _written_pages(address: int, nbytes: int) -> np.ndarray | None:
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(address // PAGE * 8)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from transfer_queue.wire import messages as m
 
 log = logging.getLogger("transfer_queue")
 
-Batch = TensorDictBase | Mapping[str, Any]
-Parser = Callable[[dict[str, Any]], dict[str, Any]]
+Batch: TypeAlias = TensorDictBase | Mapping[str, Any]
+Parser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def get_meta(
@@ -42,7 +43,9 @@ def get_meta(
         request: m.Request = m.Insert(session.next_rid(), partition_id, batch_size, data_fields, session.timeout_s)
         return batch_meta((yield Call(request, wait_s=session.timeout_s))[0], partition_id, data_fields)
     if mode == "force_fetch":
-        return batch_meta((yield Call(m.Scan(session.next_rid(), partition_id, data_fields)))[0], partition_id, data_fields)
+        return batch_meta(
+            (yield Call(m.Scan(session.next_rid(), partition_id, data_fields)))[0], partition_id, data_fields
+        )
     if mode != "fetch":
         raise UnknownMode(f"mode {mode!r}: expected 'fetch', 'insert' or 'force_fetch'")
     if not task_name:
@@ -171,7 +174,7 @@ def _segments(meta: BatchMeta) -> list[BatchMeta]:
     if len(set(names)) <= 1:
         return [meta]
     starts = [0, *(p for p in range(1, len(names)) if names[p] != names[p - 1]), len(names)]
-    return [meta[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return [meta[a:b] for a, b in itertools.pairwise(starts)]
 
 
 def clear_samples(session: Session, metadata: BatchMeta) -> Operation[None]:

@@ -25,8 +25,8 @@ READ_NBYTES = 4 << 20
 class Lying:
     """One block of a reply, as memory: inline, received, or mapped.
 
-    A mapped block is gathered from through the shared mapping; `viewed` opens it in the private one, and from then on its
-    pin ends with the last tensor over it.
+    A mapped block is gathered from through the shared mapping; `viewed` opens it in the private one, and from then on
+    its pin ends with the last tensor over it.
     """
 
     def __init__(self, piece: m.Piece, layout: Layout, gathered: Block, session: Session | None) -> None:
@@ -71,8 +71,8 @@ def read(
 ) -> Operation[TensorDict]:
     """The rows of all requests, one after the other, as a TensorDict whose batch size is their number.
 
-    Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the result
-    goes.
+    Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the
+    result goes.
     """
     replies: list[tuple[m.Located, list[Lying]]] = []
     own = copy or bool(out)
@@ -121,14 +121,15 @@ def _assembled(
     session: Session, replies: list[tuple[m.Located, list[Lying]]], out: Mapping[str, torch.Tensor] | None
 ) -> TensorDict:
     assembler = Assembler(session.copier, bool(session.config.get("allow_pickle")), out)
+    single_reply = len(replies) == 1
     schema = {field.name: field for field in replies[0][0].schema}
     located: dict[str, list[tuple[Block, int, int]]] = {name: [] for name in schema}
     for reply, lying in replies:
-        for field in reply.schema:
-            schema[field.name] = schema[field.name].merged(field)
+        if not single_reply:
+            schema.update({field.name: schema[field.name].merged(field) for field in reply.schema})
         for part in reply.parts:
             runs = np.frombuffer(part.runs, np.int64).reshape(-1, 3).tolist()
-            single = len(runs) == len(replies) == 1
+            single = single_reply and len(runs) == 1
             for name in part.fields:
                 located[name] += [(lying[p].block_for(name, n, single), first, n) for p, first, n in runs]
     if not schema:

@@ -43,8 +43,9 @@ class Session:
         self.closed = False
         self._connect_timeout_s = connect_timeout_s
         self._start(secrets.token_bytes(16), [])
-        with self._borrowed() as connection:
-            welcome = connection.welcome
+        connection = self._borrow()
+        welcome = connection.welcome
+        self._give_back(connection)
         self.config: dict[str, Any] = json.loads(welcome.config)
         self.server_pid = welcome.pid
         self._door = welcome.door
@@ -80,19 +81,16 @@ class Session:
 
     # blocking
 
-    @contextlib.contextmanager
-    def _borrowed(self) -> Any:
-        """A connection of our own for one call; a call that fails half-way takes it along."""
-        self._check_open()
+    def _borrow(self) -> Connection:
+        """A connection of our own for one call."""
+        if self.closed:
+            raise ServiceUnavailable("this client was closed")
         try:
-            connection = self._idle.pop()
+            return self._idle.pop()
         except IndexError:
-            connection = Connection(self.address, self.ident, self._connect_timeout_s)
-        try:
-            yield connection
-        except BaseException:
-            connection.close()
-            raise
+            return Connection(self.address, self.ident, self._connect_timeout_s)
+
+    def _give_back(self, connection: Connection) -> None:
         if len(self._idle) < MAX_IDLE and not self.closed:
             self._idle.append(connection)
         else:
@@ -102,17 +100,30 @@ class Session:
         """Send and wait. A lost connection is replaced once: the request keeps its id, so it has one outcome."""
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
         try:
-            with self._borrowed() as connection:
-                found = connection.call(effect.request, effect.payload, timeout_s)
+            found = self._exchange(effect, timeout_s)
         except ServiceUnavailable:
             self._drop_idle()
-            with self._borrowed() as connection:
-                found = connection.call(effect.request, effect.payload, timeout_s)
+            found = self._exchange(effect, timeout_s)
         return _checked(found)
 
+    def _exchange(self, effect: Call, timeout_s: float) -> tuple[Any, memoryview]:
+        connection = self._borrow()
+        try:
+            found = connection.call(effect.request, effect.payload, timeout_s)
+        except BaseException:
+            connection.close()  # the answer may still come: nobody else must take it for theirs
+            raise
+        self._give_back(connection)
+        return found
+
     def notify(self, message: m.Message) -> None:
-        with self._borrowed() as connection:
+        connection = self._borrow()
+        try:
             connection.notify(message)
+        except BaseException:
+            connection.close()
+            raise
+        self._give_back(connection)
 
     def _unpin(self, blocks: list[int]) -> None:
         with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):  # the server is gone, and its pins with it
@@ -136,7 +147,8 @@ class Session:
 
     async def _connection(self) -> AsyncConnection:
         """The connection of the running loop."""
-        self._check_open()
+        if self.closed:
+            raise ServiceUnavailable("this client was closed")
         loop = asyncio.get_running_loop()
         future = self._loops.get(loop)
         if future is not None and future.done() and (future.exception() or future.result().error is not None):
@@ -163,10 +175,6 @@ class Session:
                 future.result().abandon()
 
     # ending and forking
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ServiceUnavailable("this client was closed")
 
     def _drop_idle(self) -> None:
         while self._idle:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from transfer_queue.client.mapping import MADV_POPULATE_READ, Arena, Arenas, advise, drop_written_pages
+from transfer_queue.client.mapping import Arena, Arenas, drop_written_pages
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.memory import Anchor, address_of
 
@@ -45,6 +45,7 @@ class Views:
         self._arenas = arenas
         self._unpin = unpin
         self._busy: set[Range] = set()
+        self._ending: set[Range] = set()  # their last tensor is gone, the reaper has yet to come by
         self._notes: queue.SimpleQueue[Ended | Opened | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # re-entered when a collection runs inside
         self._thread: threading.Thread | None = None
@@ -78,10 +79,12 @@ class Views:
         return self._anchor(address_of(mapping), where.nbytes, mapping, Ended(block))  # type: ignore[arg-type]
 
     def _anchor(self, address: int, nbytes: int, owner: object, note: Ended) -> Bytes:
-        pid, notes = self._pid, self._notes
+        pid, notes, ending = self._pid, self._notes, self._ending
 
         def released() -> None:
             if os.getpid() == pid:  # a forked child holds the pins of its parent's views through its own session
+                if note.range is not None:
+                    ending.add(note.range)
                 notes.put(note)
 
         return Anchor(address, nbytes, owner, released).array()
@@ -103,8 +106,9 @@ class Views:
 
     def _populate(self, where: Range) -> None:
         """Map the pages ahead of the reader: a fault each costs far more."""
-        if where in self._busy:
-            advise(self._arenas[where.arena].private_address + where.offset, where.nbytes, MADV_POPULATE_READ)
+        self._arenas[where.arena].populate(
+            where.offset, where.nbytes, lambda: where in self._busy and where not in self._ending
+        )
 
     def _end(self, note: Ended) -> None:
         if note.range is not None:
@@ -112,6 +116,7 @@ class Views:
             drop_written_pages(lying.private_address + note.range.offset, note.range.nbytes)
             with self._lock:
                 self._busy.discard(note.range)
+                self._ending.discard(note.range)
         if note.ended is not None:
             note.ended()
         with self._lock:
@@ -119,7 +124,7 @@ class Views:
         self._unpin([note.block])
 
     def close(self) -> None:
-        """End the reaper. Views that are still open stay valid: their memory is this process's as long as it needs it."""
+        """End the reaper. Views that are still open stay valid: their memory is this process's while it needs it."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None and self._pid == os.getpid():

@@ -23,10 +23,10 @@ _EXACT = frozenset((str, float, bool, type(None), bytes))
 
 
 class Rows(NamedTuple):
-    """Which rows a commit writes: `keys` (upsert), `indexes` (existing), or `count` new ones."""
+    """Which rows a commit writes: `keys` (upsert), `indexes` (existing), or `num` new ones."""
 
     partition: str
-    count: int
+    num: int
     keys: list[str] | None = None
     indexes: bytes | None = None
 
@@ -87,7 +87,7 @@ def commit(
     """The request that publishes a block (0: the payload; -1: no block, only tags)."""
     wait_s = session.timeout_s
     request = m.Commit(
-        session.next_rid(), rows.partition, rows.count, rows.keys, rows.indexes, fields, block, layout, tags, wait_s
+        session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s
     )
     return Call(request, payload, wait_s)
 

@@ -60,7 +60,9 @@ class BufferWriter:
         if value.is_nested:
             if value.layout != torch.jagged:
                 raise UnsupportedValue("a strided nested tensor inside a value cannot be stored: use a list of tensors")
-            plain = value if value._lengths is None else _without_holes(value)
+            plain: Any = value
+            if plain._lengths is not None:
+                plain = _without_holes(value)
             return _ext(JAGGED, [lower(plain._values), lower(plain._offsets), plain._ragged_idx])
         check_tensor(value)
         value = value.detach()

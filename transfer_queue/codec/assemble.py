@@ -13,7 +13,7 @@ A field of one run is a view of its block where the block allows it; every other
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +40,7 @@ class Assembler:
         self.copier = copier
         self.allow_pickle = allow_pickle
         self.out = out or {}
+        self._offsets: dict[object, torch.Tensor] = {}
 
     def field(self, schema: FieldSchema, located: Located) -> Any:
         """The rows of one field."""
@@ -57,8 +58,8 @@ class Assembler:
             return stack(self.objects(runs))
         if column.kind == NESTED:
             return self._tensordict(runs)
-        merged = merged_shape(shape, runs)
-        ragged = [d for d, size in enumerate(merged) if size == -1]
+        merged = shape if shape == column.shape and len(runs) == 1 else merged_shape(shape, runs)
+        ragged = [d for d, size in enumerate(merged) if size == -1] if -1 in merged else []
         if name in self.out and not nested:
             return self._into(self.out[name], name, merged, runs)
         if len(ragged) > 1:
@@ -67,21 +68,34 @@ class Assembler:
         if ragged:
             data, offsets = gather_ragged(runs, ragged[0], self.copier)
             values = _typed(data, dtype, (*merged[: ragged[0]], int(offsets[-1]), *merged[ragged[0] + 1 :]))
-            return jagged(values, torch.from_numpy(offsets), ragged[0] + 1)
-        count = sum(run.count for run in runs)
-        dense = _typed(gather_dense(runs, self.copier), dtype, (count, *merged))
-        return dense if nested or not merged else uniform(dense)
+            marks = self._offsets.setdefault(offsets.tobytes(), torch.from_numpy(offsets))
+            return jagged(values, marks, ragged[0] + 1)
+        count = sum(run.rows for run in runs)
+        data = gather_dense(runs, self.copier)
+        if nested or not merged:
+            return _typed(data, dtype, (count, *merged))
+        return jagged(_typed(data, dtype, (count * merged[0], *merged[1:])), self._uniform(count, merged[0]), 1)
+
+    def _uniform(self, count: int, length: int) -> torch.Tensor:
+        """Offsets of `count` rows of `length`. Fields of equal lengths share one tensor: torch combines only such fields."""
+        found = self._offsets.get((count, length))
+        if found is None:
+            found = torch.arange(count + 1, dtype=torch.int64) * length
+            self._offsets[count, length] = found
+        return found
 
     def _into(self, target: torch.Tensor, name: str, shape: tuple[int, ...], runs: list[Run]) -> torch.Tensor:
-        expected = (sum(run.count for run in runs), *shape)
+        expected = (sum(run.rows for run in runs), *shape)
         dtype = torch_dtype(runs[0].column.dtype)
         if -1 in shape or tuple(target.shape) != expected or target.dtype != dtype:
-            raise InvalidInput(f"out[{name!r}] is {target.dtype} {tuple(target.shape)}; the rows are {dtype} {expected}")
+            raise InvalidInput(
+                f"out[{name!r}] is {target.dtype} {tuple(target.shape)}; the rows are {dtype} {expected}"
+            )
         at = 0
         for run in runs:
-            rows = _typed(gather_dense([run], self.copier), dtype, (run.count, *shape))
-            target[at : at + run.count].copy_(rows)
-            at += run.count
+            rows = _typed(gather_dense([run], self.copier), dtype, (run.rows, *shape))
+            target[at : at + run.rows].copy_(rows)
+            at += run.rows
         return target
 
     def _row_tensors(self, runs: Sequence[Run]) -> list[torch.Tensor]:
@@ -106,7 +120,7 @@ class Assembler:
         return rows
 
     def _tensordict(self, runs: list[Run]) -> TensorDict:
-        count = sum(run.count for run in runs)
+        count = sum(run.rows for run in runs)
         content: dict[str, Any] = {}
         for child in runs[0].column.children:
             inner = []
@@ -127,7 +141,7 @@ class Assembler:
             data = block.part(column, 0)
             marks = block.offsets(column, 1, len(data))[start : start + count + 1].tolist()
             message = memoryview(data)  # type: ignore[arg-type]
-            spans = [message[a:b] for a, b in zip(marks, marks[1:], strict=False)]
+            spans = [message[a:b] for a, b in itertools.pairwise(marks)]
             if len(column.parts) == 2:
                 values += map(Lifting(allow_pickle=self.allow_pickle).unpack, spans)
             else:
@@ -166,7 +180,7 @@ def merged_shape(shape: tuple[int, ...], runs: Sequence[Run]) -> tuple[int, ...]
     `shape` is what is known of the whole field: when exactly one of its dimensions differs, that one stays the
     ragged dimension even where these rows happen to be uniform.
     """
-    shapes = {run.column.shape for run in runs}
+    shapes = {run.column.shape for run in runs} if len(runs) > 1 else {runs[0].column.shape}
     if len({len(found) for found in shapes}) != 1:
         raise ProtocolError(f"field {runs[0].column.name!r}: rows of different rank")
     merged = tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
@@ -175,20 +189,12 @@ def merged_shape(shape: tuple[int, ...], runs: Sequence[Run]) -> tuple[int, ...]
     return merged
 
 
-def uniform(dense: torch.Tensor) -> torch.Tensor:
-    """A dense (n, L, ...) tensor as the jagged NestedTensor of its rows; shares memory."""
-    count, length = dense.shape[:2]
-    offsets = torch.arange(count + 1, dtype=torch.int64) * length
-    return jagged(dense.reshape(count * length, *dense.shape[2:]), offsets, 1)
-
-
 def stack(values: list[Any]) -> NonTensorStack:
     return NonTensorStack(*[NonTensorData(value) for value in values])
 
 
 def _typed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if math.prod(shape) == 0:
+    if 0 in shape:
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(data).view(dtype).view(shape)
-
-
+    flat = torch.from_numpy(data).view(dtype)
+    return flat if len(shape) == 1 else flat.view(shape)

@@ -7,9 +7,11 @@ A block holds the rows of one put, column after column, each part 64-byte aligne
 | dense | values: rows x shape |
 | ragged | values: the rows joined along dimension `ragged`; offsets: int64 (rows + 1), in units of that dimension |
 | varied | values: the rows flattened and joined; offsets: int64 (rows + 1) in elements; shapes: int64 (rows, ndim) |
-| objects | data: msgpack of each row; offsets: int64 (rows + 1) in bytes; and when rows hold buffers: ref_offsets int64 \
-(rows + 1) into refs; refs int64: buffer numbers; spans: int64 (buffers, 2) of (start, nbytes) in heap; heap |
+| objects | data: msgpack of each row; offsets: int64 (rows + 1) in bytes; then, when rows hold buffers, the four below |
 | nested | none: the columns of the TensorDict are its children |
+
+Buffers of an objects column: ref_offsets int64 (rows + 1) into refs; refs int64, buffer numbers; spans int64
+(buffers, 2) of (start, nbytes) in heap; heap, the bytes.
 """
 
 from __future__ import annotations

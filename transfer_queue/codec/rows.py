@@ -54,7 +54,7 @@ class Run(NamedTuple):
     block: Block
     column: Column
     start: int
-    count: int
+    rows: int
 
 
 class Copier(NamedTuple):
@@ -105,7 +105,7 @@ def _take_rows(runs: Sequence[Run], copier: Copier) -> Bytes:
 def row_index(runs: Sequence[Run]) -> Ints:
     """Row numbers of runs that lie in one block."""
     starts = np.array([run.start for run in runs], np.int64)
-    counts = np.array([run.count for run in runs], np.int64)
+    counts = np.array([run.rows for run in runs], np.int64)
     if counts.max(initial=0) <= 1:
         return starts
     ends = counts.cumsum()

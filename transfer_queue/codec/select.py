@@ -38,12 +38,10 @@ def _column(block: Block, column: Column, rows: Ints, builder: Builder, writes: 
         place = builder.place(flat.nbytes)
         writes.append((place[0], flat))
         parts.append(place)
-    return Column(
-        column.name, column.kind, column.dtype, column.itemsize, column.shape, column.ragged, parts, children
-    )
+    return Column(column.name, column.kind, column.dtype, column.itemsize, column.shape, column.ragged, parts, children)
 
 
-def _parts(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:  # type: ignore[type-arg]
+def _parts(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:
     if column.kind == NESTED:
         return []
     runs = [Run(block, column, int(row), 1) for row in rows]
@@ -57,7 +55,7 @@ def _parts(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:  # typ
     return _objects(block, column, rows)
 
 
-def _objects(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:  # type: ignore[type-arg]
+def _objects(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:
     data = block.part(column, 0)
     offsets = block.offsets(column, 1, len(data))
     parts = [_spans(data, offsets, rows), _offsets(offsets, rows)]
@@ -78,6 +76,6 @@ def _offsets(offsets: Ints, rows: Ints) -> Ints:
     return join_offsets([(offsets, int(row), 1) for row in rows])
 
 
-def _spans(data: np.ndarray, offsets: Ints, rows: Ints) -> np.ndarray:  # type: ignore[type-arg]
+def _spans(data: np.ndarray, offsets: Ints, rows: Ints) -> np.ndarray:
     """The spans of `rows` joined."""
     return np.concatenate([data[int(offsets[row]) : int(offsets[row + 1])] for row in rows])

@@ -24,7 +24,9 @@ from transfer_queue.errors import ProtocolError, UnsupportedValue
 Ext = msgspec.msgpack.Ext
 encode = msgspec.msgpack.Encoder().encode
 
-TUPLE, SET, FROZENSET, BIGINT, COMPLEX, DATETIME, DATE, TIME, TIMEDELTA, DECIMAL, UUID, FRACTION, BYTEARRAY = range(1, 14)
+TUPLE, SET, FROZENSET, BIGINT, COMPLEX, DATETIME, DATE, TIME, TIMEDELTA, DECIMAL, UUID, FRACTION, BYTEARRAY = range(
+    1, 14
+)
 DICT, SURROGATE, REGISTERED, PICKLE, RANGE, ORDERED, DEQUE = range(14, 21)
 ARRAY_CODES = range(40, 60)  # tensors, arrays and TensorDicts: codec.arrays
 
@@ -200,7 +202,9 @@ class Lifting:
 
     def _pickled(self, data: bytes) -> Any:
         if not self._allow_pickle:
-            raise UnsupportedValue("the sample holds a pickled value: set client.allow_pickle on this reader to load it")
+            raise UnsupportedValue(
+                "the sample holds a pickled value: set client.allow_pickle on this reader to load it"
+            )
         from transfer_queue.codec import opaque
 
         return opaque.load(data)

@@ -99,6 +99,7 @@ class Fetching:
         for request in waiting:
             if not self.parked.holds(request):
                 continue
+            reply: Reply | None
             try:
                 reply = self._attempt(request.message, table)
             except TransferQueueError as error:

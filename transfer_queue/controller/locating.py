@@ -22,7 +22,8 @@ def located(message: Get, table: Table | None, slots: Slots) -> Located:
     if table is None or not len(slots):
         raise UnknownRows(f"no rows in partition {message.partition!r}")
     fields = _fields(message, table, slots)
-    parts, numbers = [], {}
+    parts: list[Part] = []
+    numbers: dict[int, int] = {}  # piece of each block
     for names, blocks, rows in table.locate(slots, fields):
         parts.append(Part(names, _runs(blocks, rows, numbers)))
     pieces = [Piece(block, 0, 0, 0, 0) for block in numbers]

@@ -63,5 +63,4 @@ class ParkingLot(Generic[T]):
 
     def forget(self, tickets: set[Hashable]) -> list[Parked[T]]:
         """Remove and return the requests whose askers are gone."""
-        found = [self._by_ticket.pop(ticket) for ticket in tickets if ticket in self._by_ticket]
-        return found
+        return [self._by_ticket.pop(ticket) for ticket in tickets if ticket in self._by_ticket]

@@ -256,7 +256,11 @@ class Table:
     def rows_in(self, number: int, block: int) -> tuple[Slots, list[str]]:
         """(rows of `block` with live cells, ascending; their fields); group `number` wrote the block."""
         slots, live = self._cells_in(number, block)
-        names = [name for name, any_live in zip(self.groups[number].fields, live.any(axis=1), strict=True) if any_live]
+        names = [
+            name
+            for name, any_live in zip(self.groups[number].fields, np.asarray(live.any(axis=1)), strict=True)
+            if any_live
+        ]
         return np.sort(self.groups[number].row[slots]).astype(np.int64), names
 
     def relocate(self, number: int, block: int, target: int, rows: Slots) -> None:

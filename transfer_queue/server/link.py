@@ -132,7 +132,10 @@ class Link(asyncio.BufferedProtocol):
             answer = self._server.service.handle(message, payload, session, ticket, time.monotonic())
         except Exception:
             log.exception("%s failed", type(message).__name__)
-            answer = (m.Failed(message.rid, InternalError.code, f"{type(message).__name__} failed; see the server's log"), ())
+            answer = (
+                m.Failed(message.rid, InternalError.code, f"{type(message).__name__} failed; see the server's log"),
+                (),
+            )
         if answer is None:
             self._tickets.add(ticket)
         else:

@@ -158,7 +158,7 @@ def serve(config: ServerConfig, announce: int) -> None:
 
         runner = uvloop.run
     except ImportError:
-        runner = asyncio.run  # type: ignore[assignment]
+        runner = asyncio.run
 
     async def main() -> None:
         await Server(config).run(announce)

@@ -13,8 +13,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     run_dir: directory (mode 0700) for its sockets. owner_pid: end when this process ends (0: standalone).
     host, port, token: serve TCP there, peers must know the token ("" : no TCP). budget_nbytes: bytes of all blocks.
     max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the start.
-    trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the arena
-    files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
+    trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the
+    arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
     """
 
     run_dir: str

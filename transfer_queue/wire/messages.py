@@ -303,7 +303,7 @@ class Listing(Reply):
 
 
 class Status(Reply):
-    """`rows` int64 (n,), `status` int8 (n,) or (n, number of fields); `known` False for an unknown partition or field."""
+    """`rows` int64 (n,), `status` int8 (n,) or (n, fields); `known` is False for an unknown partition or field."""
 
     known: bool
     rows: bytes

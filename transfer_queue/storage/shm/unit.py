@@ -36,7 +36,8 @@ class Block:
 class Unit:
     """`budget_nbytes` bounds the bytes of all blocks, pinned ones included.
 
-    An allocation that does not fit now is parked, and answered in `outbox` when memory is released, in order of arrival.
+    An allocation that does not fit now is parked, and answered in `outbox` when memory is released, first come, first
+    served.
     """
 
     def __init__(self, budget_nbytes: int, directory: str | None = None) -> None:
@@ -176,7 +177,7 @@ class Unit:
 
     def pinned(self, number: int, session: bytes) -> Block:
         """A block `session` has pinned, or `InvalidInput`."""
-        if self._pins.get(session, {}).get(number, 0) < 1:
+        if self._pins.get(session, Counter())[number] < 1:
             raise InvalidInput(f"block {number} is not pinned by this client")
         return self._blocks[number]
 

@@ -1,0 +1,35 @@
+# Every target sets up what it needs from nothing: a Python 3.10+ as `python3` is enough.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check bench clean
+
+demo: $(STAMP)
+	$(RUN) -m demo $(ARGS)
+
+test: $(STAMP)
+	$(RUN) -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(RUN) tools/sizes.py
+	$(RUN) tools/readme.py README.md
+
+bench: $(STAMP)
+	$(RUN) -m bench $(ARGS)
+
+# torch first and by exact version: a range lets pip choose a build with gigabytes of CUDA packages.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet torch==2.13.0
+	$(RUN) -m pip install --quiet --editable ".[dev,demo]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .venv-peers build dist *.egg-info demo-out bench-out

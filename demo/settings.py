@@ -1,0 +1,87 @@
+"""What a run is: sizes, rates and limits, the same frozen object in every process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from demo.model import Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Defaults reach about 90 % held-out accuracy from about 30 % in two minutes on two cores."""
+
+    seed: int = 0
+    steps: int = 600
+    """Optimiser steps; each publishes one version of the weights."""
+    num_rollout_workers: int = 2
+    samples_per_prompt: int = 8
+    """Rows of a group. All readers of the queue ask for multiples of it."""
+    prompts_per_step: int = 64
+    prompts_per_ticket: int = 16
+    """What a rollout worker takes at once."""
+    rows_per_read: int = 128
+    """What the reward worker, the reference worker and the trainer take at once."""
+    max_lag: int = 2
+    """A sample is trained on at most this many versions after the one that produced it."""
+    temperature: float = 1.0
+    learning_rate: float = 8e-4
+    """Reached after `ramp_steps`, then falls linearly to a tenth."""
+    ramp_steps: int = 20
+    clip: float = 0.2
+    kl_weight: float = 0.003
+    max_grad_norm: float = 1.0
+    evaluate_every: int = 20
+    warm_learning_rate: float = 3e-3
+    warm_batch: int = 256
+    warm_until: float = 0.28
+    """The supervised warm start ends at this accuracy, so that the rest is learned from rewards."""
+    warm_max_updates: int = 1000
+    shape: Shape = field(default_factory=Shape)
+    patience_s: float = 300.0
+    """How long a worker waits for rows before it gives up; longer than any warm start."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "num_rollout_workers", "samples_per_prompt", "prompts_per_ticket", "rows_per_read"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for whole, part in (
+            ("prompts_per_step", "prompts_per_ticket"),
+            ("prompts_per_ticket", "samples_per_prompt"),
+            ("rows_per_step", "rows_per_read"),
+            ("rows_per_read", "samples_per_prompt"),
+        ):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(
+                    f"{whole} ({getattr(self, whole)}) must be a multiple of {part} ({getattr(self, part)})"
+                )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Samples in one optimiser step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def rollout_names(self) -> list[str]:
+        """Names of the rollout workers."""
+        return [f"rollout {number}" for number in range(self.num_rollout_workers)]
+
+    def learning_rate_at(self, step: int) -> float:
+        """For optimiser step `step`, counted from 0."""
+        ramp = min(1.0, (step + 1) / self.ramp_steps)
+        return self.learning_rate * ramp * (1.0 - 0.9 * step / self.steps)
+
+
+def smoke(seed: int, num_rollout_workers: int) -> Settings:
+    """A run of seconds that takes every path but learns nothing worth showing."""
+    return Settings(
+        seed=seed,
+        steps=4,
+        num_rollout_workers=num_rollout_workers,
+        prompts_per_step=16,
+        prompts_per_ticket=8,
+        rows_per_read=64,
+        evaluate_every=2,
+        warm_max_updates=20,
+        shape=Shape(width=32, num_layers=1, num_heads=2),
+    )

@@ -1,0 +1,173 @@
+"""The trainer: warm start, then one optimiser step per batch, streaming rows as soon as all their fields are there."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from demo.arithmetic import END, MAX_RESPONSE_LEN, PROMPT_LEN, Problems, all_problems, decode
+from demo.columns import inside, padded, row_lengths
+from demo.grpo import clipped_loss, group_advantages
+from demo.model import Policy, flatten, generate, response_log_probs
+from demo.port import Doing, Port, Rows
+from demo.settings import Settings
+from demo.tables import METRICS, REFERENCE, STOP, train_partition, weights_key
+from demo.warmstart import accuracy, warm_start
+
+_FIELDS = ["prompt", "response", "response_mask", "rollout_log_probs", "reward", "ref_log_probs"]
+
+
+@dataclass
+class _Sums:
+    """Over the rows of one optimiser step."""
+
+    rewards: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    loss: float = 0.0
+    kl: float = 0.0
+    clipped: float = 0.0
+    tokens: float = 0.0
+    """Of groups that taught something; the three above are sums over these."""
+
+
+def run(worker: str, settings: Settings) -> None:
+    """Train for `settings.steps` steps and tell everybody when there is nothing more to do."""
+    torch.manual_seed(settings.seed)
+    Trainer(Port(worker, settings), settings).run()
+
+
+class Trainer:
+    """Owner of the policy: the only one that changes it and that decides what is sampled next."""
+
+    def __init__(self, port: Port, settings: Settings) -> None:
+        self._port = port
+        self._settings = settings
+        self._problems: Problems = all_problems()
+        self._policy = Policy(settings.shape)
+        self._optimizer = torch.optim.AdamW(self._policy.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+
+    def run(self) -> None:
+        """Warm start, steps, goodbye."""
+        settings, port = self._settings, self._port
+        self._warm_start()
+        self._publish(REFERENCE, version=0)
+        self._publish(weights_key(0), version=0)
+        self._record(0, _Sums(), grad_norm=math.nan)
+        for step in range(min(settings.max_lag + 1, settings.steps)):
+            self._put_tickets(step)
+        for step in range(settings.steps):
+            sums = self._gradients(step)
+            grad_norm = self._update(step, sums)
+            port.drop_partition(train_partition(step))
+            self._publish(weights_key(step + 1), version=step + 1)
+            # A ticket that is still out wants at least version step + 1 - max_lag.
+            port.drop_key("weights", weights_key(step - settings.max_lag))
+            if step + 1 + settings.max_lag < settings.steps:
+                self._put_tickets(step + 1 + settings.max_lag)
+            self._record(step + 1, sums, grad_norm)
+        for _ in settings.rollout_names:
+            self._put_tickets(STOP, settings.prompts_per_ticket)
+        port.report(phase="done")
+
+    def _warm_start(self) -> None:
+        def show(updates: int, solved: float) -> None:
+            self._port.report(phase="warm start", updates=updates, solved=solved)
+
+        self._port.report(phase="warm start")
+        with self._port.spending(Doing.WORK):
+            warm_start(self._policy, self._problems, self._settings, show)
+
+    def _put_tickets(self, step: int, count: int | None = None) -> None:
+        """Ask for samples for `step`: one row per prompt, in groups that a worker takes together."""
+        n = self._settings.samples_per_prompt
+        count = self._settings.prompts_per_step if count is None else count
+        prompts = self._problems.train[torch.randint(len(self._problems.train), (count,))]
+        tags = [{"group_id": f"{step}/{number // n}", "step": step, "number": number} for number in range(count)]
+        self._port.add("prompts", [f"{time.monotonic_ns()}/{number}" for number in range(count)], tags, prompt=prompts)
+
+    def _publish(self, key: str, version: int) -> None:
+        self._port.add("weights", [key], [{"version": version}], parameters=flatten(self._policy)[None])
+
+    def _gradients(self, step: int) -> _Sums:
+        """Sum up the gradients of all rows of the step, in whatever order their groups become complete."""
+        sums = _Sums()
+        self._optimizer.zero_grad()
+        for _ in range(0, self._settings.rows_per_step, self._settings.rows_per_read):
+            rows = self._port.take(train_partition(step), _FIELDS, self._settings.rows_per_read)
+            with self._port.spending(Doing.WORK):
+                self._accumulate(rows, sums)
+            self._port.finish(len(rows))
+        return sums
+
+    def _accumulate(self, rows: Rows, sums: _Sums) -> None:
+        data = rows.data
+        rewards = data["reward"]
+        advantages = group_advantages(rewards, torch.tensor(rows.tag("group_id")))
+        sums.rewards += rewards.tolist()
+        sums.versions += rows.tag("version")
+        mask = padded(data["response_mask"], MAX_RESPONSE_LEN).float()
+        told = advantages.nonzero().squeeze(1)  # a group that is all right or all wrong teaches nothing: save the time
+        if not len(told):
+            return
+        log_probs = response_log_probs(
+            self._policy,
+            padded(data["prompt"], PROMPT_LEN)[told],
+            padded(data["response"], MAX_RESPONSE_LEN, fill=END)[told],
+        )
+        terms = clipped_loss(
+            log_probs,
+            padded(data["rollout_log_probs"], MAX_RESPONSE_LEN)[told],
+            padded(data["ref_log_probs"], MAX_RESPONSE_LEN)[told],
+            advantages[told],
+            mask[told],
+            clip=self._settings.clip,
+            kl_weight=self._settings.kl_weight,
+        )
+        terms.loss.backward()
+        sums.tokens += float(mask[told].sum())
+        sums.loss += float(terms.loss.detach())
+        sums.kl += terms.kl
+        sums.clipped += terms.clipped
+
+    def _update(self, step: int, sums: _Sums) -> float:
+        """One optimiser step with the mean gradient per token. Returns its norm before it was cut."""
+        with self._port.spending(Doing.WORK):
+            parameters = [parameter for parameter in self._policy.parameters() if parameter.grad is not None]
+            for parameter in parameters:
+                parameter.grad /= sums.tokens  # not 0: there are gradients
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._settings.learning_rate_at(step)
+            self._optimizer.step()
+        return float(norm)
+
+    def _record(self, version: int, sums: _Sums, grad_norm: float) -> None:
+        """Publish what the step brought; now and then, how good the policy is on problems it never trained on."""
+        settings = self._settings
+        solved = math.nan
+        if version % settings.evaluate_every == 0 or version == settings.steps:
+            with self._port.spending(Doing.WORK):
+                solved = accuracy(self._policy, self._problems.held_out)
+        count = len(sums.rewards) or math.nan
+        tokens = sums.tokens or math.nan
+        lag = max((version - 1 - old for old in sums.versions), default=0)
+        values = (
+            *(time.monotonic(), version, version, sum(sums.rewards) / count, solved, sums.loss / tokens),
+            *(sums.kl / tokens, sums.clipped / tokens, lag, grad_norm, sums.tokens),
+        )
+        row = torch.tensor([values], dtype=torch.float64)
+        self._port.add("metrics", [str(version)], [{}], values=row)
+        self._port.report(phase="training", step=version, examples=self._examples())
+
+    def _examples(self) -> str:
+        """A few held-out problems with the policy's present answers."""
+        prompts = self._problems.held_out[:3]
+        found = generate(self._policy, prompts, temperature=0.0)
+        return "  ".join(
+            decode(prompt) + decode(tokens[: length - 1])
+            for prompt, tokens, length in zip(prompts, found.tokens, found.lengths.tolist(), strict=True)
+        )

@@ -1,0 +1,86 @@
+"""The command `tq`: a service that outlives its starter, and a look into a running one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from transfer_queue import config as settings
+from transfer_queue.errors import TransferQueueError
+from transfer_queue.launch import local
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+RunDir = Annotated[str | None, typer.Option(help="Directory of the sockets (mode 0700); others attach by naming it.")]
+Address = Annotated[str | None, typer.Option(help="unix:PATH, tcp:HOST:PORT or a run directory; default TQ_ADDRESS.")]
+
+
+@app.command()
+def serve(
+    run_dir: RunDir = None,
+    conf: Annotated[Path | None, typer.Option("--config", help="YAML over the defaults of config.yaml.")] = None,
+    host: Annotated[str | None, typer.Option(help="Serve TCP on this address too; needs a token.")] = None,
+    port: Annotated[int, typer.Option(help="TCP port; 0 takes any free one.")] = 0,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token; or TQ_TOKEN, TQ_TOKEN_FILE.")] = None,
+) -> None:
+    """Run a service in the foreground until SIGTERM or Ctrl-C. Prints its addresses as one line of JSON."""
+    given: dict[str, Any] = {}
+    if conf is not None:
+        from omegaconf import OmegaConf
+
+        given = OmegaConf.to_container(OmegaConf.load(conf))
+    full = settings.merged(given)
+    if host is not None:
+        full.server.host, full.server.port = host, port
+        full.server.token_file = None if token_file is None else str(token_file)
+    config = settings.server_config(full, run_dir or full.run_dir or local.new_run_dir(), owner_pid=0)
+    from transfer_queue.server.process import serve as serve_here
+
+    serve_here(config, announce=1)
+
+
+@app.command()
+def status(address: Address = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Counts and sizes of a running service, and its partitions."""
+    from transfer_queue.client.address import parse_address
+    from transfer_queue.client.api import TransferQueueClient
+    from transfer_queue.client.session import Session
+
+    client = TransferQueueClient(Session(parse_address(address or settings.from_env().address)))
+    try:
+        values = client.stats()
+        partitions = {name: client.get_partition(name) for name in client.get_partition_list()}
+    finally:
+        client.close()
+    if as_json:
+        print(json.dumps({**values, "partition": partitions}))
+    else:
+        _print(values, partitions)
+
+
+def _print(values: dict[str, Any], partitions: dict[str, dict[str, Any] | None]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("what", "value")
+    for name, value in values.items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+    console.print(table)
+    table = Table("partition", "rows", "declared", "metadata")
+    for name, info in partitions.items():
+        if info is not None:
+            table.add_row(name, str(info["rows"]), str(info["size"] or ""), str(info["metadata"] or ""))
+    console.print(table)
+
+
+def main() -> None:
+    try:
+        app()
+    except TransferQueueError as error:
+        print(f"tq: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
