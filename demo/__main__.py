@@ -45,10 +45,10 @@ def main(
     try:
         board = _run(settings, out, console)
     except WorkerFailed as failure:
-        console.print(f"[bold red]failed:[/] {failure}", highlight=False)
+        print(failure, file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        console.print("interrupted: all processes have been ended")
+        print("interrupted: every process has been ended", file=sys.stderr)
         raise typer.Exit(130) from None
     else:
         console.print(report.summary(board), highlight=False)

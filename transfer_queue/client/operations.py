@@ -68,8 +68,11 @@ def num_rows(batch: Batch) -> int:
         size = list(batch.batch_size)
         count = size[0] if size else 0
     elif isinstance(batch, Mapping):
-        columns = list(batch.values())
-        count = len(columns[0]) if columns else 0
+        first = next(iter(batch.values()), ())
+        try:
+            count = len(first)
+        except TypeError:
+            raise InvalidInput(f"a column has rows, got {type(first).__qualname__} without length") from None
     else:
         raise UnsupportedValue(f"data is a TensorDict or a mapping of columns, got {type(batch).__qualname__}")
     if count < 1:

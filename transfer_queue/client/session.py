@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -20,6 +21,7 @@ from transfer_queue.client.address import Address
 from transfer_queue.client.aio import AsyncConnection
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.effects import Call
+from transfer_queue.client.listing import Listings
 from transfer_queue.client.mapping import Arenas
 from transfer_queue.client.views import Views
 from transfer_queue.codec.memory import Mover, Pool
@@ -27,8 +29,9 @@ from transfer_queue.codec.rows import Copier
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.wire import messages as m
 
-GRACE_S = 5.0  # how much later than the server's own deadline a client gives up on it
+GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
 MAX_IDLE = 16
+MIN_TIMEOUT_S = 0.001
 
 
 class Session:
@@ -43,7 +46,7 @@ class Session:
         self.closed = False
         self._connect_timeout_s = connect_timeout_s
         self._start(secrets.token_bytes(16), [])
-        connection = self._borrow()
+        connection = self._borrow(connect_timeout_s)
         welcome = connection.welcome
         self._give_back(connection)
         self.config: dict[str, Any] = json.loads(welcome.config)
@@ -60,6 +63,7 @@ class Session:
         self._pid = os.getpid()
         self._idle = idle
         self._lock = threading.Lock()
+        self.listings = Listings()
         self._rids = itertools.count(1)
         self._loops: dict[asyncio.AbstractEventLoop, asyncio.Future[AsyncConnection]] = {}
 
@@ -81,14 +85,14 @@ class Session:
 
     # blocking
 
-    def _borrow(self) -> Connection:
+    def _borrow(self, timeout_s: float) -> Connection:
         """A connection of our own for one call."""
         if self.closed:
             raise ServiceUnavailable("this client was closed")
         try:
             return self._idle.pop()
         except IndexError:
-            return Connection(self.address, self.ident, self._connect_timeout_s)
+            return Connection(self.address, self.ident, min(timeout_s, self._connect_timeout_s))
 
     def _give_back(self, connection: Connection) -> None:
         if len(self._idle) < MAX_IDLE and not self.closed:
@@ -99,15 +103,17 @@ class Session:
     def call(self, effect: Call) -> tuple[Any, memoryview]:
         """Send and wait. A lost connection is replaced once: the request keeps its id, so it has one outcome."""
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
+        started = time.monotonic()
         try:
             found = self._exchange(effect, timeout_s)
         except ServiceUnavailable:
+            m.check_request(effect.request)
             self._drop_idle()
-            found = self._exchange(effect, timeout_s)
+            found = self._exchange(effect, max(MIN_TIMEOUT_S, timeout_s - (time.monotonic() - started)))
         return _checked(found)
 
     def _exchange(self, effect: Call, timeout_s: float) -> tuple[Any, memoryview]:
-        connection = self._borrow()
+        connection = self._borrow(timeout_s)
         try:
             found = connection.call(effect.request, effect.payload, timeout_s)
         except BaseException:
@@ -117,7 +123,7 @@ class Session:
         return found
 
     def notify(self, message: m.Message) -> None:
-        connection = self._borrow()
+        connection = self._borrow(self.timeout_s)
         try:
             connection.notify(message)
         except BaseException:
@@ -134,18 +140,21 @@ class Session:
 
     async def call_async(self, effect: Call) -> tuple[Any, memoryview]:
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
+        started = time.monotonic()
         try:
-            connection = await self._connection()
+            connection = await self._connection(timeout_s)
             found = await connection.call(effect.request, effect.payload, timeout_s)
         except ServiceUnavailable:
-            connection = await self._connection()
+            m.check_request(effect.request)
+            timeout_s = max(MIN_TIMEOUT_S, timeout_s - (time.monotonic() - started))
+            connection = await self._connection(timeout_s)
             found = await connection.call(effect.request, effect.payload, timeout_s)
         return _checked(found)
 
     async def notify_async(self, message: m.Message) -> None:
-        (await self._connection()).notify(message)
+        (await self._connection(self.timeout_s)).notify(message)
 
-    async def _connection(self) -> AsyncConnection:
+    async def _connection(self, timeout_s: float) -> AsyncConnection:
         """The connection of the running loop."""
         if self.closed:
             raise ServiceUnavailable("this client was closed")
@@ -157,7 +166,8 @@ class Session:
             self._forget_closed_loops()
             future = self._loops[loop] = loop.create_future()
             try:
-                future.set_result(await AsyncConnection.open(self.address, self.ident, self._connect_timeout_s))
+                timeout_s = min(timeout_s, self._connect_timeout_s)
+                future.set_result(await AsyncConnection.open(self.address, self.ident, timeout_s))
             except BaseException as error:
                 self._loops.pop(loop, None)
                 if isinstance(error, TransferQueueError):
@@ -169,9 +179,9 @@ class Session:
         return future.result() if future.done() else await asyncio.shield(future)
 
     def _forget_closed_loops(self) -> None:
-        for loop in [loop for loop in self._loops if loop.is_closed()]:
-            future = self._loops.pop(loop)
-            if future.done() and not future.cancelled() and not future.exception():
+        for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
+            future = self._loops.pop(loop, None)
+            if future is not None and future.done() and not future.cancelled() and not future.exception():
                 future.result().abandon()
 
     # ending and forking

@@ -77,7 +77,7 @@ class Assembler:
         return jagged(_typed(data, dtype, (count * merged[0], *merged[1:])), self._uniform(count, merged[0]), 1)
 
     def _uniform(self, count: int, length: int) -> torch.Tensor:
-        """Offsets of `count` rows of `length`. Fields of equal lengths share one tensor: torch combines only such fields."""
+        """Offsets of `count` rows of `length`. Fields of equal lengths share them: torch combines only such fields."""
         found = self._offsets.get((count, length))
         if found is None:
             found = torch.arange(count + 1, dtype=torch.int64) * length

@@ -7,7 +7,7 @@ A block holds the rows of one put, column after column, each part 64-byte aligne
 | dense | values: rows x shape |
 | ragged | values: the rows joined along dimension `ragged`; offsets: int64 (rows + 1), in units of that dimension |
 | varied | values: the rows flattened and joined; offsets: int64 (rows + 1) in elements; shapes: int64 (rows, ndim) |
-| objects | data: msgpack of each row; offsets: int64 (rows + 1) in bytes; then, when rows hold buffers, the four below |
+| objects | data: msgpack of each row; offsets: int64 (rows + 1) in bytes; with buffers also the four named below |
 | nested | none: the columns of the TensorDict are its children |
 
 Buffers of an objects column: ref_offsets int64 (rows + 1) into refs; refs int64, buffer numbers; spans int64
@@ -27,6 +27,8 @@ from transfer_queue.errors import ProtocolError
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED, FieldSchema
 
 ALIGN = 64
+MAX_ELEMENTS = 1 << 56  # in bytes of the widest dtype still a 64-bit number
+MAX_DIMS = 64
 NUM_PARTS = {DENSE: (1,), RAGGED: (2,), VARIED: (3,), OBJECTS: (2, 6), NESTED: (0,)}
 
 Bytes = NDArray[np.uint8]
@@ -74,12 +76,12 @@ def decode_layout(data: bytes) -> Layout:
     """
     try:
         layout = _decode(data)
+        if not 0 <= layout.rows < MAX_ELEMENTS or layout.nbytes < 0:
+            raise ProtocolError(f"layout of {layout.rows} rows and {layout.nbytes} bytes")
+        for column in layout.columns:
+            _check_column(column, layout)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a layout: {error}") from None
-    if layout.rows < 0 or layout.nbytes < 0:
-        raise ProtocolError(f"layout of {layout.rows} rows and {layout.nbytes} bytes")
-    for column in layout.columns:
-        _check_column(column, layout)
     return layout
 
 
@@ -90,20 +92,37 @@ def _check_column(column: Column, layout: Layout) -> None:
     for offset, nbytes in column.parts:
         if offset < 0 or nbytes < 0 or offset % ALIGN or offset + nbytes > layout.nbytes:
             raise ProtocolError(f"{where}: part at {offset} of {nbytes} bytes outside {layout.nbytes} bytes")
-    sizes = [nbytes for _, nbytes in column.parts]
     if column.kind in (DENSE, RAGGED, VARIED) and not 0 < column.itemsize <= 32:
         raise ProtocolError(f"{where}: itemsize {column.itemsize}")
+    if not _fits(column, layout.rows):
+        raise ProtocolError(f"{where}: a {column.kind} column of row shape {column.shape}, dimension {column.ragged}")
+    sizes = [nbytes for _, nbytes in column.parts]
     index_nbytes = 8 * (layout.rows + 1)
-    if column.kind == DENSE and (min(column.shape, default=0) < 0 or sizes[0] != layout.rows * column.row_nbytes()):
+    if column.kind == DENSE and sizes[0] != layout.rows * column.row_nbytes():
         raise ProtocolError(f"{where}: {sizes[0]} bytes for {layout.rows} rows of {column.shape}")
-    if column.kind == RAGGED and not (0 <= column.ragged < len(column.shape) and sizes[1] == index_nbytes):
-        raise ProtocolError(f"{where}: ragged dimension {column.ragged} of {column.shape}")
+    if column.kind == RAGGED and sizes[1] != index_nbytes:
+        raise ProtocolError(f"{where}: offsets of the wrong size")
     if column.kind == VARIED and (sizes[1], sizes[2]) != (index_nbytes, 8 * layout.rows * len(column.shape)):
         raise ProtocolError(f"{where}: offsets or shapes of the wrong size")
     if column.kind == OBJECTS and (sizes[1] != index_nbytes or sizes[2:3] not in ([], [index_nbytes])):
         raise ProtocolError(f"{where}: offsets of the wrong size")
+    if column.children and column.kind != NESTED:
+        raise ProtocolError(f"{where}: a {column.kind} column has no columns inside")
     for child in column.children:
         _check_column(child, layout)
+
+
+def _fits(column: Column, rows: int) -> bool:
+    """Whether the row shape is one that the kind has, and of a size that arithmetic in 64 bits can hold."""
+    shape = column.shape
+    if len(shape) > MAX_DIMS or any(not -1 <= size <= MAX_ELEMENTS for size in shape):
+        return False
+    if max(rows, 1) * math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        return False
+    differing = [d for d, size in enumerate(shape) if size == -1]
+    if column.kind == RAGGED:
+        return differing == [column.ragged]
+    return column.ragged == -1 and (len(differing) > 1 if column.kind == VARIED else not differing)
 
 
 class Builder:

@@ -7,15 +7,16 @@ and the block allows it (zero-copy), and freshly allocated otherwise.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from transfer_queue.codec.layout import Bytes, Column, Ints, Layout, checked_offsets
+from transfer_queue.codec.layout import ALIGN, MAX_ELEMENTS, Bytes, Column, Ints, Layout, checked_offsets
 from transfer_queue.errors import ProtocolError
-from transfer_queue.schema import DENSE
+from transfer_queue.schema import DENSE, VARIED
 
 
 class Block:
@@ -25,7 +26,8 @@ class Block:
         self.data = data  # uint8, at least layout.nbytes
         self.layout = layout
         self.view_nbytes = view_nbytes
-        self._checked: dict[tuple[int, int], Ints] = {}
+        self._checked: dict[tuple[int, int, int], Ints] = {}
+        self._buffers: dict[int, Buffers] = {}
 
     def part(self, column: Column, number: int) -> Bytes:
         offset, nbytes = column.parts[number]
@@ -42,12 +44,42 @@ class Block:
 
     def offsets(self, column: Column, number: int, limit: int) -> Ints:
         """An offsets part of rows + 1 entries, copied out and checked to ascend within 0..limit; read once."""
-        place = column.parts[number]
+        place = (*column.parts[number], limit)
         found = self._checked.get(place)
         if found is None:
             found = checked_offsets(self.ints(column, number).copy(), limit, f"column {column.name!r}")
             self._checked[place] = found
         return found
+
+    def buffers(self, column: Column) -> Buffers:
+        """The buffers of an objects column that has some, checked; read once."""
+        found = self._buffers.get(id(column))
+        if found is None:
+            found = self._buffers[id(column)] = _buffers(self, column)
+        return found
+
+
+class Buffers(NamedTuple):
+    """Row `r` of an objects column refers to buffers `refs[ends[r] : ends[r + 1]]`; `spans` says where each lies."""
+
+    ends: Ints
+    refs: Ints
+    spans: Ints  # (buffers, 2): start and nbytes in heap
+    heap: Bytes
+
+
+def _buffers(block: Block, column: Column) -> Buffers:
+    refs, heap = block.ints(column, 3).copy(), block.part(column, 5)
+    spans = block.ints(column, 4)
+    if len(spans) % 2 or bool((spans < 0).any()) or bool((spans > len(heap)).any()):
+        raise ProtocolError(f"column {column.name!r}: buffers outside their heap")
+    spans = spans.reshape(-1, 2).copy()
+    starts, ends = spans[:, 0], spans.sum(axis=1)
+    if len(spans) and (ends[-1] > len(heap) or bool((ends[:-1] > starts[1:]).any()) or bool((starts % ALIGN).any())):
+        raise ProtocolError(f"column {column.name!r}: buffers overlap or lie outside their heap")
+    if bool((refs < 0).any()) or bool((refs >= len(spans)).any()):
+        raise ProtocolError(f"column {column.name!r}: a row refers to a buffer that is not there")
+    return Buffers(block.offsets(column, 2, len(refs)), refs, spans, heap)
 
 
 class Run(NamedTuple):
@@ -119,10 +151,10 @@ def gather_ragged(runs: Sequence[Run], ragged: int, copier: Copier) -> tuple[Byt
     """
     spans: list[Bytes] = []
     pieces = []
-    for block, column, start, count in runs:
-        steps, offsets = _steps(block, column, ragged)
-        spans.append(steps[:, int(offsets[start]) : int(offsets[start + count])])
-        pieces.append((offsets, start, count))
+    for run in runs:
+        span, piece = _steps(run, ragged)
+        spans.append(span)
+        pieces.append(piece)
     offsets = join_offsets(pieces)
     outer, _, step = spans[0].shape
     total = int(offsets[-1])
@@ -137,25 +169,28 @@ def gather_ragged(runs: Sequence[Run], ragged: int, copier: Copier) -> tuple[Byt
     return out, offsets
 
 
-def _steps(block: Block, column: Column, ragged: int) -> tuple[Bytes, Ints]:
-    """A column's values as (outer slices, all steps along `ragged`, bytes of a step), with offsets in steps."""
+def _steps(run: Run, ragged: int) -> tuple[Bytes, tuple[Ints, int, int]]:
+    """The rows' values as (outer slices, steps along `ragged`, bytes of a step), and their offsets for `join_offsets`."""
+    block, column, start, count = run
     outer = math.prod(column.shape[:ragged])
     step = math.prod(column.shape[ragged + 1 :]) * column.itemsize
     values = block.part(column, 0)
     if column.kind == DENSE:
-        length, rows = column.shape[ragged], block.layout.rows
-        offsets = np.arange(0, rows * length + 1, length) if length else np.zeros(rows + 1, np.int64)
-        lying = values.reshape(rows, outer, length, step)
-        return lying.transpose(1, 0, 2, 3).reshape(outer, rows * length, step), offsets
+        length, row = column.shape[ragged], column.row_nbytes()
+        lying = values[start * row : (start + count) * row].reshape(count, outer, length, step)
+        steps = lying.transpose(1, 0, 2, 3).reshape(outer, count * length, step)
+        return steps, (np.arange(count + 1) * length, 0, count)
     if column.ragged != ragged:
         raise ProtocolError(f"column {column.name!r}: ragged dimension {column.ragged}, expected {ragged}")
-    limit = len(values) // (outer * step) if outer * step else (1 << 62)
+    sizes = math.prod(max(size, 1) for size in column.shape) * column.itemsize
+    limit = len(values) // (outer * step) if outer * step else MAX_ELEMENTS // sizes
     offsets = block.offsets(column, 1, limit)
+    if outer * step * limit != (len(values) if outer * step else 0):
+        raise ProtocolError(f"column {column.name!r}: {len(values)} bytes of values")
+    first, last = int(offsets[start]), int(offsets[start + count])
     if outer * step:
-        if outer * step * limit != len(values):
-            raise ProtocolError(f"column {column.name!r}: {len(values)} bytes of values")
-        return values.reshape(outer, limit, step), offsets
-    return np.empty((outer, int(offsets[-1]), step), np.uint8), offsets
+        return values.reshape(outer, limit, step)[:, first:last], (offsets, start, count)
+    return np.empty((outer, last - first, step), np.uint8), (offsets, start, count)
 
 
 def join_offsets(pieces: Sequence[tuple[Ints, int, int]]) -> Ints:
@@ -175,6 +210,33 @@ def varied_parts(block: Block, column: Column) -> tuple[Bytes, Ints, Ints]:
     values = block.part(column, 0)
     offsets = block.offsets(column, 1, len(values) // column.itemsize)
     shapes = block.ints(column, 2).reshape(block.layout.rows, len(column.shape)).copy()
-    if bool((shapes < 0).any()) or not np.array_equal(shapes.prod(axis=1), np.diff(offsets)):
+    if bool((shapes < 0).any()) or bool((np.maximum(shapes, 1).prod(axis=1, dtype=np.float64) > MAX_ELEMENTS).any()):
+        raise ProtocolError(f"column {column.name!r}: impossible shapes")
+    if not np.array_equal(shapes.prod(axis=1), np.diff(offsets)):
         raise ProtocolError(f"column {column.name!r}: shapes do not fit the offsets")
     return values, offsets, shapes
+
+
+def gather_varied(runs: Sequence[Run], copier: Copier) -> tuple[Bytes, Ints]:
+    """(flattened values of the rows one after the other, shapes (rows, ndim)), whatever kind the columns have."""
+    spans: list[Bytes] = []
+    shapes: list[Ints] = []
+    for run in runs:
+        block, column, start, count = run
+        if column.kind == VARIED:
+            values, offsets, table = varied_parts(block, column)
+            size = column.itemsize
+            spans.append(values[int(offsets[start]) * size : int(offsets[start + count]) * size])
+            shapes.append(table[start : start + count])
+            continue
+        table = np.tile(np.array(column.shape, np.int64), (count, 1))
+        if column.kind == DENSE:
+            spans.append(gather_dense([run], Copier()))
+        else:
+            steps, piece = _steps(run, column.ragged)
+            marks = join_offsets([piece])
+            table[:, column.ragged] = np.diff(marks)
+            spans += [steps[:, a:b].reshape(-1) for a, b in itertools.pairwise(marks.tolist())]
+        shapes.append(table)
+    view = len(runs) == 1 and _viewable(runs, sum(len(span) for span in spans))
+    return join(spans, copier, view), np.concatenate(shapes)

@@ -61,8 +61,7 @@ def _objects(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:
     parts = [_spans(data, offsets, rows), _offsets(offsets, rows)]
     if len(column.parts) == 2:
         return parts
-    refs, table, heap = block.ints(column, 3), block.ints(column, 4).reshape(-1, 2), block.part(column, 5)
-    ends = block.offsets(column, 2, len(refs))
+    ends, refs, table, heap = block.buffers(column)
     used, renumbered = np.unique(_spans(refs, ends, rows), return_inverse=True)
     builder = Builder()
     spans = np.array([builder.place(int(nbytes)) for nbytes in table[used, 1]], np.int64).reshape(-1, 2)

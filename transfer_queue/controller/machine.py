@@ -233,9 +233,8 @@ class Controller:
     def _list_keys(self, message: m.ListKeys) -> m.Reply:
         wanted = self.tables if message.partition is None else {message.partition}
         found = {name: self.tables[name] for name in wanted if name in self.tables}
-        listing = {
-            name: {key: table.tags[slot] or {} for key, slot in table.keys.items()} for name, table in found.items()
-        }
+        unknown = (-1, -1)
+        listing = {name: table.listing(*message.known.get(name, unknown)) for name, table in found.items()}
         return m.Listing(message.rid, listing)
 
     def _consumption(self, message: m.Consumption) -> m.Reply:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
 from transfer_queue.errors import InvalidInput, SchemaConflict
 from transfer_queue.schema import FieldSchema
-from transfer_queue.wire.messages import Tags
+from transfer_queue.wire.messages import Changes, Tags
 
 MIN_CAPACITY = 64
 SHRINK_SLOTS = 4096
@@ -64,6 +65,7 @@ class Table:
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
         self.cells: NDArray[np.uint16] = np.zeros((8, MIN_CAPACITY), np.uint16)
+        self.log = ChangeLog(MIN_CAPACITY)
         self.groups: list[Group] = [Group((), MIN_CAPACITY)]  # group 0 stands for absent
         self._group_numbers: dict[tuple[str, ...], int] = {}
 
@@ -110,6 +112,7 @@ class Table:
         return np.flatnonzero(self.alive[: self.size])
 
     def name_rows(self, slots: Slots, keys: Sequence[str]) -> None:
+        self.log.touch(slots)
         for slot, key in zip(slots.tolist(), keys, strict=True):
             self.keys[key] = slot
             self.names[slot] = key
@@ -119,10 +122,11 @@ class Table:
         released = self.release(slots, list(range(len(self.fields))))
         self.cells[: len(self.fields), slots] = 0
         self.alive[slots] = False
+        gone_keys = [key for slot in slots.tolist() if (key := self.names[slot]) is not None]
+        self.log.remove(gone_keys)
+        for key in gone_keys:
+            del self.keys[key]
         for slot in slots.tolist():
-            key = self.names[slot]
-            if key is not None:
-                del self.keys[key]
             self.names[slot] = self.tags[slot] = None
         if self.unclaimed:
             gone = set(slots.tolist())
@@ -149,6 +153,7 @@ class Table:
     def _resize(self, order: Slots | None, capacity: int) -> None:
         self.index = resized(self.index, order, capacity)
         self.alive = resized(self.alive, order, capacity)
+        self.log.changed = resized(self.log.changed, order, capacity)
         self.cells = resized(self.cells, order, capacity)
         for group in self.groups:
             group.block = resized(group.block, order, capacity)
@@ -285,6 +290,7 @@ class Table:
         return task
 
     def merge_tags(self, slots: Slots, tags: Sequence[Tags], replace: bool = False) -> None:
+        self.log.touch(slots)
         for slot, new in zip(slots.tolist(), tags, strict=True):
             held = self.tags[slot]
             self.tags[slot] = dict(new) if replace or held is None else {**held, **new}
@@ -294,6 +300,17 @@ class Table:
         tags = self.tags
         found = [tags[slot] or {} for slot in slots.tolist()]
         return found if any(found) else None
+
+    def listing(self, table: int, version: int) -> Changes:
+        """Keys and tags, or only what changed when the asker knows this table at `version`."""
+        removed = self.log.removed_since(version) if table == self.log.table else None
+        if removed is None:
+            slots = np.fromiter(self.keys.values(), np.int64, len(self.keys))
+            return Changes(self.log.table, self.log.version, True, [], list(self.keys), self.tags_of(slots))
+        changed = [slot for slot in self.log.slots_since(version, self.size).tolist() if self.names[slot] is not None]
+        keys = [self.names[slot] or "" for slot in changed]
+        tags = self.tags_of(np.array(changed, np.int64))
+        return Changes(self.log.table, self.log.version, False, removed, keys, tags)
 
     def schema(self, fields: Sequence[str]) -> list[FieldSchema]:
         return [self.fields[name].schema for name in fields if name in self.fields]

@@ -90,7 +90,7 @@ class Link(asyncio.BufferedProtocol):
             self._greet(message)
         elif isinstance(message, m.Request):
             self._request(message, payload, self._session)
-        elif isinstance(message, (m.Unpin, m.Discard)):
+        elif isinstance(message, (m.Unpin, m.Discard, m.Cancel)):
             self._server.service.notify(message, self._session)
         else:
             raise ProtocolError(f"{type(message).__name__} on an open session")

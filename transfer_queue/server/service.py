@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from transfer_queue.controller import Controller
 from transfer_queue.errors import InvalidInput, StoreFull, TransferQueueError
@@ -30,6 +30,14 @@ class Session:
         self.parked: dict[int, Hashable] = {}  # ticket of each parked request
 
 
+class Held(NamedTuple):
+    """The block of a commit that waits for room: neither published nor its client's to change."""
+
+    block: Block
+    owner: bytes | None
+    layout: bytes
+
+
 class Service:
     """Answers messages of sessions. Answers to parked requests come out of `answered()`."""
 
@@ -38,6 +46,7 @@ class Service:
         self.unit = unit
         self.sessions: dict[bytes, Session] = {}
         self.num_requests = 0
+        self._held: dict[Hashable, Held] = {}
         self._rules: dict[type, Callable[[m.Request, Session], Answer]] = {
             m.Read: self._read, m.Write: self._write, m.Get: self._get, m.Stats: self._stats, m.Adopt: self._adopt,
         }  # fmt: skip
@@ -63,6 +72,16 @@ class Service:
     def _forget(self, tickets: set[Hashable]) -> None:
         self.controller.forget(tickets)
         self.unit.forget_tickets(tickets)
+        for ticket in tickets & self._held.keys():
+            held = self._released(ticket)
+            if held.owner is None:
+                self.unit.drop(held.block.number)
+
+    def _released(self, ticket: Hashable) -> Held:
+        """What a parked commit held, given back to its owner (None: it came inline)."""
+        held = self._held.pop(ticket)
+        held.block.owner = held.owner
+        return held
 
     # requests
 
@@ -73,11 +92,15 @@ class Service:
                 for block in blocks:
                     self.unit.unpin(block, session.ident)
             case m.Discard(block=block):
+                waiting = [t for t, held in self._held.items() if (held.block.number, held.owner) == (block, session.ident)]
+                self._forget(set(waiting))
                 try:
                     self.unit.unpublished(block, session.ident)
                 except InvalidInput:
                     return
                 self.unit.drop(block)
+            case m.Cancel(rid=rid) if rid in session.parked:
+                self._forget({session.parked.pop(rid)})
         self.settle()
 
     def handle(
@@ -131,8 +154,12 @@ class Service:
         except TransferQueueError:
             self.unit.drop(block.number)
             raise
+        if reply is None:
+            self._held[ticket] = Held(block, block.owner, message.layout)
+            block.owner = None
+            return None
         self.unit.publish(block.number, message.layout)
-        return None if reply is None else (reply, ())
+        return reply, ()
 
     def _inline(self, payload: memoryview) -> Block:
         nbytes = max(1, len(payload))
@@ -213,7 +240,9 @@ class Service:
     # consequences
 
     def settle(self) -> None:
-        """Recycle what nobody needs any more, and let waiting allocations use it."""
+        """Publish what found room, recycle what nobody needs any more, and let waiting allocations use it."""
+        if self._held:
+            self._settle_held()
         freed = self.controller.ledger.freed
         if freed:
             for block in freed:
@@ -221,9 +250,19 @@ class Service:
             freed.clear()
         self.unit.retry()
 
+    def _settle_held(self) -> None:
+        for ticket, reply in self.controller.outbox:
+            if ticket in self._held:
+                held = self._released(ticket)
+                if isinstance(reply, m.Failed):
+                    self.unit.drop(held.block.number)
+                else:
+                    self.unit.publish(held.block.number, held.layout)
+
     def expire(self, now: float) -> None:
         self.controller.expire(now)
         self.unit.expire(now)
+        self.settle()
 
     def next_deadline(self) -> float | None:
         deadlines = (self.controller.next_deadline(), self.unit.next_deadline())

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from transfer_queue.errors import InvalidInput
 from transfer_queue.schema import FieldSchema
 
 PROTOCOL_VERSION = 1
@@ -148,6 +149,12 @@ class Discard(Message):
     block: int
 
 
+class Cancel(Message):
+    """One way: nobody waits for the answer to request `rid` of this session any more; it is not parked any longer."""
+
+    rid: int
+
+
 class Clear(Request):
     """Remove rows (`keys`, `rows`, or the whole partition when both are None). Unknown ones are ignored."""
 
@@ -164,9 +171,10 @@ class SetTags(Request):
 
 
 class ListKeys(Request):
-    """Keys and tags of one partition, or of all (None)."""
+    """Keys and tags of one partition, or of all (None); `known` is the (table, version) the client has of each."""
 
     partition: str | None
+    known: dict[str, tuple[int, int]]
 
 
 class Consumption(Request):
@@ -296,10 +304,24 @@ class Names(Reply):
     names: list[str | None]
 
 
-class Listing(Reply):
-    """`{partition: {key: tags}}`."""
+class Changes(msgspec.Struct, array_like=True, gc=False):
+    """Keys whose row or tags are new since the version the client knows, or all of them when `full`.
 
-    partitions: dict[str, dict[str, Tags]]
+    `tags` lie parallel to `keys` (None: all empty); `removed` come before them.
+    """
+
+    table: int
+    version: int
+    full: bool
+    removed: list[str]
+    keys: list[str]
+    tags: list[Tags] | None
+
+
+class Listing(Reply):
+    """Every partition asked for that exists."""
+
+    partitions: dict[str, Changes]
 
 
 class Status(Reply):
@@ -323,7 +345,7 @@ class Report(Reply):
 
 
 ClientMessage: TypeAlias = (
-    Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
+    Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard | Cancel
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | Adopt | Stats | Stop
 )  # fmt: skip
@@ -334,6 +356,16 @@ ServerMessage: TypeAlias = (
 
 encode = msgspec.msgpack.Encoder().encode
 decode_client = msgspec.msgpack.Decoder(ClientMessage).decode
+
+
+def check_request(request: Request) -> None:
+    """`InvalidInput` when the server would close the connection over `request`: an argument has the wrong type."""
+    try:
+        decode_client(encode(request))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise InvalidInput(f"{type(request).__name__}: {error}") from None
+
+
 decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 
 # Replies of these are remembered, so that a retried request has its first outcome.
