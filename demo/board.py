@@ -57,7 +57,10 @@ class Board:
         """Read the workers' rows. Raises the queue's errors."""
         status = tq.kv_list("status").get("status", {})
         now = time.monotonic()
-        for name, tag in sorted(status.items()):
+        for name in self.settings.worker_names:
+            if name not in status:
+                continue
+            tag = status[name]
             idle_s = now - tag["at"] if tag["waiting"] else 0.0
             self.workers[name] = WorkerState(
                 name=name,

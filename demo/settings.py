@@ -66,6 +66,11 @@ class Settings:
         """Names of the rollout workers."""
         return [f"rollout {number}" for number in range(self.num_rollout_workers)]
 
+    @property
+    def worker_names(self) -> list[str]:
+        """Names of all workers, in the order in which they are shown."""
+        return ["trainer", *self.rollout_names, "reward", "reference"]
+
     def learning_rate_at(self, step: int) -> float:
         """For optimiser step `step`, counted from 0."""
         ramp = min(1.0, (step + 1) / self.ramp_steps)

@@ -16,6 +16,7 @@ from transfer_queue.codec.layout import Bytes, Layout, decode_layout
 from transfer_queue.codec.rows import Block
 from transfer_queue.errors import ProtocolError
 from transfer_queue.schema import OBJECTS
+from transfer_queue.storage.shm.unit import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 
 VIEW_NBYTES = 64 << 10  # smaller reads are copied: they must not hold a whole block
@@ -53,8 +54,8 @@ class Lying:
 
     def _worth_viewing(self, field: str, count: int, single: bool) -> bool:
         column = self.layout.column(field)
-        if column is None:
-            return False
+        if column is None or self.piece.nbytes <= SMALL_NBYTES:
+            return False  # small blocks share pages with others
         if column.kind == OBJECTS:
             return len(column.parts) == 6 and column.parts[5][1] >= VIEW_NBYTES
         nbytes = sum(c.parts[0][1] for c in (column, *column.children) if c.parts)

@@ -32,6 +32,7 @@ from transfer_queue.wire import messages as m
 GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
 MAX_IDLE = 16
 MIN_TIMEOUT_S = 0.001
+NOTIFY_S = 1.0
 
 
 class Session:
@@ -65,6 +66,7 @@ class Session:
         self._lock = threading.Lock()
         self.listings = Listings()
         self._rids = itertools.count(1)
+        self._owed: list[m.Message] = []
         self._loops: dict[asyncio.AbstractEventLoop, asyncio.Future[AsyncConnection]] = {}
 
     def _open_memory(self) -> None:
@@ -120,21 +122,34 @@ class Session:
             connection.close()  # the answer may still come: nobody else must take it for theirs
             raise
         self._give_back(connection)
+        if self._owed:
+            self._deliver_owed()
         return found
 
     def notify(self, message: m.Message) -> None:
-        connection = self._borrow(self.timeout_s)
+        """Tell the server; when it does not listen now, the next call does. Once it is gone there is nothing to tell."""
+        try:
+            connection = self._borrow(NOTIFY_S)
+        except (ServiceUnavailable, DeadlineExceeded):
+            self._owed.append(message)
+            return
         try:
             connection.notify(message)
-        except BaseException:
+        except BaseException as error:
             connection.close()
-            raise
+            if not isinstance(error, (ServiceUnavailable, DeadlineExceeded)):
+                raise
+            self._owed.append(message)
+            return
         self._give_back(connection)
 
+    def _deliver_owed(self) -> None:
+        owed, self._owed = self._owed, []
+        for message in owed:
+            self.notify(message)
+
     def _unpin(self, blocks: list[int]) -> None:
-        with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):  # the server is gone, and its pins with it
-            if not self.closed:
-                self.notify(m.Unpin(blocks))
+        self.notify(m.Unpin(blocks))
 
     # asyncio
 

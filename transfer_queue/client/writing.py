@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,21 +38,30 @@ def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -
     Waits for room up to the session's timeout, then raises `StoreFull`. Nothing is visible unless this returns.
     """
     fields, layout = plan.schema(), plan.layout()
+    deadline = time.monotonic() + session.timeout_s
     if plan.nbytes <= INLINE_NBYTES:
         payload = np.empty(plan.nbytes, np.uint8)
         plan.write(payload, session.mover)
         try:
             return (yield commit(session, rows, fields, layout, 0, tags, memoryview(payload)))[0]  # type: ignore[arg-type]
         except StoreFull:
-            pass  # there is no room now: wait for it with an allocation
-    return (yield from _store_block(session, plan, rows, tags, fields, layout))
+            if time.monotonic() >= deadline:
+                raise
+            # there is no room for the bytes now: wait for it with an allocation
+    return (yield from _store_block(session, plan, rows, tags, fields, layout, deadline))
 
 
 def _store_block(
-    session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None, fields: list[FieldSchema], layout: bytes
+    session: Session,
+    plan: Plan,
+    rows: Rows,
+    tags: list[m.Tags] | None,
+    fields: list[FieldSchema],
+    layout: bytes,
+    deadline: float,
 ) -> Operation[m.Committed]:
     nbytes = max(1, plan.nbytes)
-    wait_s = session.timeout_s
+    wait_s = max(0.0, deadline - time.monotonic())
     allocated: m.Allocated = (yield Call(m.Allocate(session.next_rid(), nbytes, False, wait_s), wait_s=wait_s))[0]
     try:
         if session.is_local:
@@ -61,7 +71,8 @@ def _store_block(
             own = session.pool.allocate(nbytes)
             yield Offload(lambda: plan.write(own, session.mover), nbytes)
             yield from send_block(session, allocated.block, own)
-        return (yield commit(session, rows, fields, layout, allocated.block, tags))[0]
+        wait_s = max(0.0, deadline - time.monotonic())
+        return (yield commit(session, rows, fields, layout, allocated.block, tags, wait_s=wait_s))[0]
     except GeneratorExit:
         raise
     except BaseException:
@@ -83,9 +94,10 @@ def commit(
     block: int,
     tags: list[m.Tags] | None,
     payload: memoryview | None = None,
+    wait_s: float | None = None,
 ) -> Call:
     """The request that publishes a block (0: the payload; -1: no block, only tags)."""
-    wait_s = session.timeout_s
+    wait_s = session.timeout_s if wait_s is None else wait_s
     request = m.Commit(
         session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s
     )
