@@ -56,16 +56,21 @@ def cells(row: Row) -> tuple[str, ...]:
         shown["ray"],
         number(row.memcpy, "s"),
         quotient(ratio(row.memcpy, row.values.get("ours"))) if timed else "",
-        quotient(row.versus("tq")),
-        quotient(row.versus("ray")),
+        quotient(row.versus("tq")) if row.unit != "x" else "",
+        quotient(row.versus("ray")) if row.unit != "x" else "",
         "; ".join(target_text(target) for target in row.targets),
         row.verdict,
     )
 
 
+def ordered(rows: Sequence[Row]) -> list[Row]:
+    """By case number, whatever order they ran in."""
+    return sorted(rows, key=lambda row: row.case)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Aligned columns for a terminal."""
-    lines = [HEADER, *(cells(row) for row in rows)]
+    lines = [HEADER, *(cells(row) for row in ordered(rows))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
@@ -121,6 +126,7 @@ def record(row: Row) -> dict[str, Any]:
 
 def write(rows: Sequence[Row], machine: dict[str, Any], directory: Path) -> None:
     """Write results.json and results.md."""
+    rows = ordered(rows)
     directory.mkdir(parents=True, exist_ok=True)
     records = [record(row) for row in rows]
     (directory / "results.json").write_text(json.dumps({"machine": machine, "rows": records}, indent=1))

@@ -25,13 +25,13 @@ _REFRESH_S = 0.25
 
 def main(
     backend: Annotated[str, typer.Option(help="Where rows live; only `local` so far.")] = "local",
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.", show_default="600")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.", show_default="500")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Rollout processes.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the prompts and the samples.")] = 0,
     out: Annotated[Path, typer.Option(help="Directory for the picture and the workers' output.")] = Path("demo-out"),
     short: Annotated[bool, typer.Option("--smoke", help="A few steps in a few seconds; learns nothing.")] = False,
 ) -> None:
-    """GRPO on one machine: six processes that share nothing but a transfer_queue."""
+    """GRPO on one machine, in processes that share nothing but a transfer_queue."""
     if backend != "local":
         raise typer.BadParameter(f"{backend!r} is not available; this release has 'local'", param_hint="--backend")
     settings = smoke(seed, workers) if short else Settings(seed=seed, num_rollout_workers=workers)
@@ -80,4 +80,4 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(main))
+    typer.run(main)

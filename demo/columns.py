@@ -20,7 +20,8 @@ def inside(lengths: Tensor, width: int) -> Tensor:
 
 def row_lengths(column: Tensor) -> Tensor:
     """(B,) lengths of the rows of a jagged column."""
-    return column.offsets().diff()
+    offsets: Tensor = column.offsets()  # type: ignore[attr-defined]  # nested tensors have it
+    return offsets.diff()
 
 
 def padded(column: Tensor, width: int, fill: float = 0) -> Tensor:

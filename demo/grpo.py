@@ -16,7 +16,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A group whose answers all earned the same has nothing to compare and gets zeros.
     """
-    _, group = group_ids.unique(return_inverse=True)
+    _, group = torch.unique(group_ids, return_inverse=True)
     count = torch.bincount(group).to(rewards.dtype)
     mean = torch.zeros_like(count).index_add_(0, group, rewards) / count
     centred = rewards - mean[group]

@@ -15,8 +15,8 @@ from demo.arithmetic import END, MAX_RESPONSE_LEN, PROMPT_LEN, VOCABULARY
 class Shape:
     """Size of the transformer."""
 
-    width: int = 96
-    num_layers: int = 2
+    width: int = 64
+    num_layers: int = 3
     num_heads: int = 4
     max_len: int = PROMPT_LEN + MAX_RESPONSE_LEN
 
@@ -62,7 +62,8 @@ class Block(nn.Module):
         # A single new token may look at everything before it, so only whole sequences need the causal mask.
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
         x = x + self.out(heads.transpose(1, 2).flatten(-2))
-        return x + self.mlp(self.mlp_norm(x))
+        result: Tensor = x + self.mlp(self.mlp_norm(x))
+        return result
 
 
 class Policy(nn.Module):
@@ -86,7 +87,8 @@ class Policy(nn.Module):
             x = block(x, layer, cache)
         if cache is not None:
             cache.length += tokens.shape[1]
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,9 @@ class Generation:
 
 
 @torch.inference_mode()
-def generate(policy: Policy, prompts: Tensor, temperature: float, generator: torch.Generator | None = None) -> Generation:
+def generate(
+    policy: Policy, prompts: Tensor, temperature: float, generator: torch.Generator | None = None
+) -> Generation:
     """Sample one response to each of (B, PROMPT_LEN) prompts; temperature 0 takes the likeliest token."""
     cache = Cache(policy.shape, len(prompts))
     logits = policy(prompts, cache)[:, -1]
@@ -126,7 +130,7 @@ def generate(policy: Policy, prompts: Tensor, temperature: float, generator: tor
 
 def response_log_probs(policy: Policy, prompts: Tensor, responses: Tensor) -> Tensor:
     """(B, R) log-probabilities of padded `responses`, each token given the prompt and the tokens before it."""
-    logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1))[:, prompts.shape[1] - 1 :]
+    logits: Tensor = policy(torch.cat([prompts, responses[:, :-1]], dim=1))[:, prompts.shape[1] - 1 :]
     return logits.log_softmax(-1).gather(2, responses[:, :, None]).squeeze(2)
 
 

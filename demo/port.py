@@ -7,7 +7,7 @@ rows of `spans`. Times are those of time.monotonic(), which all processes of a m
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -22,6 +22,7 @@ from demo.settings import Settings
 from demo.tables import Tags
 
 _REPORT_EVERY_S = 0.25
+
 
 class Doing(IntEnum):
     """What a worker spends time on."""
@@ -95,7 +96,7 @@ class Port:
             self._client.put(data, metadata=rows.meta)
         self._totals.nbytes += payload_nbytes(data)
 
-    def add(self, partition: str, keys: list[str], tags: list[Tags], **columns: Tensor) -> None:
+    def add(self, partition: str, keys: list[str], tags: Sequence[Tags], **columns: Tensor) -> None:
         """Write new rows, fields and tags in one step."""
         data = TensorDict(columns, batch_size=len(keys))
         with self.spending(Doing.QUEUE):
@@ -107,9 +108,10 @@ class Port:
         with self.spending(Doing.QUEUE):
             data = tq.kv_batch_get(keys=[key], partition_id=partition, select_fields=[column])
         self._totals.nbytes += payload_nbytes(data)
-        return data[column].unbind()[0]
+        value: Tensor = data[column].unbind()[0]
+        return value
 
-    def tags(self, partition: str) -> dict[str, Tags]:
+    def tags(self, partition: str) -> Mapping[str, Tags]:
         """The tags of all rows of a partition, by key."""
         with self.spending(Doing.QUEUE):
             return tq.kv_list(partition).get(partition, {})
@@ -153,19 +155,19 @@ class Port:
             self._report(waiting, {})
 
     def _report(self, waiting: bool, also: Tags) -> None:
-        # Not through `spending`: a span for reporting spans would never come to an end.
-        self._reported_s = time.monotonic()
+        start = self._reported_s = time.monotonic()
         totals = self._totals
         names = {f"{doing.name.lower()}_s": totals.seconds[doing] for doing in Doing}
-        tag = {"at": self._reported_s, "waiting": waiting, "rows": totals.rows, "nbytes": totals.nbytes, **names, **also}
+        tag = {"at": start, "waiting": waiting, "rows": totals.rows, "nbytes": totals.nbytes, **names, **also}
         tq.kv_put(key=self._worker, partition_id="status", tag=tag)
         if self._spans:
-            spans = torch.tensor([self._spans], dtype=torch.float64)
             tq.kv_batch_put(
                 keys=[f"{self._worker}/{self._reports}"],
                 partition_id="spans",
-                fields=TensorDict({"spans": spans}, batch_size=1),
+                fields=TensorDict({"spans": torch.tensor([self._spans], dtype=torch.float64)}, batch_size=1),
                 tags=[{"worker": self._worker}],
             )
             self._reports += 1
-            self._spans = []
+        end = time.monotonic()
+        totals.seconds[Doing.QUEUE] += end - start
+        self._spans = [(start, end, int(Doing.QUEUE), 0)]  # for the next report; the last one of all is not counted

@@ -68,7 +68,7 @@ def draw(board: Board, path: Path) -> Path:
     spans = board.read_spans()
     with plt.rc_context(_STYLE):
         figure = plt.figure(figsize=(12.5, 7.6), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.1, wspace=0.03, hspace=0.06)  # type: ignore[union-attr]
+        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.1, wspace=0.03, hspace=0.06)
         upper, lower = figure.subfigures(2, 1, height_ratios=(1.15, 1.0))
         learning, divergence, flight = upper.subplots(1, 3, width_ratios=(1.7, 1.0, 1.0))
         _draw_learning(learning, board)
@@ -121,8 +121,8 @@ def _draw_flight(axes: Axes, board: Board, spans: dict[str, Floats]) -> None:
     joined = joined[joined[:, 0].argsort(kind="stable")]
     times, rows = joined[:, 0] - board.started_s, joined[:, 1].cumsum()
     limit = (board.settings.max_lag + 1) * board.settings.rows_per_step
-    axes.fill_between(times, rows, step="post", color=_BLUE, alpha=0.25, lw=0)
-    axes.plot(times, rows, color=_BLUE, lw=0.4, drawstyle="steps-post")
+    axes.fill_between(times, rows, step="post", color=_BLUE, alpha=0.3, lw=0)
+    axes.plot(times, _smooth(rows, width=len(rows) // 60), color=_BLUE, lw=1.6)
     axes.axhline(limit, color=_GREY, lw=1, ls=(0, (4, 3)))
     axes.text(times[-1], limit * 1.015, f"limit {limit:,}", ha="right", va="bottom", color=_GREY, fontsize=8)
     axes.set(title="Samples in flight", xlabel="seconds", ylim=(0, limit * 1.15), xlim=(times[0], times[-1]))
@@ -137,6 +137,7 @@ def _draw_timeline(figure: Any, board: Board, spans: dict[str, Floats]) -> None:
     begin, end = at[first], at[last]
     order = ["trainer", "reference", "reward", *reversed(board.settings.rollout_names)]
     for lane, name in enumerate(order):
+        lanes.barh(lane, end - begin, height=0.72, color="#f6f7f8", lw=0)
         for doing, (_, colour) in _LOOK.items():
             mine = spans[name][spans[name][:, 2] == doing]
             seen = mine[(mine[:, 1] > begin) & (mine[:, 0] < end)]
@@ -172,7 +173,7 @@ def _draw_total(axes: Axes, lane: int, shares: tuple[float, float, float]) -> No
 
 def _smooth(values: Floats, width: int = 15) -> Floats:
     """Centred mean of up to `width` values, NaN left out."""
-    half = width // 2
+    half = max(1, width // 2)
     windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     return np.array([np.nanmean(window) if not np.isnan(window).all() else np.nan for window in windows])
 

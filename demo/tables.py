@@ -12,7 +12,7 @@ STOP = -1
 REFERENCE = "reference"
 """The row of `weights` that never changes: the model after the warm start."""
 
-METRICS = ("at", "step", "version", "reward", "accuracy", "loss", "kl", "clipped", "lag", "grad_norm", "tokens")
+METRICS = ("at", "step", "reward", "accuracy", "loss", "kl", "clipped", "lag", "grad_norm")
 """What the row of a step in `metrics` holds, in this order, as float64; accuracy is NaN where it was not measured."""
 
 

@@ -7,15 +7,14 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from demo.arithmetic import END, MAX_RESPONSE_LEN, PROMPT_LEN, Problems, all_problems, decode
-from demo.columns import inside, padded, row_lengths
+from demo.columns import padded
 from demo.grpo import clipped_loss, group_advantages
 from demo.model import Policy, flatten, generate, response_log_probs
 from demo.port import Doing, Port, Rows
 from demo.settings import Settings
-from demo.tables import METRICS, REFERENCE, STOP, train_partition, weights_key
+from demo.tables import METRICS, REFERENCE, STOP, Tags, train_partition, weights_key
 from demo.warmstart import accuracy, warm_start
 
 _FIELDS = ["prompt", "response", "response_mask", "rollout_log_probs", "reward", "ref_log_probs"]
@@ -86,7 +85,9 @@ class Trainer:
         n = self._settings.samples_per_prompt
         count = self._settings.prompts_per_step if count is None else count
         prompts = self._problems.train[torch.randint(len(self._problems.train), (count,))]
-        tags = [{"group_id": f"{step}/{number // n}", "step": step, "number": number} for number in range(count)]
+        tags: list[Tags] = [
+            {"group_id": f"{step}/{number // n}", "step": step, "number": number} for number in range(count)
+        ]
         self._port.add("prompts", [f"{time.monotonic_ns()}/{number}" for number in range(count)], tags, prompt=prompts)
 
     def _publish(self, key: str, version: int) -> None:
@@ -127,7 +128,7 @@ class Trainer:
             clip=self._settings.clip,
             kl_weight=self._settings.kl_weight,
         )
-        terms.loss.backward()
+        torch.autograd.backward(terms.loss)
         sums.tokens += float(mask[told].sum())
         sums.loss += float(terms.loss.detach())
         sums.kl += terms.kl
@@ -136,9 +137,10 @@ class Trainer:
     def _update(self, step: int, sums: _Sums) -> float:
         """One optimiser step with the mean gradient per token. Returns its norm before it was cut."""
         with self._port.spending(Doing.WORK):
-            parameters = [parameter for parameter in self._policy.parameters() if parameter.grad is not None]
+            parameters = list(self._policy.parameters())
             for parameter in parameters:
-                parameter.grad /= sums.tokens  # not 0: there are gradients
+                if parameter.grad is not None:
+                    parameter.grad /= sums.tokens  # not 0: there is a gradient
             norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._settings.learning_rate_at(step)
@@ -154,12 +156,18 @@ class Trainer:
                 solved = accuracy(self._policy, self._problems.held_out)
         count = len(sums.rewards) or math.nan
         tokens = sums.tokens or math.nan
-        lag = max((version - 1 - old for old in sums.versions), default=0)
-        values = (
-            *(time.monotonic(), version, version, sum(sums.rewards) / count, solved, sums.loss / tokens),
-            *(sums.kl / tokens, sums.clipped / tokens, lag, grad_norm, sums.tokens),
-        )
-        row = torch.tensor([values], dtype=torch.float64)
+        values = {
+            "at": time.monotonic(),
+            "step": version,
+            "reward": sum(sums.rewards) / count,
+            "accuracy": solved,
+            "loss": sums.loss / tokens,
+            "kl": sums.kl / tokens,
+            "clipped": sums.clipped / tokens,
+            "lag": max((version - 1 - old for old in sums.versions), default=0),
+            "grad_norm": grad_norm,
+        }
+        row = torch.tensor([[values[name] for name in METRICS]], dtype=torch.float64)
         self._port.add("metrics", [str(version)], [{}], values=row)
         self._port.report(phase="training", step=version, examples=self._examples())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import pairwise
 from types import TracebackType
 
 from rich import box
@@ -136,13 +137,17 @@ def _workers(board: Board) -> Panel:
 
 
 def _legend() -> Text:
-    return Text.assemble(("■ compute ", _COLOURS["work"]), ("■ queue ", _COLOURS["queue"]), ("■ wait", _COLOURS["wait"]))
+    return Text.assemble(
+        ("■ compute ", _COLOURS["work"]), ("■ queue ", _COLOURS["queue"]), ("■ wait", _COLOURS["wait"])
+    )
 
 
 def _bar(state: WorkerState) -> Text:
     work, queue, _ = (round(share * _BAR_WIDTH) for share in state.shares())
     rest = max(0, _BAR_WIDTH - work - queue)
-    return Text.assemble(("█" * work, _COLOURS["work"]), ("█" * queue, _COLOURS["queue"]), ("█" * rest, _COLOURS["wait"]))
+    return Text.assemble(
+        ("█" * work, _COLOURS["work"]), ("█" * queue, _COLOURS["queue"]), ("█" * rest, _COLOURS["wait"])
+    )
 
 
 def _spark(values: Floats, colour: str, width: int = 36, top: float | None = 1.0) -> Text:
@@ -151,7 +156,7 @@ def _spark(values: Floats, colour: str, width: int = 36, top: float | None = 1.0
     if not known:
         return Text("")
     bounds = [len(known) * i // min(width, len(known)) for i in range(min(width, len(known)) + 1)]
-    means = [sum(known[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(bounds)]
     full = top or max(max(means), 1e-9)
     return Text("".join(_BLOCKS[min(7, max(0, int(mean / full * 8)))] for mean in means), style=colour)
 

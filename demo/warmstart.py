@@ -34,7 +34,8 @@ def warm_start(policy: Policy, problems: Problems, settings: Settings, on_check:
         rows = torch.randint(len(answers), (settings.warm_batch,))
         log_probs = response_log_probs(policy, problems.train[rows], answers[rows])
         optimizer.zero_grad()
-        (-(log_probs * counted[rows]).sum() / counted[rows].sum()).backward()
+        loss = -(log_probs * counted[rows]).sum() / counted[rows].sum()
+        torch.autograd.backward(loss)
         optimizer.step()
         if update % _CHECK_EVERY == 0:
             solved = accuracy(policy, probe)

@@ -112,10 +112,12 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, (set, frozenset)):
-        return one == other and sorted(map(repr, one)) == sorted(map(repr, other))
+        return len(one) == len(other) and all(any(same(mine, theirs) for theirs in other) for mine in one)
     if dataclasses.is_dataclass(one):
         return same(vars(one), vars(other))
-    return bool(one == other) and repr(one) == repr(other)
+    if isinstance(one, np.dtype):
+        return bool(one == other)
+    return repr(one) == repr(other) and bool(one == other or one != one)
 
 
 def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -90,6 +90,7 @@ def test_zero_dim_rows_come_back_dense(part: str) -> None:
     assert td["r"].tolist() == [1.5, 0.5]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_rows_ragged_in_two_dimensions_come_back_strided(part: str) -> None:
     for key, shape in (("a", (2, 3)), ("b", (4, 1))):
         tq.kv_put(key, part, {"x": torch.ones(shape)})

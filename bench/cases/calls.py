@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from bench.cases.batches import LONG_S
+from bench.cases.batches import LONG_S, flatness
 from bench.fleet import Pair
-from bench.result import Row, Samples, spread
-from bench.rounds import Bench
+from bench.result import Row, Samples
+from bench.rounds import Bench, Prepare
 
 IN_FLIGHT = 16
 META_ROWS = 8
@@ -42,42 +43,43 @@ def one_row(bench: Bench) -> list[Row]:
 def metadata(bench: Bench) -> list[Row]:
     """Case 9: fetching 8 rows' metadata out of ever larger partitions, and what lists a partition."""
     sizes = [1_000, LISTED] if bench.options.quick else [1_000, LISTED, 1_000_000]
-    rows, medians = [], []
+    samples = fetches(bench, sizes)
+    rows = []
     for size in sizes:
-        row = fetches(bench, size).at_most("<= 0.3 ms", 0.3e-3)
-        rows.append(row)
-        medians += [row.values["ours"]] if "ours" in row.values else []
-    flat = Row(case=9, what="get_meta, slowest size / fastest", unit="x")
-    if (factor := spread(medians)) is not None:
-        flat.values["ours"] = factor
-    else:
-        flat.failures["ours"] = "not measured"
-    rows.append(flat.at_most("<= 1.5", 1.5))
+        row = samples.row(9, f"get_meta of 8 rows, {size:,} in the partition: p50", f"get_meta_{size}")
+        if (first := samples.quantile("ours", f"first_{size}")) is not None:
+            row.notes.append(f"ours: the first fetch of a new task {first * 1e3:.2f} ms")
+        rows.append(row.at_most("<= 0.3 ms", 0.3e-3))
+    rows.append(flatness(9, "get_meta of 8 rows", rows, 1.5))
     plain, tagged = listings(bench, tagged=False), listings(bench, tagged=True)
     labels = {"consumption": "get_consumption_status", "production": "get_production_status", "kv_list": "kv_list"}
     rows += [plain.row(9, f"{label}, 100 k rows", metric).faster_than("tq", 20) for metric, label in labels.items()]
-    return [*rows, tagged.row(9, "kv_list, 100 k rows with tags", "kv_list").faster_than("tq", 20)]
+    rows.append(tagged.row(9, "kv_list, 100 k rows with tags", "kv_list").faster_than("tq", 20))
+    return [*rows, tagged.row(9, "kv_list, 100 k rows with tags, and reading every tag", "kv_list_read")]
 
 
-def fetches(bench: Bench, size: int) -> Row:
-    """Fetches of 8 rows at one partition size, a new task in every round."""
-    partition = f"meta-{size}"
+def fetches(bench: Bench, sizes: Sequence[int]) -> Samples:
+    """Fetches of 8 rows at every partition size, all sizes and a new task in every round."""
 
     def prepare(pair: Pair, system: str) -> None:
         del system
-        pair.writer.call("calls.fill", LONG_S, partition=partition, num=size, keyed=False)
+        for size in sizes:
+            pair.writer.call("calls.fill", LONG_S, partition=f"meta-{size}", num=size, keyed=False)
+
+    def cleanup(pair: Pair, system: str) -> None:
+        for size in sizes:
+            clear_partition(f"meta-{size}")(pair, system)
 
     def body(pair: Pair, system: str, number: int) -> dict[str, Any]:
-        num_ops = 100 if system == "ours" else max(3, min(50, 1_000_000 // size))
-        where = {"partition": partition, "num_ops": num_ops, "rows": META_ROWS, "task": f"task-{number}"}
-        answer = pair.reader.call("calls.get_meta", LONG_S, **where)
-        return {"get_meta": answer["each_s"], "first": answer["first_s"]}
+        metrics: dict[str, Any] = {}
+        for size in sizes:
+            num_ops = 100 if system == "ours" else max(3, min(50, 1_000_000 // size))
+            where = {"partition": f"meta-{size}", "num_ops": num_ops, "rows": META_ROWS, "task": f"task-{number}"}
+            answer = pair.reader.call("calls.get_meta", LONG_S, **where)
+            metrics |= {f"get_meta_{size}": answer["each_s"], f"first_{size}": answer["first_s"]}
+        return metrics
 
-    samples = bench.rounds(body, systems=["ours", "tq"], prepare=prepare, cleanup=clear_partition(partition))
-    row = samples.row(9, f"get_meta of 8 rows, {size:,} in the partition: p50", "get_meta")
-    if (first := samples.quantile("ours", "first")) is not None:
-        row.notes.append(f"ours: the first fetch of a new task {first * 1e3:.2f} ms")
-    return row
+    return bench.rounds(body, systems=["ours", "tq"], prepare=prepare, cleanup=cleanup)
 
 
 def listings(bench: Bench, tagged: bool) -> Samples:
@@ -96,7 +98,7 @@ def listings(bench: Bench, tagged: bool) -> Samples:
     return bench.rounds(body, systems=["ours", "tq"], prepare=prepare, cleanup=clear_partition(partition))
 
 
-def clear_partition(partition: str) -> Any:
+def clear_partition(partition: str) -> Prepare:
     """Clear what `prepare` filled."""
 
     def cleanup(pair: Pair, system: str) -> None:

@@ -14,7 +14,6 @@ from bench.session import Session, spec_name
 Spec = dict[str, Any]
 TURN_S = 0.25
 """A turn of several calls ends early after this long."""
-PAUSE_S = 0.03
 
 
 def size(session: Session, spec: Spec) -> dict[str, Any]:
@@ -73,6 +72,7 @@ def get(
     copy: bool = False,
     hold: bool = False,
     times: int = 1,
+    pause_s: float = 0.03,
 ) -> dict[str, Any]:
     """Seconds of each get, by key, of the batch or of the rows at `positions`; raises WrongBytes when sums differ.
 
@@ -90,7 +90,7 @@ def get(
     while len(seconds) < times and sum(seconds) < TURN_S:
         result = None
         if seconds:
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)
             session.system.get(partition, keys[:1], [0], False)
         start = time.perf_counter()
         result = session.system.get(partition, keys, positions, copy)

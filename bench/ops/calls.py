@@ -169,7 +169,10 @@ def get_meta(session: Session, partition: str, num_ops: int, rows: int, task: st
 
 
 def listings(session: Session, partition: str, num: int, tagged: bool) -> dict[str, Any]:
-    """Seconds of one call each: both statuses of the partition, and kv_list; sizes are checked."""
+    """Seconds of one call each: both statuses of the partition, and kv_list; sizes are checked.
+
+    A listing may be decoded lazily: `kv_list_read` is the call and a look at every key and tag.
+    """
     tq = session.tq
     client = tq.get_client()
     client.get_meta(["x"], 1, partition, task_name=TASK)
@@ -178,6 +181,9 @@ def listings(session: Session, partition: str, num: int, tagged: bool) -> dict[s
         "consumption": lambda: kept.update(consumption=client.get_consumption_status(TASK, partition)[0]),
         "production": lambda: kept.update(production=client.get_production_status(["x"], partition)[0]),
         "kv_list": lambda: kept.update(kv_list=tq.kv_list(partition)[partition]),
+        "kv_list_read": lambda: kept.update(
+            read=[(k, t.get("version")) for k, t in tq.kv_list(partition)[partition].items()]
+        ),
     }
     seconds = {name: timed([call])[0] for name, call in calls.items()}
     sizes = {name: len(value) for name, value in kept.items()}

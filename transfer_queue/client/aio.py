@@ -82,25 +82,18 @@ class AsyncConnection(asyncio.BufferedProtocol):
         timer = self.loop.call_later(timeout_s, self._give_up, request, timeout_s)
         try:
             return await future
+        except BaseException:
+            self.notify(m.Cancel(request.rid))
+            raise
         finally:
             timer.cancel()
-            if self._waiting.pop(request.rid, None) is not None:  # cancelled
-                self.notify(m.Cancel(request.rid))
+            self._waiting.pop(request.rid, None)
 
     def _give_up(self, request: m.Request, timeout_s: float) -> None:
         future = self._waiting.pop(request.rid, None)
         if future is not None and not future.done():
-            self.notify(m.Cancel(request.rid))
             text = f"{type(request).__name__}: no answer from {self.address} within {timeout_s:g} s"
             future.set_exception(DeadlineExceeded(text))
-
-    def _give_back(self, reply: m.Message) -> None:
-        """Nobody waits for this answer any more: release what it hands out."""
-        if isinstance(reply, m.Allocated):
-            self.notify(m.Discard(reply.block))
-            self.notify(m.Unpin([reply.block]))
-        elif isinstance(reply, m.Located):
-            self.notify(m.Unpin([piece.block for piece in reply.pieces if piece.arena >= 0]))
 
     def notify(self, message: m.Message) -> None:
         if self.error is None:
@@ -120,8 +113,6 @@ class AsyncConnection(asyncio.BufferedProtocol):
                 )
                 if future is not None and not future.done():
                     future.set_result(found)
-                else:
-                    self._give_back(found[0])
         except TransferQueueError as error:
             self._fail(error)
             self._transport.abort()

@@ -19,8 +19,8 @@ import numpy as np
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.memory import address_of
 from transfer_queue.errors import ServiceUnavailable
-from transfer_queue.server.door import NUMBER, SIZE
 from transfer_queue.storage.shm.arena import MAP_NORESERVE
+from transfer_queue.wire.door import NUMBER, SIZE
 
 PAGE = 4096
 MADV_DONTNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 4, 22, 23

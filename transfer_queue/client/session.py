@@ -118,8 +118,10 @@ class Session:
         connection = self._borrow(timeout_s)
         try:
             found = connection.call(effect.request, effect.payload, timeout_s)
-        except BaseException:
+        except BaseException as error:
             connection.close()  # the answer may still come: nobody else must take it for theirs
+            if not isinstance(error, ServiceUnavailable):
+                self._owed.append(m.Cancel(effect.request.rid))
             raise
         self._give_back(connection)
         if self._owed:

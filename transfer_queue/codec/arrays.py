@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
-from transfer_queue.codec.layout import Bytes
+from transfer_queue.codec.layout import MAX_DIMS, Bytes, checked_offsets
+from transfer_queue.codec.nested import jagged, trimmed
 from transfer_queue.codec.values import Ext, encode
 from transfer_queue.errors import ProtocolError, UnsupportedValue
 
-TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTYPE, DEVICE = range(40, 50)
+TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTYPE, DEVICE, STACK = range(40, 51)
 
 Source = torch.Tensor | np.ndarray[Any, Any]
 
@@ -41,7 +42,7 @@ class BufferWriter:
         if isinstance(value, np.ndarray):
             return self._ndarray(value, lower)
         if isinstance(value, np.generic):
-            return _ext(NPSCALAR, [_describe(value.dtype, lower), value.tobytes()])
+            return _ext(NPSCALAR, _scalar(value, lower))
         if isinstance(value, torch.dtype):
             return Ext(DTYPE, encode(dtype_name(value)))
         if isinstance(value, torch.Size):
@@ -52,7 +53,9 @@ class BufferWriter:
             return _ext(NP_DTYPE, _describe(value, lower))
         if isinstance(value, NonTensorData):
             return lower(value.data)
-        if isinstance(value, TensorDictBase):
+        if isinstance(value, NonTensorStack) and value.stack_dim == 0:
+            return _ext(STACK, [lower(item) for item in value.tensordicts])
+        if isinstance(value, TensorDict):
             return _ext(TENSORDICT, [list(value.batch_size), [[k, lower(v)] for k, v in value.items()]])
         return NotImplemented
 
@@ -63,7 +66,8 @@ class BufferWriter:
             plain: Any = value
             if plain._lengths is not None:
                 plain = _without_holes(value)
-            return _ext(JAGGED, [lower(plain._values), lower(plain._offsets), plain._ragged_idx])
+            values, offsets = trimmed(plain)
+            return _ext(JAGGED, [lower(values), lower(offsets), plain._ragged_idx])
         check_tensor(value)
         value = value.detach()
         key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg())
@@ -77,6 +81,8 @@ class BufferWriter:
             if value.dtype.kind != "O":
                 raise UnsupportedValue(f"a structured array with object fields ({value.dtype}) cannot be stored")
             return _ext(OBJECT_ARRAY, [list(value.shape), [lower(item) for item in value.ravel().tolist()]])
+        if not value.dtype.itemsize:
+            raise UnsupportedValue(f"an array of dtype {value.dtype} has no bytes to store")
         place = value.__array_interface__["data"][0]
         key = (place, value.dtype.str, value.shape, value.strides) if value.size and value.dtype.names is None else None
         return _ext(NDARRAY, [_describe(value.dtype, lower), list(value.shape), self._ref(value, key)])
@@ -102,6 +108,8 @@ def _without_holes(value: torch.Tensor) -> Any:
 
 def check_tensor(value: torch.Tensor) -> None:
     """`UnsupportedValue` for tensors that are not plain strided memory."""
+    if value.dim() > MAX_DIMS:
+        raise UnsupportedValue(f"a tensor of {value.dim()} dimensions cannot be stored")
     if value.layout != torch.strided or value.is_quantized:
         raise UnsupportedValue(f"a tensor of layout {value.layout} ({value.dtype}) cannot be stored: make it dense")
     if value.device.type == "meta":
@@ -109,7 +117,22 @@ def check_tensor(value: torch.Tensor) -> None:
 
 
 def _describe(dtype: np.dtype[Any], lower: Callable[[Any], Any]) -> Any:
-    return lower(np.lib.format.dtype_to_descr(dtype))
+    descr = np.lib.format.dtype_to_descr(dtype)
+    if dtype.kind == "V":
+        again = np.lib.format.descr_to_dtype(descr)
+        if again != dtype or again.type is not dtype.type:
+            raise UnsupportedValue(f"the dtype {dtype!r} cannot be stored exactly")
+    return lower(descr)
+
+
+def _scalar(value: np.generic, lower: Callable[[Any], Any]) -> list[Any]:
+    if isinstance(value, np.str_):  # as text and bytes: their dtype cannot tell zeros at the end from padding
+        return ["U", lower(value[:])]
+    if isinstance(value, np.bytes_):
+        return ["S", bytes(value)]
+    if not value.dtype.itemsize:
+        raise UnsupportedValue("a numpy void of no bytes cannot be stored")
+    return [_describe(value.dtype, lower), value.tobytes()]
 
 
 class BufferReader:
@@ -122,6 +145,7 @@ class BufferReader:
     def __init__(self, span: Callable[[int], Bytes]) -> None:
         self._span = span
         self._refs: list[int] = []
+        self._spans: dict[int, Bytes] = {}
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
 
     def begin_row(self, refs: list[int]) -> None:
@@ -133,15 +157,23 @@ class BufferReader:
             raise ProtocolError(f"unknown extension {code}")
         try:
             return rule(self, content)
-        except (IndexError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        except ProtocolError:
+            raise
+        except (LookupError, ArithmeticError, RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"a damaged array in a value: {error}") from None
 
     def _bytes(self, ref: int) -> Bytes:
-        return self._span(self._refs[ref])
+        number = self._refs[ref]
+        found = self._spans.get(number)
+        if found is None:
+            found = self._spans[number] = self._span(number)
+        return found
 
     def _tensor(self, content: Any) -> torch.Tensor:
         name, shape, ref = content
         number = self._refs[ref]
+        if 0 in shape:
+            return torch.empty(shape, dtype=torch_dtype(name))
         flat = self._tensors.get((number, name))
         if flat is None:
             flat = torch.from_numpy(self._bytes(ref)).view(torch_dtype(name))
@@ -164,14 +196,24 @@ class BufferReader:
         return TensorDict({tuple(k) if isinstance(k, list) else k: v for k, v in items}, batch_size=batch_size)
 
     def _jagged(self, content: Any) -> torch.Tensor:
-        from transfer_queue.codec.nested import jagged
-
         values, offsets, ragged = content
+        if not 1 <= ragged <= values.dim() or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+            raise ProtocolError("not the parts of a jagged tensor")
+        marks = checked_offsets(offsets.numpy(), values.shape[ragged - 1], "a jagged tensor")
+        if marks[0] or marks[-1] != values.shape[ragged - 1]:
+            raise ProtocolError("the offsets of a jagged tensor do not cover its values")
         return jagged(values, offsets, ragged)
+
+    def _stack(self, content: Any) -> NonTensorStack:
+        if not content:
+            raise ProtocolError("a stack of nothing")
+        return NonTensorStack(*[item if isinstance(item, NonTensorStack) else NonTensorData(item) for item in content])
 
 
 def _npscalar(content: Any) -> Any:
     descr, data = content
+    if descr in ("U", "S"):
+        return (np.str_ if descr == "U" else np.bytes_)(data)
     return np.frombuffer(data, np.lib.format.descr_to_dtype(descr))[0]
 
 
@@ -184,6 +226,7 @@ _LIFTS: dict[int, Callable[[BufferReader, Any], Any]] = {
     SIZE: lambda reader, content: torch.Size(content),
     TENSORDICT: BufferReader._tensordict,
     JAGGED: BufferReader._jagged,
+    STACK: BufferReader._stack,
     NP_DTYPE: lambda reader, content: np.lib.format.descr_to_dtype(content),
     DEVICE: lambda reader, content: torch.device(content),
 }

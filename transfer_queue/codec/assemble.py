@@ -14,9 +14,10 @@ A field of one run is a view of its block where the block allows it; every other
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -24,11 +25,11 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue.codec.arrays import BufferReader
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.layout import Bytes, Column
-from transfer_queue.codec.nested import jagged
-from transfer_queue.codec.rows import Block, Copier, Run, gather_dense, gather_ragged, varied_parts
+from transfer_queue.codec.nested import jagged, nested
+from transfer_queue.codec.rows import Block, Copier, Run, gather_dense, gather_ragged, gather_varied
 from transfer_queue.codec.values import Lifting
-from transfer_queue.errors import InvalidInput, ProtocolError
-from transfer_queue.schema import DENSE, NESTED, OBJECTS, FieldSchema
+from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
+from transfer_queue.schema import NESTED, OBJECTS, FieldSchema
 
 Located = Sequence[tuple[Block, int, int]]  # (block, first row, number of rows), in result order
 
@@ -47,24 +48,25 @@ class Assembler:
         runs = []
         for block, start, count in located:
             column = block.layout.column(schema.name)
-            if column is None or start < 0 or start + count > block.layout.rows:
+            if column is None or start < 0 or count < 1 or start + count > block.layout.rows:
                 raise ProtocolError(f"field {schema.name!r}: rows {start}..{start + count} are not in their block")
             runs.append(Run(block, column, start, count))
-        return self._value(schema.name, schema.shape, runs, nested=False)
+        return self._value(schema.name, schema.shape, runs, None)
 
-    def _value(self, name: str, shape: tuple[int, ...], runs: list[Run], nested: bool) -> Any:
+    def _value(self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None) -> Any:
+        """The rows of one column. `inner`: it lies in a TensorDict of that batch shape beyond the rows."""
         column = runs[0].column
-        if column.kind == OBJECTS:
-            return stack(self.objects(runs))
-        if column.kind == NESTED:
-            return self._tensordict(runs)
+        if column.kind in (OBJECTS, NESTED):
+            if any(run.column.kind != column.kind for run in runs):
+                raise SchemaConflict(f"field {name!r}: some rows are {column.kind}, others not")
+            return stack(self.objects(runs), inner or ()) if column.kind == OBJECTS else self._tensordict(runs)
+        dtype = _dtype(runs)
         merged = shape if shape == column.shape and len(runs) == 1 else merged_shape(shape, runs)
         ragged = [d for d, size in enumerate(merged) if size == -1] if -1 in merged else []
-        if name in self.out and not nested:
+        if name in self.out and inner is None:
             return self._into(self.out[name], name, merged, runs)
         if len(ragged) > 1:
-            return torch.nested.nested_tensor(self._row_tensors(runs))
-        dtype = torch_dtype(column.dtype)
+            return self._varied(runs, dtype)
         if ragged:
             data, offsets = gather_ragged(runs, ragged[0], self.copier)
             values = _typed(data, dtype, (*merged[: ragged[0]], int(offsets[-1]), *merged[ragged[0] + 1 :]))
@@ -72,7 +74,7 @@ class Assembler:
             return jagged(values, marks, ragged[0] + 1)
         count = sum(run.rows for run in runs)
         data = gather_dense(runs, self.copier)
-        if nested or not merged:
+        if inner is not None or not merged:
             return _typed(data, dtype, (count, *merged))
         return jagged(_typed(data, dtype, (count * merged[0], *merged[1:])), self._uniform(count, merged[0]), 1)
 
@@ -98,80 +100,92 @@ class Assembler:
             at += run.rows
         return target
 
-    def _row_tensors(self, runs: Sequence[Run]) -> list[torch.Tensor]:
-        """One tensor a row, whatever the kind of the column it lies in."""
-        rows: list[torch.Tensor] = []
-        for run in runs:
-            block, column, start, count = run
-            dtype = torch_dtype(column.dtype)
-            if column.kind == DENSE:
-                rows += _typed(gather_dense([run], self.copier), dtype, (count, *column.shape)).unbind()
-            elif column.ragged >= 0:
-                data, offsets = gather_ragged([run], column.ragged, self.copier)
-                shape = tuple(int(offsets[-1]) if size == -1 else size for size in column.shape)
-                lengths = np.diff(offsets).tolist()
-                rows += _typed(data, dtype, shape).split(lengths, dim=column.ragged)
-            else:
-                values, offsets, shapes = varied_parts(block, column)
-                size = column.itemsize
-                for row in range(start, start + count):
-                    span = values[int(offsets[row]) * size : int(offsets[row + 1]) * size]
-                    rows.append(_typed(span.copy(), dtype, tuple(shapes[row].tolist())))
-        return rows
+    def _varied(self, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
+        data, shapes = gather_varied(runs, self.copier)
+        sizes = torch.from_numpy(np.ascontiguousarray(shapes))
+        steps = np.ones_like(shapes)
+        steps[:, :-1] = shapes[:, :0:-1].cumprod(axis=1)[:, ::-1]
+        lengths = shapes.prod(axis=1)
+        values = _typed(data, dtype, (int(lengths.sum()),))
+        starts = torch.from_numpy(lengths.cumsum() - lengths)
+        return nested(values, sizes, torch.from_numpy(steps), starts)
 
     def _tensordict(self, runs: list[Run]) -> TensorDict:
-        count = sum(run.rows for run in runs)
+        first = runs[0].column
+        names = [child.name for child in first.children]
         content: dict[str, Any] = {}
-        for child in runs[0].column.children:
+        for column in (run.column for run in runs[1:]):
+            if column.shape != first.shape or {child.name for child in column.children} != set(names):
+                raise SchemaConflict(f"field {first.name!r}: rows hold TensorDicts of different batch shape or keys")
+        for number, child in enumerate(first.children):
             inner = []
             for run in runs:
-                column = next((c for c in run.column.children if c.name == child.name), None)
-                if column is None:
-                    raise ProtocolError(f"field {run.column.name!r}: a row lacks {child.name!r}")
+                column = run.column.children[number]
+                if column.name != child.name:
+                    column = next(c for c in run.column.children if c.name == child.name)
                 inner.append(run._replace(column=column))
-            content[child.name] = self._value(child.name, child.shape, inner, nested=True)
-        return TensorDict(content, batch_size=[count, *runs[0].column.shape])
+            content[child.name] = self._value(child.name, child.shape, inner, first.shape)
+        return TensorDict(content, batch_size=[sum(run.rows for run in runs), *first.shape])
 
     def objects(self, runs: Sequence[Run]) -> list[Any]:
         """The Python values of an objects column."""
         values: list[Any] = []
-        for block, column, start, count in runs:
-            if column.kind != OBJECTS:
-                raise ProtocolError(f"field {column.name!r}: objects and tensors mixed")
-            data = block.part(column, 0)
-            marks = block.offsets(column, 1, len(data))[start : start + count + 1].tolist()
-            message = memoryview(data)  # type: ignore[arg-type]
-            spans = [message[a:b] for a, b in itertools.pairwise(marks)]
-            if len(column.parts) == 2:
-                values += map(Lifting(allow_pickle=self.allow_pickle).unpack, spans)
-            else:
-                values += self._with_buffers(block, column, start, spans)
+        readers: dict[tuple[int, str], BufferReader] = {}  # blocks of equal layout share their columns
+        for run in runs:
+            column = run.column
+            place = (id(run.block), column.name)
+            reader = readers.get(place)
+            if reader is None:
+                reader = readers[place] = BufferReader(self._span_of(run.block, column))
+            try:
+                values += self._decoded(run, reader)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise ProtocolError(f"field {column.name!r}: a damaged value: {error}") from None
         return values
 
-    def _with_buffers(self, block: Block, column: Column, start: int, spans: list[memoryview]) -> list[Any]:
-        refs = block.ints(column, 3)
-        ends = block.offsets(column, 2, len(refs)).tolist()
-        table = block.ints(column, 4).reshape(-1, 2)
-        heap = block.part(column, 5)
+    def _decoded(self, run: Run, reader: BufferReader) -> Iterable[Any]:
+        block, column, start, count = run
+        data = block.part(column, 0)
+        marks = block.offsets(column, 1, len(data))[start : start + count + 1].tolist()
+        message = memoryview(data)  # type: ignore[arg-type]
+        spans = [message[a:b] for a, b in itertools.pairwise(marks)]
+        unpack = Lifting(reader.lift, self.allow_pickle).unpack
+        if len(column.parts) == 2:
+            return map(unpack, spans)
+        buffers = block.buffers(column)
+        ends = buffers.ends[start : start + count + 1].tolist()
+        values = []
+        for message, (first, last) in zip(spans, itertools.pairwise(ends), strict=True):
+            reader.begin_row(buffers.refs[first:last].tolist())
+            values.append(unpack(message))
+        return values
+
+    def _span_of(self, block: Block, column: Column) -> Callable[[int], Bytes]:
+        """Gives the bytes of a buffer of the column: a view where the block allows it."""
 
         def span(number: int) -> Bytes:
-            first, nbytes = table[number].tolist()
-            if first < 0 or nbytes < 0 or first + nbytes > len(heap):
-                raise ProtocolError(f"field {column.name!r}: buffer {number} outside its heap")
-            found = heap[first : first + nbytes]
+            buffers = block.buffers(column)
+            first, nbytes = buffers.spans[number].tolist()
+            found = buffers.heap[first : first + nbytes]
             if block.may_view(nbytes):
                 return found
             own = self.copier.allocate(nbytes)
             self.copier.copy(own, found)
             return own
 
-        reader = BufferReader(span)
-        unpack = Lifting(reader.lift, self.allow_pickle).unpack
-        values = []
-        for row, message in enumerate(spans, start):
-            reader.begin_row(refs[ends[row] : ends[row + 1]].tolist())
-            values.append(unpack(message))
-        return values
+        return span
+
+
+def _dtype(runs: Sequence[Run]) -> torch.dtype:
+    """The dtype of the rows, which are tensors of one dtype in all runs."""
+    column = runs[0].column
+    for other in {id(run.column): run.column for run in runs}.values():
+        if other.dtype != column.dtype or other.kind in (OBJECTS, NESTED):
+            raise SchemaConflict(f"field {column.name!r}: rows of dtype {column.dtype} and {other.dtype or other.kind}")
+    dtype = torch_dtype(column.dtype)
+    if any(run.column.itemsize != dtype.itemsize for run in runs):
+        raise ProtocolError(f"field {column.name!r}: {column.itemsize} bytes an element of {column.dtype}")
+    return dtype
 
 
 def merged_shape(shape: tuple[int, ...], runs: Sequence[Run]) -> tuple[int, ...]:
@@ -189,8 +203,13 @@ def merged_shape(shape: tuple[int, ...], runs: Sequence[Run]) -> tuple[int, ...]
     return merged
 
 
-def stack(values: list[Any]) -> NonTensorStack:
-    return NonTensorStack(*[NonTensorData(value) for value in values])
+def stack(values: list[Any], inner: tuple[int, ...] = ()) -> NonTensorStack:
+    """The values as a stack; rows are lists nested as deep as `inner`, the batch shape beyond the rows, is long."""
+    if not inner:
+        return NonTensorStack(*[NonTensorData(v.tolist() if type(v) is NonTensorStack else v) for v in values])
+    if any(type(row) is not list or len(row) != inner[0] for row in values):
+        raise ProtocolError(f"rows that are not {inner[0]} values each")
+    return NonTensorStack(*[stack(row, inner[1:]) for row in values])
 
 
 def _typed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transfer_queue.errors import ProtocolError
+from transfer_queue.errors import ProtocolError, UnsupportedValue
 
 _BY_NAME = {
     str(dtype).removeprefix("torch."): dtype
@@ -15,7 +15,11 @@ _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return _BY_DTYPE.get(dtype) or str(dtype).removeprefix("torch.")
+    """The name `torch_dtype` knows, or `UnsupportedValue` for the dtypes of quantized tensors."""
+    try:
+        return _BY_DTYPE[dtype]
+    except KeyError:
+        raise UnsupportedValue(f"{dtype} cannot be stored: it describes quantized tensors") from None
 
 
 def torch_dtype(name: str) -> torch.dtype:

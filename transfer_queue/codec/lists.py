@@ -6,6 +6,7 @@ and refuses what does not fit instead of rounding it.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from transfer_queue.codec.layout import Ints
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FORMATS = {int: ("q", torch.int64), float: ("f", torch.float32), bool: ("?", torch.bool)}
 
 
@@ -81,12 +83,17 @@ def _kind_of_all(rows: Sequence[list[Any]]) -> type | None:
 
 
 def _kind(values: Sequence[Any]) -> type:
+    """The one type of all values; `object` for a mix that only looks like numbers of one type, such as bool and int."""
     kinds = set(map(type, values))
-    return float if kinds == {int, float} else type(values[0])
+    if len(kinds) == 1:
+        return kinds.pop()
+    return float if kinds == {int, float} else object
 
 
 def _pack(row: Sequence[Any], kind: type) -> tuple[bytearray, torch.dtype] | None:
     """The numbers of `row` as machine values, or None when one is not of `kind`."""
+    if kind not in _FORMATS:
+        return None
     letter, dtype = _FORMATS[kind]
     if kind is bool and not all(type(item) is bool for item in row):
         return None  # "?" packs the truth of any object
@@ -95,4 +102,11 @@ def _pack(row: Sequence[Any], kind: type) -> tuple[bytearray, torch.dtype] | Non
         struct.pack_into(f"{len(row)}{letter}", out, 0, *row)
     except (struct.error, OverflowError):
         return None
+    if kind is float and np.isinf(np.frombuffer(out, np.float32)).any() and any(map(_overflows, row)):
+        return None
     return out, dtype
+
+
+def _overflows(number: float) -> bool:
+    """Whether a finite number is beyond float32."""
+    return FLOAT32_MAX < abs(number) < math.inf

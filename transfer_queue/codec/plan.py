@@ -6,6 +6,7 @@ of columns that the caller fills in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from transfer_queue.codec.arrays import BufferWriter, Source, check_tensor
 from transfer_queue.codec.dtypes import dtype_name
 from transfer_queue.codec.layout import Builder, Bytes, Column, Layout, encode_layout
 from transfer_queue.codec.memory import Move, Mover, address_of
+from transfer_queue.codec.nested import trimmed
 from transfer_queue.codec.values import pack
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED, FieldSchema
@@ -71,8 +73,9 @@ class Plan:
             if isinstance(source, torch.Tensor):
                 if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
                     nbytes = source.numel() * source.element_size()
-                    target = torch.from_numpy(into[offset : offset + nbytes]).view(source.dtype)
-                    target.view(source.shape).copy_(source)
+                    plain = source if source.is_conj() or source.is_neg() else _as_numbers(source)
+                    target = torch.from_numpy(into[offset : offset + nbytes]).view(plain.dtype)
+                    target.view(plain.shape).copy_(plain)
                     continue
                 moves.append((base + offset, source.data_ptr(), source.numel() * source.element_size()))
             elif isinstance(source, bytes):
@@ -82,6 +85,12 @@ class Plan:
                 kept.append(lying)
                 moves.append((base + offset, lying.__array_interface__["data"][0], lying.nbytes))
         mover.move(moves)
+
+
+def _as_numbers(source: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers: torch cannot copy all of its dtypes."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return source.view(kinds.get(source.element_size(), source.dtype))
 
 
 def plan_batch(batch: TensorDictBase | Mapping[str, Any], rows: int, allow_pickle: bool = False) -> Plan:
@@ -114,7 +123,7 @@ def plan_row(fields: Mapping[str, Any], allow_pickle: bool = False) -> Plan:
         if isinstance(value, torch.Tensor):
             if value.is_nested:
                 raise InvalidInput(f"field {name!r}: a nested tensor is many rows; kv_put takes one")
-            plan.columns.append(_dense(plan, name, value.unsqueeze(0)))
+            plan.columns.append(_dense(plan, name, _checked(name, value).unsqueeze(0)))
         else:
             plan.columns.append(_objects(plan, name, [value]))
     return plan
@@ -122,14 +131,14 @@ def plan_row(fields: Mapping[str, Any], allow_pickle: bool = False) -> Plan:
 
 def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Plan:
     """Dense columns of given (shape with rows first, dtype), to be filled in place."""
-    if not specs or any(not shape for shape, _ in specs.values()):
+    if not specs or any(not shape or min(shape) < 0 or shape[0] < 1 for shape, _ in specs.values()):
         raise InvalidInput("name at least one field, each with a shape whose first dimension is the rows")
     rows = {shape[0] for shape, _ in specs.values()}
     if len(rows) != 1:
         raise InvalidInput(f"the fields have different numbers of rows: {sorted(rows)}")
     plan = Plan(rows.pop())
     for name, (shape, dtype) in specs.items():
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         column = Column(
             name, DENSE, dtype_name(dtype), dtype.itemsize, tuple(shape[1:]), -1, [plan.add(None, nbytes)], []
         )
@@ -146,17 +155,26 @@ def _column(plan: Plan, name: str, value: Any, numbers: bool) -> Column:
             return _jagged(plan, name, value)
         return _rows(plan, name, list(value.unbind()))
     if isinstance(value, np.ndarray):
+        if not value.ndim:
+            raise InvalidInput(f"field {name!r}: a column has rows; got an array without dimensions")
+        if isinstance(value, np.ma.MaskedArray):
+            raise UnsupportedValue(f"field {name!r}: a masked array cannot be stored: fill it first")
         tensor = lists.as_tensor(value)
         return _dense(plan, name, tensor) if tensor is not None else _objects(plan, name, list(value))
     if isinstance(value, NonTensorStack):
         return _sequence(plan, name, [_datum(item) for item in value.tensordicts], numbers=False)
     if isinstance(value, NonTensorData):
-        return _objects(plan, name, [value.data] * plan.rows)
+        return _objects(plan, name, [_repeated(value.data, value.batch_size[1:])] * plan.rows)
     if isinstance(value, TensorDictBase):
         return _nested(plan, name, value)
     if isinstance(value, (list, tuple)):
         return _sequence(plan, name, list(value), numbers)
     raise UnsupportedValue(f"field {name!r}: a column is a tensor, array or list, got {type(value).__qualname__}")
+
+
+def _repeated(value: Any, shape: Sequence[int]) -> Any:
+    """The value, in lists nested as `shape` says."""
+    return [_repeated(value, shape[1:])] * shape[0] if shape else value
 
 
 def _datum(item: Any) -> Any:
@@ -206,13 +224,10 @@ def _dense(plan: Plan, name: str, value: torch.Tensor) -> Column:
 
 def _jagged(plan: Plan, name: str, value: Any) -> Column:
     """A jagged NestedTensor: its values lie as the column does."""
-    values, offsets, ragged = value._values, value._offsets, value._ragged_idx - 1
+    values, offsets = trimmed(value)
     marks = offsets.detach().cpu().to(torch.int64).numpy()
     _check_rows(plan, name, len(marks) - 1)
-    first, last = int(marks[0]), int(marks[-1])
-    if first or last != values.shape[ragged]:
-        values, marks = values.narrow(ragged, first, last - first), marks - first
-    return _ragged(plan, name, values, marks, ragged)
+    return _ragged(plan, name, values, marks, value._ragged_idx - 1)
 
 
 def _ragged(plan: Plan, name: str, values: torch.Tensor, offsets: np.ndarray[Any, Any], ragged: int) -> Column:

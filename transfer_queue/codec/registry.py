@@ -49,14 +49,29 @@ def register_type(
 
 
 def _standard(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    if issubclass(cls, enum.Flag):
+        return (lambda member: member.value), cls
     if issubclass(cls, enum.Enum):
         return (lambda member: member.name), (lambda name: cls[name])
     if dataclasses.is_dataclass(cls):
-        names = [f.name for f in dataclasses.fields(cls) if f.init]
-        return (lambda value: {n: getattr(value, n) for n in names}), (lambda plain: cls(**plain))
+        return _fields_of, lambda plain: _from_fields(cls, plain)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return list, (lambda plain: cls(*plain))
     raise InvalidInput(f"{cls} is no enum, dataclass or named tuple: give to_plain and from_plain")
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _from_fields(cls: type, plain: dict[str, Any]) -> Any:
+    """Made by the constructor, then every field set as it was stored: `__post_init__` may compute fields anew."""
+    kwargs = {field.name: plain[field.name] for field in dataclasses.fields(cls) if field.init and field.name in plain}
+    value = cls(**kwargs)
+    for name, content in plain.items():
+        object.__setattr__(value, name, content)
+    return value
 
 
 def by_type(cls: type) -> Registration | None:

@@ -170,7 +170,7 @@ def gather_ragged(runs: Sequence[Run], ragged: int, copier: Copier) -> tuple[Byt
 
 
 def _steps(run: Run, ragged: int) -> tuple[Bytes, tuple[Ints, int, int]]:
-    """The rows' values as (outer slices, steps along `ragged`, bytes of a step), and their offsets for `join_offsets`."""
+    """The rows' values as (outer slices, steps along `ragged`, bytes of a step); their offsets for `join_offsets`."""
     block, column, start, count = run
     outer = math.prod(column.shape[:ragged])
     step = math.prod(column.shape[ragged + 1 :]) * column.itemsize
@@ -221,10 +221,13 @@ def gather_varied(runs: Sequence[Run], copier: Copier) -> tuple[Bytes, Ints]:
     """(flattened values of the rows one after the other, shapes (rows, ndim)), whatever kind the columns have."""
     spans: list[Bytes] = []
     shapes: list[Ints] = []
+    known: dict[int, tuple[Bytes, Ints, Ints]] = {}  # by block
     for run in runs:
         block, column, start, count = run
         if column.kind == VARIED:
-            values, offsets, table = varied_parts(block, column)
+            if id(block) not in known:
+                known[id(block)] = varied_parts(block, column)
+            values, offsets, table = known[id(block)]
             size = column.itemsize
             spans.append(values[int(offsets[start]) * size : int(offsets[start + count]) * size])
             shapes.append(table[start : start + count])

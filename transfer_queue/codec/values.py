@@ -119,8 +119,8 @@ class Lowering:
         return [self.lower(item) for item in value]
 
     def _dict(self, value: dict[Any, Any]) -> Any:
-        if all(type(key) is str for key in value):
-            return {self._str(key): self.lower(item) for key, item in value.items()}
+        if all(type(key) is str and type(self._str(key)) is str for key in value):
+            return {key: self.lower(item) for key, item in value.items()}
         return self.ext(DICT, [[key, item] for key, item in value.items()])
 
     def _datetime(self, value: datetime.datetime) -> Any:
@@ -188,17 +188,26 @@ class Lifting:
             return self._registered(self.unpack(data))
         if code == PICKLE:
             return self._pickled(bytes(data))
+        rule = _LIFTS.get(code)
+        if rule is None:
+            raise ProtocolError(f"unknown extension {code}")
+        content = data if code in _RAW else self.unpack(data)
         try:
-            return _LIFTS[code](self.unpack, data)
-        except KeyError:
-            raise ProtocolError(f"unknown extension {code}") from None
+            return rule(content)
+        except (ValueError, TypeError, ArithmeticError, LookupError, struct.error) as error:
+            raise ProtocolError(f"a damaged value (extension {code}): {error}") from None
 
     def _registered(self, content: Any) -> Any:
+        if type(content) is not list or len(content) != 2 or type(content[0]) is not str:
+            raise ProtocolError("a damaged value of a registered type")
         name, plain = content
         registration = by_name(name)
         if registration is None:
             raise UnsupportedValue(f"the sample holds a {name!r}: call transfer_queue.register_type for it here too")
-        return registration.from_plain(plain)
+        try:
+            return registration.from_plain(plain)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise UnsupportedValue(f"{registration.cls} cannot be rebuilt from {plain!r:.200}: {error}") from error
 
     def _pickled(self, data: bytes) -> Any:
         if not self._allow_pickle:
@@ -210,11 +219,8 @@ class Lifting:
         return opaque.load(data)
 
 
-Unpack = Callable[[Any], Any]
-
-
-def _lift_moment(unpack: Unpack, data: Any, cls: Any) -> Any:
-    text, fold, zone = unpack(data)
+def _lift_moment(content: Any, cls: Any) -> Any:
+    text, fold, zone = content
     moment = cls.fromisoformat(text).replace(fold=fold)
     if zone is True:
         return moment.replace(tzinfo=datetime.timezone.utc)
@@ -224,23 +230,24 @@ def _lift_moment(unpack: Unpack, data: Any, cls: Any) -> Any:
     return moment
 
 
-_LIFTS: dict[int, Callable[[Unpack, Any], Any]] = {
-    TUPLE: lambda unpack, data: tuple(unpack(data)),
-    SET: lambda unpack, data: set(unpack(data)),
-    FROZENSET: lambda unpack, data: frozenset(unpack(data)),
-    BIGINT: lambda unpack, data: int(bytes(data).decode(), 16),
-    COMPLEX: lambda unpack, data: complex(*struct.unpack("<dd", data)),
-    DATETIME: lambda unpack, data: _lift_moment(unpack, data, datetime.datetime),
-    DATE: lambda unpack, data: datetime.date.fromisoformat(bytes(data).decode()),
-    TIME: lambda unpack, data: _lift_moment(unpack, data, datetime.time),
-    TIMEDELTA: lambda unpack, data: datetime.timedelta(*unpack(data)),
-    DECIMAL: lambda unpack, data: decimal.Decimal(bytes(data).decode()),
-    UUID: lambda unpack, data: uuid.UUID(bytes=bytes(data)),
-    FRACTION: lambda unpack, data: fractions.Fraction(*unpack(data)),
-    BYTEARRAY: lambda unpack, data: bytearray(data),
-    DICT: lambda unpack, data: dict(unpack(data)),
-    SURROGATE: lambda unpack, data: bytes(data).decode("utf-8", "surrogatepass"),
-    RANGE: lambda unpack, data: range(*unpack(data)),
-    ORDERED: lambda unpack, data: OrderedDict(unpack(data)),
-    DEQUE: lambda unpack, data: deque(*unpack(data)),
+_RAW = frozenset((BIGINT, COMPLEX, DATE, DECIMAL, UUID, BYTEARRAY, SURROGATE))  # their bytes are not msgpack
+_LIFTS: dict[int, Callable[[Any], Any]] = {
+    TUPLE: tuple,
+    SET: set,
+    FROZENSET: frozenset,
+    BIGINT: lambda data: int(bytes(data).decode(), 16),
+    COMPLEX: lambda data: complex(*struct.unpack("<dd", data)),
+    DATETIME: lambda content: _lift_moment(content, datetime.datetime),
+    DATE: lambda data: datetime.date.fromisoformat(bytes(data).decode()),
+    TIME: lambda content: _lift_moment(content, datetime.time),
+    TIMEDELTA: lambda content: datetime.timedelta(*content),
+    DECIMAL: lambda data: decimal.Decimal(bytes(data).decode()),
+    UUID: lambda data: uuid.UUID(bytes=bytes(data)),
+    FRACTION: lambda content: fractions.Fraction(*content),
+    BYTEARRAY: bytearray,
+    DICT: dict,
+    SURROGATE: lambda data: bytes(data).decode("utf-8", "surrogatepass"),
+    RANGE: lambda content: range(*content),
+    ORDERED: OrderedDict,
+    DEQUE: lambda content: deque(*content),
 }

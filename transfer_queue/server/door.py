@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import struct
 
 from transfer_queue.server.link import peer_uid
 from transfer_queue.storage.shm.unit import Unit
-
-NUMBER = struct.Struct("<I")
-SIZE = struct.Struct("<Q")
+from transfer_queue.wire.door import NUMBER, SIZE
 
 
 class Door:

@@ -15,6 +15,7 @@ from transfer_queue.wire import messages as m
 INLINE_NBYTES = 64 << 10
 REMOTE_INLINE_NBYTES = 1 << 20
 REMEMBERED_REPLIES = 4096
+REMEMBERED_PINS = 256
 Payload: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
 Answer: TypeAlias = "tuple[m.Reply, Payload]"
 
@@ -28,6 +29,7 @@ class Session:
         self.connections = 0
         self.replies: OrderedDict[int, Answer] = OrderedDict()
         self.parked: dict[int, Hashable] = {}  # ticket of each parked request
+        self.pinned: OrderedDict[int, list[int]] = OrderedDict()  # blocks each of the latest reads pinned
 
 
 class Held(NamedTuple):
@@ -89,19 +91,33 @@ class Service:
         """Carry out a one-way message; whatever is wrong with it is ignored."""
         match message:
             case m.Unpin(blocks=blocks):
-                for block in blocks:
-                    self.unit.unpin(block, session.ident)
+                self._unpin_all(blocks, session)
             case m.Discard(block=block):
-                waiting = [t for t, held in self._held.items() if (held.block.number, held.owner) == (block, session.ident)]
+                waiting = [
+                    t for t, held in self._held.items() if (held.block.number, held.owner) == (block, session.ident)
+                ]
                 self._forget(set(waiting))
                 try:
                     self.unit.unpublished(block, session.ident)
                 except InvalidInput:
                     return
                 self.unit.drop(block)
-            case m.Cancel(rid=rid) if rid in session.parked:
-                self._forget({session.parked.pop(rid)})
+            case m.Cancel(rid=rid):
+                self._cancel(rid, session)
         self.settle()
+
+    def _cancel(self, rid: int, session: Session) -> None:
+        if rid in session.parked:
+            self._forget({session.parked.pop(rid)})
+        self._unpin_all(session.pinned.pop(rid, ()), session)
+        answer = session.replies.get(rid)
+        if answer is not None and isinstance(answer[0], m.Allocated):
+            self._unpin_all([answer[0].block], session)
+            self.notify(m.Discard(answer[0].block), session)
+
+    def _unpin_all(self, blocks: Sequence[int], session: Session) -> None:
+        for block in blocks:
+            self.unit.unpin(block, session.ident)
 
     def handle(
         self, message: m.Request, payload: memoryview, session: Session, ticket: Hashable, now: float
@@ -176,9 +192,17 @@ class Service:
         reply.layouts, total = self.unit.describe(reply.pieces)
         if total <= (INLINE_NBYTES if session.local else REMOTE_INLINE_NBYTES):
             return reply, (self._copied(reply.pieces, total),)
-        for piece in reply.pieces:
-            self.unit.pin(piece.block, session.ident)
+        self._pin_all(message.rid, [piece.block for piece in reply.pieces], session)
         return reply, ()
+
+    def _pin_all(self, rid: int, blocks: list[int], session: Session) -> None:
+        """Pin what a reply names, in place of what an earlier reply to the same request named."""
+        for block in blocks:
+            self.unit.pin(block, session.ident)
+        self._unpin_all(session.pinned.pop(rid, ()), session)
+        session.pinned[rid] = blocks
+        if len(session.pinned) > REMEMBERED_PINS:
+            session.pinned.popitem(last=False)
 
     def _copied(self, pieces: list[m.Piece], total: int) -> bytearray:
         payload = bytearray(total)

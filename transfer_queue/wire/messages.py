@@ -150,7 +150,10 @@ class Discard(Message):
 
 
 class Cancel(Message):
-    """One way: nobody waits for the answer to request `rid` of this session any more; it is not parked any longer."""
+    """One way: nobody waits for the answer to request `rid` of this session any more.
+
+    It is not parked any longer, and the block or the pins it gave are released.
+    """
 
     rid: int
 
@@ -345,7 +348,8 @@ class Report(Reply):
 
 
 ClientMessage: TypeAlias = (
-    Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard | Cancel
+    Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
+    | Cancel
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | Adopt | Stats | Stop
 )  # fmt: skip
