@@ -48,18 +48,24 @@ def answer(session: Any, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Work until the driver says "stop" or is gone; leave the system in either case."""
     system = sys.argv[1]
     find_packages(system)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     session = importlib.import_module("bench.session").Session(system)
-    for line in sys.stdin:
-        command = json.loads(line)
-        if command["op"] == "stop":
-            session.close()
-            replies.write(json.dumps({"id": command["id"], "ok": True, "result": {}}) + "\n")
-            return
-        replies.write(json.dumps(answer(session, command)) + "\n")
+    stopped = None
+    try:
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command["op"] == "stop":
+                stopped = command["id"]
+                break
+            replies.write(json.dumps(answer(session, command)) + "\n")
+    finally:
+        session.close()
+    if stopped is not None:
+        replies.write(json.dumps({"id": stopped, "ok": True, "result": {}}) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,8 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     bench = Bench(fleet, Options(repeat=repeat, quick=asked.quick, peers=not asked.no_peers))
     machine = report.machine_facts() | {"repeat": repeat, "versions": {}}
     rows: list[Row] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for number in asked.cases:
+        for number in [known for known in CASES if known in asked.cases]:
             bench.say(f"case {number}: {TITLES[number]}")
             rows += run_case(bench, number)
             machine["versions"] |= versions(bench, known=machine["versions"])

@@ -51,8 +51,8 @@ def main(
         print("interrupted: every process has been ended", file=sys.stderr)
         raise typer.Exit(130) from None
     else:
-        console.print(report.summary(board), highlight=False)
-        console.print(f"curves and timeline: {report.draw(board, out / 'run.png')}", highlight=False)
+        print(report.summary(board))
+        print(f"curves and timeline: {report.draw(board, out / 'run.png')}")
     finally:
         tq.close()
 

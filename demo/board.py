@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +38,19 @@ class WorkerState:
         return (self.work_s / total, self.queue_s / total, self.wait_s / total) if total else (0.0, 0.0, 0.0)
 
 
+def _state(name: str, tag: Mapping[str, Any], now: float) -> WorkerState:
+    """A worker that has been waiting since its report has waited until now."""
+    idle_s = now - tag["at"] if tag["waiting"] else 0.0
+    return WorkerState(
+        name=name,
+        rows=tag["rows"],
+        nbytes=tag["nbytes"],
+        work_s=tag["work_s"],
+        wait_s=tag["wait_s"] + idle_s,
+        queue_s=tag["queue_s"],
+    )
+
+
 @dataclass
 class Board:
     """Call `refresh` to look again; everything else only reads what that found."""
@@ -57,19 +72,8 @@ class Board:
         """Read the workers' rows. Raises the queue's errors."""
         status = tq.kv_list("status").get("status", {})
         now = time.monotonic()
-        for name in self.settings.worker_names:
-            if name not in status:
-                continue
-            tag = status[name]
-            idle_s = now - tag["at"] if tag["waiting"] else 0.0
-            self.workers[name] = WorkerState(
-                name=name,
-                rows=tag["rows"],
-                nbytes=tag["nbytes"],
-                work_s=tag["work_s"],
-                wait_s=tag["wait_s"] + idle_s,
-                queue_s=tag["queue_s"],
-            )
+        known = [name for name in self.settings.worker_names if name in status]
+        self.workers = {name: _state(name, status[name], now) for name in known}
         trainer = status.get("trainer", {})
         self.phase = trainer.get("phase", self.phase)
         self.updates = trainer.get("updates", self.updates)

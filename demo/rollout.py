@@ -47,7 +47,7 @@ def _add(port: Port, ticket: Rows, prompts: Tensor, made: Generation, version: i
     tags: list[Tags] = [{"group_id": number, "version": version} for number in numbers.tolist()]
     keys = [f"{number}/{row % n}" for row, number in enumerate(numbers.tolist())]
     mask = inside(made.lengths, MAX_RESPONSE_LEN).to(torch.int64)
-    for step in steps.unique().tolist():  # the next ready prompts may belong to two steps
+    for step in sorted(set(ticket.tag("step"))):  # the next ready prompts may belong to two steps
         rows = (steps == step).nonzero().squeeze(1)
         lengths = made.lengths[rows]
         port.add(

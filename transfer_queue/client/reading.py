@@ -13,7 +13,8 @@ from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Bytes, Layout, decode_layout
-from transfer_queue.codec.rows import Block
+from transfer_queue.codec.memory import Copies
+from transfer_queue.codec.rows import Block, Copier
 from transfer_queue.errors import ProtocolError
 from transfer_queue.schema import OBJECTS
 from transfer_queue.storage.shm.unit import SMALL_NBYTES
@@ -121,7 +122,9 @@ def _received(session: Session, piece: m.Piece) -> Operation[Bytes]:
 def _assembled(
     session: Session, replies: list[tuple[m.Located, list[Lying]]], out: Mapping[str, torch.Tensor] | None
 ) -> TensorDict:
-    assembler = Assembler(session.copier, bool(session.config.get("allow_pickle")), out)
+    copies = Copies(session.mover)
+    copier = Copier(session.pool.allocate, copies.copy)
+    assembler = Assembler(copier, bool(session.config.get("allow_pickle")), out)
     single_reply = len(replies) == 1
     schema = {field.name: field for field in replies[0][0].schema}
     located: dict[str, list[tuple[Block, int, int]]] = {name: [] for name in schema}
@@ -136,6 +139,7 @@ def _assembled(
     if not schema:
         return TensorDict({}, batch_size=[0])
     content = {name: assembler.field(field, located[name]) for name, field in schema.items()}
+    copies.run()
     return new_tensordict(content, sum(reply.count for reply, _ in replies))
 
 

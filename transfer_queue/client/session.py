@@ -25,7 +25,6 @@ from transfer_queue.client.listing import Listings
 from transfer_queue.client.mapping import Arenas
 from transfer_queue.client.views import Views
 from transfer_queue.codec.memory import Mover, Pool
-from transfer_queue.codec.rows import Copier
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.wire import messages as m
 
@@ -45,6 +44,7 @@ class Session:
     def __init__(self, address: Address, connect_timeout_s: float = 10.0) -> None:
         self.address = address
         self.closed = False
+        self._finished = False
         self._connect_timeout_s = connect_timeout_s
         self._start(secrets.token_bytes(16), [])
         connection = self._borrow(connect_timeout_s)
@@ -55,7 +55,6 @@ class Session:
         self._door = welcome.door
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(int(self.config.get("pool_nbytes", 1 << 30)))
-        self.copier = Copier(self.pool.allocate, self.mover.copy)
         self._open_memory()
         _SESSIONS.add(self)
 
@@ -71,7 +70,7 @@ class Session:
 
     def _open_memory(self) -> None:
         self.arenas = Arenas(self._door, self._connect_timeout_s)
-        self.views = Views(self.arenas, self._unpin)
+        self.views = Views(self.arenas, self._unpin, self._disconnect)
 
     @property
     def is_local(self) -> bool:
@@ -89,15 +88,13 @@ class Session:
 
     def _borrow(self, timeout_s: float) -> Connection:
         """A connection of our own for one call."""
-        if self.closed:
-            raise ServiceUnavailable("this client was closed")
         try:
             return self._idle.pop()
         except IndexError:
             return Connection(self.address, self.ident, min(timeout_s, self._connect_timeout_s))
 
     def _give_back(self, connection: Connection) -> None:
-        if len(self._idle) < MAX_IDLE and not self.closed:
+        if len(self._idle) < MAX_IDLE and not self._finished:
             self._idle.append(connection)
         else:
             connection.close()
@@ -115,6 +112,8 @@ class Session:
         return _checked(found)
 
     def _exchange(self, effect: Call, timeout_s: float) -> tuple[Any, memoryview]:
+        if self.closed:
+            raise ServiceUnavailable("this client was closed")
         connection = self._borrow(timeout_s)
         try:
             found = connection.call(effect.request, effect.payload, timeout_s)
@@ -208,19 +207,26 @@ class Session:
             self._idle.pop().close()
 
     def close(self) -> None:
-        """Detach. Tensors that were read stay valid."""
+        """Detach. Tensors that were read stay valid: a connection lasts as long as they do, and with it their pins."""
         if self.closed:
             return
-        self.views.close()
+        if self.views.num_open and not self._idle:
+            with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
+                self._give_back(self._borrow(NOTIFY_S))
         self.closed = True
         _SESSIONS.discard(self)
         for future in list(self._loops.values()):
             if future.done() and not future.cancelled() and not future.exception():
                 future.result().abandon()
         self._loops.clear()
-        self._drop_idle()
         self.mover.close()
         self.pool.clear()
+        self.views.close()
+
+    def _disconnect(self) -> None:
+        """The last view is gone, and with it the reason to stay connected."""
+        self._finished = True
+        self._drop_idle()
         self.arenas.close()
 
     def before_fork(self) -> None:
@@ -254,7 +260,6 @@ class Session:
         self.arenas.close()
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)
-        self.copier = Copier(self.pool.allocate, self.mover.copy)
         self._open_memory()
 
 

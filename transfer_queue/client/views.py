@@ -41,9 +41,11 @@ class Opened(NamedTuple):
 class Views:
     """Views of one session. `unpin` tells the server that blocks are no longer read; it runs in the reaper thread."""
 
-    def __init__(self, arenas: Arenas, unpin: Callable[[list[int]], None]) -> None:
+    def __init__(self, arenas: Arenas, unpin: Callable[[list[int]], None], finished: Callable[[], None]) -> None:
         self._arenas = arenas
         self._unpin = unpin
+        self._finished = finished  # called once after `close`, when no view is left
+        self._closing = False
         self._busy: set[Range] = set()
         self._ending: set[Range] = set()  # their last tensor is gone, the reaper has yet to come by
         self._notes: queue.SimpleQueue[Ended | Opened | None] = queue.SimpleQueue()
@@ -95,14 +97,13 @@ class Views:
             self._thread.start()
 
     def _reap(self) -> None:
-        while True:
+        while not (self._closing and not self.num_open):
             note = self._notes.get()
-            if note is None:
-                return
             if isinstance(note, Opened):
                 self._populate(note.range)
-            else:
+            elif note is not None:
                 self._end(note)
+        self._finished()
 
     def _populate(self, where: Range) -> None:
         """Map the pages ahead of the reader: a fault each costs far more."""
@@ -124,9 +125,14 @@ class Views:
         self._unpin([note.block])
 
     def close(self) -> None:
-        """End the reaper. Views that are still open stay valid: their memory is this process's while it needs it."""
+        """End the reaper once no view is left; until then the pins of those that are open stay."""
         with self._lock:
             thread, self._thread = self._thread, None
-        if thread is not None and self._pid == os.getpid():
-            self._notes.put(None)
+            self._closing = True
+            lingers = self.num_open > 0
+        if thread is None or self._pid != os.getpid():
+            self._finished()
+            return
+        self._notes.put(None)
+        if not lingers:
             thread.join()

@@ -95,7 +95,9 @@ class Assembler:
             )
         at = 0
         for run in runs:
-            rows = _typed(gather_dense([run], self.copier), dtype, (run.rows, *shape))
+            row = run.column.row_nbytes()
+            span = run.block.part(run.column, 0)[run.start * row : (run.start + run.rows) * row]
+            rows = _typed(span, dtype, (run.rows, *shape))
             target[at : at + run.rows].copy_(rows)
             at += run.rows
         return target

@@ -21,6 +21,7 @@ from transfer_queue.codec.layout import Bytes
 
 HUGE_NBYTES = 2 << 20
 THREADED_NBYTES = 4 << 20
+DIRECT_NBYTES = 256 << 10
 Move = tuple[int, int, int]  # destination address, source address, bytes
 
 
@@ -74,13 +75,6 @@ class Mover:
             other.result()
         return None
 
-    def copy(self, into: Bytes, source: Bytes) -> None:
-        """`into[...] = source` for arrays of one shape, with threads when both are contiguous and large."""
-        if source.nbytes < THREADED_NBYTES or not (into.flags.c_contiguous and source.flags.c_contiguous):
-            np.copyto(into, source)
-        else:
-            self.move([(address_of(into), address_of(source), source.nbytes)])
-
     def close(self) -> None:
         with self._lock:
             pool, self._pool = self._pool, None
@@ -93,6 +87,25 @@ class Mover:
                 self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="tq-copy")
                 self._pid = os.getpid()
             return self._pool
+
+
+class Copies:
+    """The copies of one read. `run` carries out the large ones together, so that threads share them evenly."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._moves: list[Move] = []
+
+    def copy(self, into: Bytes, source: Bytes) -> None:
+        """`into[...] = source` for arrays of one shape, by the end of `run`; both must stay alive until then."""
+        if source.nbytes < DIRECT_NBYTES or not (into.flags.c_contiguous and source.flags.c_contiguous):
+            np.copyto(into, source)
+        else:
+            self._moves.append((address_of(into), address_of(source), source.nbytes))
+
+    def run(self) -> None:
+        self._mover.move(self._moves)
+        self._moves = []
 
 
 def _move_all(moves: Sequence[Move]) -> None:

@@ -15,6 +15,9 @@ from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire.messages import Failed, Fetch, Reply, RowSet, Tags
 
 
+MIN_WAITERS = 16
+
+
 class PartitionView:
     """What a sampler may see of a partition: read only."""
 
@@ -65,7 +68,10 @@ class Fetching:
         if table is None:
             self._orphans.setdefault(message.partition, []).append(request)
         else:
-            self._view(table, message).waiters.append(request)
+            waiters = self._view(table, message).waiters
+            waiters.append(request)
+            if len(waiters) > 2 * len(self.parked) + MIN_WAITERS:
+                waiters[:] = [one for one in waiters if self.parked.holds(one)]
         return None
 
     def opened(self, table: Table) -> None:
@@ -111,8 +117,21 @@ class Fetching:
                 self._outbox.append((request.ticket, reply))
         view.waiters = kept + view.waiters
 
+    def forget(self, tickets: set[Hashable]) -> None:
+        """The askers are gone."""
+        self._abandon(self.parked.forget(tickets))
+
+    def _abandon(self, requests: Sequence[Parked[Fetch]]) -> None:
+        """Those no longer parked do not wait for their partition any more."""
+        for name in {request.message.partition for request in requests} & self._orphans.keys():
+            self._orphans[name] = [one for one in self._orphans[name] if self.parked.holds(one)]
+            if not self._orphans[name]:
+                del self._orphans[name]
+
     def expire(self, now: float) -> None:
-        for request in self.parked.expired(now):
+        expired = self.parked.expired(now)
+        self._abandon(expired)
+        for request in expired:
             try:
                 reply: Reply = _timed_out(request.message)
             except TransferQueueError as error:
@@ -127,11 +146,11 @@ class Fetching:
         sampler = self.sampler
         config = {"partition_id": message.partition, "task_name": message.task, **message.sampling}
         view = self._view(table, message)
-        cached = sampler.has_cached_result(message.partition, message.task, config)
-        if view.count < message.batch_size and not cached:
-            return None
-        candidates = table.index[view.first(sampler.needs(message.batch_size), table.size)].tolist()
         try:
+            cached = sampler.has_cached_result(message.partition, message.task, config)
+            if view.count < message.batch_size and not cached:
+                return None
+            candidates = table.index[view.first(sampler.needs(message.batch_size), table.size)].tolist()
             sampled, consumed = sampler.sample(candidates, message.batch_size, partition=PartitionView(table), **config)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             if isinstance(error, TransferQueueError):

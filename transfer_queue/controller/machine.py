@@ -12,7 +12,7 @@ from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locating import located
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.readiness import Slots
-from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.controller.table import Table, indexes_of, rows_bytes
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode, UnknownRows
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
@@ -72,7 +72,7 @@ class Controller:
 
     def forget(self, tickets: set[Hashable]) -> None:
         """Drop parked requests whose askers are gone."""
-        self._fetching.parked.forget(tickets)
+        self._fetching.forget(tickets)
         self._crowded.forget(tickets)
 
     @property
@@ -91,6 +91,8 @@ class Controller:
             raise InvalidInput(f"{count} rows with {len(message.tags or ())} tags")
         if len({f.name for f in message.fields}) != len(message.fields):
             raise InvalidInput("a field occurs twice")
+        if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
+            raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
         table = self.tables.get(message.partition)
         if table is not None:
             table.check(message.fields)
@@ -113,7 +115,7 @@ class Controller:
     def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
         """Slots of the rows to write; new ones are added only once nothing can be refused any more."""
         if message.rows is not None:
-            indexes = np.frombuffer(message.rows, np.int64)
+            indexes = indexes_of(message.rows)
             if len(indexes) != message.count or len(np.unique(indexes)) != message.count:
                 raise InvalidInput("row indexes repeat or do not fit the number of rows")
             if table is None:
@@ -144,7 +146,7 @@ class Controller:
         return row_set(message.rid, table, slots, table.common_fields(slots))
 
     def _set_tags(self, message: m.SetTags) -> m.Reply:
-        indexes = np.frombuffer(message.rows, np.int64)
+        indexes = indexes_of(message.rows)
         if len(indexes) != len(message.tags):
             raise InvalidInput(f"{len(indexes)} rows with {len(message.tags)} tags")
         table = self.tables.get(message.partition)
@@ -211,7 +213,7 @@ class Controller:
         table = self.tables.get(message.partition)
         if message.keys is not None:
             return located(message, table, self._slots_of_keys(message, table))
-        indexes = np.frombuffer(message.rows or b"", np.int64)
+        indexes = indexes_of(message.rows or b"")
         if table is None:
             raise RowCleared(f"partition {message.partition!r} does not exist any more")
         return located(message, table, self._known(table, indexes))
@@ -227,7 +229,7 @@ class Controller:
 
     def _name_rows(self, message: m.NameRows) -> m.Reply:
         table = self._table(message.partition)
-        slots = table.slots_of(np.frombuffer(message.rows, np.int64)).tolist()
+        slots = table.slots_of(indexes_of(message.rows)).tolist()
         return m.Names(message.rid, [table.names[slot] if slot >= 0 else None for slot in slots])
 
     def _list_keys(self, message: m.ListKeys) -> m.Reply:
@@ -278,7 +280,7 @@ class Controller:
         if message.keys is not None:
             slots = self._rows_of_keys(table, list(dict.fromkeys(message.keys)), create=False)
         elif message.rows is not None:
-            slots = np.unique(table.slots_of(np.frombuffer(message.rows, np.int64)))
+            slots = np.unique(table.slots_of(indexes_of(message.rows)))
             slots = slots[slots >= 0]
         else:
             slots = table.live_slots()

@@ -51,9 +51,10 @@ class View:
         missing, at, step = limit, self.low, SCAN_SLOTS
         while missing > 0 and at < size:
             part = np.flatnonzero(self.ready[at : min(at + step, size)])[:missing] + at
-            if not found and len(part):
-                self.low = int(part[0])
-            found.append(part)
+            if len(part):
+                if not found:
+                    self.low = int(part[0])
+                found.append(part)
             missing -= len(part)
             at, step = at + step, step * 4
         return np.concatenate(found) if found else np.empty(0, np.int64)

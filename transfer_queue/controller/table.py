@@ -164,12 +164,14 @@ class Table:
     # fields
 
     def check(self, schema: Sequence[FieldSchema]) -> None:
-        """`SchemaConflict` when a put of these fields does not fit what was written before."""
+        """`SchemaConflict` when a put of these fields does not fit what was written before, `InvalidInput` for too many."""
         for new in schema:
             held = self.fields.get(new.name)
             reason = held.schema.conflict(new) if held is not None else None
             if reason is not None:
                 raise SchemaConflict(f"partition {self.name!r}: {reason}")
+        if len(self.groups) > MAX_GROUPS and tuple(sorted(new.name for new in schema)) not in self._group_numbers:
+            raise InvalidInput(f"partition {self.name!r}: more than {MAX_GROUPS} different sets of fields")
 
     def group(self, schema: Sequence[FieldSchema]) -> int:
         """The number of the group of these fields; registers fields and group when new."""
@@ -182,8 +184,6 @@ class Table:
         names = tuple(sorted(new.name for new in schema))
         number = self._group_numbers.get(names)
         if number is None:
-            if len(self.groups) > MAX_GROUPS:
-                raise InvalidInput(f"partition {self.name!r}: more than {MAX_GROUPS} different sets of fields")
             number = self._group_numbers[names] = len(self.groups)
             self.groups.append(Group(names, len(self.index)))
         return number
@@ -332,6 +332,13 @@ class Table:
                 assert np.array_equal(view.ready[: self.size], expected), f"view {view.fields}"
                 assert view.count == int(expected.sum())
                 assert not expected[: view.low].any()
+
+
+def indexes_of(data: bytes) -> NDArray[np.int64]:
+    """Row indexes as they travel."""
+    if len(data) % 8:
+        raise InvalidInput(f"row indexes of {len(data)} bytes")
+    return np.frombuffer(data, np.int64)
 
 
 def rows_bytes(values: NDArray[Any]) -> bytes:

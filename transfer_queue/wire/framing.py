@@ -92,7 +92,10 @@ class FrameReader(Generic[M]):
         self._start = first + header_nbytes
         if not payload_nbytes:
             return message, memoryview(b"")
-        self._payload = self._destination(message, payload_nbytes)
+        try:
+            self._payload = self._destination(message, payload_nbytes)
+        except (OverflowError, MemoryError):
+            raise ProtocolError(f"no memory for a payload of {payload_nbytes} bytes") from None
         if len(self._payload) != payload_nbytes:
             raise ProtocolError(f"payload of {payload_nbytes} bytes, {len(self._payload)} expected")
         at_hand = min(payload_nbytes, self._end - self._start)

@@ -199,6 +199,7 @@ class Unit:
 
     def forget_tickets(self, tickets: set[Hashable]) -> None:
         self._waiting.forget(tickets)
+        self.retry()
 
     def retry(self) -> None:
         """Memory may have been released: answer waiting allocations in order, as far as it goes."""
@@ -216,6 +217,7 @@ class Unit:
         for parked in self._waiting.expired(now):
             text = f"{self._full(parked.message.nbytes)} after waiting {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, Failed(parked.message.rid, StoreFull.code, text)))
+        self.retry()  # a smaller request may have stood behind one that did not fit
 
     def _full(self, nbytes: int) -> str:
         return f"{nbytes} bytes do not fit: {self.used_nbytes} of {self.budget_nbytes} bytes are in use"

@@ -1,0 +1,142 @@
+"""A controller without a server, driven by short calls; checks its invariants after every one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.controller import Controller
+from transfer_queue.errors import error_from_code
+from transfer_queue.sampler import BaseSampler, SequentialSampler
+from transfer_queue.schema import DENSE, OBJECTS, FieldSchema
+from transfer_queue.wire import messages as m
+
+ROWS = "rows"
+
+
+def indexes(reply: Any) -> list[int]:
+    return np.frombuffer(reply.rows, np.int64).tolist()
+
+
+def schema(name: str, dtype: str = "float32", shape: tuple[int, ...] = (2,)) -> FieldSchema:
+    return FieldSchema(name, DENSE if dtype else OBJECTS, dtype, shape if dtype else ())
+
+
+def as_schema(field: str | FieldSchema) -> FieldSchema:
+    return schema(field) if isinstance(field, str) else field
+
+
+def packed(rows: Sequence[int]) -> bytes:
+    return np.array(rows, np.int64).tobytes()
+
+
+class Box:
+    """One controller; every put is a block of its own."""
+
+    def __init__(self, sampler: BaseSampler | None = None, reserved_rows: int = 0, max_rows: int | None = None) -> None:
+        self.controller = Controller(sampler or SequentialSampler(), max_rows, reserved_rows)
+        self.numbers = itertools.count(1)
+        self.now = 0.0
+
+    def handle(self, message: Any, ticket: Any = None) -> Any:
+        try:
+            return self.controller.handle(message, ticket, b"session", self.now)
+        finally:
+            self.controller.check_invariants()
+
+    # writing
+
+    def put(self, where: Any, fields: Sequence[str | FieldSchema] = ("a",), tags: Any = None, partition: str = "p",
+            timeout_s: float = 0.0, ticket: Any = None) -> Any:  # fmt: skip
+        """`where`: a number of new rows, keys, or indexes. The reply, or None when it was parked."""
+        keys = list(where) if isinstance(where, (list, tuple)) and where and isinstance(where[0], str) else None
+        rows = packed(where) if isinstance(where, (list, tuple)) and keys is None else None
+        count = where if isinstance(where, int) else len(where)
+        block = next(self.numbers) if fields else -1
+        message = m.Commit(block, partition, count, keys, rows, [as_schema(f) for f in fields], block, b"", tags, timeout_s)
+        return self.handle(message, ticket)
+
+    def insert(self, count: int, fields: Sequence[str] = ("a",), partition: str = "p", **more: Any) -> Any:
+        return self.handle(m.Insert(1, partition, count, list(fields), more.get("timeout_s", 0.0)), more.get("ticket"))
+
+    def tag(self, rows: Sequence[int], tags: list[dict[str, Any]], replace: bool = False, partition: str = "p") -> Any:
+        return self.handle(m.SetTags(1, partition, packed(rows), tags, replace))
+
+    def clear(self, rows: Any = None, partition: str = "p") -> Any:
+        """Keys, indexes, or the whole partition."""
+        keys = rows if rows and isinstance(rows[0], str) else None
+        return self.handle(m.Clear(1, partition, keys, packed(rows) if rows is not None and keys is None else None))
+
+    def reset(self, task: str | None = "t", partition: str = "p") -> Any:
+        return self.handle(m.ResetConsumption(1, partition, task))
+
+    # reading
+
+    def fetch(self, size: int, fields: Sequence[str] = ("a",), task: str = "t", wait_s: float = 0.0, ticket: Any = None,
+              empty: bool = False, partition: str = "p", **sampling: Any) -> Any:  # fmt: skip
+        """The rows, or None when the request was parked."""
+        message = m.Fetch(1, partition, list(fields), size, task, sampling, wait_s, empty)
+        reply = self.handle(message, ticket)
+        return None if reply is None else indexes(reply)
+
+    def get(self, where: Sequence[Any], fields: Sequence[str] | None = None, strict: bool = False, partition: str = "p") -> Any:
+        keys = list(where) if where and isinstance(where[0], str) else None
+        wanted = None if fields is None else list(fields)
+        return self.handle(m.Get(1, partition, keys, packed(where) if keys is None else None, wanted, strict))
+
+    def cells(self, where: Sequence[Any], fields: Sequence[str] | None = None, **more: Any) -> dict[str, list[tuple[int, int]]]:
+        """(block, row in it) of every cell, by field."""
+        reply = self.get(where, fields, **more)
+        found = {}
+        for part in reply.parts:
+            runs = np.frombuffer(part.runs, np.int64).reshape(-1, 3).tolist()
+            lying = [(reply.pieces[piece].block, first + n) for piece, first, count in runs for n in range(count)]
+            found.update(dict.fromkeys(part.fields, lying))
+        return found
+
+    def tags(self, rows: Sequence[int], partition: str = "p") -> list[dict[str, Any]]:
+        table = self.controller.tables[partition]
+        return [table.tags[slot] or {} for slot in table.slots_of(np.array(rows)).tolist()]
+
+    def consumed(self, task: str = "t", partition: str = "p") -> dict[int, int]:
+        reply = self.handle(m.Consumption(1, partition, task))
+        return dict(zip(indexes(reply), reply.status, strict=True)) if reply.known else {}
+
+    def produced(self, fields: Sequence[str], partition: str = "p") -> Any:
+        """(known, {row: one status per field})."""
+        reply = self.handle(m.Production(1, partition, list(fields)))
+        status = np.frombuffer(reply.status, np.int8).reshape(-1, max(1, len(set(fields)))).tolist()
+        return reply.known, dict(zip(indexes(reply), status, strict=True))
+
+    def scan(self, fields: Sequence[str], partition: str = "p") -> dict[int, int]:
+        reply = self.handle(m.Scan(1, partition, list(fields)))
+        return dict(zip(indexes(reply), reply.ready, strict=True))
+
+    def partitions(self) -> list[str]:
+        return self.handle(m.ListPartitions(1)).names
+
+    # time and trouble
+
+    def expire(self, now: float) -> None:
+        self.now = now
+        self.controller.expire(now)
+        self.controller.check_invariants()
+
+    def forget(self, *tickets: Any) -> None:
+        self.controller.forget(set(tickets))
+        self.controller.check_invariants()
+
+    def answers(self) -> list[tuple[Any, Any]]:
+        """(ticket, rows or error) of the parked requests answered since the last call."""
+        found = [(ticket, error_from_code(reply.code, reply.text) if isinstance(reply, m.Failed) else indexes(reply))
+                 for ticket, reply in self.controller.outbox]  # fmt: skip
+        self.controller.outbox.clear()
+        return found
+
+    def freed(self) -> list[int]:
+        found = list(self.controller.ledger.freed)
+        self.controller.ledger.freed.clear()
+        return found
