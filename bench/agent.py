@@ -11,11 +11,14 @@ import importlib
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+GRACE_S = 10.0
 
 
 def find_packages(system: str) -> None:
@@ -47,9 +50,18 @@ def answer(session: Any, command: dict[str, Any]) -> dict[str, Any]:
         return {"id": command["id"], "ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
 
 
+def end_with(parent: int) -> None:
+    """Exit some time after the parent was lost: a call of a system whose other half is gone may never return."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
 def main() -> None:
     """Work until the driver says "stop" or is gone; leave the system in either case."""
     system = sys.argv[1]
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     find_packages(system)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

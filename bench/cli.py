@@ -26,7 +26,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Measure this package beside TransferQueue 0.1.11 and Ray's object store, in one run.",
-        epilog=f"Cases: {cases}. The exit status is 1 when ours failed in a case; a missed target does not change it.",
+        epilog=f"Cases: {cases}. The exit status is 1 when ours failed in a case or the run was interrupted; a missed target does not change it.",
     )
     parser.add_argument("--cases", type=case_list, default=list(CASES), metavar="1,8", help="only these cases")
     parser.add_argument("--quick", action="store_true", help="3 rounds, at most 100 k rows")
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     bench = Bench(fleet, Options(repeat=repeat, quick=asked.quick, peers=not asked.no_peers))
     machine = report.machine_facts() | {"repeat": repeat, "versions": {}}
     rows: list[Row] = []
+    interrupted = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for number in [known for known in CASES if known in asked.cases]:
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
             machine["versions"] |= versions(bench, known=machine["versions"])
             report.write(rows, machine, asked.out)
     except KeyboardInterrupt:
+        interrupted = True
         bench.say("interrupted: what follows is what there is")
     finally:
         fleet.close()
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     print(report.table(rows))
     print("\n".join(["", *report.remarks(rows)]))
     print(f"\nwritten: {asked.out / 'results.md'}, {asked.out / 'results.json'}")
-    return 1 if any("ours" in row.failures for row in rows) else 0
+    return 1 if interrupted or any("ours" in row.failures for row in rows) else 0
 
 
 def run_case(bench: Bench, number: int) -> list[Row]:

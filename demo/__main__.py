@@ -39,10 +39,10 @@ def main(
         settings = replace(settings, steps=steps)
     console = Console()
     signal.signal(signal.SIGTERM, _interrupt)
-    os.environ["OMP_NUM_THREADS"] = "1"  # before the children import torch
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the children: one core each
     sampler = tq.GRPOGroupNSampler(n_samples_per_prompt=settings.samples_per_prompt, group_tag="group_id")
-    tq.init({"controller": {"sampler": sampler}})
     try:
+        tq.init({"controller": {"sampler": sampler}})
         board = _run(settings, out, console)
     except WorkerFailed as failure:
         print(failure, file=sys.stderr)

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 _GRACE_S = 5.0
 
 Target = Callable[..., None]
@@ -39,14 +37,11 @@ class Fleet:
         """Run `target(*args)`, an importable function, in a process of its own."""
         log = self._log_path(name)
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")  # also there when the child fails before it can open it
         context = multiprocessing.get_context("spawn")
         process = context.Process(name=name, target=_child, args=(log, target, args), daemon=True)
         process.start()
         self._running[name] = process
-
-    def names(self) -> list[str]:
-        """Children that have not been seen to end."""
-        return list(self._running)
 
     def wait(self, timeout_s: float) -> bool:
         """Block until a child ends, at most `timeout_s`. True when none is left.
@@ -92,10 +87,9 @@ def _reason(exitcode: int | None) -> str:
 
 
 def _child(log: Path, target: Target, args: tuple[Any, ...]) -> None:
-    """What runs in a child: one thread of its own, no claim on the terminal, Ctrl-C left to the parent."""
+    """What runs in a child: no claim on the terminal, Ctrl-C left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with log.open("w") as file:
+    with log.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    torch.set_num_threads(1)
     target(*args)

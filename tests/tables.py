@@ -40,6 +40,7 @@ class Box:
         self.controller = Controller(sampler or SequentialSampler(), max_rows, reserved_rows)
         self.numbers = itertools.count(1)
         self.now = 0.0
+        self.last_block = 0
 
     def handle(self, message: Any, ticket: Any = None) -> Any:
         try:
@@ -55,9 +56,9 @@ class Box:
         keys = list(where) if isinstance(where, (list, tuple)) and where and isinstance(where[0], str) else None
         rows = packed(where) if isinstance(where, (list, tuple)) and keys is None else None
         count = where if isinstance(where, int) else len(where)
-        block = next(self.numbers) if fields else -1
-        message = m.Commit(block, partition, count, keys, rows, [as_schema(f) for f in fields], block, b"", tags, timeout_s)
-        return self.handle(message, ticket)
+        block = self.last_block = next(self.numbers) if fields else -1
+        schemas = [as_schema(field) for field in fields]
+        return self.handle(m.Commit(block, partition, count, keys, rows, schemas, block, b"", tags, timeout_s), ticket)
 
     def insert(self, count: int, fields: Sequence[str] = ("a",), partition: str = "p", **more: Any) -> Any:
         return self.handle(m.Insert(1, partition, count, list(fields), more.get("timeout_s", 0.0)), more.get("ticket"))
@@ -82,12 +83,14 @@ class Box:
         reply = self.handle(message, ticket)
         return None if reply is None else indexes(reply)
 
-    def get(self, where: Sequence[Any], fields: Sequence[str] | None = None, strict: bool = False, partition: str = "p") -> Any:
+    def get(
+        self, where: Sequence[Any], fields: Sequence[str] | None = None, strict: bool = False, partition: str = "p"
+    ) -> Any:
         keys = list(where) if where and isinstance(where[0], str) else None
         wanted = None if fields is None else list(fields)
         return self.handle(m.Get(1, partition, keys, packed(where) if keys is None else None, wanted, strict))
 
-    def cells(self, where: Sequence[Any], fields: Sequence[str] | None = None, **more: Any) -> dict[str, list[tuple[int, int]]]:
+    def cells(self, where: Sequence[Any], fields: Sequence[str] | None = None, **more: Any) -> dict[str, Any]:
         """(block, row in it) of every cell, by field."""
         reply = self.get(where, fields, **more)
         found = {}

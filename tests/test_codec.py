@@ -1,4 +1,4 @@
-"""Tensor columns: every row comes back with its dtype, shape and bits, however it was put and whichever rows are read."""
+"""Tensor columns: every row comes back with its dtype, shape and bits, however it was put or read."""
 
 from __future__ import annotations
 
@@ -196,8 +196,12 @@ def test_rows_are_copies_where_the_block_does_not_allow_views() -> None:
 
 
 def test_two_blocks_of_equal_layout_do_not_mix() -> None:
-    for make in (lambda k: torch.full((2, 3), k), lambda k: [torch.full((2, 3), k), torch.full((3, 2), k)],
-                 lambda k: [{"a": torch.full((3,), k)}] * 2, lambda k: [torch.full((2,), k), torch.full((3,), k)]):  # fmt: skip
+    for make in (
+        lambda k: torch.full((2, 3), k),
+        lambda k: [torch.full((2, 3), k), torch.full((3, 2), k)],
+        lambda k: [{"a": torch.full((3,), k)}] * 2,
+        lambda k: [torch.full((2,), k), torch.full((3,), k)],
+    ):
         blocks = two_blocks(make(1), make(2), (2, 2))
         assert_rows(get(blocks, "x"), [*make(1), *make(2)])
 
@@ -288,7 +292,7 @@ def test_nested_tensordicts_of_two_blocks_join_by_key_not_by_order() -> None:
 def test_nested_tensordicts_that_differ_are_refused_instead_of_cast_or_cut(other: TensorDict) -> None:
     one = TensorDict({"a": torch.ones(1, 2)}, [1])
     for first, second in ((one, other), (other, one)):
-        with pytest.raises(SchemaConflict, match="field '[xa]'"):
+        with pytest.raises(SchemaConflict, match=r"field '[xa]'"):
             get(two_blocks(first, second, (1, 1)), "x")
 
 
@@ -312,14 +316,19 @@ def test_a_broadcast_string_is_every_row() -> None:
     ids=["coo", "csr", "meta", "quantized", "mkldnn"],
 )
 def test_a_tensor_that_is_not_plain_memory_is_refused_by_name(make: Any) -> None:
-    for plan in (lambda: plan_batch({"x": make()}, 3), lambda: plan_row({"x": make()}),
-                 lambda: plan_batch({"x": [make()] * 3}, 3), lambda: plan_batch({"x": [{"a": make()}]}, 1)):  # fmt: skip
-        with pytest.raises(UnsupportedValue, match="field 'x'.*tensor"):
+    for plan in (
+        lambda: plan_batch({"x": make()}, 3),
+        lambda: plan_row({"x": make()}),
+        lambda: plan_batch({"x": [make()] * 3}, 3),
+        lambda: plan_batch({"x": [{"a": make()}]}, 1),
+    ):
+        with pytest.raises(UnsupportedValue, match=r"field 'x'.*tensor"):
             plan()
 
 
 @pytest.mark.parametrize(
-    "column", [torch.ones(3, 2), [1, 2, 3], jagged(torch.ones(2)), np.ones(4), NonTensorStack("a"), ["a"], torch.ones(())]
+    "column",
+    [torch.ones(3, 2), [1, 2, 3], jagged(torch.ones(2)), np.ones(4), NonTensorStack("a"), ["a"], torch.ones(())],
 )
 def test_a_column_of_another_length_is_refused(column: Any) -> None:
     with pytest.raises(InvalidInput, match="field 'x'"):
@@ -328,7 +337,7 @@ def test_a_column_of_another_length_is_refused(column: Any) -> None:
 
 @pytest.mark.parametrize("column", ["text", 5, None, {"a": 1}, {1, 2}])
 def test_a_column_that_is_no_sequence_is_refused(column: Any) -> None:
-    with pytest.raises(UnsupportedValue, match="field 'x'.*got"):
+    with pytest.raises(UnsupportedValue, match=r"field 'x'.*got"):
         plan_batch({"x": column}, 2)
 
 

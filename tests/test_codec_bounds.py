@@ -1,7 +1,8 @@
-"""Damaged blocks and layouts: refused with this package's errors before anything is read outside or allocated beyond them."""
+"""Damaged blocks and layouts: refused with this package's errors, nothing read outside, no memory beyond them."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tracemalloc
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ FUZZ = settings(max_examples=250, derandomize=True, deadline=None, database=None
 
 def sample() -> dict[str, Any]:
     """One column of every kind."""
-    stack = [{"t": torch.arange(n + 1.0), "a": np.arange(n, dtype=">i4"), "s": (n, {n}), "j": jagged(n)} for n in range(ROWS)]
+    stack = [
+        {"t": torch.arange(n + 1.0), "a": np.arange(n, dtype=">i4"), "s": (n, {n}), "j": jagged(n)} for n in range(ROWS)
+    ]
     inner = TensorDict({"a": torch.ones(ROWS, 2), "b": NonTensorStack(*map(str, range(ROWS)))}, [ROWS])
     return {
         "dense": torch.arange(ROWS * 6, dtype=torch.float32).view(ROWS, 2, 3),
@@ -76,17 +79,15 @@ def use(data: np.ndarray[Any, Any], layout: bytes, only: int | None = None, view
 
 
 def attempt(work: Any) -> None:
-    try:
+    with contextlib.suppress(TransferQueueError):
         work()
-    except TransferQueueError:
-        pass
 
 
 def read(block: Block, column: Column, picks: list[tuple[int, int]]) -> None:
     value = Assembler(Copier(), False).field(column.schema(), [(block, start, count) for start, count in picks])
     if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged:
         offsets = value.offsets()
-        assert 0 <= int(offsets[0])
+        assert int(offsets[0]) >= 0
         assert int(offsets[-1]) <= value.values().shape[value._ragged_idx - 1]
         assert int(offsets.diff().min()) >= 0
     if value.numel() < 1 << 20 if isinstance(value, torch.Tensor) and not value.is_nested else True:
@@ -147,7 +148,8 @@ def replacements(old: Any) -> list[Any]:
         return [*NUMBERS, old + 1, old - 1, old + 64, old - 64, old * 2, 2**64 - 1, None, "1", 1.5, []]
     if isinstance(old, str):
         return ["", "float64", "uint8", "no_such", "dense", "ragged", "varied", "objects", "nested", 1, None]
-    return [[], [-1], [0], [-1, -1], [2, 3], [2**62, 2**62], [[0, 0]], [[0, 2**63 - 1]], [1] * 70, old + old, old[:-1], None]
+    shapes = [[], [-1], [0], [-1, -1], [2, 3], [2**62, 2**62], [1] * 70]
+    return [*shapes, [[0, 0]], [[0, 2**63 - 1]], old + old, old[:-1], None]
 
 
 def leaf(path: tuple[Any, ...]) -> Any:
@@ -179,11 +181,6 @@ def test_every_cut_of_a_layout_is_refused() -> None:
 
 
 def test_deeply_nested_columns_are_refused() -> None:
-    column: list[Any] = ["x", "nested", "", 0, [], -1, [], []]
-    for _ in range(5000):
-        column = ["x", "nested", "", 0, [], -1, [], [column]]
-        if len(column) > 8:
-            break
     data = b"\x93\x01\x00\x91" + b"\x98\xa1x\xa6nested\xa0\x00\x90\xff\x90\x91" * 100_000
     with pytest.raises(ProtocolError):
         decode_layout(data)
@@ -192,7 +189,8 @@ def test_deeply_nested_columns_are_refused() -> None:
 def test_a_layout_of_many_rows_without_bytes_allocates_nothing() -> None:
     for rows in (2**31, 2**40, 2**55):
         for shape in [[0], [0, 3], [3, 0]]:
-            use(np.zeros(64, np.uint8), msgspec.msgpack.encode([rows, 0, [["x", "dense", "int8", 1, shape, -1, [[0, 0]], []]]]))
+            column = ["x", "dense", "int8", 1, shape, -1, [[0, 0]], []]
+            use(np.zeros(64, np.uint8), msgspec.msgpack.encode([rows, 0, [column]]))
 
 
 def test_two_columns_that_share_offsets_are_each_checked() -> None:
@@ -235,7 +233,7 @@ def index_parts() -> list[tuple[str, int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "column", "offset", "entries"), index_parts(), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(("name", "column", "offset", "entries"), index_parts(), ids=str)
 def test_every_changed_index_is_refused_or_stays_inside(name: str, column: int, offset: int, entries: int) -> None:
     for entry in range(entries):
         old = int(ORIGINAL.data[offset : offset + 8 * entries].view(np.int64)[entry])
@@ -299,15 +297,20 @@ def test_rows_outside_a_block_are_refused() -> None:
 # ---- values ----
 
 
+DAMAGED = [
+    None, 1, -1, "a", [], [1], [[]], [1, 2], ["a", 0, 0], {}, {"a": 1}, [[1, [2]]], [2**63, 0], [0, 0, 0], "1e", [1, 0],
+    ["x", [2**62], 0], [[2**62], []], [[-1], []], [["<f8"], "a"], ["|O", b"12345678"], ["|O", [1], 0], [[[]]],
+    ["2024", 5, 0], ["2024-01-01", 7, None], ["2024-01-01", 0, [2**60, None]], ["2024-01-01", 0, True], [10**18, 0, 0],
+    "cuda:99999999999",
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:Data type alias")
 @pytest.mark.parametrize("code", range(-1, 60))
 def test_a_damaged_extension_is_refused(code: int) -> None:
-    contents = [b"", b"\xc1", b"\x00" * 15, b"abc", *map(encode, [None, 1, -1, "a", [], [1], [[]], [1, 2], ["a", 0, 0], {},
-                {"a": 1}, [[1, [2]]], [2**63, 0], [0, 0, 0], ["x", [2**62], 0], [[2**62], []], [[-1], []], "1e", [1, 0],
-                [["<f8"], "a"], ["|O", b"12345678"], ["|O", [1], 0], [0, 0, 0], ["2024", 5, 0], ["2024-01-01", 7, None],
-                ["2024-01-01", 0, [2**60, None]], ["2024-01-01", 0, True], [10**18, 0, 0], "cuda:99999999999", [[[]]]])]  # fmt: skip
+    contents = [b"", b"\xc1", b"\x00" * 15, b"abc", *map(encode, DAMAGED)]
     for content in contents:
-        data = encode(Ext(code, content)) if -1 < code else content
+        data = encode(Ext(code, content)) if code > -1 else content
         block = put({"x": ["0123456789" * 20]}, 1)
         offset, _ = block.layout.columns[0].parts[0]
         for message in (data, encode([Ext(max(code, 0), content)])):

@@ -52,8 +52,9 @@ def test_lists_of_numbers_are_a_ragged_column(values: list[list[Any]], dtype: to
 @pytest.mark.parametrize(
     "values",
     [
-        [2**63], [-(2**63) - 1, 0], [1e300, 1.0], [True, 1], [1, True], [1.5, True], [1, None], [1, "a"], [1, 1j], [None],
-        [[1], [2**63]], [[1.0], [1e39]], [[], []], [[1], "a"], [[1], (2,)], [[1], None], [[[1]], [[2]]], [["a"], ["b"]],
+        [2**63], [-(2**63) - 1, 0], [1e300, 1.0], [True, 1], [1, True], [1.5, True], [1, None], [1, "a"], [1, 1j],
+        [None], [[1], [2**63]], [[1.0], [1e39]], [[], []], [[1], "a"], [[1], (2,)], [[1], None], [[[1]],
+        [[2]]], [["a"], ["b"]],
         [[True], [1]], [(1, 2), (3,)], [{"a": 1}, {}], ["ab", "c"], [b"ab", b""], [np.int64(1), np.int64(2)],
         [[1], [2, None]],
     ],
@@ -112,5 +113,5 @@ def test_a_numpy_array_without_rows_is_refused() -> None:
 
 
 def test_a_masked_array_is_refused_instead_of_losing_its_mask() -> None:
-    with pytest.raises(UnsupportedValue, match="field 'x'.*mask"):
+    with pytest.raises(UnsupportedValue, match=r"field 'x'.*mask"):
         plan_batch({"x": np.ma.array([1, 2], mask=[0, 1])}, 2)

@@ -20,15 +20,16 @@ QUICK = settings(
     max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 
-zones = st.none() | st.just(datetime.timezone.utc) | st.builds(
-    datetime.timezone, st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)), st.text("ab", max_size=2)
-)  # fmt: skip
+offsets = st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23))
+named_zones = st.builds(datetime.timezone, offsets, st.text("ab", max_size=2))
+zones = st.none() | st.just(datetime.timezone.utc) | named_zones
 folds = st.sampled_from([0, 1])
 any_text = st.text(st.characters(exclude_categories=())) | st.text(max_size=5)
 hashable_atoms = [
     st.none(), st.booleans(), st.integers(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), any_text,
-    st.binary(max_size=8), st.complex_numbers(allow_nan=False), st.decimals(allow_nan=False), st.fractions(), st.uuids(),
-    st.dates(), st.timedeltas(), st.builds(lambda t, fold: t.replace(fold=fold), st.datetimes(timezones=zones), folds),
+    st.binary(max_size=8), st.complex_numbers(allow_nan=False), st.decimals(allow_nan=False), st.fractions(),
+    st.uuids(), st.dates(), st.timedeltas(),
+    st.builds(lambda t, fold: t.replace(fold=fold), st.datetimes(timezones=zones), folds),
     st.builds(lambda t, fold: t.replace(fold=fold), st.times(), folds),
     st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3)),
 ]  # fmt: skip
@@ -56,8 +57,10 @@ def tensor(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
 tensors = st.builds(tensor, st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 99))
 arrays = st.builds(
     lambda code, shape, seed: (np.arange(int(np.prod(shape, dtype=int))) + seed).reshape(shape).astype(code),
-    st.sampled_from(["f4", ">i2", "M8[s]", "U4", "O", "?"]), st.lists(st.integers(0, 3), max_size=2), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from(["f4", ">i2", "M8[s]", "U4", "O", "?"]),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.integers(0, 99),
+)
 
 
 ATOMS = [st.floats(), st.binary(max_size=8).map(bytearray), st.just(decimal.Decimal("NaN")), hashables()]
@@ -100,19 +103,20 @@ def test_a_column_of_any_values_comes_back(rows: list[Any]) -> None:
 
 # ---- rows against a list of rows ----
 
+Table = tuple[str, list[list[Any]]]
 lengths = st.integers(0, 4)
 KINDS = ["dense", "ragged", "ragged2d", "varied", "objects", "nested", "numbers"]
 
 
 def row_of(kind: str, seed: int, one: int, two: int) -> Any:
-    shape = {"dense": [2, 3], "ragged": [one], "ragged2d": [3, one], "varied": [one, 2, two], "nested": [3]}.get(kind, [])
+    shapes = {"dense": [2, 3], "ragged": [one], "ragged2d": [3, one], "varied": [one, 2, two], "nested": [3]}
     if kind == "objects":
         return {"t": tensor(torch.float32, [one, two], seed), "n": (seed,), "a": np.arange(one)}
-    return [seed] * one if kind == "numbers" else tensor(torch.int32, shape, seed)
+    return [seed] * one if kind == "numbers" else tensor(torch.int32, shapes[kind], seed)
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[str, list[list[Any]]]:
+def tables(draw: st.DrawFn) -> Table:
     """A kind of column, and the rows of each put."""
     kind = draw(st.sampled_from(KINDS))
     row = st.builds(row_of, st.just(kind), st.integers(0, 99), lengths, lengths)
@@ -146,7 +150,7 @@ def check(kind: str, value: Any, expected: list[Any]) -> None:
 
 @QUICK
 @given(tables(), st.data())
-def test_any_runs_of_any_blocks_equal_the_rows_of_the_model(table: tuple[str, list[list[Any]]], data: st.DataObject) -> None:
+def test_any_runs_of_any_blocks_equal_the_rows_of_the_model(table: Table, data: st.DataObject) -> None:
     kind, puts = table
     if kind == "numbers" and any(not any(rows) for rows in puts):
         puts = [[[*row, 1] for row in rows] for rows in puts]
@@ -162,7 +166,7 @@ def test_any_runs_of_any_blocks_equal_the_rows_of_the_model(table: tuple[str, li
 
 @QUICK
 @given(tables(), st.data())
-def test_compaction_equals_the_rows_of_the_model(table: tuple[str, list[list[Any]]], data: st.DataObject) -> None:
+def test_compaction_equals_the_rows_of_the_model(table: Table, data: st.DataObject) -> None:
     kind, puts = table
     rows = puts[0]
     block = put({"x": column_of(kind, rows), "y": list(range(len(rows)))}, len(rows))
@@ -189,5 +193,3 @@ def test_lists_of_numbers_become_tensors_of_the_same_numbers_or_stay_lists(rows:
     else:
         assert all(row.dtype in (torch.float32, torch.int64) for row in found)
         assert [len(row) for row in found] == [len(row) for row in rows]
-
-

@@ -110,7 +110,10 @@ def _seconds(value: Any, name: str) -> float:
 
 def _token(path: Any) -> str:
     if path is not None:
-        token = Path(str(path)).read_text(encoding="utf-8").strip()
+        try:
+            token = Path(str(path)).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"server.token_file: {error}") from error
     else:
         from transfer_queue.client.address import token_from_environment
 

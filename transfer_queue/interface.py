@@ -53,7 +53,7 @@ def init(conf: Any = None) -> Any:
                 with contextlib.suppress(ServiceUnavailable):
                     _client = _attached(run_dir)
                     return conf
-            _server = local.start(settings.server_config(full, run_dir or local.new_run_dir(), os.getpid()))
+            _server = local.start(settings.server_config(full, run_dir, os.getpid()))
         _client = _attached(_server.address)
         os.environ["TQ_ADDRESS"] = full.address = _server.address
         atexit.register(close)

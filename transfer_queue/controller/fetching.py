@@ -14,7 +14,6 @@ from transfer_queue.errors import DeadlineExceeded, InternalError, TransferQueue
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire.messages import Failed, Fetch, Reply, RowSet, Tags
 
-
 MIN_WAITERS = 16
 
 

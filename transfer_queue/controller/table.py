@@ -164,7 +164,7 @@ class Table:
     # fields
 
     def check(self, schema: Sequence[FieldSchema]) -> None:
-        """`SchemaConflict` when a put of these fields does not fit what was written before, `InvalidInput` for too many."""
+        """`SchemaConflict` when a put of these fields does not fit earlier ones, `InvalidInput` for too many sets."""
         for new in schema:
             held = self.fields.get(new.name)
             reason = held.schema.conflict(new) if held is not None else None

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,9 @@ STOP_TIMEOUT_S = 10.0
 class LocalServer:
     """A server process this process started."""
 
-    def __init__(self, process: subprocess.Popen[bytes], ready: Ready) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], ready: Ready, run_dir: str) -> None:
         self._process = process
+        self._run_dir = run_dir
         self._owner = os.getpid()
         self.address = f"unix:{ready.unix}"
         self.tcp = ready.tcp
@@ -42,6 +44,7 @@ class LocalServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        shutil.rmtree(self._run_dir, ignore_errors=True)  # where it was killed, its sockets are still there
 
 
 def new_run_dir() -> str:
@@ -62,7 +65,11 @@ def lock(run_dir: str) -> Iterator[None]:
 
 
 def start(config: ServerConfig) -> LocalServer:
-    """Start a server and wait until it listens. Raises `ServiceUnavailable` with its last words when it does not."""
+    """Start a server and wait until it listens. Raises `ServiceUnavailable` when it does not.
+
+    Its run directory is a fresh one when `config` names none.
+    """
+    config = msgspec.structs.replace(config, run_dir=config.run_dir or new_run_dir())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
         [sys.executable, "-m", "transfer_queue.server"],
@@ -80,8 +87,9 @@ def start(config: ServerConfig) -> LocalServer:
     if not line:
         process.kill()
         process.wait()
+        shutil.rmtree(config.run_dir, ignore_errors=True)
         raise ServiceUnavailable(f"the server did not start within {START_TIMEOUT_S:g} s; see its messages above")
-    return LocalServer(process, msgspec.json.decode(line, type=Ready))
+    return LocalServer(process, msgspec.json.decode(line, type=Ready), config.run_dir)
 
 
 def _first_line(descriptor: int, timeout_s: float) -> bytes:

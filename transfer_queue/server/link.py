@@ -79,6 +79,7 @@ class Link(asyncio.BufferedProtocol):
     def connection_lost(self, _error: Exception | None) -> None:
         self._timer.cancel()
         self._server.links.discard(self)
+        self._server.service.unit.forget(self._nonce)
         if self._session is not None:
             self._server.service.detach(self._session, self._tickets)
             self._server.deliver()
@@ -98,7 +99,10 @@ class Link(asyncio.BufferedProtocol):
     def _destination(self, message: m.Message, nbytes: int) -> memoryview:
         if self._session is None:
             raise AccessDenied("payload before the handshake")
-        return self._server.service.destination(message, nbytes, self._session)
+        into = self._server.service.destination(message, nbytes, self._session)
+        if isinstance(message, m.Write):
+            self._server.service.unit.pin(message.block, self._nonce)  # its memory stays ours while bytes arrive
+        return into
 
     def _greet(self, message: m.Message) -> None:
         match message:
@@ -124,9 +128,14 @@ class Link(asyncio.BufferedProtocol):
 
     def _request(self, message: m.Request, payload: memoryview, session: Session) -> None:
         if isinstance(message, m.Stop):
+            if not self._local:
+                self._send(m.Failed(message.rid, AccessDenied.code, "only a process of this host may stop the server"))
+                return
             self._send(m.Done(message.rid))
             self._server.stop()
             return
+        if isinstance(message, m.Write):
+            self._server.service.unit.unpin(message.block, self._nonce)
         ticket = (self, message.rid)
         try:
             answer = self._server.service.handle(message, payload, session, ticket, time.monotonic())

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from typing import cast
@@ -56,6 +57,8 @@ class Server:
             loop.add_signal_handler(number, self.stop)
         os.makedirs(self.config.run_dir, mode=0o700, exist_ok=True)
         path = os.path.join(self.config.run_dir, SOCKET_NAME)
+        for name in (SOCKET_NAME, DOOR_NAME):
+            _claim(os.path.join(self.config.run_dir, name))
         try:
             door = Door(os.path.join(self.config.run_dir, DOOR_NAME), self.service.unit)
             servers = [await loop.create_unix_server(lambda: Link(self, "", local=True), path)]
@@ -147,6 +150,19 @@ class Server:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.config.run_dir, name))
         shutil.rmtree(self.config.run_dir, ignore_errors=True)
+
+
+def _claim(path: str) -> None:
+    """Remove the socket of a server that was killed; `ConfigError` where one is alive."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise ConfigError(f"another server listens on {path}")
 
 
 def serve(config: ServerConfig, announce: int) -> None:

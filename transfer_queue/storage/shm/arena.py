@@ -6,6 +6,7 @@ holds it, however that process ends. Clients get its descriptor over the unix so
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -48,7 +49,11 @@ class Arena:
             nbytes -= before - self.resident_nbytes()
 
     def close(self) -> None:
+        """Give the memory back, as soon as nobody looks at it any more; the mapping holds a descriptor of its own."""
         os.close(self.fd)
+        self.memory = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 def _open(directory: str | None) -> int:

@@ -1,0 +1,371 @@
+"""Starting, finding, sharing and ending a service; what is left when processes die in the middle of something."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import until
+
+import transfer_queue as tq
+from transfer_queue.errors import ConfigError, DeadlineExceeded, NotInitialized, ServiceUnavailable
+
+Service = Callable[..., tq.TransferQueueClient]
+Spawn = Callable[[str], Any]
+
+
+def used(client: tq.TransferQueueClient) -> int:
+    return int(client.stats()["arena_nbytes_used"])
+
+
+def run_dir() -> Path:
+    return Path(os.environ["TQ_ADDRESS"].removeprefix("unix:")).parent
+
+
+def put(key: str, value: float, width: int = 4) -> None:
+    tq.kv_put(key, "p", {"x": torch.full((width,), value)})
+
+
+def first(key: str) -> float:
+    return float(tq.kv_batch_get(key, "p")["x"].values()[0])
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Run directories of a test lie here, so that what stays behind is seen; a socket's path must be short."""
+    with tempfile.TemporaryDirectory(prefix="tq-test-", dir="/tmp") as name:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        yield Path(name)
+
+
+def test_init_is_idempotent_and_returns_the_merged_config_once(service: Service) -> None:
+    service()
+    assert tq.init() is None
+    pid = tq.get_client().stats()["pid"]
+    tq.close()
+    conf = tq.init({"client": {"timeout_s": 7.0}})
+    assert conf.client.timeout_s == 7.0
+    assert conf.controller.sampler == "SequentialSampler"
+    assert conf.address == os.environ["TQ_ADDRESS"]
+    assert tq.init({"a": 1}) == {"a": 1}
+    assert tq.get_client().stats()["pid"] != pid
+
+
+def test_nothing_is_left_after_close(service: Service) -> None:
+    client = service()
+    directory, pid = run_dir(), client.stats()["pid"]
+    assert directory.stat().st_mode & 0o777 == 0o700
+    tq.close()
+    tq.close()
+    assert not directory.exists()
+    assert not psutil.pid_exists(pid)
+    assert "TQ_ADDRESS" not in os.environ
+    with pytest.raises(NotInitialized):
+        tq.get_client()
+    with pytest.raises(AssertionError):
+        tq.kv_list()
+
+
+def test_another_process_attaches_by_environment_without_init(client: tq.TransferQueueClient, child: Spawn) -> None:
+    put("a", 1.0)
+    other = child("import transfer_queue as tq; print(tq.kv_list(), tq.init({'b': 1}), tq.get_client().stats()['pid'])")
+    assert other.finish() == f"{{'p': {{'a': {{}}}}}} {{'b': 1}} {client.stats()['pid']}"
+
+
+def test_attach_by_address(client: tq.TransferQueueClient, child: Spawn) -> None:
+    put("a", 1.0)
+    other = child(
+        f"""
+        import os
+        os.environ.pop("TQ_ADDRESS")
+        import transfer_queue as tq
+        conf = {{"address": {os.environ["TQ_ADDRESS"]!r}}}
+        assert tq.init(conf) is conf
+        print(tq.kv_list())
+        tq.close()
+        """
+    )
+    assert other.finish() == "{'p': {'a': {}}}"
+    assert tq.kv_list() == {"p": {"a": {}}}
+
+
+def test_processes_that_race_for_a_run_dir_start_one_server(tmp_path: Path, child: Spawn) -> None:
+    code = f"""
+    import os
+    os.environ.pop("TQ_ADDRESS", None)
+    import transfer_queue as tq
+    conf = tq.init({{"run_dir": {str(tmp_path / "service")!r}}})
+    print(tq.get_client().stats()["pid"], conf.address is not None and conf is not None, flush=True)
+    input()
+    """
+    racers = [child(code.replace("conf.address is not None and conf is not None", "hasattr(conf, 'address')")) for _ in range(3)]
+    said = [racer.line().split() for racer in racers]
+    assert len({pid for pid, _ in said}) == 1
+    assert sorted(owner for _, owner in said) == ["False", "False", "True"]
+    for racer, (_, owner) in sorted(zip(racers, said, strict=True), key=lambda pair: pair[1][1]):
+        racer.say()
+        racer.finish()
+        assert owner == "True" or psutil.pid_exists(int(said[0][0]))
+    until(lambda: not psutil.pid_exists(int(said[0][0])), "the end of the server")
+    assert not (tmp_path / "service").exists()
+
+
+def test_close_by_an_attached_process_only_detaches(client: tq.TransferQueueClient, child: Spawn) -> None:
+    other = child("import transfer_queue as tq; tq.kv_put('a', 'p', tag={'n': 1}); tq.close(); tq.close()")
+    other.finish()
+    assert tq.kv_list() == {"p": {"a": {"n": 1}}}
+    until(lambda: client.stats()["clients"] == 1, "the end of the other session")
+
+
+def test_a_run_dir_is_used_again_after_its_server_was_killed(service: Service, tmp_path: Path) -> None:
+    conf = {"run_dir": str(tmp_path / "service")}
+    pid = service(**conf).stats()["pid"]
+    os.kill(pid, signal.SIGKILL)
+    tq.close()
+    tq.init(conf)
+    assert tq.get_client().stats()["pid"] != pid
+
+
+def test_kill_of_the_owner_ends_everything(child: Spawn) -> None:
+    owner = child(
+        """
+        import os
+        os.environ.pop("TQ_ADDRESS", None)
+        import torch, transfer_queue as tq
+        tq.init()
+        tq.kv_put("a", "p", {"x": torch.zeros(1 << 20)})
+        print(tq.get_client().stats()["pid"], os.environ["TQ_ADDRESS"], flush=True)
+        input()
+        """
+    )
+    pid, address = owner.line().split()
+    owner.kill()
+    until(lambda: not psutil.pid_exists(int(pid)), "the end of the server")
+    assert not Path(address.removeprefix("unix:")).parent.exists()
+
+
+CALLS: dict[str, Callable[[tq.TransferQueueClient], Any]] = {
+    "kv_put": lambda c: tq.kv_put("a", "p", {"x": torch.zeros(1)}),
+    "large kv_put": lambda c: tq.kv_put("a", "p", {"x": torch.zeros(1 << 20)}),
+    "kv_batch_get": lambda c: tq.kv_batch_get("a", "p"),
+    "kv_list": lambda c: tq.kv_list(),
+    "kv_clear": lambda c: tq.kv_clear("a", "p"),
+    "insert": lambda c: c.get_meta(["x"], 1, "p", mode="insert"),
+    "fetch": lambda c: c.get_meta(["x"], 1, "q", task_name="t", timeout_s=0.3),
+    "allocate": lambda c: c.allocate({"x": ((1,), torch.float32)}),
+    "status": lambda c: c.check_consumption_status("t", "p"),
+    "async kv_put": lambda c: asyncio.run(tq.async_kv_put("a", "p", {"x": torch.zeros(1)})),
+    "async kv_batch_get": lambda c: asyncio.run(tq.async_kv_batch_get("a", "p")),
+    "stats": lambda c: c.stats(),
+}
+
+
+def test_every_call_fails_promptly_once_the_server_was_killed(service: Service) -> None:
+    client = service()
+    put("a", 1.0)
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            client.get_meta(["x"], 1, "q", task_name="t", timeout_s=60)
+        except ServiceUnavailable as error:
+            failed.append(error)
+
+    async def wait_async() -> None:
+        with pytest.raises(ServiceUnavailable):
+            await client.async_get_meta(["x"], 1, "q", task_name="u", timeout_s=60)
+
+    waiters = [threading.Thread(target=wait), threading.Thread(target=lambda: asyncio.run(wait_async()))]
+    for waiter in waiters:
+        waiter.start()
+    until(lambda: client.stats()["waiting_requests"] == 2, "two parked requests")
+    directory, pid = run_dir(), client.stats()["pid"]
+    os.kill(pid, signal.SIGKILL)
+    for waiter in waiters:
+        waiter.join(5)
+    assert len(failed) == 1
+    for name, call in CALLS.items():
+        started = time.monotonic()
+        with pytest.raises(ServiceUnavailable):
+            call(client)
+        assert time.monotonic() - started < 2, name
+    tq.close()
+    assert not directory.exists()
+
+
+def test_calls_to_a_stopped_server_raise_by_their_deadline_and_work_again_later(service: Service) -> None:
+    client = service(client={"timeout_s": 0.3})
+    put("a", 1.0)
+    pid = client.stats()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for name in ("kv_put", "large kv_put", "kv_batch_get", "fetch", "async kv_put", "stats"):
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                CALLS[name](client)
+            assert time.monotonic() - started < 4, name
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: _answers(client), "an answer after SIGCONT")
+    put("b", 2.0)
+    assert first("b") == 2.0
+    tq.kv_clear(["a", "b"], "p")
+    until(lambda: used(client) == 0, "the end of abandoned blocks")
+    client.put({"x": torch.ones(1)}, partition_id="q")
+    assert client.get_meta(["x"], 1, "q", task_name="t", timeout_s=1).size == 1
+
+
+def _answers(client: tq.TransferQueueClient) -> bool:
+    try:
+        return bool(client.stats())
+    except DeadlineExceeded:
+        return False
+
+
+def test_a_client_killed_between_allocate_and_commit_leaves_nothing(client: tq.TransferQueueClient, child: Spawn) -> None:
+    writer = child(
+        """
+        import torch, transfer_queue as tq
+        from transfer_queue.client.effects import Call
+        from transfer_queue.wire import messages as m
+        tq.init()
+        session = tq.get_client().session
+        found = session.call(Call(m.Allocate(session.next_rid(), 5 << 20, False, 1.0), wait_s=1.0))[0]
+        session.arenas[found.arena].writable(found.offset, 5 << 20)[:] = 1
+        held = tq.get_client().allocate({"x": ((3 << 20,), torch.uint8)})
+        print("allocated", flush=True)
+        input()
+        """
+    )
+    assert writer.line() == "allocated"
+    assert used(client) >= 8 << 20
+    os.kill(writer.pid, signal.SIGSTOP)
+    assert used(client) >= 8 << 20
+    writer.kill()
+    until(lambda: used(client) == 0, "the release of the unfinished blocks")
+    assert tq.kv_list() == {}
+    assert client.stats()["pinned_nbytes"] == {}
+
+
+def test_the_pins_of_a_killed_reader_are_released(client: tq.TransferQueueClient, child: Spawn) -> None:
+    put("a", 1.0, 1 << 20)
+    reader = child(
+        """
+        import transfer_queue as tq
+        x = tq.kv_batch_get("a", "p")["x"]
+        print(float(x.values().sum()), flush=True)
+        input()
+        """
+    )
+    assert float(reader.line()) == 1 << 20
+    tq.kv_clear("a", "p")
+    assert used(client) >= 4 << 20
+    reader.kill()
+    until(lambda: used(client) == 0, "the release of the pins")
+
+
+def test_a_forked_child_reads_writes_and_keeps_what_it_inherited(child: Spawn, service: Service) -> None:
+    service()
+    child(
+        """
+        import gc, os, torch, transfer_queue as tq
+        torch.set_num_threads(1)  # its OpenMP does not survive a fork
+        tq.kv_batch_put(["a", "b"], "p", {"x": torch.full((2, 1 << 20), 1.0)})
+        x = tq.kv_batch_get(["a", "b"], "p")["x"].values()
+        to_child, to_parent = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                assert os.read(to_child[0], 1) == b"1"
+                assert bool((x == 1.0).all())
+                tq.kv_put("child", "p", {"y": torch.tensor(3)})
+                assert tq.kv_batch_get("c", "p")["x"].values()[0] == 2.0
+                x.fill_(5.0)
+                code = 0
+            finally:
+                os._exit(code)
+        del x
+        gc.collect()
+        tq.kv_clear(["a", "b"], "p")
+        for _ in range(4):
+            tq.kv_batch_put(["c", "d"], "p", {"x": torch.full((2, 1 << 20), 2.0)})
+        os.write(to_child[1], b"1")
+        assert os.waitpid(pid, 0)[1] == 0
+        assert tq.kv_batch_get("child", "p")["y"].tolist() == [3]
+        assert bool((tq.kv_batch_get(["c", "d"], "p")["x"].values() == 2.0).all())
+        """
+    ).finish()
+    client = tq.get_client()
+    client.clear_partition("p")
+    until(lambda: used(client) == 0, "the release of inherited pins")
+
+
+def test_the_server_is_small_and_loads_no_framework(client: tq.TransferQueueClient) -> None:
+    pid = client.stats()["pid"]
+    mapped = Path(f"/proc/{pid}/maps").read_text()
+    assert not [name for name in ("libtorch", "tensordict", "/ray/", "_raylet") if name in mapped]
+    assert psutil.Process(pid).memory_info().rss < 60 << 20
+
+
+def test_a_start_takes_less_than_a_second_of_work(service: Service) -> None:
+    service()
+    server = psutil.Process(tq.get_client().stats()["pid"])
+    assert server.cpu_times().user + server.cpu_times().system < 1
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"backend": {"storage_backend": "Cassette"}},
+        {"backend": {"SimpleStorage": {"total_storage_size": 0}}},
+        {"backend": {"SimpleStorage": {"budget_nbytes": "many"}}},
+        {"backend": {"SimpleStorage": {"trim_after_s": -1}}},
+        {"client": {"timeout_s": 0}},
+        {"client": {"copy_threads": 1.5}},
+        {"controller": {"sampler": "NoSuchSampler"}},
+        {"server": {"host": "127.0.0.1"}},
+        {"server": {"host": "127.0.0.1", "token_file": "/no/such/file"}},
+        {"server": {"port": "http"}},
+    ],
+)
+def test_a_bad_setting_is_a_config_error_and_starts_nothing(
+    conf: dict[str, Any], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TQ_ADDRESS", "TQ_TOKEN", "TQ_TOKEN_FILE", "TQ_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError):
+        tq.init(conf)
+    assert not psutil.Process().children()
+    assert list(runtime_dir.iterdir()) == []
+    with pytest.raises(NotInitialized):
+        tq.get_client()
+
+
+def test_attaching_to_nothing_fails_promptly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    for address in (f"unix:{tmp_path}/none.sock", "tcp:127.0.0.1:1"):
+        with pytest.raises(ServiceUnavailable):
+            tq.init({"address": address})
+    with pytest.raises(ConfigError):
+        tq.init({"address": "tcp:nowhere"})
+
+
+def test_data_of_a_partition_survives_its_writer(client: tq.TransferQueueClient, child: Spawn) -> None:
+    child("import torch, transfer_queue as tq; tq.kv_put('a', 'p', {'x': torch.full((1 << 18,), 2.0)})").finish()
+    assert first("a") == 2.0
+
+
+def test_no_tcp_without_an_address(client: tq.TransferQueueClient) -> None:
+    server = psutil.Process(client.stats()["pid"])
+    assert not [c for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN]
