@@ -6,21 +6,22 @@ import contextlib
 import fcntl
 import os
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from transfer_queue.errors import ServiceUnavailable
-from transfer_queue.server.settings import Ready, ServerConfig
+from transfer_queue.server.settings import Ready, ServerConfig, clear_run_dir
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
+LOCK_INTERVAL_S = 0.01
 
 
 class LocalServer:
@@ -44,7 +45,7 @@ class LocalServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._run_dir, ignore_errors=True)  # where it was killed, its sockets are still there
+        clear_run_dir(self._run_dir)  # where it was killed, its sockets are still there
 
 
 def new_run_dir() -> str:
@@ -57,11 +58,26 @@ def new_run_dir() -> str:
 
 @contextlib.contextmanager
 def lock(run_dir: str) -> Iterator[None]:
-    """Hold the lock of a run directory, so that of many processes one starts the server."""
+    """Hold the lock of a run directory, so that of many processes one starts the server.
+
+    Raises `ServiceUnavailable` when another process holds it for longer than a start may take.
+    """
     Path(run_dir).parent.mkdir(parents=True, exist_ok=True)
     with open(run_dir.rstrip("/") + ".lock", "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + START_TIMEOUT_S + STOP_TIMEOUT_S
+        while not _locked(file):
+            if time.monotonic() > deadline:
+                raise ServiceUnavailable(f"another process has been starting a server in {run_dir} for too long")
+            select.select([], [], [], LOCK_INTERVAL_S)  # flock(2) has no deadline of its own
         yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def start(config: ServerConfig) -> LocalServer:
@@ -87,7 +103,7 @@ def start(config: ServerConfig) -> LocalServer:
     if not line:
         process.kill()
         process.wait()
-        shutil.rmtree(config.run_dir, ignore_errors=True)
+        clear_run_dir(config.run_dir)
         raise ServiceUnavailable(f"the server did not start within {START_TIMEOUT_S:g} s; see its messages above")
     return LocalServer(process, msgspec.json.decode(line, type=Ready), config.run_dir)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -24,13 +22,12 @@ from transfer_queue.server.compacting import Compactor
 from transfer_queue.server.door import Door
 from transfer_queue.server.link import Link
 from transfer_queue.server.service import Service
-from transfer_queue.server.settings import Ready, ServerConfig
+from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, Ready, ServerConfig, clear_run_dir
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.messages import Welcome
 
 log = logging.getLogger("transfer_queue.server")
 
-SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -81,7 +78,7 @@ class Server:
             await asyncio.sleep(0)
         finally:
             self.service.unit.close()
-            self._clean_up()
+            clear_run_dir(self.config.run_dir)
 
     def _remote(self) -> Link:
         return Link(self, self.config.token, local=False)
@@ -144,12 +141,6 @@ class Server:
         os.write(descriptor, msgspec.json.encode(ready) + b"\n")
         if descriptor > 2:
             os.close(descriptor)
-
-    def _clean_up(self) -> None:
-        for name in (SOCKET_NAME, DOOR_NAME):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(self.config.run_dir, name))
-        shutil.rmtree(self.config.run_dir, ignore_errors=True)
 
 
 def _claim(path: str) -> None:

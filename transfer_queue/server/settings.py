@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 import msgspec
+
+SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
+
+
+def clear_run_dir(run_dir: str) -> None:
+    """Remove a server's sockets, and the directory when nothing else is in it."""
+    for name in (SOCKET_NAME, DOOR_NAME):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(run_dir, name))
+    with contextlib.suppress(OSError):
+        os.rmdir(run_dir)
 
 
 class ServerConfig(msgspec.Struct, kw_only=True):
