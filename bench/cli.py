@@ -26,7 +26,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Measure this package beside TransferQueue 0.1.11 and Ray's object store, in one run.",
-        epilog=f"Cases: {cases}. The exit status is 1 when ours failed in a case or the run was interrupted; a missed target does not change it.",
+        epilog=f"Cases: {cases}. The exit status is 1 when ours failed in a case or the run was interrupted; "
+        "a missed target does not change it.",
     )
     parser.add_argument("--cases", type=case_list, default=list(CASES), metavar="1,8", help="only these cases")
     parser.add_argument("--quick", action="store_true", help="3 rounds, at most 100 k rows")

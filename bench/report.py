@@ -79,7 +79,7 @@ def table(rows: Sequence[Row]) -> str:
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Notes and failures, each with its case; a remark that several rows share is said once."""
     found: dict[str, None] = {}
-    for row in rows:
+    for row in ordered(rows):
         for note in row.notes:
             found[f"{row.case}: {row.what}: {note}"] = None
         for system, reason in row.failures.items():
@@ -97,7 +97,7 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
         "",
         "| " + " | ".join(HEADER) + " |",
         "|" + "---|" * len(HEADER),
-        *("| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in rows),
+        *("| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in ordered(rows)),
         "",
         *(f"- {remark}" for remark in remarks(rows)),
     ]

@@ -51,7 +51,7 @@ def test_a_put_waits_until_another_thread_clears(service: Service, mib: float) -
     client = service(**store(budget_nbytes=4 * MIB))
     put("a", 4)
     thread, outcome = in_thread(lambda: put("b", mib))
-    until(lambda: client.stats()["requests"] > 3 and thread.is_alive(), "a waiting put")
+    until(lambda: client.stats()["waiting_requests"] == 1, "a waiting put")
     assert not outcome
     assert "b" not in tq.kv_list("p")["p"]
     tq.kv_clear("a", "p")
@@ -61,11 +61,12 @@ def test_a_put_waits_until_another_thread_clears(service: Service, mib: float) -
 
 
 def test_a_put_waits_until_another_process_clears(service: Service, child: Spawn) -> None:
-    service(**store(budget_nbytes=4 * MIB))
+    client = service(**store(budget_nbytes=4 * MIB))
     put("a", 3)
     other = child("import transfer_queue as tq; tq.kv_list(); print('up', flush=True); input(); tq.kv_clear('a', 'p')")
     assert other.line() == "up"
     thread, outcome = in_thread(lambda: put("b", 3))
+    until(lambda: client.stats()["waiting_requests"] == 1, "a waiting put")
     other.say()
     thread.join(20)
     assert outcome == [None]
@@ -101,8 +102,9 @@ def test_waiting_puts_are_served_in_order(service: Service) -> None:
     client = service(**store(budget_nbytes=4 * MIB))
     put("a", 4)
     big, big_outcome = in_thread(lambda: put("big", 3))
-    until(lambda: client.stats()["requests"] >= 3, "the first waiter")
+    until(lambda: client.stats()["waiting_requests"] == 1, "the first waiter")
     small, small_outcome = in_thread(lambda: put("small", 1.5))
+    until(lambda: client.stats()["waiting_requests"] == 2, "the second waiter")
     tq.kv_clear("a", "p")
     big.join(20)
     assert big_outcome == [None]
@@ -118,7 +120,7 @@ def test_total_storage_size_bounds_rows_in_the_same_way(service: Service, mib: f
         put(key, mib)
     before = used(client)
     started = time.monotonic()
-    with pytest.raises(StoreFull, match="total_storage_size"):
+    with pytest.raises(StoreFull, match="3 rows stayed in use"):
         put("d", mib)
     assert 0.3 < time.monotonic() - started < 0.75
     with pytest.raises(StoreFull):
@@ -180,12 +182,12 @@ def test_pinned_views_count_until_they_are_dropped(service: Service) -> None:
 
 
 def test_a_view_dropped_elsewhere_lets_a_put_through(service: Service) -> None:
-    service(**store(budget_nbytes=4 * MIB))
+    client = service(**store(budget_nbytes=4 * MIB))
     put("a", 3)
     views = [tq.kv_batch_get("a", "p")["x"].values()]
     tq.kv_clear("a", "p")
     thread, outcome = in_thread(lambda: put("b", 3))
-    assert not outcome
+    until(lambda: client.stats()["waiting_requests"] == 1, "a waiting put")
     views.clear()
     gc.collect()
     thread.join(20)
@@ -207,6 +209,7 @@ def test_one_surviving_row_does_not_hold_its_whole_block(client: tq.TransferQueu
     assert bool((td["x"].values() == 7).all())
     assert list(td["o"])[0]["s"] == "7"
     assert list(td["o"])[0]["t"].unique().tolist() == [7.0]
+    del td
     tq.kv_clear("k7", "p")
     until(lambda: used(client) == 0, "an empty store")
 

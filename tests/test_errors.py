@@ -66,7 +66,6 @@ def test_the_documented_classes_exist_with_their_builtin_bases(name: str, base: 
     assert not base or issubclass(cls, BUILTINS[base])
 
 
-@pytest.mark.xfail(strict=True, reason="UnknownMode is missing from the docstring of transfer_queue.errors")
 def test_the_printed_tree_names_every_class() -> None:
     assert set(documented()) == {cls.__name__ for cls in OURS}
 

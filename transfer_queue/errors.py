@@ -2,7 +2,8 @@
 
     TransferQueueError
     ├── CallerError                    the call is wrong: change the call
-    │   ├── InvalidInput               (ValueError)      sizes, names, modes, duplicates
+    │   ├── InvalidInput               (ValueError)      sizes, names, duplicates
+    │   │   └── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
     │   ├── UnsupportedValue           (TypeError)       a value the codec cannot carry exactly
     │   ├── SchemaConflict             (ValueError)      dtype, rank or kind differs from the field's
     │   ├── UnknownRows                (ValueError)      no such partition, keys or rows

@@ -252,7 +252,7 @@ class Service:
             "partitions": len(self.controller.tables),
             "rows": self.controller.num_rows,
             "blocks": len(self.controller.ledger.entries),
-            "waiting_requests": self.controller.num_waiting,
+            "waiting_requests": self.controller.num_waiting + self.unit.num_waiting,
             "requests": self.num_requests,
             "clients": len(self.sessions),
             "arena_nbytes_used": self.unit.used_nbytes,

@@ -210,6 +210,10 @@ class Unit:
             self._waiting.remove(parked)
             self.outbox.append((parked.ticket, allocated))
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def next_deadline(self) -> float | None:
         return self._waiting.next_deadline()
 
