@@ -128,7 +128,7 @@ class Session:
         return found
 
     def notify(self, message: m.Message) -> None:
-        """Tell the server; when it does not listen now, the next call does. Once it is gone there is nothing to tell."""
+        """Tell the server; when it does not listen now, the next call does. Once it is gone, nobody needs to know."""
         try:
             connection = self._borrow(NOTIFY_S)
         except (ServiceUnavailable, DeadlineExceeded):

@@ -14,7 +14,7 @@ from transfer_queue.wire import messages as m
 
 INLINE_NBYTES = 64 << 10
 REMOTE_INLINE_NBYTES = 1 << 20
-REMEMBERED_REPLIES = 4096
+REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
 REMEMBERED_PINS = 256
 Payload: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
 Answer: TypeAlias = "tuple[m.Reply, Payload]"
@@ -28,8 +28,26 @@ class Session:
         self.local = local
         self.connections = 0
         self.replies: OrderedDict[int, Answer] = OrderedDict()
+        self._replies_nbytes = 0
         self.parked: dict[int, Hashable] = {}  # ticket of each parked request
         self.pinned: OrderedDict[int, list[int]] = OrderedDict()  # blocks each of the latest reads pinned
+
+    def remember(self, answer: Answer) -> None:
+        """Keep the answer for when its request comes again; the oldest go when there are many or they are large."""
+        self.replies[answer[0].rid] = answer
+        self._replies_nbytes += _weight(answer)
+        while len(self.replies) > REMEMBERED_REPLIES or (
+            self._replies_nbytes > REMEMBERED_NBYTES and len(self.replies) > 1
+        ):
+            self._replies_nbytes -= _weight(self.replies.popitem(last=False)[1])
+
+
+def _weight(answer: Answer) -> int:
+    """About how many bytes an answer holds: rows, and for each its tags."""
+    reply = answer[0]
+    if not isinstance(reply, (m.Committed, m.RowSet)):
+        return 256
+    return 256 + len(reply.rows) * (32 if reply.tags else 1)
 
 
 class Held(NamedTuple):
@@ -136,7 +154,7 @@ class Service:
         if answer is None:
             session.parked[message.rid] = ticket
         elif isinstance(message, m.MUTATING):
-            self._remember(session, answer)
+            session.remember(answer)
         self.settle()
         return answer
 
@@ -153,11 +171,6 @@ class Service:
             return self._commit(message, payload, session, ticket, now)
         reply = self.controller.handle(message, ticket, session.ident, now)
         return None if reply is None else (reply, ())
-
-    def _remember(self, session: Session, answer: Answer) -> None:
-        session.replies[answer[0].rid] = answer
-        if len(session.replies) > REMEMBERED_REPLIES:
-            session.replies.popitem(last=False)
 
     def _commit(
         self, message: m.Commit, payload: memoryview, session: Session, ticket: Hashable, now: float
@@ -301,7 +314,7 @@ class Service:
     def close_request(self, session: Session, reply: m.Reply) -> None:
         """A parked request was answered: remember the answer in case it is asked for again."""
         session.parked.pop(reply.rid, None)
-        self._remember(session, (reply, ()))
+        session.remember((reply, ()))
 
     def check_invariants(self) -> None:
         self.controller.check_invariants()

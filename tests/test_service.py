@@ -1,0 +1,68 @@
+"""The server's service without sockets: what it remembers and what it forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from transfer_queue.controller import Controller
+from transfer_queue.sampler import SequentialSampler
+from transfer_queue.schema import FieldSchema
+from transfer_queue.server import service as server
+from transfer_queue.server.service import Service, Session
+from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.wire import messages as m
+
+FIELD = [FieldSchema("x", "dense", "uint8", ())]
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    unit = Unit(1 << 20)
+    yield Service(Controller(SequentialSampler(), reserved_rows=0), unit)
+    unit.close()
+
+
+def commit(rid: int, count: int, tags: list[m.Tags] | None = None) -> m.Commit:
+    return m.Commit(rid, "p", count, None, None, FIELD, 0, b"", tags, 0.0)
+
+
+def send(service: Service, session: Session, message: m.Request, payload: bytes = b"") -> m.Reply:
+    answer = service.handle(message, memoryview(payload), session, ("link", message.rid), 0.0)
+    assert answer is not None
+    service.check_invariants()
+    return answer[0]
+
+
+def test_a_repeated_request_gets_its_first_reply_and_stores_nothing_again(service: Service) -> None:
+    session = service.attach(b"client", local=True)
+    first = send(service, session, commit(1, 4), b"abcd")
+    assert send(service, session, commit(1, 4), b"abcd") is first
+    assert service.controller.num_rows == 4
+
+
+def test_the_same_number_of_another_session_is_another_request(service: Service) -> None:
+    one, other = service.attach(b"one", local=True), service.attach(b"other", local=True)
+    send(service, one, commit(1, 4), b"abcd")
+    send(service, other, commit(1, 4), b"abcd")
+    assert service.controller.num_rows == 8
+
+
+def test_remembered_replies_are_bounded_in_bytes(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REMEMBERED_NBYTES", 10_000)
+    session = service.attach(b"client", local=True)
+    for rid in range(50):
+        send(service, session, commit(rid, 100), bytes(100))
+    assert 1 <= len(session.replies) <= 10_000 // 800
+    assert 49 in session.replies
+
+
+def test_replies_are_forgotten_with_their_session(service: Service) -> None:
+    session = service.attach(b"client", local=True)
+    send(service, session, commit(1, 4), b"abcd")
+    service.detach(session, set())
+    assert not service.sessions
+    again = service.attach(b"client", local=True)
+    send(service, again, commit(1, 4), b"abcd")
+    assert service.controller.num_rows == 8
