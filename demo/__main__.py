@@ -25,7 +25,7 @@ _REFRESH_S = 0.25
 
 def main(
     backend: Annotated[str, typer.Option(help="Where rows live; only `local` so far.")] = "local",
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.", show_default="500")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.", show_default="800")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Rollout processes.")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the prompts and the samples.")] = 0,
     out: Annotated[Path, typer.Option(help="Directory for the picture and the workers' output.")] = Path("demo-out"),

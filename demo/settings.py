@@ -12,7 +12,7 @@ class Settings:
     """The defaults take held-out accuracy from about 30 % to about 90 % in two minutes on two cores."""
 
     seed: int = 0
-    steps: int = 500
+    steps: int = 800
     """Optimiser steps; each publishes one version of the weights."""
     num_rollout_workers: int = 2
     samples_per_prompt: int = 8
@@ -34,7 +34,7 @@ class Settings:
     evaluate_every: int = 20
     warm_learning_rate: float = 3e-3
     warm_batch: int = 256
-    warm_until: float = 0.28
+    warm_until: float = 0.3
     """The supervised warm start ends at this accuracy, so that the rest is learned from rewards."""
     warm_max_updates: int = 1000
     shape: Shape = field(default_factory=Shape)

@@ -18,6 +18,8 @@ ROWS = "rows"
 
 
 def indexes(reply: Any) -> list[int]:
+    if isinstance(reply, m.Status) and not reply.rows:
+        return list(range(reply.first, reply.first + reply.num_rows))
     return np.frombuffer(reply.rows, np.int64).tolist()
 
 

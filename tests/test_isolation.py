@@ -156,6 +156,17 @@ def test_results_outlive_detaching(client: tq.TransferQueueClient, child: Spawn)
     reader.finish()
 
 
+def test_results_outlive_a_broken_connection(client: tq.TransferQueueClient) -> None:
+    put(["a", "b"], 1.0, LARGE)
+    held = get(["a", "b"])
+    for connection in client.session._idle:
+        connection._socket.shutdown(2)
+    tq.kv_clear(["a", "b"], "p")
+    for _ in range(3):
+        put(["c", "d"], 2.0, LARGE)
+    assert holds(held, 1.0)
+
+
 @pytest.mark.parametrize("nbytes", [65_472, 65_536, 65_600, 69_632])
 def test_blocks_around_the_limit_of_small_ones(client: tq.TransferQueueClient, nbytes: int) -> None:
     width = nbytes // 8

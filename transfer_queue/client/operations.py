@@ -191,20 +191,22 @@ def status(reply: m.Status, num_fields: int | None = None) -> tuple[torch.Tensor
     """(global indexes, int8 status) of a partition, ascending; (None, None) when it or a field is unknown."""
     if not reply.known:
         return None, None
-    rows = torch.from_numpy(np.frombuffer(reply.rows, np.int64).copy())
+    if reply.rows:
+        rows = torch.from_numpy(np.frombuffer(reply.rows, np.int64).copy())
+    else:
+        rows = torch.arange(reply.first, reply.first + reply.num_rows)
     values = torch.from_numpy(np.frombuffer(reply.status, np.int8).copy())
     return rows, values if num_fields is None else values.view(len(rows), num_fields)
 
 
 def is_done(reply: m.Status) -> bool:
     """Whether every row has the status, and there are as many as were declared."""
-    num = len(reply.rows) // 8
-    return reply.known and num > 0 and b"\x00" not in reply.status and num >= (reply.declared or 0)
+    return reply.known and 0 < reply.num_rows >= (reply.declared or 0) and b"\x00" not in reply.status
 
 
 def checked_keys(keys: Any) -> list[str]:
     """`keys` as they are: a list of distinct strings, not empty."""
-    if type(keys) is not list or not all(type(key) is str for key in keys):
+    if type(keys) is not list or not set(map(type, keys)) <= {str}:
         raise UnsupportedValue(f"keys is a list of strings, got {type(keys).__qualname__}")
     if not keys:
         raise InvalidInput("keys is empty")

@@ -14,14 +14,15 @@ from transfer_queue.client.session import Session
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Bytes, Layout, decode_layout
 from transfer_queue.codec.memory import Copies
-from transfer_queue.codec.rows import Block, Copier
+from transfer_queue.codec.rows import Block, Copier, row_numbers
 from transfer_queue.errors import ProtocolError
-from transfer_queue.schema import OBJECTS
+from transfer_queue.schema import OBJECTS, FieldSchema
 from transfer_queue.storage.shm.unit import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 
 VIEW_NBYTES = 64 << 10  # smaller reads are copied: they must not hold a whole block
 READ_NBYTES = 4 << 20
+RUN_NBYTES = 24  # of one (piece, first row, number of rows)
 
 
 class Lying:
@@ -86,7 +87,8 @@ def read(
             layouts = [decode_layout(data) for data in reply.layouts]
             for piece in reply.pieces:
                 lying.append((yield from _lying(session, piece, layouts[piece.layout], payload, own)))
-        nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if own else 0
+        gathers = own or any(len(part.runs) > RUN_NBYTES for reply, _ in replies for part in reply.parts)
+        nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if gathers else 0
         found: TensorDict = yield Offload(lambda: _assembled(session, replies, out), nbytes)
         return found if device is None else found.to(device)
     finally:
@@ -123,24 +125,50 @@ def _assembled(
     session: Session, replies: list[tuple[m.Located, list[Lying]]], out: Mapping[str, torch.Tensor] | None
 ) -> TensorDict:
     copies = Copies(session.mover)
-    copier = Copier(session.pool.allocate, copies.copy)
+    copier = Copier(session.pool.allocate, copies.copy, copies.take)
     assembler = Assembler(copier, bool(session.config.get("allow_pickle")), out)
-    single_reply = len(replies) == 1
     schema = {field.name: field for field in replies[0][0].schema}
-    located: dict[str, list[tuple[Block, int, int]]] = {name: [] for name in schema}
-    for reply, lying in replies:
-        if not single_reply:
-            schema.update({field.name: schema[field.name].merged(field) for field in reply.schema})
-        for part in reply.parts:
-            runs = np.frombuffer(part.runs, np.int64).reshape(-1, 3).tolist()
-            single = single_reply and len(runs) == 1
-            for name in part.fields:
-                located[name] += [(lying[p].block_for(name, n, single), first, n) for p, first, n in runs]
     if not schema:
         return TensorDict({}, batch_size=[0])
-    content = {name: assembler.field(field, located[name]) for name, field in schema.items()}
+    if len(replies) == 1:
+        content = _fields(assembler, schema, *replies[0])
+    else:
+        content = _joined_fields(assembler, schema, replies)
     copies.run()
     return new_tensordict(content, sum(reply.count for reply, _ in replies))
+
+
+def _fields(
+    assembler: Assembler, schema: dict[str, FieldSchema], reply: m.Located, lying: list[Lying]
+) -> dict[str, Any]:
+    content: dict[str, Any] = dict.fromkeys(schema)
+    for part in reply.parts:
+        table = np.frombuffer(part.runs, np.int64).reshape(-1, 3)
+        runs = table.tolist()
+        single = len(runs) == 1
+        scattered = not single and table[0, 0] == table[-1, 0] and bool((table[:, 0] == table[0, 0]).all())
+        rows = row_numbers(table[:, 1:]) if scattered else None
+        gathered = [] if single else [(lying[p].gathered, first, n) for p, first, n in runs]
+        for name in part.fields:
+            located = gathered
+            if single or schema[name].kind == OBJECTS:
+                located = [(lying[p].block_for(name, n, single), first, n) for p, first, n in runs]
+            content[name] = assembler.field(schema[name], located, rows)
+    return content
+
+
+def _joined_fields(
+    assembler: Assembler, schema: dict[str, FieldSchema], replies: list[tuple[m.Located, list[Lying]]]
+) -> dict[str, Any]:
+    """The rows of several partitions, one after the other."""
+    located: dict[str, list[tuple[Block, int, int]]] = {name: [] for name in schema}
+    for reply, lying in replies:
+        schema.update({field.name: schema[field.name].merged(field) for field in reply.schema})
+        for part in reply.parts:
+            runs = np.frombuffer(part.runs, np.int64).reshape(-1, 3).tolist()
+            for name in part.fields:
+                located[name] += [(lying[p].block_for(name, n, False), first, n) for p, first, n in runs]
+    return {name: assembler.field(field, located[name]) for name, field in schema.items()}
 
 
 def new_tensordict(content: dict[str, Any], count: int) -> TensorDict:

@@ -46,7 +46,7 @@ class Session:
         self.closed = False
         self._finished = False
         self._connect_timeout_s = connect_timeout_s
-        self._start(secrets.token_bytes(16), [])
+        self._start(secrets.token_bytes(16))
         connection = self._borrow(connect_timeout_s)
         welcome = connection.welcome
         self._give_back(connection)
@@ -58,19 +58,20 @@ class Session:
         self._open_memory()
         _SESSIONS.add(self)
 
-    def _start(self, ident: bytes, idle: list[Connection]) -> None:
+    def _start(self, ident: bytes) -> None:
         self.ident = ident
         self._pid = os.getpid()
-        self._idle = idle
+        self._idle: list[Connection] = []
         self._lock = threading.Lock()
         self.listings = Listings()
         self._rids = itertools.count(1)
         self._owed: list[m.Message] = []
+        self._kept: Connection | None = None
         self._loops: dict[asyncio.AbstractEventLoop, asyncio.Future[AsyncConnection]] = {}
 
     def _open_memory(self) -> None:
         self.arenas = Arenas(self._door, self._connect_timeout_s)
-        self.views = Views(self.arenas, self._unpin, self._disconnect)
+        self.views = Views(self.arenas, self._unpin, self._stay, self._disconnect)
 
     @property
     def is_local(self) -> bool:
@@ -210,9 +211,6 @@ class Session:
         """Detach. Tensors that were read stay valid: a connection lasts as long as they do, and with it their pins."""
         if self.closed:
             return
-        if self.views.num_open and not self._idle:
-            with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
-                self._give_back(self._borrow(NOTIFY_S))
         self.closed = True
         _SESSIONS.discard(self)
         for future in list(self._loops.values()):
@@ -223,9 +221,16 @@ class Session:
         self.pool.clear()
         self.views.close()
 
+    def _stay(self) -> None:
+        """Hold a connection that no call can break: with the last one of a session, its pins would go."""
+        with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
+            self._kept = Connection(self.address, self.ident, min(self.timeout_s, self._connect_timeout_s))
+
     def _disconnect(self) -> None:
         """The last view is gone, and with it the reason to stay connected."""
         self._finished = True
+        if self._kept is not None:
+            self._kept.close()
         self._drop_idle()
         self.arenas.close()
 
@@ -246,8 +251,8 @@ class Session:
 
     def after_fork_in_child(self) -> None:
         """Leave the parent's sockets and mappings alone, and start over."""
-        inherited = list(self._idle)
-        ident, idle = (self._heir[0], [self._heir[1]]) if self._heir is not None else (secrets.token_bytes(16), [])
+        inherited = [*self._idle, *([self._kept] if self._kept is not None else [])]
+        ident = self._heir[0] if self._heir is not None else secrets.token_bytes(16)  # whose connection stays open
         for connection in inherited:
             connection.close()
         for future in self._loops.values():
@@ -256,7 +261,7 @@ class Session:
                 if sock is not None:
                     with contextlib.suppress(OSError):
                         os.close(sock.fileno())
-        self._start(ident, idle)
+        self._start(ident)
         self.arenas.close()
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)

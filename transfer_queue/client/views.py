@@ -41,9 +41,16 @@ class Opened(NamedTuple):
 class Views:
     """Views of one session. `unpin` tells the server that blocks are no longer read; it runs in the reaper thread."""
 
-    def __init__(self, arenas: Arenas, unpin: Callable[[list[int]], None], finished: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        arenas: Arenas,
+        unpin: Callable[[list[int]], None],
+        started: Callable[[], None],
+        finished: Callable[[], None],
+    ) -> None:
         self._arenas = arenas
         self._unpin = unpin
+        self._started = started  # called before the first view
         self._finished = finished  # called once after `close`, when no view is left
         self._closing = False
         self._busy: set[Range] = set()
@@ -93,6 +100,7 @@ class Views:
 
     def _start(self) -> None:
         if self._thread is None:
+            self._started()
             self._thread = threading.Thread(target=self._reap, name="tq-reaper", daemon=True)
             self._thread.start()
 

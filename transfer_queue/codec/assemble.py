@@ -24,12 +24,12 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.codec.arrays import BufferReader
 from transfer_queue.codec.dtypes import torch_dtype
-from transfer_queue.codec.layout import Bytes, Column
+from transfer_queue.codec.layout import Bytes, Column, Ints
 from transfer_queue.codec.nested import jagged, nested
-from transfer_queue.codec.rows import Block, Copier, Run, gather_dense, gather_ragged, gather_varied
+from transfer_queue.codec.rows import Block, Copier, Run, gather_dense, gather_ragged, gather_varied, take_dense
 from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
-from transfer_queue.schema import NESTED, OBJECTS, FieldSchema
+from transfer_queue.schema import DENSE, NESTED, OBJECTS, FieldSchema
 
 Located = Sequence[tuple[Block, int, int]]  # (block, first row, number of rows), in result order
 
@@ -43,8 +43,16 @@ class Assembler:
         self.out = out or {}
         self._offsets: dict[object, torch.Tensor] = {}
 
-    def field(self, schema: FieldSchema, located: Located) -> Any:
-        """The rows of one field."""
+    def field(self, schema: FieldSchema, located: Located, rows: Ints | None = None) -> Any:
+        """The rows of one field. `rows`: their numbers where all lie in one block."""
+        if rows is not None and not self.out:
+            block = located[0][0]
+            column = block.layout.column(schema.name)
+            if column is not None and column.kind == DENSE and column.shape == schema.shape:
+                if rows.min() < 0 or rows.max() >= block.layout.rows:
+                    raise ProtocolError(f"field {schema.name!r}: rows that are not in their block")
+                dtype = _dtype([Run(block, column, 0, 1)])
+                return self._dense(take_dense(block, column, rows, self.copier), dtype, len(rows), column.shape)
         runs = []
         for block, start, count in located:
             column = block.layout.column(schema.name)
@@ -74,9 +82,12 @@ class Assembler:
             return jagged(values, marks, ragged[0] + 1)
         count = sum(run.rows for run in runs)
         data = gather_dense(runs, self.copier)
-        if inner is not None or not merged:
-            return _typed(data, dtype, (count, *merged))
-        return jagged(_typed(data, dtype, (count * merged[0], *merged[1:])), self._uniform(count, merged[0]), 1)
+        return self._dense(data, dtype, count, merged) if inner is None else _typed(data, dtype, (count, *merged))
+
+    def _dense(self, data: Bytes, dtype: torch.dtype, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+        if not shape:
+            return _typed(data, dtype, (count,))
+        return jagged(_typed(data, dtype, (count * shape[0], *shape[1:])), self._uniform(count, shape[0]), 1)
 
     def _uniform(self, count: int, length: int) -> torch.Tensor:
         """Offsets of `count` rows of `length`. Fields of equal lengths share them: torch combines only such fields."""
@@ -181,11 +192,12 @@ class Assembler:
 def _dtype(runs: Sequence[Run]) -> torch.dtype:
     """The dtype of the rows, which are tensors of one dtype in all runs."""
     column = runs[0].column
-    for other in {id(run.column): run.column for run in runs}.values():
+    others = {id(run.column): run.column for run in runs}.values() if len(runs) > 1 else ()
+    for other in others:
         if other.dtype != column.dtype or other.kind in (OBJECTS, NESTED):
             raise SchemaConflict(f"field {column.name!r}: rows of dtype {column.dtype} and {other.dtype or other.kind}")
     dtype = torch_dtype(column.dtype)
-    if any(run.column.itemsize != dtype.itemsize for run in runs):
+    if column.itemsize != dtype.itemsize or any(other.itemsize != dtype.itemsize for other in others):
         raise ProtocolError(f"field {column.name!r}: {column.itemsize} bytes an element of {column.dtype}")
     return dtype
 

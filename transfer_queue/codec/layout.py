@@ -55,20 +55,23 @@ class Column(msgspec.Struct, array_like=True, gc=False):
         return math.prod(d for d in self.shape if d >= 0) * self.itemsize
 
 
-class Layout(msgspec.Struct, array_like=True, gc=False):
+class Layout(msgspec.Struct, array_like=True, dict=True):
     rows: int
     nbytes: int
     columns: list[Column]
 
     def column(self, name: str) -> Column | None:
-        return next((c for c in self.columns if c.name == name), None)
+        by_name: dict[str, Column] | None = self.__dict__.get("_by_name")
+        if by_name is None:
+            by_name = self.__dict__["_by_name"] = {column.name: column for column in self.columns}
+        return by_name.get(name)
 
 
 encode_layout = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Layout).decode
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def decode_layout(data: bytes) -> Layout:
     """The layout in `data`, with every part inside the block and of the size its kind needs, or `ProtocolError`.
 

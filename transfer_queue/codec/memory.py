@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.codec.layout import Bytes
+from transfer_queue.codec.layout import Bytes, Ints
 
 HUGE_NBYTES = 2 << 20
 THREADED_NBYTES = 4 << 20
 DIRECT_NBYTES = 256 << 10
+ROW_NBYTES = 4 << 10
 Move = tuple[int, int, int]  # destination address, source address, bytes
 
 
@@ -103,6 +104,17 @@ class Copies:
         else:
             self._moves.append((address_of(into), address_of(source), source.nbytes))
 
+    def take(self, into: Bytes, source: Bytes, rows: Ints) -> None:
+        """`into[i] = source[rows[i]]` for 2-D arrays, by the end of `run`."""
+        row = into.shape[1]
+        if row < ROW_NBYTES:
+            np.take(source, rows, axis=0, out=into, mode="clip")
+            return
+        targets = np.arange(len(rows)) * row + address_of(into)
+        self._moves += [
+            (t, s, row) for t, s in zip(targets.tolist(), (rows * row + address_of(source)).tolist(), strict=True)
+        ]
+
     def run(self) -> None:
         self._mover.move(self._moves)
         self._moves = []
@@ -170,10 +182,13 @@ class Pool:
             return best
 
     def _give_back(self, memory: mmap.mmap) -> None:
+        if len(memory) > self.keep_nbytes:
+            return
         with self._lock:
-            if self.idle_nbytes + len(memory) <= self.keep_nbytes:
-                self._idle.append(memory)
-                self.idle_nbytes += len(memory)
+            self._idle.append(memory)
+            self.idle_nbytes += len(memory)
+            while self.idle_nbytes > self.keep_nbytes:  # the oldest go: sizes that nobody asks for any more
+                self.idle_nbytes -= len(self._idle.pop(0))
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -94,6 +94,11 @@ class Copier(NamedTuple):
 
     allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
     copy: Callable[[Bytes, Bytes], None] = np.copyto
+    take: Callable[[Bytes, Bytes, Ints], None] = lambda into, source, rows: _take(into, source, rows)
+
+
+def _take(into: Bytes, source: Bytes, rows: Ints) -> None:
+    np.take(source, rows, axis=0, out=into, mode="clip")
 
 
 def join(spans: Sequence[Bytes], copier: Copier, view: bool) -> Bytes:
@@ -114,8 +119,6 @@ def _viewable(runs: Sequence[Run], nbytes: int) -> bool:
 
 def gather_dense(runs: Sequence[Run], copier: Copier) -> Bytes:
     """Values of the rows, (rows x shape) as bytes. All columns are dense and of one shape."""
-    if len(runs) > 8 and all(run.block is runs[0].block for run in runs):
-        return _take_rows(runs, copier)
     spans = []
     for block, column, start, count in runs:
         row = column.row_nbytes()
@@ -123,23 +126,20 @@ def gather_dense(runs: Sequence[Run], copier: Copier) -> Bytes:
     return join(spans, copier, _viewable(runs, len(spans[0])))
 
 
-def _take_rows(runs: Sequence[Run], copier: Copier) -> Bytes:
-    """Many short runs of one block: one indexed copy instead of one copy a run."""
-    block, column = runs[0].block, runs[0].column
+def take_dense(block: Block, column: Column, rows: Ints, copier: Copier) -> Bytes:
+    """Values of scattered rows of one block, (rows x shape) as bytes, in one indexed copy. The column is dense."""
     row = column.row_nbytes()
-    index = row_index(runs)
-    out = copier.allocate(len(index) * row)
+    out = copier.allocate(len(rows) * row)
     if row:
-        np.take(block.part(column, 0).reshape(-1, row), index, axis=0, out=out.reshape(-1, row), mode="clip")
+        copier.take(out.reshape(-1, row), block.part(column, 0).reshape(-1, row), rows)
     return out
 
 
-def row_index(runs: Sequence[Run]) -> Ints:
-    """Row numbers of runs that lie in one block."""
-    starts = np.array([run.start for run in runs], np.int64)
-    counts = np.array([run.rows for run in runs], np.int64)
+def row_numbers(runs: Ints) -> Ints:
+    """Row numbers of runs (k, 2) of (first row, number of rows)."""
+    starts, counts = runs[:, 0], runs[:, 1]
     if counts.max(initial=0) <= 1:
-        return starts
+        return starts.copy()
     ends = counts.cumsum()
     return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from transfer_queue.codec.layout import Builder, Bytes, Column, Ints, Layout
-from transfer_queue.codec.rows import Block, Copier, Run, gather_dense, gather_ragged, join_offsets, varied_parts
+from transfer_queue.codec.rows import Block, Copier, Run, gather_ragged, join_offsets, take_dense, varied_parts
 from transfer_queue.schema import DENSE, NESTED, RAGGED, VARIED
 
 Fill = Callable[[Bytes], None]
@@ -46,7 +46,7 @@ def _parts(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:
         return []
     runs = [Run(block, column, int(row), 1) for row in rows]
     if column.kind == DENSE:
-        return [gather_dense(runs, Copier())]
+        return [take_dense(block, column, rows, Copier())]
     if column.kind == RAGGED:
         return list(gather_ragged(runs, column.ragged, Copier()))
     if column.kind == VARIED:

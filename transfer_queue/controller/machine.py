@@ -179,12 +179,17 @@ class Controller:
 
     def _rows_of_keys(self, table: Table, keys: Sequence[str], create: bool) -> Slots:
         """Slots in the order of `keys`; unknown ones are created or dropped."""
-        known = [table.keys.get(key, -1) for key in keys]
-        if create and -1 in known:
-            missing = list(dict.fromkeys(key for key, slot in zip(keys, known, strict=True) if slot < 0))
-            table.name_rows(self._new_rows(table, len(missing)), missing)
+        known = list(map(table.keys.get, keys))
+        if None in known:
+            if not create:
+                return np.array([slot for slot in known if slot is not None], np.int64)
+            missing = list(dict.fromkeys(key for key, slot in zip(keys, known, strict=True) if slot is None))
+            slots = self._new_rows(table, len(missing))
+            table.name_rows(slots, missing)
+            if len(missing) == len(known):
+                return slots
             known = [table.keys[key] for key in keys]
-        return np.array([slot for slot in known if slot >= 0], np.int64)
+        return np.array(known, np.int64)
 
     def _known(self, table: Table, indexes: np.ndarray[Any, Any]) -> Slots:
         slots = table.slots_of(indexes)
@@ -220,12 +225,13 @@ class Controller:
 
     def _slots_of_keys(self, message: m.Get, table: Table | None) -> Slots:
         keys = message.keys or []
-        known = [] if table is None else [table.keys.get(key, -1) for key in keys]
-        missing = [key for key, slot in zip(keys, known or [-1] * len(keys), strict=True) if slot < 0]
-        if len(missing) == len(keys) or (missing and message.strict):
+        known = [None] * len(keys) if table is None else list(map(table.keys.get, keys))
+        found = [slot for slot in known if slot is not None]
+        if not found or (message.strict and len(found) < len(keys)):
+            missing = [key for key, slot in zip(keys, known, strict=True) if slot is None]
             detail = f" ({missing[:8]} in partition {message.partition!r})"
             raise UnknownRows("keys or partition were not found!" + detail)
-        return np.array([slot for slot in known if slot >= 0], np.int64)
+        return np.array(found, np.int64)
 
     def _name_rows(self, message: m.NameRows) -> m.Reply:
         table = self._table(message.partition)
@@ -242,19 +248,17 @@ class Controller:
     def _consumption(self, message: m.Consumption) -> m.Reply:
         table = self.tables.get(message.partition)
         if table is None:
-            return m.Status(message.rid, False, b"", b"", None)
-        slots = table.live_slots()
-        consumed = table.task(message.task).consumed[slots].astype(np.int8)
-        return m.Status(message.rid, True, rows_bytes(table.index[slots]), consumed.tobytes(), table.declared)
+            return _unknown(message.rid)
+        live = table.live()
+        return _status(message.rid, table, live, table.task(message.task).consumed[live])
 
     def _production(self, message: m.Production) -> m.Reply:
         table = self.tables.get(message.partition)
         if table is None or not message.fields or any(name not in table.fields for name in message.fields):
-            return m.Status(message.rid, False, b"", b"", None)
-        slots = table.live_slots()
+            return _unknown(message.rid)
+        live = table.live()
         columns = sorted(table.fields[name].number for name in set(message.fields))
-        written = (table.cells[np.array(columns)[:, None], slots] != 0).T.astype(np.int8)
-        return m.Status(message.rid, True, rows_bytes(table.index[slots]), written.tobytes(), table.declared)
+        return _status(message.rid, table, live, (table.cells[columns][:, live] != 0).T)
 
     def _list_partitions(self, message: m.ListPartitions) -> m.Reply:
         return m.Names(message.rid, list(self.tables))
@@ -355,6 +359,18 @@ class Controller:
             for block, cells in table.release(table.live_slots(), range(len(table.fields))):
                 live[block] = live.get(block, 0) + cells
         assert live == {block: entry.live for block, entry in self.ledger.entries.items()}
+
+
+def _unknown(rid: int) -> m.Status:
+    return m.Status(rid, False, 0, 0, b"", b"", None)
+
+
+def _status(rid: int, table: Table, live: Slots | slice, flags: np.ndarray[Any, Any]) -> m.Status:
+    """The status of the live rows; their indexes only where they have gaps."""
+    index = table.index[live]
+    first, num = (int(index[0]), len(index)) if len(index) else (0, 0)
+    rows = b"" if not num or int(index[-1]) - first + 1 == num else rows_bytes(index)
+    return m.Status(rid, True, num, first, rows, np.ascontiguousarray(flags).view(np.int8).tobytes(), table.declared)
 
 
 class _Crowded(Exception):

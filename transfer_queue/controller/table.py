@@ -108,13 +108,18 @@ class Table:
         found[(self.index[found] != indexes) | ~self.alive[found]] = -1
         return found
 
+    def live(self) -> Slots | slice:
+        """The slots of live rows, ascending; a slice where no row was cleared."""
+        return slice(0, self.size) if self.num_alive == self.size else self.live_slots()
+
     def live_slots(self) -> Slots:
         return np.flatnonzero(self.alive[: self.size])
 
     def name_rows(self, slots: Slots, keys: Sequence[str]) -> None:
         self.log.touch(slots)
-        for slot, key in zip(slots.tolist(), keys, strict=True):
-            self.keys[key] = slot
+        numbers = slots.tolist()
+        self.keys.update(zip(keys, numbers, strict=True))
+        for slot, key in zip(numbers, keys, strict=True):
             self.names[slot] = key
 
     def clear(self, slots: Slots) -> Released:

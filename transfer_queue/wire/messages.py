@@ -328,9 +328,14 @@ class Listing(Reply):
 
 
 class Status(Reply):
-    """`rows` int64 (n,), `status` int8 (n,) or (n, fields); `known` is False for an unknown partition or field."""
+    """`status` int8 (n,) or (n, fields) of n rows; `known` is False for an unknown partition or field.
+
+    `rows` is int64 (n,), or empty where the indexes are `first`, `first` + 1 and so on.
+    """
 
     known: bool
+    num_rows: int
+    first: int
     rows: bytes
     status: bytes
     declared: int | None

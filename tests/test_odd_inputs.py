@@ -1,0 +1,263 @@
+"""Every odd input comes back exactly, type and value, or is refused before anything is stored (reference/traps.md)."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+from transfer_queue.errors import UnsupportedValue
+
+
+@pytest.fixture
+def part(request: pytest.FixtureRequest, shared: tq.TransferQueueClient) -> Iterator[str]:
+    yield "odd"
+    shared.clear_partition("odd")
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    a: int
+    b: str
+
+
+TENSORS: dict[str, torch.Tensor] = {
+    "0-dim": torch.tensor(2.5),
+    "1-D": torch.arange(3),
+    "2-D": torch.arange(6.0).view(2, 3),
+    "no elements": torch.zeros(0),
+    "(2, 0)": torch.zeros(2, 0),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "expanded": torch.tensor([1.0]).expand(4),
+    "4-D image": torch.arange(24.0).view(1, 2, 3, 4),
+    "strided slice": torch.arange(10)[::3],
+    "bfloat16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "float16": torch.tensor([1.5], dtype=torch.float16),
+    "float8_e4m3fn": torch.tensor([1.5, 2.0]).to(torch.float8_e4m3fn),
+    "complex64": torch.tensor([1 + 2j]),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "bool": torch.tensor([True, False]),
+    "uint8": torch.tensor([255], dtype=torch.uint8),
+    "uint16": torch.tensor([65535], dtype=torch.uint16),
+    "nan and inf": torch.tensor([float("inf"), -0.0]),
+}
+
+
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    plain = tensor.resolve_conj().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).tolist() if plain.numel() else []
+    return tensor.dtype, tuple(tensor.shape), data
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensor(part: str, name: str) -> None:
+    tq.kv_put("a", part, {"x": TENSORS[name]})
+    got = tq.kv_batch_get("a", part)["x"]
+    assert bits(got.unbind()[0]) == bits(TENSORS[name])
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensor_inside_a_value(part: str, name: str) -> None:
+    tq.kv_put("a", part, {"x": {"t": [TENSORS[name]]}})
+    assert bits(tq.kv_batch_get("a", part)["x"][0]["t"][0]) == bits(TENSORS[name])
+
+
+@pytest.mark.parametrize("value", [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True) * 2])
+def test_tensor_with_a_graph_comes_back_without(part: str, value: torch.Tensor) -> None:
+    tq.kv_put("a", part, {"x": value})
+    got = tq.kv_batch_get("a", part)["x"].unbind()[0]
+    assert got.tolist() == value.tolist()
+    assert not got.requires_grad
+
+
+EXACT: dict[str, Any] = {
+    "str": "text",
+    "empty str": "",
+    "bytes": b"\x00\xff",
+    "bytearray": bytearray(b"ab"),
+    "None": None,
+    "int": 7,
+    "bool": True,
+    "huge int": 1 << 200,
+    "negative huge int": -(1 << 80),
+    "uint64": (1 << 64) - 1,
+    "float": 0.1,
+    "complex": 1 + 2j,
+    "list": [1, "a", None, [2.5]],
+    "dict": {"a": 1, "b": {"c": [1]}},
+    "dict with int keys": {1: "a", None: "b"},
+    "dict with tuple keys": {(1, 2): "a"},
+    "tuple": (1, (2, 3), [4]),
+    "set": {1, 2},
+    "frozenset": frozenset(["a"]),
+    "torch.Size": torch.Size([1, 2]),
+    "datetime": datetime.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=datetime.timezone.utc),
+    "date": datetime.date(2024, 2, 29),
+    "time": datetime.time(1, 2, 3),
+    "timedelta": datetime.timedelta(days=-1, microseconds=5),
+    "Decimal": decimal.Decimal("1.10"),
+    "UUID": uuid.UUID(int=5),
+    "Fraction": fractions.Fraction(1, 3),
+    "OrderedDict": collections.OrderedDict([("b", 1), ("a", 2)]),
+    "deque": collections.deque([1, 2], maxlen=5),
+    "range": range(1, 9, 2),
+    "torch dtype": torch.bfloat16,
+    "np.int64": np.int64(5),
+    "np.float32": np.float32(0.1),
+    "lone surrogate": "\ud800",
+    "key of a marker": {"__tq_tensordict__": 1},
+    "long str": "x" * 3_000_000,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_value_comes_back_exactly(part: str, name: str) -> None:
+    value = EXACT[name]
+    tq.kv_put("a", part, {"x": value, "n": [value]})
+    tq.kv_batch_put(["b", "c"], part, {"m": [{"v": value}, (value, "other")]})
+    got = tq.kv_batch_get("a", part)
+    assert_same(list(got["x"])[0], value)
+    assert_same(list(got["n"])[0], [value])
+    first, second = list(tq.kv_batch_get(["b", "c"], part)["m"])
+    assert_same(first, {"v": value})
+    assert_same(second, (value, "other"))
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert type(got) is type(expected)
+    assert got == expected
+    if isinstance(expected, (list, tuple)):
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    if isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key in expected:
+            assert_same(got[key], expected[key])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        np.array(["a", None, {"k": 1}], dtype=object),
+        np.array(["2024-01-01"], dtype="datetime64[D]"),
+        np.array([(1, 2.0)], dtype=[("i", "i4"), ("f", "f8")]),
+        np.array([b"ab"], dtype="S2"),
+        np.zeros((0, 2)),
+        np.array(5),
+        np.array([1, 2], dtype=">i4"),
+    ],
+)
+def test_array(part: str, array: np.ndarray[Any, Any]) -> None:
+    tq.kv_put("a", part, {"x": array})
+    got = list(tq.kv_batch_get("a", part)["x"])[0]
+    assert type(got) is np.ndarray
+    assert (got.dtype, got.shape) == (array.dtype, array.shape)
+    assert got.tolist() == array.tolist()
+
+
+REFUSED: dict[str, Any] = {
+    "named tuple": Pair(1, "b"),
+    "dataclass": Point(1),
+    "enum": Colour.RED,
+    "defaultdict": collections.defaultdict(list),
+    "lambda": lambda: 0,
+    "generator": (i for i in ()),
+    "lock": threading.Lock(),
+    "object": object(),
+    "type": int,
+    "sparse tensor": torch.eye(2).to_sparse(),
+    "meta tensor": torch.empty(2, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_value_that_cannot_be_kept_is_refused_by_name(part: str, name: str) -> None:
+    with pytest.raises(UnsupportedValue, match="strange"):
+        tq.kv_put("a", part, {"fine": 1, "strange": REFUSED[name]})
+    with pytest.raises(UnsupportedValue, match="strange"):
+        tq.kv_batch_put(["a", "b"], part, {"fine": [1, 2], "strange": ["ok", {"deep": [REFUSED[name]]}]})
+    assert tq.kv_list(part) == {}
+
+
+@pytest.mark.parametrize("key", ["", "k" * 1_000_000, "\u00e4\u4e2d\U0001f600", "a/b\x00c"])
+def test_key_and_field_name(part: str, key: str) -> None:
+    tq.kv_put(key, part, {"x": torch.tensor(1)})
+    assert list(tq.kv_list(part)[part]) == [key]
+    assert tq.kv_batch_get(key, part)["x"].tolist() == [1]
+    tq.kv_clear(key, part)
+    assert tq.kv_list(part) == {}
+
+
+def test_empty_field_name(part: str) -> None:
+    tq.kv_put("a", part, {"": torch.tensor(1)})
+    assert tq.kv_batch_get("a", part)[""].tolist() == [1]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_images_that_differ_in_height_and_width(part: str) -> None:
+    images = [torch.full((3, 2, 5), 1.0), torch.full((3, 4, 1), 2.0)]
+    tq.kv_batch_put(["a", "b"], part, {"x": images})
+    got = tq.kv_batch_get(["a", "b"], part)["x"]
+    assert got.layout == torch.strided
+    assert [bits(row) for row in got.unbind()] == [bits(image) for image in images]
+
+
+def test_rows_of_different_rank_come_back_as_a_stack(part: str) -> None:
+    rows = [torch.ones(2), torch.ones(2, 2)]
+    tq.kv_batch_put(["a", "b"], part, {"x": rows})
+    assert [bits(row) for row in tq.kv_batch_get(["a", "b"], part)["x"]] == [bits(row) for row in rows]
+
+
+def test_tensors_and_strings_in_one_column_come_back_as_they_are(part: str) -> None:
+    tq.kv_batch_put(["a", "b"], part, {"x": [torch.ones(2), "s"]})
+    first, second = tq.kv_batch_get(["a", "b"], part)["x"]
+    assert (bits(first), second) == (bits(torch.ones(2)), "s")
+
+
+def test_multimodal_values_keep_their_tensors(part: str) -> None:
+    value = {"pixel_values": torch.randn(3, 4), "grid": (1, 2), "parts": [{"t": torch.arange(3)}]}
+    tq.kv_put("a", part, {"mm": value})
+    got = list(tq.kv_batch_get("a", part)["mm"])[0]
+    assert bits(got["pixel_values"]) == bits(value["pixel_values"])  # type: ignore[arg-type]
+    assert got["grid"] == (1, 2)
+    assert got["parts"][0]["t"].tolist() == [0, 1, 2]
+
+
+def test_nested_tensordict_field(part: str) -> None:
+    inner = TensorDict({"t": torch.arange(4).view(2, 2), "s": ["a", "b"]}, batch_size=[2])
+    tq.kv_batch_put(["a", "b"], part, TensorDict({"in": inner, "x": torch.zeros(2)}, batch_size=[2]))
+    got = tq.kv_batch_get(["b", "a"], part)["in"]
+    assert got["t"].tolist() == [[2, 3], [0, 1]]
+    assert list(got["s"]) == ["b", "a"]
+
+
+def test_broadcast_string_is_one_value_per_row(part: str) -> None:
+    tq.kv_batch_put(["a", "b"], part, TensorDict({"s": "shared", "x": torch.zeros(2)}, batch_size=[2]))
+    assert list(tq.kv_batch_get(["a", "b"], part)["s"]) == ["shared", "shared"]
+
+
+def test_a_batch_of_two_dimensions_is_rows_of_the_first(part: str) -> None:
+    tq.kv_batch_put(["a", "b"], part, TensorDict({"x": torch.arange(6).view(2, 3)}, batch_size=[2, 3]))
+    assert [row.tolist() for row in tq.kv_batch_get(["a", "b"], part)["x"].unbind()] == [[0, 1, 2], [3, 4, 5]]
