@@ -154,7 +154,9 @@ def test_a_client_that_dies_waiting_for_rows_holds_nothing(service: Service, chi
     client = service(**store(total_storage_size=1))
     put("a", 0.001)
     before = used(client)
-    writer = child("import torch, transfer_queue as tq; tq.kv_put('b', 'p', {'x': torch.zeros(100, dtype=torch.uint8)})")
+    writer = child(
+        "import torch, transfer_queue as tq; tq.kv_put('b', 'p', {'x': torch.zeros(100, dtype=torch.uint8)})"
+    )
     until(lambda: client.stats()["waiting_requests"] == 1, "a waiting put")
     writer.kill()
     until(lambda: client.stats()["waiting_requests"] == 0, "the end of the request")
@@ -207,8 +209,8 @@ def test_one_surviving_row_does_not_hold_its_whole_block(client: tq.TransferQueu
     until(lambda: used(client) < MIB, "compaction")
     td = tq.kv_batch_get("k7", "p")
     assert bool((td["x"].values() == 7).all())
-    assert list(td["o"])[0]["s"] == "7"
-    assert list(td["o"])[0]["t"].unique().tolist() == [7.0]
+    assert next(iter(td["o"]))["s"] == "7"
+    assert next(iter(td["o"]))["t"].unique().tolist() == [7.0]
     del td
     tq.kv_clear("k7", "p")
     until(lambda: used(client) == 0, "an empty store")

@@ -208,7 +208,8 @@ def test_a_loop_that_was_closed_without_care_is_forgotten(client: tq.TransferQue
 def test_a_parked_fetch_does_not_delay_other_calls(client: tq.TransferQueueClient) -> None:
     async def main() -> None:
         waiting = [
-            asyncio.create_task(client.async_get_meta(["x"], 1, "p", task_name=f"t{n}", timeout_s=30)) for n in range(50)
+            asyncio.create_task(client.async_get_meta(["x"], 1, "p", task_name=f"t{n}", timeout_s=30))
+            for n in range(50)
         ]
         started = time.monotonic()
         for i in range(20):

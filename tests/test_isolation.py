@@ -193,11 +193,11 @@ def test_objects_with_large_tensors_are_isolated(client: tq.TransferQueueClient)
     tq.kv_clear(["a", "b", "c"], "p")
     tq.kv_batch_put(["d"], "p", {"img": [{"pixels": torch.full((600_000,), 4.0)}]})
     assert [holds(second[i]["pixels"], float(i)) for i in range(3)] == [True] * 3
-    assert list(tq.kv_batch_get("d", "p")["img"])[0]["pixels"].unique().tolist() == [4.0]
+    assert next(iter(tq.kv_batch_get("d", "p")["img"]))["pixels"].unique().tolist() == [4.0]
 
 
 def test_random_holds_writes_and_clears_in_one_process(client: tq.TransferQueueClient) -> None:
-    for seed in range(3):
+    for seed in range(2):
         random_walk(random.Random(seed))
         tq.get_client().clear_partition("p")
     gc.collect()
@@ -209,7 +209,7 @@ def random_walk(rng: random.Random) -> None:
     """Any order of put, get, hold, scribble, drop and clear; every row tells which key and version it is."""
     stored: dict[str, tuple[float, int]] = {}
     held: list[list[Any]] = []
-    for step in range(150):
+    for step in range(100):
         keys = rng.sample("abcdef", rng.randint(1, 3))
         width = rng.choice((SMALL, VIEWED, 150_000))
         action = rng.random()

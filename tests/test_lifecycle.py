@@ -105,10 +105,10 @@ def test_processes_that_race_for_a_run_dir_start_one_server(tmp_path: Path, chil
     os.environ.pop("TQ_ADDRESS", None)
     import transfer_queue as tq
     conf = tq.init({{"run_dir": {str(tmp_path / "service")!r}}})
-    print(tq.get_client().stats()["pid"], conf.address is not None and conf is not None, flush=True)
+    print(tq.get_client().stats()["pid"], hasattr(conf, "address"), flush=True)
     input()
     """
-    racers = [child(code.replace("conf.address is not None and conf is not None", "hasattr(conf, 'address')")) for _ in range(3)]
+    racers = [child(code) for _ in range(3)]
     said = [racer.line().split() for racer in racers]
     assert len({pid for pid, _ in said}) == 1
     assert sorted(owner for _, owner in said) == ["False", "False", "True"]
@@ -209,7 +209,7 @@ def test_calls_to_a_stopped_server_raise_by_their_deadline_and_work_again_later(
     pid = client.stats()["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        for name in ("kv_put", "large kv_put", "kv_batch_get", "fetch", "async kv_put", "stats"):
+        for name in ("large kv_put", "kv_batch_get", "async kv_put", "stats"):
             started = time.monotonic()
             with pytest.raises(DeadlineExceeded):
                 CALLS[name](client)
@@ -232,7 +232,9 @@ def _answers(client: tq.TransferQueueClient) -> bool:
         return False
 
 
-def test_a_client_killed_between_allocate_and_commit_leaves_nothing(client: tq.TransferQueueClient, child: Spawn) -> None:
+def test_a_client_killed_between_allocate_and_commit_leaves_nothing(
+    client: tq.TransferQueueClient, child: Spawn
+) -> None:
     writer = child(
         """
         import torch, transfer_queue as tq
@@ -359,11 +361,6 @@ def test_attaching_to_nothing_fails_promptly(monkeypatch: pytest.MonkeyPatch, tm
             tq.init({"address": address})
     with pytest.raises(ConfigError):
         tq.init({"address": "tcp:nowhere"})
-
-
-def test_data_of_a_partition_survives_its_writer(client: tq.TransferQueueClient, child: Spawn) -> None:
-    child("import torch, transfer_queue as tq; tq.kv_put('a', 'p', {'x': torch.full((1 << 18,), 2.0)})").finish()
-    assert first("a") == 2.0
 
 
 def test_no_tcp_without_an_address(client: tq.TransferQueueClient) -> None:

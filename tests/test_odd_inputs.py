@@ -137,8 +137,8 @@ def test_value_comes_back_exactly(part: str, name: str) -> None:
     tq.kv_put("a", part, {"x": value, "n": [value]})
     tq.kv_batch_put(["b", "c"], part, {"m": [{"v": value}, (value, "other")]})
     got = tq.kv_batch_get("a", part)
-    assert_same(list(got["x"])[0], value)
-    assert_same(list(got["n"])[0], [value])
+    assert_same(next(iter(got["x"])), value)
+    assert_same(next(iter(got["n"])), [value])
     first, second = list(tq.kv_batch_get(["b", "c"], part)["m"])
     assert_same(first, {"v": value})
     assert_same(second, (value, "other"))
@@ -171,7 +171,7 @@ def assert_same(got: Any, expected: Any) -> None:
 )
 def test_array(part: str, array: np.ndarray[Any, Any]) -> None:
     tq.kv_put("a", part, {"x": array})
-    got = list(tq.kv_batch_get("a", part)["x"])[0]
+    got = next(iter(tq.kv_batch_get("a", part)["x"]))
     assert type(got) is np.ndarray
     assert (got.dtype, got.shape) == (array.dtype, array.shape)
     assert got.tolist() == array.tolist()
@@ -239,7 +239,7 @@ def test_tensors_and_strings_in_one_column_come_back_as_they_are(part: str) -> N
 def test_multimodal_values_keep_their_tensors(part: str) -> None:
     value = {"pixel_values": torch.randn(3, 4), "grid": (1, 2), "parts": [{"t": torch.arange(3)}]}
     tq.kv_put("a", part, {"mm": value})
-    got = list(tq.kv_batch_get("a", part)["mm"])[0]
+    got = next(iter(tq.kv_batch_get("a", part)["mm"]))
     assert bits(got["pixel_values"]) == bits(value["pixel_values"])  # type: ignore[arg-type]
     assert got["grid"] == (1, 2)
     assert got["parts"][0]["t"].tolist() == [0, 1, 2]

@@ -25,7 +25,7 @@ from transfer_queue.client.address import Address, parse_address
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.session import Session
-from transfer_queue.errors import AccessDenied, InvalidInput, ServiceUnavailable, TransferQueueError, UnsupportedValue
+from transfer_queue.errors import AccessDenied, ServiceUnavailable, TransferQueueError, UnsupportedValue
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.door import NUMBER
 from transfer_queue.wire.framing import PREFIX, frame
@@ -210,7 +210,7 @@ def test_values_over_tcp_are_equal(shared: TransferQueueClient, remote: Transfer
     for client in (remote, shared):
         td = client.get_data(meta)
         assert [torch.equal(row, data[i]) for i, row in enumerate(td["x"].unbind())] == [True, True]
-        assert list(td["o"])[0] == "a"
+        assert next(iter(td["o"])) == "a"
         assert torch.equal(list(td["o"])[1]["t"], data[0])
         assert torch.equal(client.get_data(meta[1])["x"].unbind()[0], data[1])
     shared.clear_partition("remote")
@@ -309,9 +309,7 @@ def test_a_write_that_is_cut_off_reaches_no_recycled_memory(shared: TransferQueu
     mine = torch.zeros(1 << 20, dtype=torch.uint8)
     tq.kv_put("a", "mine", {"x": mine})
     writer._socket.sendall(b"\xee" * ((1 << 20) - 1000))
-    with pytest.raises(TransferQueueError):
-        writer._receive("Write", 5)
-        raise InvalidInput("the write was taken as if the block were there")
+    writer._receive("Write", 5)
     writer.close()
     helper.close()
     assert torch.equal(tq.kv_batch_get("a", "mine")["x"].values(), mine)

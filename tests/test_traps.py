@@ -212,7 +212,8 @@ def test_T27_a_waiter_wakes_at_once(shared: Client, part: str) -> None:
 def test_T28_many_calls_of_one_loop_are_in_flight_at_once(shared: Client, part: str) -> None:
     async def main() -> None:
         waiting = [
-            asyncio.create_task(shared.async_get_meta(["x"], 1, part, task_name=str(i), timeout_s=20)) for i in range(64)
+            asyncio.create_task(shared.async_get_meta(["x"], 1, part, task_name=str(i), timeout_s=20))
+            for i in range(64)
         ]
         await asyncio.wait_for(shared.async_put(batch(1, x=torch.zeros(1)), partition_id=part), 10)
         assert len(await asyncio.gather(*waiting)) == 64

@@ -13,7 +13,8 @@ from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, checked_tags, commit, store
-from transfer_queue.codec.plan import Plan, plan_batch, plan_row
+from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.plan import plan_batch, plan_row
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import KVBatchMeta
 from transfer_queue.wire import messages as m

@@ -25,6 +25,7 @@ from transfer_queue.wire.door import NUMBER, SIZE
 PAGE = 4096
 MADV_DONTNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 4, 22, 23
 TOUCH_NBYTES = 2 << 20
+POPULATE_CHUNKS = 32  # mapped in one call: between calls the thread competes for the interpreter
 PRESENT, SWAPPED, OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -62,15 +63,16 @@ class Arena:
 
         Chunks that were mapped once are skipped; walking them again would cost as much as the first time.
         """
-        for chunk in range(offset // TOUCH_NBYTES, -(-(offset + nbytes) // TOUCH_NBYTES)):
-            if self._read[chunk]:
+        step = POPULATE_CHUNKS
+        for first in range(offset // TOUCH_NBYTES, -(-(offset + nbytes) // TOUCH_NBYTES), step):
+            if self._read[first : first + step].all():
                 continue
             if not wanted():
                 return
-            start = max(offset, chunk * TOUCH_NBYTES)
-            end = min(offset + nbytes, (chunk + 1) * TOUCH_NBYTES)
+            start = max(offset, first * TOUCH_NBYTES)
+            end = min(offset + nbytes, (first + step) * TOUCH_NBYTES)
             advise(self.private_address + start, end - start, MADV_POPULATE_READ)
-            self._read[chunk] = end - start == TOUCH_NBYTES
+            self._read[-(-start // TOUCH_NBYTES) : end // TOUCH_NBYTES] = True
 
     def close(self) -> None:
         os.close(self.fd)

@@ -17,7 +17,8 @@ from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, checked_tags, store
-from transfer_queue.codec.plan import Plan, items_of, plan_batch
+from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.values import is_plain
 from transfer_queue.errors import InvalidInput, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta

@@ -45,6 +45,7 @@ class Session:
         self.address = address
         self.closed = False
         self._finished = False
+        self._estate: list[Connection] = []  # these hold the pins of inherited views for as long as this process lives
         self._connect_timeout_s = connect_timeout_s
         self._start(secrets.token_bytes(16))
         connection = self._borrow(connect_timeout_s)
@@ -252,7 +253,10 @@ class Session:
     def after_fork_in_child(self) -> None:
         """Leave the parent's sockets and mappings alone, and start over."""
         inherited = [*self._idle, *([self._kept] if self._kept is not None else [])]
-        ident = self._heir[0] if self._heir is not None else secrets.token_bytes(16)  # whose connection stays open
+        ident = secrets.token_bytes(16)
+        if self._heir is not None:
+            ident, estate = self._heir
+            self._estate.append(estate)
         for connection in inherited:
             connection.close()
         for future in self._loops.values():

@@ -11,7 +11,7 @@ import numpy as np
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.codec.layout import Bytes
-from transfer_queue.codec.plan import Plan
+from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.values import Lowering
 from transfer_queue.errors import InvalidInput, StoreFull, UnsupportedValue
 from transfer_queue.schema import FieldSchema

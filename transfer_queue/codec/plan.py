@@ -17,80 +17,15 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from transfer_queue.codec import lists
 from transfer_queue.codec.arrays import BufferWriter, Source, check_tensor
 from transfer_queue.codec.dtypes import dtype_name
-from transfer_queue.codec.layout import Builder, Bytes, Column, Layout, encode_layout
-from transfer_queue.codec.memory import Move, Mover, address_of
+from transfer_queue.codec.filling import Filling, Plan, utf8
+from transfer_queue.codec.layout import Builder, Column
 from transfer_queue.codec.nested import trimmed
 from transfer_queue.codec.values import pack
 from transfer_queue.errors import InvalidInput, UnsupportedValue
-from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED, FieldSchema
+from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED
 
-Filling = Source | bytes
-
-
-class Plan:
-    """The layout of one block and what goes where: (offset, source) pairs."""
-
-    def __init__(self, rows: int, allow_pickle: bool = False) -> None:
-        self.rows = rows
-        self.columns: list[Column] = []
-        self.allow_pickle = allow_pickle
-        self._builder = Builder()
-        self._fillings: list[tuple[int, Filling]] = []
-
-    @property
-    def nbytes(self) -> int:
-        return self._builder.nbytes
-
-    def layout(self) -> bytes:
-        return encode_layout(Layout(self.rows, self.nbytes, self.columns))
-
-    def schema(self) -> list[FieldSchema]:
-        return [column.schema() for column in self.columns]
-
-    def add(self, source: Filling | None, nbytes: int) -> tuple[int, int]:
-        """Place `nbytes`; `source` fills them (None: the caller does)."""
-        part = self._builder.place(nbytes)
-        if source is not None and nbytes:
-            self._fillings.append((part[0], source))
-        return part
-
-    def add_all(self, sources: Sequence[tuple[Filling, int]]) -> tuple[int, int]:
-        """One part filled by (source, nbytes) one after the other."""
-        part = self._builder.place(sum(nbytes for _, nbytes in sources))
-        at = part[0]
-        for source, nbytes in sources:
-            if nbytes:
-                self._fillings.append((at, source))
-            at += nbytes
-        return part
-
-    def write(self, into: Bytes, mover: Mover) -> None:
-        """Fill the block at `into` (uint8, `nbytes`)."""
-        base = address_of(into)
-        moves: list[Move] = []
-        kept: list[Any] = []
-        for offset, source in self._fillings:
-            if isinstance(source, torch.Tensor):
-                if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
-                    nbytes = source.numel() * source.element_size()
-                    plain = source if source.is_conj() or source.is_neg() else _as_numbers(source)
-                    target = torch.from_numpy(into[offset : offset + nbytes]).view(plain.dtype)
-                    target.view(plain.shape).copy_(plain)
-                    continue
-                moves.append((base + offset, source.data_ptr(), source.numel() * source.element_size()))
-            elif isinstance(source, bytes):
-                into[offset : offset + len(source)] = np.frombuffer(source, np.uint8)
-            else:
-                lying = np.ascontiguousarray(source)
-                kept.append(lying)
-                moves.append((base + offset, lying.__array_interface__["data"][0], lying.nbytes))
-        mover.move(moves)
-
-
-def _as_numbers(source: torch.Tensor) -> torch.Tensor:
-    """The same bytes as integers: torch cannot copy all of its dtypes."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return source.view(kinds.get(source.element_size(), source.dtype))
+TEXT_CHARS = 1024  # longer texts are copied straight from the string
+JOIN_NBYTES = 1024  # shorter messages are joined first
 
 
 def plan_batch(batch: TensorDictBase | Mapping[str, Any], rows: int, allow_pickle: bool = False) -> Plan:
@@ -285,21 +220,39 @@ def _nested(plan: Plan, name: str, value: TensorDictBase) -> Column:
 def _objects(plan: Plan, name: str, values: list[Any]) -> Column:
     _check_rows(plan, name, len(values))
     buffers = BufferWriter()
-    messages: list[bytes] = []
+    messages: list[tuple[Filling, int]] = []
+    lengths: list[int] = []
     ref_ends = [0]
     for number, value in enumerate(values):
         try:
-            messages.append(pack(value, buffers, plan.allow_pickle))
+            pieces = _message(value, buffers, plan.allow_pickle)
         except UnsupportedValue as error:
             raise UnsupportedValue(f"row {number}, field {name!r}: {error}") from None
+        messages += pieces
+        lengths.append(sum(nbytes for _, nbytes in pieces))
         buffers.end_row()
         ref_ends.append(len(buffers.refs))
-    data = b"".join(messages)
-    offsets = _offsets([len(message) for message in messages])
-    parts = [plan.add(data, len(data)), plan.add(offsets, offsets.nbytes)]
+    offsets = _offsets(lengths)
+    short = [message for message, _ in messages if type(message) is bytes]
+    if len(short) == len(messages) and offsets[-1] < JOIN_NBYTES * len(values):
+        messages = [(b"".join(short), int(offsets[-1]))]
+    parts = [plan.add_all(messages), plan.add(offsets, offsets.nbytes)]
     if buffers.sources:
         parts += _heap(plan, buffers, np.array(ref_ends, np.int64))
     return Column(name, OBJECTS, "", 0, (), -1, parts, [])
+
+
+def _message(value: Any, buffers: BufferWriter, allow_pickle: bool) -> list[tuple[Filling, int]]:
+    """One row's message, as pieces of (content, size). A long text is not encoded but copied from where it lies."""
+    if type(value) is str and TEXT_CHARS <= len(value) < 1 << 30:
+        try:
+            nbytes = utf8(value)[1]
+        except UnicodeEncodeError:
+            pass  # lone surrogates take the typed path
+        else:
+            return [(b"\xdb" + nbytes.to_bytes(4, "big"), 5), (value, nbytes)]  # msgpack's str 32
+    message = pack(value, buffers, allow_pickle)
+    return [(message, len(message))]
 
 
 def _heap(plan: Plan, buffers: BufferWriter, ref_offsets: np.ndarray[Any, Any]) -> list[tuple[int, int]]:

@@ -1,0 +1,98 @@
+"""The layout of a block in the making, and the copies that fill it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from transfer_queue.codec.arrays import Source
+from transfer_queue.codec.layout import Builder, Bytes, Column, Layout, encode_layout
+from transfer_queue.codec.memory import Move, Mover, address_of
+from transfer_queue.schema import FieldSchema
+
+_bytes_address = ctypes.pythonapi.PyBytes_AsString
+_bytes_address.restype, _bytes_address.argtypes = ctypes.c_void_p, [ctypes.py_object]
+_utf8_address = ctypes.pythonapi.PyUnicode_AsUTF8AndSize
+_utf8_address.restype = ctypes.c_void_p
+_utf8_address.argtypes = [ctypes.py_object, ctypes.POINTER(ctypes.c_ssize_t)]
+
+Filling = Source | bytes | str
+
+
+def utf8(text: str) -> tuple[int, int]:
+    """Address and size of the UTF-8 form that `text` keeps as long as it lives; `UnicodeEncodeError` for surrogates."""
+    size = ctypes.c_ssize_t()
+    address: int = _utf8_address(text, ctypes.byref(size))
+    return address, size.value
+
+
+class Plan:
+    """The layout of one block and what goes where: (offset, source) pairs."""
+
+    def __init__(self, rows: int, allow_pickle: bool = False) -> None:
+        self.rows = rows
+        self.columns: list[Column] = []
+        self.allow_pickle = allow_pickle
+        self._builder = Builder()
+        self._fillings: list[tuple[int, Filling]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._builder.nbytes
+
+    def layout(self) -> bytes:
+        return encode_layout(Layout(self.rows, self.nbytes, self.columns))
+
+    def schema(self) -> list[FieldSchema]:
+        return [column.schema() for column in self.columns]
+
+    def add(self, source: Filling | None, nbytes: int) -> tuple[int, int]:
+        """Place `nbytes`; `source` fills them (None: the caller does)."""
+        part = self._builder.place(nbytes)
+        if source is not None and nbytes:
+            self._fillings.append((part[0], source))
+        return part
+
+    def add_all(self, sources: Sequence[tuple[Filling, int]]) -> tuple[int, int]:
+        """One part filled by (source, nbytes) one after the other."""
+        part = self._builder.place(sum(nbytes for _, nbytes in sources))
+        at = part[0]
+        for source, nbytes in sources:
+            if nbytes:
+                self._fillings.append((at, source))
+            at += nbytes
+        return part
+
+    def write(self, into: Bytes, mover: Mover) -> None:
+        """Fill the block at `into` (uint8, `nbytes`)."""
+        base = address_of(into)
+        moves: list[Move] = []
+        kept: list[Any] = []
+        for offset, source in self._fillings:
+            if isinstance(source, torch.Tensor):
+                if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
+                    nbytes = source.numel() * source.element_size()
+                    plain = source if source.is_conj() or source.is_neg() else _as_numbers(source)
+                    target = torch.from_numpy(into[offset : offset + nbytes]).view(plain.dtype)
+                    target.view(plain.shape).copy_(plain)
+                    continue
+                moves.append((base + offset, source.data_ptr(), source.numel() * source.element_size()))
+            elif isinstance(source, bytes):
+                moves.append((base + offset, _bytes_address(source), len(source)))
+            elif isinstance(source, str):
+                moves.append((base + offset, *utf8(source)))
+            else:
+                lying = np.ascontiguousarray(source)
+                kept.append(lying)
+                moves.append((base + offset, lying.__array_interface__["data"][0], lying.nbytes))
+        mover.move(moves)
+
+
+def _as_numbers(source: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers: torch cannot copy all of its dtypes."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return source.view(kinds.get(source.element_size(), source.dtype))
