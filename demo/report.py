@@ -87,7 +87,9 @@ def _draw_learning(axes: Axes, board: Board) -> None:
     accuracy, reward = board.column("accuracy"), board.column("reward")
     measured = ~np.isnan(accuracy)
     axes.axvspan(0, times[0], color=_FAINT, lw=0)
-    axes.text(times[0] / 2, 0.97, "start-up and\nwarm start", ha="center", va="top", color=_GREY, fontsize=8)
+    axes.text(
+        times[0] / 2, 0.98, "start-up and warm start", rotation=90, ha="center", va="top", color=_GREY, fontsize=8
+    )
     axes.plot(times, reward, color=_AMBER, lw=0.6, alpha=0.35)
     axes.plot(times, _smooth(reward), color=_AMBER, lw=1.6)
     axes.plot(times[measured], accuracy[measured], color=_GREEN, lw=2.2, marker="o", ms=3)
@@ -107,7 +109,7 @@ def _draw_divergence(axes: Axes, board: Board) -> None:
     axes.plot(steps, kl, color=_VIOLET, lw=0.6, alpha=0.35)
     axes.plot(steps, _smooth(kl, np.nanmedian), color=_VIOLET, lw=1.6)
     finite = kl[~np.isnan(kl)]
-    top = float(np.percentile(finite, 97)) * 1.1 if len(finite) else 1.0  # one wild batch must not flatten the rest
+    top = float(np.percentile(finite, 90)) * 1.2 if len(finite) else 1.0  # one wild batch must not flatten the rest
     axes.set(title="KL to the reference, per token", xlabel="optimiser step", ylim=(0, max(top, 1e-3)))
     axes.grid(axis="y", color=_FAINT)
     axes.set_axisbelow(True)

@@ -33,7 +33,7 @@ class PartitionView:
 
     @property
     def any_tags(self) -> bool:
-        return any(self._table.tags)
+        return self._table.any_tags
 
     def tags(self, index: int) -> Mapping[str, Any]:
         """The tags of the row with this global index; empty when it has none or is gone."""

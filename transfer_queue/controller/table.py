@@ -59,6 +59,7 @@ class Table:
         self.keys: dict[str, int] = {}
         self.names: list[str | None] = []
         self.tags: list[Tags | None] = []
+        self.any_tags = False  # whether a row ever had some
         self.fields: dict[str, Field] = {}
         self.tasks: dict[str, Task] = {}
         self.num_alive = 0
@@ -296,12 +297,15 @@ class Table:
 
     def merge_tags(self, slots: Slots, tags: Sequence[Tags], replace: bool = False) -> None:
         self.log.touch(slots)
+        self.any_tags = self.any_tags or any(tags)
         for slot, new in zip(slots.tolist(), tags, strict=True):
             held = self.tags[slot]
             self.tags[slot] = dict(new) if replace or held is None else {**held, **new}
 
     def tags_of(self, slots: Slots) -> list[Tags] | None:
         """Tags of the rows, or None when all are empty."""
+        if not self.any_tags:
+            return None
         tags = self.tags
         found = [tags[slot] or {} for slot in slots.tolist()]
         return found if any(found) else None

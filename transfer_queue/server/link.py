@@ -101,7 +101,7 @@ class Link(asyncio.BufferedProtocol):
             raise AccessDenied("payload before the handshake")
         into = self._server.service.destination(message, nbytes, self._session)
         if isinstance(message, m.Write):
-            pass  # its memory stays ours while bytes arrive
+            self._server.service.unit.pin(message.block, self._nonce)  # its memory stays ours while bytes arrive
         return into
 
     def _greet(self, message: m.Message) -> None:
