@@ -19,6 +19,7 @@ from demo.board import Board
 from demo.fleet import Fleet, WorkerFailed
 from demo.settings import Settings, smoke
 from demo.view import View
+from transfer_queue.errors import ServiceUnavailable
 
 _REFRESH_S = 0.25
 
@@ -44,7 +45,7 @@ def main(
     try:
         tq.init({"controller": {"sampler": sampler}})
         board = _run(settings, out, console)
-    except WorkerFailed as failure:
+    except (WorkerFailed, ServiceUnavailable) as failure:
         print(failure, file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

@@ -146,6 +146,19 @@ def test_T17_tags_of_others_survive_a_put_with_old_metadata(shared: Client, part
     assert shared.get_meta(["x"], 1, part, mode="force_fetch").custom_meta == [{"reward": 1.0}]
 
 
+def test_T17_a_refused_put_leaves_tags_it_would_have_replaced(shared: Client, part: str) -> None:
+    rows = shared.put(batch(1, x=torch.zeros(1)), partition_id=part)
+    rows.update_custom_meta([{"old": 1}])
+    shared.set_custom_meta(rows)
+    rows.clear_custom_meta()
+    rows.update_custom_meta([{"new": 2}])
+    with pytest.raises(SchemaConflict):
+        shared.put(batch(1, x=torch.zeros(1, dtype=torch.float64)), metadata=rows)
+    assert shared.get_meta(["x"], 1, part, mode="force_fetch").custom_meta == [{"old": 1}]
+    shared.put(batch(1, x=torch.ones(1)), metadata=rows)
+    assert shared.get_meta(["x"], 1, part, mode="force_fetch").custom_meta == [{"new": 2}]
+
+
 def test_T17_concurrent_tag_updates_all_count(shared: Client, part: str) -> None:
     tq.kv_put("a", part, tag={})
     writers = [

@@ -102,7 +102,7 @@ class ServiceError(TransferQueueError):
 
 
 class DeadlineExceeded(ServiceError, TimeoutError, RuntimeError):
-    """The deadline passed first. Nothing that the call would have changed is visible."""
+    """The deadline passed first. Nothing changed when the server says so; without its answer that is unknown."""
 
     code = "deadline"
 

@@ -14,8 +14,8 @@ from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, checked_tags, commit, send_block
 from transfer_queue.codec.dtypes import torch_dtype
-from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.plan import plan_empty
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import BatchMeta

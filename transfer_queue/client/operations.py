@@ -121,12 +121,12 @@ def _put_part(session: Session, data: Batch, meta: BatchMeta, parser: Parser | N
     """Write to the rows of one partition, with the tags their holder changed."""
     plan = planned(session, data, parser)
     edits = meta._tag_edits()
+    tags = None
+    if edits:
+        unchanged: tuple[bool, dict[str, Any]] = (False, {})
+        tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
     replaced = [position for position, (replace, _) in edits.items() if replace]
-    if replaced:
-        yield from set_tags(session, meta.select_samples(replaced), [edits[p][1] for p in replaced])
-    merged = {position: row for position, (replace, row) in edits.items() if not replace}
-    tags = checked_tags([merged.get(p, {}) for p in range(len(meta))], len(meta)) if merged else None
-    rows = Rows(meta.sole_partition, len(meta), None, meta.indexes.tobytes())
+    rows = Rows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced)
     yield from store(session, plan, rows, tags)
     return field_specs(plan.schema())
 

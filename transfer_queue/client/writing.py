@@ -10,8 +10,8 @@ import numpy as np
 
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.session import Session
-from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.values import Lowering
 from transfer_queue.errors import InvalidInput, StoreFull, UnsupportedValue
 from transfer_queue.schema import FieldSchema
@@ -30,6 +30,7 @@ class Rows(NamedTuple):
     num: int
     keys: list[str] | None = None
     indexes: bytes | None = None
+    replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones; never changed
 
 
 def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
@@ -99,8 +100,9 @@ def commit(
     """The request that publishes a block (0: the payload; -1: no block, only tags)."""
     wait_s = session.timeout_s if wait_s is None else wait_s
     request = m.Commit(
-        session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s
-    )
+        session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s,
+        rows.replaced,
+    )  # fmt: skip
     return Call(request, payload, wait_s)
 
 

@@ -18,6 +18,7 @@ from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
 
 NO_BLOCK = -1
+MAX_NEW_ROWS = 1 << 24
 
 
 class Controller:
@@ -91,6 +92,8 @@ class Controller:
             raise InvalidInput(f"{count} rows with {len(message.tags or ())} tags")
         if len({f.name for f in message.fields}) != len(message.fields):
             raise InvalidInput("a field occurs twice")
+        if not all(0 <= position < len(message.tags or ()) for position in message.replaced):
+            raise InvalidInput("replaced tags that are not there")
         if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
             raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
         table = self.tables.get(message.partition)
@@ -104,6 +107,8 @@ class Controller:
             self.ledger.release(released)
         if message.tags is not None:
             table.merge_tags(slots, message.tags)
+            for position in message.replaced:
+                table.merge_tags(slots[position : position + 1], [message.tags[position]], replace=True)
         if message.fields:
             self._fetching.written(table, slots, [f.name for f in message.fields])
         rows = rows_bytes(table.index[slots])
@@ -165,6 +170,8 @@ class Controller:
         return table
 
     def _check_room(self, count: int) -> None:
+        if count > MAX_NEW_ROWS:
+            raise InvalidInput(f"{count} new rows in one call, at most {MAX_NEW_ROWS}")
         if self.max_rows is not None and self.num_rows + count > self.max_rows:
             raise _Crowded(
                 f"{count} more rows do not fit: {self.num_rows} of total_storage_size={self.max_rows} are in use",

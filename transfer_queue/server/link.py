@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, cast
 
 from transfer_queue.errors import AccessDenied, InternalError, ProtocolError, TransferQueueError
@@ -45,6 +45,8 @@ class Link(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle
         self._tickets: set[Hashable] = set()
+        self._incoming: Iterator[tuple[m.Message, memoryview]] = iter(())
+        self._paused = False  # the peer does not read its answers
 
     # asyncio's side
 
@@ -60,21 +62,30 @@ class Link(asyncio.BufferedProtocol):
         return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._incoming = self._reader.advance(nbytes)
+        self._work()
+
+    def _work(self) -> None:
+        """Handle what has arrived, as long as the peer takes the answers."""
         try:
-            for message, payload in self._reader.advance(nbytes):
+            for message, payload in self._incoming:
                 self._received(message, payload)
-                if self._transport.is_closing():
-                    return
+                if self._paused or self._transport.is_closing():
+                    break
         except TransferQueueError as error:
             log.warning("closed a connection: %s", error)
             self._transport.abort()
         self._server.deliver()
 
     def pause_writing(self) -> None:
-        self._transport.pause_reading()  # a peer that does not read gets no further answers
+        self._paused = True
+        self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        self._transport.resume_reading()
+        self._paused = False
+        self._work()
+        if not self._paused and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._timer.cancel()

@@ -78,6 +78,7 @@ class Commit(Request):
     layout: bytes
     tags: list[Tags] | None
     timeout_s: float
+    replaced: list[int] = []  # positions whose tags replace the stored ones instead of merging
 
 
 class Insert(Request):
