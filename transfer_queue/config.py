@@ -77,6 +77,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
             "polling_mode": bool(conf.controller.polling_mode),
             "timeout_s": _seconds(conf.client.timeout_s, "client.timeout_s"),
             "allow_pickle": bool(conf.client.allow_pickle),
+            "spin_s": (_number(conf.client.spin_us, "client.spin_us", 0) or 0) / 1e6,
             "copy_threads": _number(conf.client.copy_threads, "client.copy_threads", 1),
             "pool_nbytes": _number(conf.client.pool_nbytes, "client.pool_nbytes", 0),
         },

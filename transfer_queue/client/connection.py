@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+import time
 from typing import Any
 
 import msgspec
@@ -22,6 +25,7 @@ from transfer_queue.wire.framing import FrameReader, frame, owned_buffer
 _lifting = Lifting()
 decode_reply = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
 JOIN_NBYTES = 256 << 10
+TIMEVAL = struct.Struct("@ll")
 
 
 def proof_of(challenge: m.Message, address: Address, nonce: bytes) -> m.Proof:
@@ -44,17 +48,25 @@ def welcome_of(reply: m.Message) -> m.Welcome:
 
 
 class Connection:
-    """A socket after the handshake. Not for concurrent use; broken for good once a call failed half-way."""
+    """A socket after the handshake. Not for concurrent use; broken for good once a call failed half-way.
 
-    def __init__(self, address: Address, session: bytes, timeout_s: float) -> None:
+    Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO, socket(7)): Python's own cost a system call each time. For
+    `spin_s` the receiver asks again and again before it sleeps: waking a sleeping processor takes longer than most
+    answers.
+    """
+
+    def __init__(self, address: Address, session: bytes, timeout_s: float, spin_s: float = 0.0) -> None:
         self.address = address
+        self.spin_s = spin_s
         try:
             self._socket = address.connect(timeout_s)
         except (OSError, ValueError) as error:
             raise ServiceUnavailable(f"no server at {address}: {error}") from error
         self._reader = FrameReader(decode_reply, owned_buffer)
-        self._timeout_s = timeout_s
+        self._timeout_s = 0.0
         try:
+            self._socket.settimeout(None)
+            self._limit(timeout_s)
             nonce = hello.nonce()
             self._send(m.encode(m.Hello(m.PROTOCOL_VERSION, session, nonce)), None)
             challenge, _ = self._receive("connect", timeout_s)
@@ -65,14 +77,21 @@ class Connection:
             self._socket.close()
             raise
 
+    def _limit(self, timeout_s: float) -> None:
+        """Let no send or receive take longer."""
+        if timeout_s != self._timeout_s:
+            seconds = int(timeout_s)
+            value = TIMEVAL.pack(seconds, max(int((timeout_s - seconds) * 1e6), 0 if seconds else 1))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+            self._timeout_s = timeout_s
+
     def call(self, request: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
         """The reply and its payload.
 
         Raises `DeadlineExceeded` or `ServiceUnavailable`; close the connection then.
         """
-        if timeout_s != self._timeout_s:
-            self._socket.settimeout(timeout_s)
-            self._timeout_s = timeout_s
+        self._limit(timeout_s)
         self._send(m.encode(request), payload)
         reply, data = self._receive(type(request).__name__, timeout_s)
         if getattr(reply, "rid", None) != request.rid:
@@ -91,24 +110,43 @@ class Connection:
             else:
                 self._socket.sendall(frame(header, len(payload)))
                 self._socket.sendall(payload)
-        except TimeoutError:
+        except BlockingIOError:
             raise DeadlineExceeded(f"the server at {self.address} does not read") from None
         except OSError as error:
             raise ServiceUnavailable(f"lost the server at {self.address}: {error}") from error
 
     def _receive(self, what: str, timeout_s: float) -> tuple[m.Message, memoryview]:
+        started = time.monotonic()
+        nbytes = self._spin(started + self.spin_s)
         while True:
-            try:
-                nbytes = self._socket.recv_into(self._reader.buffer())
-            except TimeoutError:
-                raise DeadlineExceeded(f"{what}: no answer from {self.address} within {timeout_s:g} s") from None
-            except OSError as error:
-                raise ServiceUnavailable(f"lost the server at {self.address}: {error}") from error
-            if not nbytes:
-                raise ServiceUnavailable(f"the server at {self.address} closed the connection")
+            if nbytes is None:
+                nbytes = self._recv(0)
+            if nbytes is None or time.monotonic() - started > timeout_s:
+                raise DeadlineExceeded(f"{what}: no answer from {self.address} within {timeout_s:g} s")
             found = list(self._reader.advance(nbytes))
             if found:
                 return found[0]
+            nbytes = None
+
+    def _spin(self, until: float) -> int | None:
+        """What `_recv` finds without sleeping, by `until`."""
+        while time.monotonic() < until:
+            nbytes = self._recv(socket.MSG_DONTWAIT)
+            if nbytes is not None:
+                return nbytes
+        return None
+
+    def _recv(self, flags: int) -> int | None:
+        """Bytes received into the reader's buffer; None when there are none (in time)."""
+        try:
+            nbytes = self._socket.recv_into(self._reader.buffer(), 0, flags)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ServiceUnavailable(f"lost the server at {self.address}: {error}") from error
+        if not nbytes:
+            raise ServiceUnavailable(f"the server at {self.address} closed the connection")
+        return nbytes
 
     def close(self) -> None:
         self._socket.close()

@@ -37,7 +37,8 @@ NOTIFY_S = 1.0
 class Session:
     """Attached to the server at `address`; raises `ServiceUnavailable` when there is none.
 
-    `config` is what the service was started with: timeout_s, polling_mode, allow_pickle, pool_nbytes, copy_threads.
+    `config` is what the service was started with: timeout_s, polling_mode, allow_pickle, pool_nbytes, copy_threads,
+    spin_s.
     After a fork the child gets a session of its own on first use; what it inherited stays readable.
     """
 
@@ -47,11 +48,13 @@ class Session:
         self._finished = False
         self._estate: list[Connection] = []  # these hold the pins of inherited views for as long as this process lives
         self._connect_timeout_s = connect_timeout_s
+        self._spin_s = 0.0
         self._start(secrets.token_bytes(16))
         connection = self._borrow(connect_timeout_s)
         welcome = connection.welcome
         self._give_back(connection)
         self.config: dict[str, Any] = json.loads(welcome.config)
+        connection.spin_s = self._spin_s = float(self.config.get("spin_s", 0.0))
         self.server_pid = welcome.pid
         self._door = welcome.door
         self.mover = Mover(self.config.get("copy_threads"))
@@ -93,7 +96,7 @@ class Session:
         try:
             return self._idle.pop()
         except IndexError:
-            return Connection(self.address, self.ident, min(timeout_s, self._connect_timeout_s))
+            return Connection(self.address, self.ident, min(timeout_s, self._connect_timeout_s), self._spin_s)
 
     def _give_back(self, connection: Connection) -> None:
         if len(self._idle) < MAX_IDLE and not self._finished:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from transfer_queue.codec.arrays import Source
-from transfer_queue.codec.layout import Builder, Bytes, Column, Layout, encode_layout
+from transfer_queue.codec.layout import Builder, Bytes, Column, Ints, Layout, encode_layout
 from transfer_queue.codec.memory import Move, Mover, address_of
 from transfer_queue.schema import FieldSchema
 
@@ -20,7 +20,8 @@ _utf8_address = ctypes.pythonapi.PyUnicode_AsUTF8AndSize
 _utf8_address.restype = ctypes.c_void_p
 _utf8_address.argtypes = [ctypes.py_object, ctypes.POINTER(ctypes.c_ssize_t)]
 
-Filling = Source | bytes | str
+Filling = Source | bytes
+TEXT_HEADER_NBYTES = 5
 
 
 def utf8(text: str) -> tuple[int, int]:
@@ -28,6 +29,15 @@ def utf8(text: str) -> tuple[int, int]:
     size = ctypes.c_ssize_t()
     address: int = _utf8_address(text, ctypes.byref(size))
     return address, size.value
+
+
+class Texts(NamedTuple):
+    """Long texts of one column: where each goes, its header, and address and size of its UTF-8 form in `owners`."""
+
+    starts: Ints
+    headers: Bytes
+    lying: list[tuple[int, int]]
+    owners: list[str]
 
 
 class Plan:
@@ -39,6 +49,7 @@ class Plan:
         self.allow_pickle = allow_pickle
         self._builder = Builder()
         self._fillings: list[tuple[int, Filling]] = []
+        self._texts: list[Texts] = []
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +78,30 @@ class Plan:
             at += nbytes
         return part
 
+    def add_texts(self, texts: list[str]) -> tuple[tuple[int, int], Ints]:
+        """One part with every text as a msgpack "str 32", and their offsets; copied from where the strings lie.
+
+        Raises `UnicodeEncodeError` for lone surrogates.
+        """
+        lying = [utf8(text) for text in texts]
+        sizes = np.array([nbytes for _, nbytes in lying], np.int64)
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum(sizes + TEXT_HEADER_NBYTES, out=offsets[1:])
+        part = self._builder.place(int(offsets[-1]))
+        headers = np.empty((len(texts), TEXT_HEADER_NBYTES), np.uint8)
+        headers[:, 0] = 0xDB
+        headers[:, 1:] = sizes.astype(">u4").view(np.uint8).reshape(-1, 4)
+        self._texts.append(Texts(part[0] + offsets[:-1], headers, lying, texts))
+        return part, offsets
+
     def write(self, into: Bytes, mover: Mover) -> None:
         """Fill the block at `into` (uint8, `nbytes`)."""
         base = address_of(into)
         moves: list[Move] = []
+        for texts in self._texts:
+            into[texts.starts[:, None] + np.arange(TEXT_HEADER_NBYTES)] = texts.headers
+            targets = (texts.starts + (base + TEXT_HEADER_NBYTES)).tolist()
+            moves += [(target, *text) for target, text in zip(targets, texts.lying, strict=True)]
         kept: list[Any] = []
         for offset, source in self._fillings:
             if isinstance(source, torch.Tensor):
@@ -83,8 +114,6 @@ class Plan:
                 moves.append((base + offset, source.data_ptr(), source.numel() * source.element_size()))
             elif isinstance(source, bytes):
                 moves.append((base + offset, _bytes_address(source), len(source)))
-            elif isinstance(source, str):
-                moves.append((base + offset, *utf8(source)))
             else:
                 lying = np.ascontiguousarray(source)
                 kept.append(lying)

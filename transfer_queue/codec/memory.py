@@ -8,6 +8,7 @@ over them is gone.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import threading
@@ -22,8 +23,12 @@ from transfer_queue.codec.layout import Bytes, Ints
 HUGE_NBYTES = 2 << 20
 THREADED_NBYTES = 4 << 20
 DIRECT_NBYTES = 256 << 10
-ROW_NBYTES = 4 << 10
+PAGE = 4096
 Move = tuple[int, int, int]  # destination address, source address, bytes
+Take = tuple[Bytes, Bytes, Ints]  # 2-D destination, 2-D source, which rows of it
+_memmove_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.PyDLL(None))
+)  # keeps the interpreter lock: giving it up costs more than a small copy
 
 
 class Anchor:
@@ -64,14 +69,18 @@ class Mover:
         self._pid = 0
         self._lock = threading.Lock()
 
-    def move(self, moves: Sequence[Move]) -> None:
-        """Carry out all moves. The caller keeps both sides alive; ctypes releases the interpreter lock meanwhile."""
-        total = sum(nbytes for _, _, nbytes in moves)
+    def move(self, moves: Sequence[Move], takes: Sequence[Take] = ()) -> None:
+        """Carry out all moves and takes. The caller keeps both sides alive; large copies leave the interpreter."""
+        large = [move for move in moves if move[2] >= DIRECT_NBYTES]
+        total = sum(nbytes for _, _, nbytes in large) + sum(into.nbytes for into, _, _ in takes)
         if total < THREADED_NBYTES or not self._helpers:
-            return _move_all(moves)
-        shares = _split(moves, total, self._helpers + 1)
-        others = [self._helper().submit(_move_all, share) for share in shares[1:]]
-        _move_all(shares[0])
+            return _carry_out(moves, takes)
+        num_shares = self._helpers + 1
+        shares = _split(large, num_shares)
+        parts = [[_rows_of(take, share, num_shares) for take in takes] for share in range(num_shares)]
+        others = [self._helper().submit(_carry_out, *share) for share in zip(shares[1:], parts[1:], strict=True)]
+        small = [move for move in moves if move[2] < DIRECT_NBYTES] if len(large) < len(moves) else []
+        _carry_out([*small, *shares[0]], parts[0])
         for other in others:
             other.result()
         return None
@@ -96,6 +105,7 @@ class Copies:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._moves: list[Move] = []
+        self._takes: list[Take] = []
 
     def copy(self, into: Bytes, source: Bytes) -> None:
         """`into[...] = source` for arrays of one shape, by the end of `run`; both must stay alive until then."""
@@ -106,40 +116,50 @@ class Copies:
 
     def take(self, into: Bytes, source: Bytes, rows: Ints) -> None:
         """`into[i] = source[rows[i]]` for 2-D arrays, by the end of `run`."""
-        row = into.shape[1]
-        if row < ROW_NBYTES:
-            np.take(source, rows, axis=0, out=into, mode="clip")
-            return
-        targets = np.arange(len(rows)) * row + address_of(into)
-        self._moves += [
-            (t, s, row) for t, s in zip(targets.tolist(), (rows * row + address_of(source)).tolist(), strict=True)
-        ]
+        self._takes.append((into, source, rows))
 
     def run(self) -> None:
-        self._mover.move(self._moves)
-        self._moves = []
+        self._mover.move(self._moves, self._takes)
+        self._moves, self._takes = [], []
 
 
-def _move_all(moves: Sequence[Move]) -> None:
+def _carry_out(moves: Sequence[Move], takes: Sequence[Take]) -> None:
     for into, source, nbytes in moves:
-        ctypes.memmove(into, source, nbytes)
+        (ctypes.memmove if nbytes >= DIRECT_NBYTES else _memmove_held)(into, source, nbytes)
+    for target, lying, rows in takes:
+        np.take(lying, rows, axis=0, out=target, mode="clip")  # leaves the interpreter, and runs at memcpy speed
 
 
-def _split(moves: Sequence[Move], total: int, num_shares: int) -> list[list[Move]]:
-    """Shares of about equal bytes, cut at page boundaries."""
-    target = -(-total // num_shares + 4095) // -4096 * -4096
-    shares: list[list[Move]] = [[]]
-    room = target
-    for into, source, nbytes in moves:
-        while nbytes > room and len(shares) < num_shares:
-            if room:
-                shares[-1].append((into, source, room))
-                into, source, nbytes = into + room, source + room, nbytes - room
-            shares.append([])
-            room = target
-        shares[-1].append((into, source, nbytes))
-        room = max(0, room - nbytes)
-    return shares
+def _rows_of(take: Take, share: int, num_shares: int) -> Take:
+    """One of `num_shares` parts of the rows."""
+    into, source, rows = take
+    part = slice(len(rows) * share // num_shares, len(rows) * (share + 1) // num_shares)
+    return into[part], source, rows[part]
+
+
+def _split(moves: Sequence[Move], num_shares: int) -> list[list[Move]]:
+    """Shares of about equal bytes, in order, cut at page boundaries."""
+    ends = list(itertools.accumulate(nbytes for _, _, nbytes in moves))
+    shares: list[list[Move]] = []
+    rest = list(moves)
+    done = 0  # bytes in the shares so far
+    for share in range(1, num_shares):
+        goal = (ends[-1] if ends else 0) * share // num_shares - done
+        taken: list[Move] = []
+        while rest and goal > 0:
+            into, source, nbytes = rest[0]
+            part = nbytes if nbytes <= goal else goal // PAGE * PAGE
+            if not part:
+                break
+            taken.append((into, source, part))
+            done, goal = done + part, goal - part
+            if part == nbytes:
+                rest.pop(0)
+            else:
+                rest[0] = (into + part, source + part, nbytes - part)
+                break
+        shares.append(taken)
+    return [*shares, rest]
 
 
 class Pool:

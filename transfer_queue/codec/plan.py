@@ -6,6 +6,7 @@ of columns that the caller fills in place.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,14 +18,14 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from transfer_queue.codec import lists
 from transfer_queue.codec.arrays import BufferWriter, Source, check_tensor
 from transfer_queue.codec.dtypes import dtype_name
-from transfer_queue.codec.filling import Filling, Plan, utf8
+from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.layout import Builder, Column
 from transfer_queue.codec.nested import trimmed
 from transfer_queue.codec.values import pack
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED
 
-TEXT_CHARS = 1024  # longer texts are copied straight from the string
+TEXT_CHARS = 256  # texts that long on average are copied straight from the strings
 JOIN_NBYTES = 1024  # shorter messages are joined first
 
 
@@ -219,40 +220,27 @@ def _nested(plan: Plan, name: str, value: TensorDictBase) -> Column:
 
 def _objects(plan: Plan, name: str, values: list[Any]) -> Column:
     _check_rows(plan, name, len(values))
+    if set(map(type, values)) == {str} and sum(map(len, values)) >= TEXT_CHARS * len(values):
+        with contextlib.suppress(UnicodeEncodeError):  # lone surrogates take the typed path
+            part, offsets = plan.add_texts(values)
+            return Column(name, OBJECTS, "", 0, (), -1, [part, plan.add(offsets, offsets.nbytes)], [])
     buffers = BufferWriter()
-    messages: list[tuple[Filling, int]] = []
-    lengths: list[int] = []
+    messages: list[bytes] = []
     ref_ends = [0]
     for number, value in enumerate(values):
         try:
-            pieces = _message(value, buffers, plan.allow_pickle)
+            messages.append(pack(value, buffers, plan.allow_pickle))
         except UnsupportedValue as error:
             raise UnsupportedValue(f"row {number}, field {name!r}: {error}") from None
-        messages += pieces
-        lengths.append(sum(nbytes for _, nbytes in pieces))
         buffers.end_row()
         ref_ends.append(len(buffers.refs))
-    offsets = _offsets(lengths)
-    short = [message for message, _ in messages if type(message) is bytes]
-    if len(short) == len(messages) and offsets[-1] < JOIN_NBYTES * len(values):
-        messages = [(b"".join(short), int(offsets[-1]))]
-    parts = [plan.add_all(messages), plan.add(offsets, offsets.nbytes)]
+    offsets = _offsets(list(map(len, messages)))
+    if offsets[-1] < JOIN_NBYTES * len(values):
+        messages = [b"".join(messages)]
+    parts = [plan.add_all([(message, len(message)) for message in messages]), plan.add(offsets, offsets.nbytes)]
     if buffers.sources:
         parts += _heap(plan, buffers, np.array(ref_ends, np.int64))
     return Column(name, OBJECTS, "", 0, (), -1, parts, [])
-
-
-def _message(value: Any, buffers: BufferWriter, allow_pickle: bool) -> list[tuple[Filling, int]]:
-    """One row's message, as pieces of (content, size). A long text is not encoded but copied from where it lies."""
-    if type(value) is str and TEXT_CHARS <= len(value) < 1 << 30:
-        try:
-            nbytes = utf8(value)[1]
-        except UnicodeEncodeError:
-            pass  # lone surrogates take the typed path
-        else:
-            return [(b"\xdb" + nbytes.to_bytes(4, "big"), 5), (value, nbytes)]  # msgpack's str 32
-    message = pack(value, buffers, allow_pickle)
-    return [(message, len(message))]
 
 
 def _heap(plan: Plan, buffers: BufferWriter, ref_offsets: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
