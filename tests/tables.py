@@ -18,8 +18,9 @@ ROWS = "rows"
 
 
 def indexes(reply: Any) -> list[int]:
-    if isinstance(reply, m.Status) and not reply.rows:
-        return list(range(reply.first, reply.first + reply.num_rows))
+    if isinstance(reply, m.Status):
+        runs = np.frombuffer(reply.runs, np.int64).reshape(-1, 2).tolist()
+        return [first + n for first, number in runs for n in range(number)]
     return np.frombuffer(reply.rows, np.int64).tolist()
 
 

@@ -19,6 +19,7 @@ from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, checked_tags, store
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.plan import items_of, plan_batch
+from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.values import is_plain
 from transfer_queue.errors import InvalidInput, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
@@ -192,10 +193,8 @@ def status(reply: m.Status, num_fields: int | None = None) -> tuple[torch.Tensor
     """(global indexes, int8 status) of a partition, ascending; (None, None) when it or a field is unknown."""
     if not reply.known:
         return None, None
-    if reply.rows:
-        rows = torch.from_numpy(np.frombuffer(reply.rows, np.int64).copy())
-    else:
-        rows = torch.arange(reply.first, reply.first + reply.num_rows)
+    runs = np.frombuffer(reply.runs, np.int64).reshape(-1, 2)
+    rows = torch.from_numpy(row_numbers(runs))
     values = torch.from_numpy(np.frombuffer(reply.status, np.int8).copy())
     return rows, values if num_fields is None else values.view(len(rows), num_fields)
 

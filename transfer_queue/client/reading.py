@@ -20,7 +20,8 @@ from transfer_queue.schema import OBJECTS, FieldSchema
 from transfer_queue.storage.shm.unit import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 
-VIEW_NBYTES = 64 << 10  # smaller reads are copied: they must not hold a whole block
+# Smaller reads are copied: they must not hold a whole block, and tidying up after a view costs the size of its block.
+VIEW_NBYTES, VIEW_SHARE, LARGE_VIEW_NBYTES = 64 << 10, 8, 32 << 20
 READ_NBYTES = 4 << 20
 RUN_NBYTES = 24  # of one (piece, first row, number of rows)
 
@@ -60,8 +61,11 @@ class Lying:
             return False  # small blocks share pages with others
         if column.kind == OBJECTS:
             return len(column.parts) == 6 and column.parts[5][1] >= VIEW_NBYTES
-        nbytes = sum(c.parts[0][1] for c in (column, *column.children) if c.parts)
-        return single and nbytes * count >= VIEW_NBYTES * max(1, self.layout.rows)
+        if not single:
+            return False
+        rows = max(1, self.layout.rows)
+        nbytes = sum(c.parts[0][1] for c in (column, *column.children) if c.parts) * count // rows
+        return nbytes >= VIEW_NBYTES and (count * VIEW_SHARE >= rows or nbytes >= LARGE_VIEW_NBYTES)
 
 
 def read(

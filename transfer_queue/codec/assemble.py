@@ -93,7 +93,8 @@ class Assembler:
         """Offsets of `count` rows of `length`. Fields of equal lengths share them: torch combines only such fields."""
         found = self._offsets.get((count, length))
         if found is None:
-            found = torch.arange(count + 1, dtype=torch.int64) * length
+            total = (count + 1) * length
+            found = torch.arange(0, total, length) if length else torch.zeros(count + 1, dtype=torch.int64)
             self._offsets[count, length] = found
         return found
 
@@ -192,13 +193,13 @@ class Assembler:
 def _dtype(runs: Sequence[Run]) -> torch.dtype:
     """The dtype of the rows, which are tensors of one dtype in all runs."""
     column = runs[0].column
-    others = {id(run.column): run.column for run in runs}.values() if len(runs) > 1 else ()
-    for other in others:
+    dtype = torch_dtype(column.dtype)
+    columns = {id(run.column): run.column for run in runs}.values() if len(runs) > 1 else (column,)
+    for other in columns:
         if other.dtype != column.dtype or other.kind in (OBJECTS, NESTED):
             raise SchemaConflict(f"field {column.name!r}: rows of dtype {column.dtype} and {other.dtype or other.kind}")
-    dtype = torch_dtype(column.dtype)
-    if column.itemsize != dtype.itemsize or any(other.itemsize != dtype.itemsize for other in others):
-        raise ProtocolError(f"field {column.name!r}: {column.itemsize} bytes an element of {column.dtype}")
+        if other.itemsize != dtype.itemsize:
+            raise ProtocolError(f"field {column.name!r}: {other.itemsize} bytes an element of {column.dtype}")
     return dtype
 
 

@@ -52,7 +52,11 @@ class Column(msgspec.Struct, array_like=True, gc=False):
 
     def row_nbytes(self) -> int:
         """Bytes of one row (dense), or of one step along the ragged dimension (ragged)."""
-        return math.prod(d for d in self.shape if d >= 0) * self.itemsize
+        nbytes = self.itemsize
+        for size in self.shape:
+            if size >= 0:
+                nbytes *= size
+        return nbytes
 
 
 class Layout(msgspec.Struct, array_like=True, dict=True):

@@ -122,7 +122,8 @@ def gather_dense(runs: Sequence[Run], copier: Copier) -> Bytes:
     spans = []
     for block, column, start, count in runs:
         row = column.row_nbytes()
-        spans.append(block.part(column, 0)[start * row : (start + count) * row])
+        first = column.parts[0][0] + start * row
+        spans.append(block.data[first : first + count * row])
     return join(spans, copier, _viewable(runs, len(spans[0])))
 
 
@@ -138,6 +139,8 @@ def take_dense(block: Block, column: Column, rows: Ints, copier: Copier) -> Byte
 def row_numbers(runs: Ints) -> Ints:
     """Row numbers of runs (k, 2) of (first row, number of rows)."""
     starts, counts = runs[:, 0], runs[:, 1]
+    if len(runs) == 1:
+        return np.arange(starts[0], starts[0] + counts[0])
     if counts.max(initial=0) <= 1:
         return starts.copy()
     ends = counts.cumsum()

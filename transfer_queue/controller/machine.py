@@ -190,7 +190,9 @@ class Controller:
         if None in known:
             if not create:
                 return np.array([slot for slot in known if slot is not None], np.int64)
-            missing = list(dict.fromkeys(key for key, slot in zip(keys, known, strict=True) if slot is None))
+            missing = list(dict.fromkeys(keys))
+            if known.count(None) < len(known):
+                missing = [key for key in missing if key not in table.keys]
             slots = self._new_rows(table, len(missing))
             table.name_rows(slots, missing)
             if len(missing) == len(known):
@@ -369,15 +371,17 @@ class Controller:
 
 
 def _unknown(rid: int) -> m.Status:
-    return m.Status(rid, False, 0, 0, b"", b"", None)
+    return m.Status(rid, False, 0, b"", b"", None)
 
 
 def _status(rid: int, table: Table, live: Slots | slice, flags: np.ndarray[Any, Any]) -> m.Status:
-    """The status of the live rows; their indexes only where they have gaps."""
+    """The status of the live rows, with their indexes as runs."""
     index = table.index[live]
-    first, num = (int(index[0]), len(index)) if len(index) else (0, 0)
-    rows = b"" if not num or int(index[-1]) - first + 1 == num else rows_bytes(index)
-    return m.Status(rid, True, num, first, rows, np.ascontiguousarray(flags).view(np.int8).tobytes(), table.declared)
+    num = len(index)
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(index) != 1) + 1]) if num else np.empty(0, np.int64)
+    runs = np.stack([index[starts], np.diff(starts, append=num)], axis=1)
+    status = np.ascontiguousarray(flags).view(np.int8).tobytes()
+    return m.Status(rid, True, num, rows_bytes(runs), status, table.declared)
 
 
 class _Crowded(Exception):

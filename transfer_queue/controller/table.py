@@ -120,6 +120,9 @@ class Table:
         self.log.touch(slots)
         numbers = slots.tolist()
         self.keys.update(zip(keys, numbers, strict=True))
+        if numbers[-1] - numbers[0] == len(numbers) - 1:
+            self.names[numbers[0] : numbers[-1] + 1] = keys
+            return
         for slot, key in zip(numbers, keys, strict=True):
             self.names[slot] = key
 

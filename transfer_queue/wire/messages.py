@@ -331,13 +331,12 @@ class Listing(Reply):
 class Status(Reply):
     """`status` int8 (n,) or (n, fields) of n rows; `known` is False for an unknown partition or field.
 
-    `rows` is int64 (n,), or empty where the indexes are `first`, `first` + 1 and so on.
+    `runs` is int64 (k, 2): runs of ascending indexes as (first, number).
     """
 
     known: bool
     num_rows: int
-    first: int
-    rows: bytes
+    runs: bytes
     status: bytes
     declared: int | None
 
