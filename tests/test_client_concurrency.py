@@ -15,7 +15,10 @@ from conftest import until
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.client.effects import Offload
+from transfer_queue.client.reading import read
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaConflict, StorageKeyNotFoundError, StoreFull
+from transfer_queue.wire import messages as m
 
 Service = Callable[..., tq.TransferQueueClient]
 
@@ -316,3 +319,12 @@ def test_a_large_async_copy_leaves_the_loop_free(client: tq.TransferQueueClient)
         assert small > 1
 
     asyncio.run(main())
+
+
+def test_an_operation_that_is_dropped_half_way_ends_quietly(client: tq.TransferQueueClient) -> None:
+    tq.kv_put("a", "p", {"x": torch.zeros(1 << 18)})
+    session = client.session
+    operation = read(session, [m.Get(session.next_rid(), "p", ["a"], None, None, False)], copy=True)
+    located = session.call(next(operation))  # type: ignore[arg-type]
+    assert isinstance(operation.send(located), Offload)
+    operation.close()  # raises RuntimeError when the generator goes on

@@ -95,6 +95,9 @@ def read(
         nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if gathers else 0
         found: TensorDict = yield Offload(lambda: _assembled(session, replies, out), nbytes)
         return found if device is None else found.to(device)
+    except GeneratorExit:  # nobody runs this operation any more; the pins go with the session
+        replies.clear()
+        raise
     finally:
         pinned = [one.piece.block for _, lying in replies for one in lying if one.is_pinned]
         if pinned:
