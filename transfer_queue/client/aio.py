@@ -24,6 +24,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self.error: TransferQueueError | None = None
         self._reader = FrameReader(decode_reply, owned_buffer)
         self._waiting: dict[int, asyncio.Future[tuple[Any, memoryview]]] = {}
+        self._outgoing: list[bytes | memoryview] = []
         self._hello: asyncio.Future[tuple[Any, memoryview]] | None = None
         self._transport: asyncio.Transport
         self._until_shutdown: AsyncGenerator[None, None] | None = None
@@ -76,9 +77,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._waiting[request.rid] = future
         header = m.encode(request)
         if payload is None:
-            self._transport.write(frame(header))
+            self._write(frame(header))
         else:
-            self._transport.writelines([frame(header, len(payload)), payload])
+            self._write(frame(header, len(payload)), payload)
         timer = self.loop.call_later(timeout_s, self._give_up, request, timeout_s)
         try:
             return await future
@@ -97,7 +98,21 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     def notify(self, message: m.Message) -> None:
         if self.error is None:
-            self._transport.write(frame(m.encode(message)))
+            self._write(frame(m.encode(message)))
+
+    def _write(self, *parts: bytes | memoryview) -> None:
+        """Send at once when nothing else is in flight, else together with what this turn of the loop still writes."""
+        if len(self._waiting) > 1 or self._outgoing:
+            if not self._outgoing:
+                self.loop.call_soon(self._flush)
+            self._outgoing += parts
+        else:
+            self._transport.writelines(parts)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if outgoing and not self._transport.is_closing():
+            self._transport.writelines(outgoing)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
