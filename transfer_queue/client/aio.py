@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from transfer_queue.client.address import Address
 from transfer_queue.client.connection import decode_reply, proof_of, welcome_of
@@ -13,6 +14,15 @@ from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, Transfer
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.framing import FrameReader, frame, owned_buffer
+
+
+class Waiting(NamedTuple):
+    """A request in flight."""
+
+    future: asyncio.Future[tuple[Any, memoryview]]
+    deadline: float
+    request: m.Request
+    timeout_s: float
 
 
 class AsyncConnection(asyncio.BufferedProtocol):
@@ -23,7 +33,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self.loop = asyncio.get_running_loop()
         self.error: TransferQueueError | None = None
         self._reader = FrameReader(decode_reply, owned_buffer)
-        self._waiting: dict[int, asyncio.Future[tuple[Any, memoryview]]] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_check = math.inf
         self._outgoing: list[bytes | memoryview] = []
         self._hello: asyncio.Future[tuple[Any, memoryview]] | None = None
         self._transport: asyncio.Transport
@@ -74,27 +86,40 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if self.error is not None:
             raise self.error
         future: asyncio.Future[tuple[Any, memoryview]] = self.loop.create_future()
-        self._waiting[request.rid] = future
+        deadline = self.loop.time() + timeout_s
+        self._waiting[request.rid] = Waiting(future, deadline, request, timeout_s)
+        if deadline < self._next_check:
+            self._check_at(deadline)
         header = m.encode(request)
         if payload is None:
             self._write(frame(header))
         else:
             self._write(frame(header, len(payload)), payload)
-        timer = self.loop.call_later(timeout_s, self._give_up, request, timeout_s)
         try:
             return await future
         except BaseException:
             self.notify(m.Cancel(request.rid))
             raise
         finally:
-            timer.cancel()
             self._waiting.pop(request.rid, None)
 
-    def _give_up(self, request: m.Request, timeout_s: float) -> None:
-        future = self._waiting.pop(request.rid, None)
-        if future is not None and not future.done():
-            text = f"{type(request).__name__}: no answer from {self.address} within {timeout_s:g} s"
-            future.set_exception(DeadlineExceeded(text))
+    def _check_at(self, deadline: float) -> None:
+        """One timer serves all requests: it looks at the earliest deadline, and most are answered long before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._next_check = deadline
+        self._timer = self.loop.call_at(deadline, self._check)
+
+    def _check(self) -> None:
+        self._timer, self._next_check = None, math.inf
+        now = self.loop.time()
+        for future, deadline, request, timeout_s in list(self._waiting.values()):
+            if deadline <= now and not future.done():
+                text = f"{type(request).__name__}: no answer from {self.address} within {timeout_s:g} s"
+                future.set_exception(DeadlineExceeded(text))
+        later = [one.deadline for one in self._waiting.values() if one.deadline > now]
+        if later:
+            self._check_at(min(later))
 
     def notify(self, message: m.Message) -> None:
         if self.error is None:
@@ -123,9 +148,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         try:
             for found in self._reader.advance(nbytes):
-                future = (
-                    self._hello if self._hello is not None else self._waiting.pop(getattr(found[0], "rid", -1), None)
-                )
+                future = self._hello
+                if future is None:
+                    waiting = self._waiting.pop(getattr(found[0], "rid", -1), None)
+                    future = None if waiting is None else waiting.future
                 if future is not None and not future.done():
                     future.set_result(found)
         except TransferQueueError as error:
@@ -139,7 +165,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def _fail(self, error: TransferQueueError) -> None:
         self.error = self.error or error
         waiting, self._waiting = self._waiting, {}
-        for future in (*waiting.values(), *([self._hello] if self._hello is not None else [])):
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._next_check = None, math.inf
+        for future in [one.future for one in waiting.values()] + ([self._hello] if self._hello is not None else []):
             if not future.done():
                 future.set_exception(self.error)
 
