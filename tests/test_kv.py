@@ -352,3 +352,14 @@ def test_data_parser_runs_here_and_must_keep_fields_and_lengths(part: str) -> No
         with pytest.raises((ValueError, RuntimeError)):
             tq.kv_batch_put(["d", "e"], part, batch(2, x=torch.zeros(2)), data_parser=bad)
     assert "d" not in tq.kv_list(part)[part]
+
+
+def test_what_a_caller_does_to_a_listing_reaches_no_later_listing(client: tq.TransferQueueClient) -> None:
+    tags = [{"n": n, "history": [n]} for n in range(3)]
+    tq.kv_batch_put(["a", "b", "c"], "p", tags=tags)
+    mine = tq.kv_list("p")["p"]
+    mine["a"]["history"].append("changed")
+    for tag in mine.values():
+        tag["history"].append("changed too")
+        tag["n"] = -1
+    assert tq.kv_list("p") == {"p": dict(zip("abc", tags, strict=True))}

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from transfer_queue.metadata.merge import copy_dict
 from transfer_queue.wire.messages import Changes, Listing, Tags
 
 
@@ -28,16 +29,16 @@ class TagsByKey(dict[str, Tags]):
             self._shared = set(self)
         if key in self._shared:
             self._shared.discard(key)
-            tag = dict(tag)
+            tag = copy_dict(tag)
             super().__setitem__(key, tag)
         return tag
 
     def _own_all(self) -> None:
         shared, self._shared = self._shared, set()
         if shared is None:
-            super().update({key: tag.copy() for key, tag in super().items()})
+            super().update({key: copy_dict(tag) for key, tag in super().items()})
         elif shared:
-            super().update({key: super(TagsByKey, self).__getitem__(key).copy() for key in shared})
+            super().update({key: copy_dict(super(TagsByKey, self).__getitem__(key)) for key in shared})
 
     def __getitem__(self, key: str) -> Tags:
         return self._own(key, super().__getitem__(key))
