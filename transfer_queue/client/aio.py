@@ -175,6 +175,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def close(self) -> None:
         """Close from the loop's own thread."""
         self._fail(ServiceUnavailable("the client was closed"))
+        self._flush()
         self._transport.close()
 
     def abandon(self) -> None:

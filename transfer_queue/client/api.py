@@ -19,7 +19,7 @@ from transfer_queue.client.allocation import Allocation, Specs, allocate
 from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Operation
-from transfer_queue.client.kv import list_keys
+from transfer_queue.client.kv import kv_list
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import checked_tags
 from transfer_queue.errors import UnsupportedValue
@@ -164,7 +164,7 @@ class Operations:
 
     def kv_list(self, partition_id: str | None = None) -> Operation[dict[str, dict[str, dict[str, Any]]]]:
         """`{partition: {key: tag}}` of one partition (`{}` when unknown), or of all."""
-        return (yield from list_keys(self.session, partition_id))
+        return (yield from kv_list(self.session, partition_id))
 
     def stats(self) -> Operation[dict[str, Any]]:
         """Counts and sizes of the service, among them `pid`, `rows`, `arena_nbytes_used` and `_resident`."""

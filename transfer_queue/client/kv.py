@@ -135,10 +135,6 @@ def kv_batch_get_by_meta(
 
 def kv_list(session: Session, partition_id: str | None = None) -> Operation[dict[str, dict[str, dict[str, Any]]]]:
     """`{partition: {key: tag}}` of one partition (`{}` when unknown), or of all."""
-    return (yield from list_keys(session, partition_id))
-
-
-def list_keys(session: Session, partition_id: str | None) -> Operation[dict[str, dict[str, m.Tags]]]:
     listings = session.listings
     request = m.ListKeys(session.next_rid(), partition_id, listings.versions(partition_id))
     return listings.update((yield Call(request))[0], partition_id)

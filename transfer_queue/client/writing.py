@@ -17,7 +17,6 @@ from transfer_queue.errors import InvalidInput, StoreFull, UnsupportedValue
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire import messages as m
 
-INLINE_NBYTES = 64 << 10
 WRITE_NBYTES = 4 << 20
 _TAG_VALUES = Lowering(None, allow_pickle=False)
 _EXACT = frozenset((str, float, bool, type(None), bytes))
@@ -40,7 +39,7 @@ def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -
     """
     fields, layout = plan.schema(), plan.layout()
     deadline = time.monotonic() + session.timeout_s
-    if plan.nbytes <= INLINE_NBYTES:
+    if plan.nbytes <= m.INLINE_NBYTES:
         payload = np.empty(plan.nbytes, np.uint8)
         plan.write(payload, session.mover)
         try:

@@ -28,8 +28,6 @@ from transfer_queue.wire.messages import Welcome
 
 log = logging.getLogger("transfer_queue.server")
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 class Server:
     """One running server; `run` returns after `stop`, SIGTERM, or the end of the owner."""

@@ -12,7 +12,6 @@ from transfer_queue.errors import InvalidInput, StoreFull, TransferQueueError
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
 
-INLINE_NBYTES = 64 << 10
 REMOTE_INLINE_NBYTES = 1 << 20
 REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
 REMEMBERED_PINS = 256
@@ -203,7 +202,7 @@ class Service:
         reply = self.controller.handle(message, None, session.ident, 0.0)
         assert isinstance(reply, m.Located)
         reply.layouts, total = self.unit.describe(reply.pieces)
-        if total <= (INLINE_NBYTES if session.local else REMOTE_INLINE_NBYTES):
+        if total <= (m.INLINE_NBYTES if session.local else REMOTE_INLINE_NBYTES):
             return reply, (self._copied(reply.pieces, total),)
         self._pin_all(message.rid, [piece.block for piece in reply.pieces], session)
         return reply, ()

@@ -15,6 +15,7 @@ from transfer_queue.errors import InvalidInput
 from transfer_queue.schema import FieldSchema
 
 PROTOCOL_VERSION = 1
+INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
 
 Tags: TypeAlias = dict[str, Any]
 
