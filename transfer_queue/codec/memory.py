@@ -1,7 +1,7 @@
 """Memory that runs at memcpy speed: copies by several threads, and huge-page buffers that are reused.
 
-A fresh 4 KiB page takes bytes at a tenth of memcpy speed, a huge page at half, a touched page at full speed
-(docs/benchmarks.md). So large results live in huge-page-advised mappings that return to a pool when the last tensor
+Fresh pages take bytes many times slower than touched ones (docs/benchmarks.md), small pages slower than huge ones. So
+large results live in huge-page-advised mappings that return to a pool when the last tensor
 over them is gone.
 """
 
