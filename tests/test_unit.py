@@ -11,7 +11,7 @@ from units import BUDGET, LARGE, Shell
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.storage.shm.extents import Extents
 from transfer_queue.storage.shm.unit import PAGE, SMALL_NBYTES
-from transfer_queue.wire.messages import Allocated, Failed, Piece
+from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocated, Failed, Piece
 
 LARGE_ROUNDED = SMALL_NBYTES + PAGE
 
@@ -91,13 +91,31 @@ def test_only_the_session_that_allocated_may_fill_and_only_until_publication(she
 
 def test_describing_blocks_names_their_places_and_shares_layouts(shell: Shell) -> None:
     numbers = [shell.published(100), shell.published(200)]
-    pieces = [Piece(number, 0, 0, 0, 0) for number in numbers]
-    layouts, total = shell.unit.describe(pieces)
+    pieces = [Piece(number, ELSEWHERE, 0, 0, 0) for number in numbers]
+    layouts: list[bytes] = []
+    assert shell.unit.describe(pieces, layouts) == pieces
     assert layouts == [b"layout"]
-    assert total == 128 + 256
-    assert [piece.nbytes for piece in pieces] == [100, 200]
+    assert [(piece.nbytes, piece.arena >= 0) for piece in pieces] == [(100, True), (200, True)]
     with pytest.raises(RowCleared):
-        shell.unit.describe([Piece(999, 0, 0, 0, 0)])
+        shell.unit.describe([Piece(999, ELSEWHERE, 0, 0, 0)], layouts)
+
+
+def test_blocks_of_other_units_are_left_to_them(shell: Shell) -> None:
+    here = shell.published(100)
+    pieces = [Piece(1 << UNIT_SHIFT | 7, ELSEWHERE, 0, 0, 0), Piece(here, ELSEWHERE, 0, 0, 0)]
+    assert shell.unit.describe(pieces, []) == pieces[1:]
+    assert pieces[0].arena == ELSEWHERE
+
+
+def test_a_renumbered_unit_numbers_its_blocks_anew_and_never_repeats_one(shell: Shell) -> None:
+    first = shell.published(100)
+    shell.unit.renumber(3)
+    second = shell.published(100)
+    shell.unit.renumber(3)
+    third = shell.published(100)
+    assert [number >> UNIT_SHIFT for number in (first, second, third)] == [0, 3, 3]
+    assert len({first, second, third}) == 3
+    assert shell.unit.published() == [first, second, third]
 
 
 # ---- pins ----

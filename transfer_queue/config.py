@@ -116,7 +116,7 @@ def _token(path: Any) -> str:
         except OSError as error:
             raise ConfigError(f"server.token_file: {error}") from error
     else:
-        from transfer_queue.client.address import token_from_environment
+        from transfer_queue.wire.address import token_from_environment
 
         token = token_from_environment()
     if not token:

@@ -14,6 +14,7 @@
     ├── ServiceError                   the other side failed: try again later or elsewhere
     │   ├── DeadlineExceeded           (TimeoutError)    no answer, or no rows, in time
     │   ├── StoreFull                  (RuntimeError)    no room was freed before the deadline
+    │   ├── DataLost                   (RuntimeError)    the host that held the rows is gone for good
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
     │   ├── AccessDenied               (PermissionError) wrong user, or missing or wrong token
     │   └── ProtocolError              (RuntimeError)    bytes that are not this protocol
@@ -111,6 +112,12 @@ class StoreFull(ServiceError, RuntimeError):
     """The byte or row budget was exhausted until the deadline."""
 
     code = "store_full"
+
+
+class DataLost(ServiceError, RuntimeError):
+    """Cells of these rows were stored on a host that is gone. Writing them again makes the rows whole."""
+
+    code = "data_lost"
 
 
 class ServiceUnavailable(ServiceError, ConnectionError, RuntimeError):

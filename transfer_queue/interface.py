@@ -12,13 +12,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transfer_queue import config as settings
 from transfer_queue.client import kv
-from transfer_queue.client.address import parse_address
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.effects import Operation
 from transfer_queue.client.session import Session
 from transfer_queue.errors import NotInitialized, ServiceUnavailable
 from transfer_queue.launch import local
+from transfer_queue.wire.address import parse_address
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -46,9 +46,9 @@ def serve(
 @app.command()
 def status(address: Address = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Counts and sizes of a running service, and its partitions."""
-    from transfer_queue.client.address import parse_address
     from transfer_queue.client.api import TransferQueueClient
     from transfer_queue.client.session import Session
+    from transfer_queue.wire.address import parse_address
 
     client = TransferQueueClient(Session(parse_address(address or settings.from_env().address)))
     try:

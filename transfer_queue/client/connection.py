@@ -9,42 +9,17 @@ from typing import Any
 
 import msgspec
 
-from transfer_queue.client.address import Address
 from transfer_queue.codec.values import Lifting
-from transfer_queue.errors import (
-    AccessDenied,
-    DeadlineExceeded,
-    ProtocolError,
-    ServiceUnavailable,
-    error_from_code,
-)
+from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.framing import FrameReader, frame, owned_buffer
+from transfer_queue.wire.address import Address
+from transfer_queue.wire.framing import FrameReader, frame
 
 _lifting = Lifting()
 decode_reply = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
 JOIN_NBYTES = 256 << 10
 TIMEVAL = struct.Struct("@ll")
-
-
-def proof_of(challenge: m.Message, address: Address, nonce: bytes) -> m.Proof:
-    """Our half of the handshake, once the server proved its own."""
-    if isinstance(challenge, m.Failed):
-        raise error_from_code(challenge.code, challenge.text)
-    if not isinstance(challenge, m.Challenge):
-        raise ProtocolError(f"{type(challenge).__name__} instead of a challenge")
-    if not hello.equal(challenge.mac, hello.server_mac(address.token, nonce, challenge.nonce)):
-        raise AccessDenied(f"the server at {address} does not know our token")
-    return m.Proof(hello.client_mac(address.token, nonce, challenge.nonce))
-
-
-def welcome_of(reply: m.Message) -> m.Welcome:
-    if isinstance(reply, m.Failed):
-        raise error_from_code(reply.code, reply.text)
-    if not isinstance(reply, m.Welcome):
-        raise ProtocolError(f"{type(reply).__name__} instead of a welcome")
-    return reply
 
 
 class Connection:
@@ -62,7 +37,8 @@ class Connection:
             self._socket = address.connect(timeout_s)
         except (OSError, ValueError) as error:
             raise ServiceUnavailable(f"no server at {address}: {error}") from error
-        self._reader = FrameReader(decode_reply, owned_buffer)
+        self._reader = FrameReader(decode_reply, self._destination)
+        self._into: memoryview | None = None
         self._timeout_s = 0.0
         try:
             self._socket.settimeout(None)
@@ -70,9 +46,9 @@ class Connection:
             nonce = hello.nonce()
             self._send(m.encode(m.Hello(m.PROTOCOL_VERSION, session, nonce)), None)
             challenge, _ = self._receive("connect", timeout_s)
-            self._send(m.encode(proof_of(challenge, address, nonce)), None)
+            self._send(m.encode(hello.proof_of(challenge, address, nonce)), None)
             reply, _ = self._receive("connect", timeout_s)
-            self.welcome = welcome_of(reply)
+            self.welcome = hello.welcome_of(reply)
         except BaseException:
             self._socket.close()
             raise
@@ -86,17 +62,27 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
             self._timeout_s = timeout_s
 
-    def call(self, request: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
-        """The reply and its payload.
+    def call(
+        self, request: m.Request, payload: memoryview | None, timeout_s: float, into: memoryview | None = None
+    ) -> tuple[Any, memoryview]:
+        """The reply and its payload, received straight into `into` when given.
 
         Raises `DeadlineExceeded` or `ServiceUnavailable`; close the connection then.
         """
         self._limit(timeout_s)
+        self._into = into
         self._send(m.encode(request), payload)
         reply, data = self._receive(type(request).__name__, timeout_s)
         if getattr(reply, "rid", None) != request.rid:
             raise ProtocolError(f"answer {reply!r} to another request")
         return reply, data
+
+    def _destination(self, _message: m.Message, nbytes: int) -> memoryview:
+        if self._into is None:
+            return memoryview(bytearray(nbytes))
+        if nbytes > len(self._into):
+            raise ProtocolError(f"{nbytes} bytes where {len(self._into)} were asked for")
+        return self._into[:nbytes]
 
     def notify(self, message: m.Message) -> None:
         self._send(m.encode(message), None)

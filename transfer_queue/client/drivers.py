@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation
+from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation, Together
 from transfer_queue.client.session import Session
 
 P = ParamSpec("P")
@@ -40,8 +40,10 @@ def _perform(session: Session, effect: Effect) -> Any:
         return session.call(effect)
     if type(effect) is Offload:
         return effect.work()
+    if type(effect) is Together:
+        return session.call_together(effect.calls)
     assert type(effect) is Notify
-    return session.notify(effect.message)
+    return session.notify(effect.message, effect.to)
 
 
 async def run_async(session: Session, operation: Operation[T]) -> T:
@@ -66,8 +68,10 @@ async def _perform_async(session: Session, effect: Effect) -> Any:
         if effect.nbytes < OFFLOAD_NBYTES:
             return effect.work()
         return await _finish(asyncio.get_running_loop().run_in_executor(None, effect.work))
+    if type(effect) is Together:
+        return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
     assert type(effect) is Notify
-    return await session.notify_async(effect.message)
+    return await session.notify_async(effect.message, effect.to)
 
 
 async def _finish(work: asyncio.Future[T]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from transfer_queue.wire.messages import Message, Request
@@ -13,24 +13,44 @@ T = TypeVar("T")
 class Call:
     """Send a request; the driver answers with (reply, payload) or raises the error the server reported.
 
-    `wait_s` is how long the server may park it.
+    `wait_s` is how long the server may park it. `to` is the server ("host:port") where it is not this process's own.
+    The payload of the answer is received straight into `into`.
     """
 
-    __slots__ = ("payload", "request", "wait_s")
+    __slots__ = ("into", "payload", "request", "to", "wait_s")
 
-    def __init__(self, request: Request, payload: memoryview | None = None, wait_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        request: Request,
+        payload: memoryview | None = None,
+        wait_s: float = 0.0,
+        to: str = "",
+        into: memoryview | None = None,
+    ) -> None:
         self.request = request
         self.payload = payload
         self.wait_s = wait_s
+        self.to = to
+        self.into = into
+
+
+class Together:
+    """Carry out several calls at the same time; the driver answers with their answers in the same order."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
 
 
 class Notify:
-    """Send a one-way message."""
+    """Send a one-way message, to another server with `to`."""
 
-    __slots__ = ("message",)
+    __slots__ = ("message", "to")
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: Message, to: str = "") -> None:
         self.message = message
+        self.to = to
 
 
 class Offload:
@@ -43,5 +63,5 @@ class Offload:
         self.nbytes = nbytes
 
 
-Effect: TypeAlias = Call | Notify | Offload
+Effect: TypeAlias = Call | Together | Notify | Offload
 Operation: TypeAlias = Generator[Effect, Any, T]

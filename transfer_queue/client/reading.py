@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
+from transfer_queue.client.remote import received
 from transfer_queue.client.session import Session
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Bytes, Layout, decode_layout
 from transfer_queue.codec.memory import Copies
 from transfer_queue.codec.rows import Block, Copier, row_numbers
-from transfer_queue.errors import ProtocolError
+from transfer_queue.errors import ProtocolError, RowCleared
 from transfer_queue.schema import OBJECTS, FieldSchema
 from transfer_queue.storage.shm.unit import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 
 # Smaller reads are copied: they must not hold a whole block, and tidying up after a view costs the size of its block.
 VIEW_NBYTES, VIEW_SHARE, LARGE_VIEW_NBYTES = 64 << 10, 8, 32 << 20
-READ_NBYTES = 4 << 20
+MAX_LOOKS = 3
 RUN_NBYTES = 24  # of one (piece, first row, number of rows)
 
 
@@ -85,12 +87,7 @@ def read(
     own = copy or bool(out)
     try:
         for request in requests:
-            reply, payload = yield Call(request)
-            lying: list[Lying] = []
-            replies.append((reply, lying))
-            layouts = [decode_layout(data) for data in reply.layouts]
-            for piece in reply.pieces:
-                lying.append((yield from _lying(session, piece, layouts[piece.layout], payload, own)))
+            replies.append((yield from _located(session, request, own)))
         gathers = own or any(len(part.runs) > RUN_NBYTES for reply, _ in replies for part in reply.parts)
         nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if gathers else 0
         found: TensorDict = yield Offload(lambda: _assembled(session, replies, out), nbytes)
@@ -104,28 +101,44 @@ def read(
             yield Notify(m.Unpin(pinned))
 
 
-def _lying(session: Session, piece: m.Piece, layout: Layout, payload: memoryview, own: bool) -> Operation[Lying]:
-    """The memory of one piece: in the payload, mapped, or received now."""
+def _located(session: Session, request: m.Get, own: bool) -> Operation[tuple[m.Located, list[Lying]]]:
+    """Where the rows are, and their blocks as memory of this process. Looks again when blocks moved meanwhile."""
+    looks = MAX_LOOKS
+    while True:
+        reply, payload = yield Call(request)
+        try:
+            elsewhere = yield from received(session, reply)
+            layouts = [decode_layout(data) for data in reply.layouts]
+            lying = []
+            for number, piece in enumerate(reply.pieces):
+                if number in elsewhere:
+                    layout, data = elsewhere[number]
+                    lying.append(Lying(piece, layout, Block(data, layout, 0), None))
+                else:
+                    lying.append(_lying(session, piece, layouts[piece.layout], payload, own))
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            pinned = [piece.block for piece in reply.pieces if piece.arena >= 0]
+            if pinned:
+                yield Notify(m.Unpin(pinned))
+            looks -= 1
+            if not (isinstance(error, RowCleared) and looks):
+                raise
+            request = msgspec.structs.replace(request, rid=session.next_rid())
+        else:
+            return reply, lying
+
+
+def _lying(session: Session, piece: m.Piece, layout: Layout, payload: memoryview, own: bool) -> Lying:
+    """The memory of one piece of this host: in the payload, or mapped."""
     if layout.nbytes > piece.nbytes:
         raise ProtocolError(f"a block of {piece.nbytes} bytes with a layout of {layout.nbytes}")
-    if piece.arena < 0:
+    if piece.arena == m.INLINE:
         data: Bytes = np.frombuffer(payload, np.uint8)[piece.offset : piece.offset + piece.nbytes]
         return Lying(piece, layout, Block(data, layout, 0), None)
-    if session.is_local:
-        data = session.arenas[piece.arena].shared[piece.offset : piece.offset + piece.nbytes]
-        return Lying(piece, layout, Block(data, layout, -1), None if own else session)
-    data = yield from _received(session, piece)
-    return Lying(piece, layout, Block(data, layout, 0), None)
-
-
-def _received(session: Session, piece: m.Piece) -> Operation[Bytes]:
-    """The bytes of a pinned block that cannot be mapped."""
-    data = session.pool.allocate(piece.nbytes)
-    for start in range(0, piece.nbytes, READ_NBYTES):
-        nbytes = min(READ_NBYTES, piece.nbytes - start)
-        _, payload = yield Call(m.Read(session.next_rid(), piece.block, start, nbytes))
-        data[start : start + nbytes] = payload
-    return data
+    data = session.arenas[piece.arena].shared[piece.offset : piece.offset + piece.nbytes]
+    return Lying(piece, layout, Block(data, layout, -1), None if own else session)
 
 
 def _assembled(

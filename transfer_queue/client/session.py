@@ -15,11 +15,11 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from transfer_queue.client.address import Address
-from transfer_queue.client.aio import AsyncConnection
-from transfer_queue.client.connection import Connection
+from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
 from transfer_queue.client.listing import Listings
 from transfer_queue.client.mapping import Arenas
@@ -27,18 +27,21 @@ from transfer_queue.client.views import Views
 from transfer_queue.codec.memory import Mover, Pool
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address, parse_address
+from transfer_queue.wire.aio import AsyncConnection
 
 GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
 MAX_IDLE = 16
 MIN_TIMEOUT_S = 0.001
 NOTIFY_S = 1.0
+STREAMS = 4  # calls to other servers at the same time
 
 
 class Session:
     """Attached to the server at `address`; raises `ServiceUnavailable` when there is none.
 
     `config` is what the service was started with: timeout_s, polling_mode, allow_pickle, pool_nbytes, copy_threads,
-    spin_s.
+    spin_s; and for processes of the server's host the token of the other servers.
     After a fork the child gets a session of its own on first use; what it inherited stays readable.
     """
 
@@ -65,13 +68,14 @@ class Session:
     def _start(self, ident: bytes) -> None:
         self.ident = ident
         self._pid = os.getpid()
-        self._idle: list[Connection] = []
+        self._idle: dict[str, list[Connection]] = {"": []}  # by server
+        self._helpers: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.listings = Listings()
         self._rids = itertools.count(1)
-        self._owed: list[m.Message] = []
+        self._owed: list[tuple[m.Message, str]] = []
         self._kept: Connection | None = None
-        self._loops: dict[asyncio.AbstractEventLoop, asyncio.Future[AsyncConnection]] = {}
+        self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[AsyncConnection]] = {}
 
     def _open_memory(self) -> None:
         self.arenas = Arenas(self._door, self._connect_timeout_s)
@@ -91,16 +95,24 @@ class Session:
 
     # blocking
 
-    def _borrow(self, timeout_s: float) -> Connection:
+    def _borrow(self, timeout_s: float, to: str = "") -> Connection:
         """A connection of our own for one call."""
         try:
-            return self._idle.pop()
-        except IndexError:
-            return Connection(self.address, self.ident, min(timeout_s, self._connect_timeout_s), self._spin_s)
+            return self._idle[to].pop()
+        except (IndexError, KeyError):
+            spin_s = 0.0 if to else self._spin_s
+            return Connection(self._address_of(to), self.ident, min(timeout_s, self._connect_timeout_s), spin_s)
 
-    def _give_back(self, connection: Connection) -> None:
-        if len(self._idle) < MAX_IDLE and not self._finished:
-            self._idle.append(connection)
+    def _address_of(self, to: str) -> Address:
+        """Where the server `to` is; all servers of a service have one token."""
+        if not to:
+            return self.address
+        return parse_address(f"tcp:{to.removeprefix('tcp:')}", self.address.token or str(self.config.get("token", "")))
+
+    def _give_back(self, connection: Connection, to: str = "") -> None:
+        idle = self._idle.setdefault(to, [])
+        if len(idle) < MAX_IDLE and not self._finished:
+            idle.append(connection)
         else:
             connection.close()
 
@@ -112,32 +124,44 @@ class Session:
             found = self._exchange(effect, timeout_s)
         except ServiceUnavailable:
             m.check_request(effect.request)
-            self._drop_idle()
+            self._drop_idle(effect.to)
             found = self._exchange(effect, max(MIN_TIMEOUT_S, timeout_s - (time.monotonic() - started)))
         return _checked(found)
 
     def _exchange(self, effect: Call, timeout_s: float) -> tuple[Any, memoryview]:
         if self.closed:
             raise ServiceUnavailable("this client was closed")
-        connection = self._borrow(timeout_s)
+        connection = self._borrow(timeout_s, effect.to)
         try:
-            found = connection.call(effect.request, effect.payload, timeout_s)
+            found = connection.call(effect.request, effect.payload, timeout_s, effect.into)
         except BaseException as error:
             connection.close()  # the answer may still come: nobody else must take it for theirs
             if not isinstance(error, ServiceUnavailable):
-                self._owed.append(m.Cancel(effect.request.rid))
+                self._owed.append((m.Cancel(effect.request.rid), effect.to))
             raise
-        self._give_back(connection)
+        self._give_back(connection, effect.to)
         if self._owed:
             self._deliver_owed()
         return found
 
-    def notify(self, message: m.Message) -> None:
+    def call_together(self, calls: Sequence[Call]) -> list[tuple[Any, memoryview]]:
+        """Send and wait for several, at the same time where there are threads to do it."""
+        with self._lock:
+            if self._helpers is None and len(calls) > 1:
+                self._helpers = ThreadPoolExecutor(STREAMS - 1, thread_name_prefix="tq-stream")
+        others = [self._helpers.submit(self.call, call) for call in calls[1:]] if self._helpers is not None else []
+        try:
+            first = [self.call(call) for call in calls[:1]]
+        finally:
+            wait(others)  # they receive into memory of the caller
+        return first + [other.result() for other in others]
+
+    def notify(self, message: m.Message, to: str = "") -> None:
         """Tell the server; when it does not listen now, the next call does. Once it is gone, nobody needs to know."""
         try:
-            connection = self._borrow(NOTIFY_S)
+            connection = self._borrow(NOTIFY_S, to)
         except (ServiceUnavailable, DeadlineExceeded):
-            self._owed.append(message)
+            self._owe(message, to)
             return
         try:
             connection.notify(message)
@@ -145,14 +169,19 @@ class Session:
             connection.close()
             if not isinstance(error, (ServiceUnavailable, DeadlineExceeded)):
                 raise
-            self._owed.append(message)
+            self._owe(message, to)
             return
-        self._give_back(connection)
+        self._give_back(connection, to)
+
+    def _owe(self, message: m.Message, to: str) -> None:
+        """Another host that does not answer forgets this session by itself."""
+        if not to:
+            self._owed.append((message, to))
 
     def _deliver_owed(self) -> None:
         owed, self._owed = self._owed, []
-        for message in owed:
-            self.notify(message)
+        for message, to in owed:
+            self.notify(message, to)
 
     def _unpin(self, blocks: list[int]) -> None:
         self.notify(m.Unpin(blocks))
@@ -163,34 +192,34 @@ class Session:
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
         started = time.monotonic()
         try:
-            connection = await self._connection(timeout_s)
-            found = await connection.call(effect.request, effect.payload, timeout_s)
+            connection = await self._connection(timeout_s, effect.to)
+            found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
         except ServiceUnavailable:
             m.check_request(effect.request)
             timeout_s = max(MIN_TIMEOUT_S, timeout_s - (time.monotonic() - started))
-            connection = await self._connection(timeout_s)
-            found = await connection.call(effect.request, effect.payload, timeout_s)
+            connection = await self._connection(timeout_s, effect.to)
+            found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
         return _checked(found)
 
-    async def notify_async(self, message: m.Message) -> None:
-        (await self._connection(self.timeout_s)).notify(message)
+    async def notify_async(self, message: m.Message, to: str = "") -> None:
+        (await self._connection(self.timeout_s, to)).notify(message)
 
-    async def _connection(self, timeout_s: float) -> AsyncConnection:
-        """The connection of the running loop."""
+    async def _connection(self, timeout_s: float, to: str) -> AsyncConnection:
+        """The connection of the running loop to one server."""
         if self.closed:
             raise ServiceUnavailable("this client was closed")
         loop = asyncio.get_running_loop()
-        future = self._loops.get(loop)
+        future = self._loops.get((loop, to))
         if future is not None and future.done() and (future.exception() or future.result().error is not None):
             future = None
         if future is None:
             self._forget_closed_loops()
-            future = self._loops[loop] = loop.create_future()
+            future = self._loops[loop, to] = loop.create_future()
             try:
-                timeout_s = min(timeout_s, self._connect_timeout_s)
-                future.set_result(await AsyncConnection.open(self.address, self.ident, timeout_s))
+                connection = AsyncConnection(self._address_of(to), decode_reply)
+                future.set_result(await connection.open(self.ident, min(timeout_s, self._connect_timeout_s)))
             except BaseException as error:
-                self._loops.pop(loop, None)
+                self._loops.pop((loop, to), None)
                 if isinstance(error, TransferQueueError):
                     future.set_exception(error)
                     future.exception()  # seen: whoever else waits gets it too
@@ -200,16 +229,17 @@ class Session:
         return future.result() if future.done() else await asyncio.shield(future)
 
     def _forget_closed_loops(self) -> None:
-        for loop in [loop for loop in list(self._loops) if loop.is_closed()]:
-            future = self._loops.pop(loop, None)
+        for key in [key for key in list(self._loops) if key[0].is_closed()]:
+            future = self._loops.pop(key, None)
             if future is not None and future.done() and not future.cancelled() and not future.exception():
                 future.result().abandon()
 
     # ending and forking
 
-    def _drop_idle(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+    def _drop_idle(self, to: str) -> None:
+        idle = self._idle.get(to, [])
+        while idle:
+            idle.pop().close()
 
     def close(self) -> None:
         """Detach. Tensors that were read stay valid: a connection lasts as long as they do, and with it their pins."""
@@ -221,6 +251,8 @@ class Session:
             if future.done() and not future.cancelled() and not future.exception():
                 future.result().abandon()
         self._loops.clear()
+        if self._helpers is not None:
+            self._helpers.shutdown()
         self.mover.close()
         self.pool.clear()
         self.views.close()
@@ -235,7 +267,11 @@ class Session:
         self._finished = True
         if self._kept is not None:
             self._kept.close()
-        self._drop_idle()
+        for to, idle in self._idle.items():
+            if idle and (to or not self.is_local):
+                with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
+                    idle[0].notify(m.Goodbye())
+            self._drop_idle(to)
         self.arenas.close()
 
     def before_fork(self) -> None:
@@ -255,7 +291,7 @@ class Session:
 
     def after_fork_in_child(self) -> None:
         """Leave the parent's sockets and mappings alone, and start over."""
-        inherited = [*self._idle, *([self._kept] if self._kept is not None else [])]
+        inherited = [*itertools.chain(*self._idle.values()), *([self._kept] if self._kept is not None else [])]
         ident = secrets.token_bytes(16)
         if self._heir is not None:
             ident, estate = self._heir

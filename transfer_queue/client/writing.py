@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_queue.client.effects import Call, Notify, Offload, Operation
+from transfer_queue.client.effects import Call, Notify, Offload, Operation, Together
 from transfer_queue.client.session import Session
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.layout import Bytes
@@ -17,7 +17,7 @@ from transfer_queue.errors import InvalidInput, StoreFull, UnsupportedValue
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire import messages as m
 
-WRITE_NBYTES = 4 << 20
+WRITE_NBYTES = 32 << 20
 _TAG_VALUES = Lowering(None, allow_pickle=False)
 _EXACT = frozenset((str, float, bool, type(None), bytes))
 
@@ -81,9 +81,12 @@ def _store_block(
 
 
 def send_block(session: Session, block: int, data: Bytes) -> Operation[None]:
+    """Fill a block that cannot be mapped."""
+    writes = []
     for start in range(0, len(data), WRITE_NBYTES):
         payload = memoryview(data[start : start + WRITE_NBYTES])  # type: ignore[arg-type]
-        yield Call(m.Write(session.next_rid(), block, start), payload)
+        writes.append(Call(m.Write(session.next_rid(), block, start), payload))
+    yield Together(writes)
 
 
 def commit(

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table
-from transfer_queue.errors import InvalidInput, NotReady, UnknownRows
-from transfer_queue.wire.messages import Get, Located, Part, Piece
+from transfer_queue.errors import DataLost, InvalidInput, NotReady, UnknownRows
+from transfer_queue.wire.messages import ELSEWHERE, Get, Located, Part, Piece
 
 
 def located(message: Get, table: Table | None, slots: Slots) -> Located:
@@ -26,7 +26,7 @@ def located(message: Get, table: Table | None, slots: Slots) -> Located:
     numbers: dict[int, int] = {}  # piece of each block
     for names, blocks, rows in table.locate(slots, fields):
         parts.append(Part(names, _runs(blocks, rows, numbers)))
-    pieces = [Piece(block, 0, 0, 0, 0) for block in numbers]
+    pieces = [Piece(block, ELSEWHERE, 0, 0, 0) for block in numbers]
     return Located(message.rid, len(slots), pieces, [], parts, table.schema(fields))
 
 
@@ -35,6 +35,10 @@ def _fields(message: Get, table: Table, slots: Slots) -> list[str]:
     if wanted is not None and len(set(wanted)) != len(wanted):
         raise InvalidInput(f"fields {wanted}: name each field once")
     common = set(table.common_fields(slots))
+    if table.lost and (wanted is None or not common.issuperset(wanted)):
+        lost = sorted(table.lost.intersection(table.index[slots].tolist()))
+        if lost:
+            raise DataLost(f"partition {table.name!r}: rows {lost[:8]} were stored on a host that is gone")
     if message.keys is not None and not message.strict:
         if not common:
             raise NotReady("Some fields are not ready in all the requested keys!")

@@ -32,6 +32,8 @@ class Controller:
     def __init__(self, sampler: BaseSampler, max_rows: int | None = None, reserved_rows: int = 1) -> None:
         self.tables: dict[str, Table] = {}
         self.outbox: list[tuple[Hashable, m.Reply]] = []
+        self.payloads: dict[Hashable, memoryview] = {}
+        self.doubtful: set[Hashable] = set()
         self.ledger = Ledger()
         self.max_rows = max_rows
         self._reserved_rows = reserved_rows
@@ -76,6 +78,14 @@ class Controller:
         self._fetching.forget(tickets)
         self._crowded.forget(tickets)
 
+    def end_session(self, session: bytes) -> None:
+        """A client is gone for good."""
+
+    @property
+    def freed(self) -> list[int]:
+        """Blocks without live cells; whoever recycles them empties the list."""
+        return self.ledger.freed
+
     @property
     def num_rows(self) -> int:
         return sum(table.num_rows for table in self.tables.values())
@@ -83,6 +93,14 @@ class Controller:
     @property
     def num_waiting(self) -> int:
         return len(self._fetching.parked) + len(self._crowded)
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "partitions": len(self.tables),
+            "rows": self.num_rows,
+            "blocks": len(self.ledger.entries),
+            "waiting_requests": self.num_waiting,
+        }
 
     # writing
 
@@ -96,6 +114,8 @@ class Controller:
             raise InvalidInput("replaced tags that are not there")
         if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
             raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
+        if message.block in self.ledger.entries:
+            raise InvalidInput(f"block {message.block} is published already")
         table = self.tables.get(message.partition)
         if table is not None:
             table.check(message.fields)
@@ -359,6 +379,13 @@ class Controller:
         self.ledger.open(target, entry.live, entry.partition, entry.group)
         self.ledger.release([(block, entry.live)])
         return True
+
+    def lose(self, unit: int) -> None:
+        """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""
+        for block in [number for number in self.ledger.entries if number >> m.UNIT_SHIFT == unit]:
+            entry = self.ledger.entries[block]
+            table = self.tables[entry.partition]
+            self.ledger.release(table.lose(entry.group, block))
 
     def check_invariants(self) -> None:
         """Tables agree with themselves, and the ledger with the tables; tests call this after each event."""

@@ -62,6 +62,7 @@ class Table:
         self.any_tags = False  # whether a row ever had some
         self.fields: dict[str, Field] = {}
         self.tasks: dict[str, Task] = {}
+        self.lost: set[int] = set()  # indexes of rows that lost cells
         self.num_alive = 0
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
@@ -137,6 +138,8 @@ class Table:
             del self.keys[key]
         for slot in slots.tolist():
             self.names[slot] = self.tags[slot] = None
+        if self.lost:
+            self.lost.difference_update(self.index[slots].tolist())
         if self.unclaimed:
             gone = set(slots.tolist())
             self.unclaimed = [slot for slot in self.unclaimed if slot not in gone]
@@ -210,6 +213,8 @@ class Table:
         group = self.groups[number]
         columns = [self.fields[name].number for name in group.fields]
         released = self.release(slots, columns)
+        if self.lost:
+            self.lost.difference_update(self.index[slots].tolist())
         group.block[slots] = block
         group.row[slots] = np.arange(len(slots), dtype=np.int32)
         self.cells[np.array(columns)[:, None], slots] = number
@@ -289,6 +294,22 @@ class Table:
         slots = np.flatnonzero(self.alive[: self.size] & (group.block[: self.size] == block))
         live = self.cells[np.array([self.fields[name].number for name in group.fields])[:, None], slots] == number
         return slots[live.any(axis=0)], live
+
+    def lose(self, number: int, block: int) -> Released:
+        """The cells in `block`, which group `number` wrote, are absent again; their rows are remembered."""
+        slots, live = self._cells_in(number, block)
+        live = live[:, live.any(axis=0)]
+        released = [(block, int(live.sum()))]
+        for name, of_field in zip(self.groups[number].fields, live, strict=True):
+            self.cells[self.fields[name].number, slots] *= ~of_field
+        self.lost.update(self.index[slots].tolist())
+        touched = set(self.groups[number].fields)
+        for task in self.tasks.values():
+            for view in task.views.values():
+                if not touched.isdisjoint(view.fields):
+                    view.remove(slots)
+                    task.refresh(view, self, slots)
+        return released
 
     # tasks and tags
 

@@ -1,12 +1,20 @@
-"""Rewriting blocks of which few cells are left, so that one surviving row does not hold the memory of its whole put."""
+"""Rewriting blocks of which few cells are left, so that one surviving row does not hold the memory of its whole put.
+
+The controller's server finds the thin blocks; each unit rewrites its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 
-from transfer_queue.codec.layout import decode_layout, encode_layout
+from transfer_queue.codec.layout import Ints, decode_layout, encode_layout
 from transfer_queue.codec.select import selected
+from transfer_queue.controller import Controller
+from transfer_queue.errors import TransferQueueError
+from transfer_queue.server.members import Members, unit_of
 from transfer_queue.server.service import Service
+from transfer_queue.wire import messages as m
 
 MIN_NBYTES = 1 << 20
 OWNER = b"compaction"
@@ -16,31 +24,28 @@ class Compactor:
     """Moves the live rows of thin blocks into blocks of their own, copying in a helper thread.
 
     The old block is pinned meanwhile. A cell that was overwritten or cleared during the copy stays as it is: only
-    cells that still lie in the old block move.
+    cells that still lie in the old block move. `moved(block, target, rows)` tells the controller, and returns False
+    when nothing was left to move.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, moved: Callable[[int, int, Ints], Awaitable[bool]]) -> None:
         self._service = service
+        self._moved = moved
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(self) -> None:
-        """Start on the blocks that became thin since the last call."""
-        thin = self._service.controller.ledger.thin
-        while thin:
-            number = thin.pop()
-            block = self._service.unit.block(number)
-            if block is not None and block.nbytes >= MIN_NBYTES:
-                task = asyncio.get_running_loop().create_task(self._move(number))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+    def start(self, number: int, rows: Ints, fields: Sequence[str]) -> None:
+        """Rewrite a block, unless it is small."""
+        block = self._service.unit.block(number)
+        if block is not None and block.nbytes >= MIN_NBYTES:
+            task = asyncio.get_running_loop().create_task(self._move(number, rows, fields))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _move(self, number: int) -> None:
-        unit, controller = self._service.unit, self._service.controller
-        found = controller.rows_in(number)
+    async def _move(self, number: int, rows: Ints, fields: Sequence[str]) -> None:
+        unit = self._service.unit
         block = unit.block(number)
-        if found is None or block is None:
+        if block is None:
             return
-        rows, fields = found
         unit.pin(number, OWNER)
         try:
             source, layout = unit.memory(block), decode_layout(block.layout)
@@ -50,8 +55,28 @@ class Compactor:
                 return  # no room for the copy now; the block stays as it is
             await asyncio.to_thread(fill, unit.memory(target))
             unit.publish(target.number, encode_layout(smaller))
-            if not controller.relocate(number, target.number, rows):
+            try:
+                taken = await self._moved(number, target.number, rows)
+            except TransferQueueError:
+                self._service.doubts.append(target.number)
+                return
+            if not taken:
                 unit.drop(target.number)
         finally:
             unit.unpin(number, OWNER)
             self._service.settle()
+
+
+def start_thin(controller: Controller, members: Members, compactor: Compactor) -> None:
+    """Have the blocks rewritten that became thin since the last call, each where it lies."""
+    thin = controller.ledger.thin
+    while thin:
+        number = thin.pop()
+        found = controller.rows_in(number)
+        if found is None:
+            continue
+        rows, fields = found
+        if unit_of(number):
+            members.push(unit_of(number), m.Thin(number, rows.tobytes(), fields))
+        else:
+            compactor.start(number, rows, fields)

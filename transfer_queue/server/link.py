@@ -16,9 +16,11 @@ from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, cast
 
 from transfer_queue.errors import AccessDenied, InternalError, ProtocolError, TransferQueueError
-from transfer_queue.server.service import Answer, Session
+from transfer_queue.server.blocks import Answer
+from transfer_queue.server.sessions import Session
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import tune
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, frame
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ log = logging.getLogger("transfer_queue.server")
 
 HELLO_TIMEOUT_S = 5.0
 HELLO_HEADER_NBYTES = 4096
+UNIT_REQUESTS = (m.Join, m.Moved, m.Settle)
+ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -54,6 +58,8 @@ class Link(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._server.links.add(self)
         self._timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._transport.abort)
+        if not self._local:
+            tune(transport.get_extra_info("socket"))
         if self._local and peer_uid(transport.get_extra_info("socket")) not in (os.getuid(), 0):
             log.warning("refused a peer of another user")
             self._transport.abort()
@@ -92,7 +98,8 @@ class Link(asyncio.BufferedProtocol):
         self._server.links.discard(self)
         self._server.service.unit.forget(self._nonce)
         if self._session is not None:
-            self._server.service.detach(self._session, self._tickets)
+            self._server.service.members.left(self, time.monotonic())
+            self._server.service.detach(self._session, self._tickets, time.monotonic())
             self._server.deliver()
 
     # messages
@@ -102,7 +109,7 @@ class Link(asyncio.BufferedProtocol):
             self._greet(message)
         elif isinstance(message, m.Request):
             self._request(message, payload, self._session)
-        elif isinstance(message, (m.Unpin, m.Discard, m.Cancel)):
+        elif isinstance(message, ONE_WAY):
             self._server.service.notify(message, self._session)
         else:
             raise ProtocolError(f"{type(message).__name__} on an open session")
@@ -110,7 +117,7 @@ class Link(asyncio.BufferedProtocol):
     def _destination(self, message: m.Message, nbytes: int) -> memoryview:
         if self._session is None:
             raise AccessDenied("payload before the handshake")
-        into = self._server.service.destination(message, nbytes, self._session)
+        into = self._server.service.blocks.destination(message, nbytes, self._session)
         if isinstance(message, m.Write):
             self._server.service.unit.pin(message.block, self._nonce)  # its memory stays ours while bytes arrive
         return into
@@ -127,7 +134,7 @@ class Link(asyncio.BufferedProtocol):
                     self._refuse("wrong token")
                 self._timer.cancel()
                 self._reader.max_header_nbytes = MAX_HEADER_NBYTES
-                self._session = self._server.service.attach(self._hello.session, self._local)
+                self._session = self._server.service.sessions.attach(self._hello.session, self._local)
                 self._send(self._server.welcome(self._local))
             case _:
                 raise AccessDenied(f"{type(message).__name__} before the handshake")
@@ -149,7 +156,10 @@ class Link(asyncio.BufferedProtocol):
             self._server.service.unit.unpin(message.block, self._nonce)
         ticket = (self, message.rid)
         try:
-            answer = self._server.service.handle(message, payload, session, ticket, time.monotonic())
+            if isinstance(message, UNIT_REQUESTS):
+                answer: Answer | None = (self._of_unit(message), ())
+            else:
+                answer = self._server.service.handle(message, payload, session, ticket, time.monotonic())
         except Exception:
             log.exception("%s failed", type(message).__name__)
             answer = (
@@ -161,12 +171,24 @@ class Link(asyncio.BufferedProtocol):
         else:
             self._answer(answer)
 
-    def answer_parked(self, ticket: Hashable, reply: m.Reply) -> None:
+    def _of_unit(self, message: m.Request) -> m.Reply:
+        """The reply to a storage unit of another host; its requests are few and it repeats them by itself."""
+        if self._local:
+            return m.Failed(message.rid, AccessDenied.code, "units join over TCP")
+        host = self._transport.get_extra_info("peername")[0]
+        return self._server.of_unit(message, host, self)
+
+    def push(self, message: m.Message) -> None:
+        """Send what answers no request."""
+        if not self._transport.is_closing():
+            self._send(message)
+
+    def answer_parked(self, ticket: Hashable, answer: Answer) -> None:
         """Send the answer of a request of this connection that was parked."""
         self._tickets.discard(ticket)
         if self._session is not None and not self._transport.is_closing():
-            self._server.service.close_request(self._session, reply)
-            self._send(reply)
+            self._server.service.close_request(self._session, answer)
+            self._answer(answer)
 
     def _answer(self, answer: Answer) -> None:
         reply, payload = answer

@@ -18,15 +18,19 @@ import msgspec
 from transfer_queue.controller import Controller
 from transfer_queue.errors import ConfigError
 from transfer_queue.sampler import from_spec
-from transfer_queue.server.compacting import Compactor
 from transfer_queue.server.door import Door
+from transfer_queue.server.head import Head
 from transfer_queue.server.link import Link
-from transfer_queue.server.service import Service
+from transfer_queue.server.members import Line
+from transfer_queue.server.outpost import Outpost
 from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, Ready, ServerConfig, clear_run_dir
 from transfer_queue.storage.shm.unit import Unit
-from transfer_queue.wire.messages import Welcome
+from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.messages import Reply, Request, Welcome
 
 log = logging.getLogger("transfer_queue.server")
+
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Server:
@@ -35,11 +39,18 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         if config.host and not config.token:
             raise ConfigError("serving TCP needs a token: an open port without one would serve everybody")
+        if config.join and not config.host:
+            raise ConfigError("a unit that joins a service needs a host to serve readers of other hosts on")
         self.config = config
         self.links: set[Link] = set()
         unit = Unit(config.budget_nbytes, config.arena_dir)
-        self.service = Service(Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows), unit)
-        self._compactor = Compactor(self.service)
+        if config.join:
+            self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver)
+        else:
+            controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows)
+            self.role = Head(controller, unit, self.deliver)
+        self.service = self.role.service
+        self._client_config = config.client
         self._stopped = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = 0.0
@@ -56,15 +67,21 @@ class Server:
             _claim(os.path.join(self.config.run_dir, name))
         try:
             door = Door(os.path.join(self.config.run_dir, DOOR_NAME), self.service.unit)
+            listening = _listen(self.config.host, self.config.port) if self.config.host else None
+            tcp = _name(listening) if listening is not None else ""
+            background = [loop.create_task(self._trim())]
+            if isinstance(self.role, Outpost):
+                self._client_config = await self.role.join(self._advertised(tcp))
+                background.append(loop.create_task(self.role.stay()))
             servers = [await loop.create_unix_server(lambda: Link(self, "", local=True), path)]
             os.chmod(path, 0o600)
-            if self.config.host:
-                servers.append(await loop.create_server(self._remote, self.config.host, self.config.port))
+            if listening is not None:
+                servers.append(await loop.create_server(self._remote, sock=listening))
             watch = self._watch_owner(loop)
-            self._announce(announce, path, servers[1:])
-            trimmer = loop.create_task(self._trim())
+            self._announce(announce, path, tcp)
             await self._stopped.wait()
-            trimmer.cancel()
+            for task in background:
+                task.cancel()
             if watch is not None:
                 loop.remove_reader(watch)
                 os.close(watch)
@@ -73,10 +90,16 @@ class Server:
                 server.close()
             for link in list(self.links):
                 link.close()
+            if isinstance(self.role, Outpost):
+                self.role.close()
             await asyncio.sleep(0)
         finally:
             self.service.unit.close()
             clear_run_dir(self.config.run_dir)
+
+    def _advertised(self, tcp: str) -> str:
+        """Where other hosts reach this one; where it listens everywhere without a host, which the controller adds."""
+        return f":{tcp.rpartition(':')[2]}" if self.config.host in EVERYWHERE else tcp
 
     def _remote(self) -> Link:
         return Link(self, self.config.token, local=False)
@@ -85,15 +108,20 @@ class Server:
         self._stopped.set()
 
     def welcome(self, local: bool) -> Welcome:
+        """A local client also learns the token, to read from units of other hosts."""
         door = os.path.join(self.config.run_dir, DOOR_NAME) if local else ""
-        return Welcome(os.getpid(), door, json.dumps(self.config.client).encode())
+        config = {**self._client_config, "token": self.config.token} if local else self._client_config
+        return Welcome(os.getpid(), door, json.dumps(config).encode())
+
+    def of_unit(self, message: Request, host: str, line: Line) -> Reply:
+        return self.role.of_unit(message, host, line)
 
     def deliver(self) -> None:
         """Send the answers of parked requests that have one now, and keep the timer on the next deadline."""
-        for ticket, reply in self.service.answered():
+        for ticket, answer in self.service.answered(time.monotonic()):
             link = cast(Link, ticket[0])  # type: ignore[index]
-            link.answer_parked(ticket, reply)
-        self._compactor.run()
+            link.answer_parked(ticket, answer)
+        self.role.work()
         deadline = self.service.next_deadline()
         if deadline is None or (self._timer is not None and deadline == self._wake_at):
             return
@@ -130,15 +158,25 @@ class Server:
         loop.add_reader(watch, self.stop)
         return watch
 
-    def _announce(self, descriptor: int, path: str, tcp: list[asyncio.Server]) -> None:
-        address = ""
-        if tcp:
-            host, port = tcp[0].sockets[0].getsockname()[:2]
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        ready = Ready(pid=os.getpid(), unix=path, tcp=address)
+    def _announce(self, descriptor: int, path: str, tcp: str) -> None:
+        ready = Ready(pid=os.getpid(), unix=path, tcp=tcp)
         os.write(descriptor, msgspec.json.encode(ready) + b"\n")
         if descriptor > 2:
             os.close(descriptor)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; connections wait until they are accepted."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(where[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from error
+
+
+def _name(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _claim(path: str) -> None:

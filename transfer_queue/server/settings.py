@@ -24,7 +24,9 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     """All settings of one server process; travels as JSON over its standard input.
 
     run_dir: directory (mode 0700) for its sockets. owner_pid: end when this process ends (0: standalone).
-    host, port, token: serve TCP there, peers must know the token ("" : no TCP). budget_nbytes: bytes of all blocks.
+    host, port, token: serve TCP there, peers must know the token ("" : no TCP). join: the address of the controller's
+    server ("tcp:HOST:PORT"), of whose service this is one more storage unit ("": this is the controller's server;
+    max_rows, reserved_rows, sampler and client do not count for others). budget_nbytes: bytes of all blocks.
     max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the start.
     trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the
     arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
@@ -35,12 +37,13 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     host: str = ""
     port: int = 0
     token: str = ""
+    join: str = ""
     budget_nbytes: int
     max_rows: int | None = None
     reserved_rows: int = 1
     trim_after_s: float = 60.0
     arena_dir: str | None = None
-    sampler: dict[str, Any]
+    sampler: dict[str, Any] = {}
     client: dict[str, Any] = {}
 
 

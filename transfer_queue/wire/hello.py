@@ -11,6 +11,10 @@ import hashlib
 import hmac
 import secrets
 
+from transfer_queue.errors import AccessDenied, ProtocolError, error_from_code
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address
+
 NONCE_NBYTES = 16
 
 
@@ -34,3 +38,22 @@ def equal(one: bytes, other: bytes) -> bool:
 def _mac(token: str, label: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     text = b"|".join((label, client_nonce.hex().encode(), server_nonce.hex().encode()))
     return hmac.new(token.encode(), text, hashlib.sha256).digest()
+
+
+def proof_of(challenge: m.Message, address: Address, nonce: bytes) -> m.Proof:
+    """The caller's half of the handshake, once the server proved its own."""
+    if isinstance(challenge, m.Failed):
+        raise error_from_code(challenge.code, challenge.text)
+    if not isinstance(challenge, m.Challenge):
+        raise ProtocolError(f"{type(challenge).__name__} instead of a challenge")
+    if not equal(challenge.mac, server_mac(address.token, nonce, challenge.nonce)):
+        raise AccessDenied(f"the server at {address} does not know our token")
+    return m.Proof(client_mac(address.token, nonce, challenge.nonce))
+
+
+def welcome_of(reply: m.Message) -> m.Welcome:
+    if isinstance(reply, m.Failed):
+        raise error_from_code(reply.code, reply.text)
+    if not isinstance(reply, m.Welcome):
+        raise ProtocolError(f"{type(reply).__name__} instead of a welcome")
+    return reply

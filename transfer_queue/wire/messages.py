@@ -14,8 +14,10 @@ import msgspec
 from transfer_queue.errors import InvalidInput
 from transfer_queue.schema import FieldSchema
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
+INLINE, ELSEWHERE = -1, -2  # arena numbers of pieces that ride in the payload, or lie on another unit
+UNIT_SHIFT = 40  # the bits of a block number above these name its unit
 
 Tags: TypeAlias = dict[str, Any]
 
@@ -61,6 +63,24 @@ class Read(Request):
     block: int
     offset: int
     nbytes: int
+
+
+class Cut(msgspec.Struct, array_like=True, gc=False):
+    """Some rows (ascending int64, distinct) and fields of a block."""
+
+    block: int
+    rows: bytes
+    fields: list[str]
+
+
+class Take(Request):
+    """Pin what a reader on another host needs of this unit's blocks; `Read` then fetches the bytes.
+
+    A cut of part of a block is a block of its own, of exactly these rows, unless there is no room for it: then the
+    whole block is given.
+    """
+
+    cuts: list[Cut]
 
 
 class Commit(Request):
@@ -219,6 +239,33 @@ class Adopt(Request):
     session: bytes
 
 
+class Join(Request):
+    """A unit of another host offers itself: its incarnation, where readers reach it ("host:port"; without a host, the
+    one this connection comes from), and the numbers (int64) of the blocks it has published."""
+
+    incarnation: bytes
+    address: str
+    blocks: bytes
+
+
+class Moved(Request):
+    """A unit rewrote a thin block as `target`, whose rows are `rows` (ascending int64) of the old one."""
+
+    block: int
+    target: int
+    rows: bytes
+
+
+class Settle(Request):
+    """Which of these blocks (int64) does no row refer to? They never will: commits of them are refused from now on."""
+
+    blocks: bytes
+
+
+class Goodbye(Message):
+    """One way: this session ends here, now, and will not come back."""
+
+
 class Stats(Request):
     pass
 
@@ -281,7 +328,8 @@ class RowSet(Reply):
 
 
 class Piece(msgspec.Struct, array_like=True, gc=False):
-    """One block of a `Located` reply. `arena` is -1 when its bytes ride in the payload at `offset`."""
+    """One block of a reply. `arena` is INLINE when its bytes ride in the payload at `offset`, ELSEWHERE when they lie
+    on the unit that the block's number names and have to be taken from there."""
 
     block: int
     arena: int
@@ -298,11 +346,48 @@ class Part(msgspec.Struct, array_like=True, gc=False):
 
 
 class Located(Reply):
+    """`units` has the address of every unit that pieces lie on elsewhere; "" is the server that answers."""
+
     count: int
     pieces: list[Piece]
     layouts: list[bytes]
     parts: list[Part]
     schema: list[FieldSchema]
+    units: dict[int, str] = {}
+
+
+class Taken(Reply):
+    """One piece for each cut; they are pinned, or ride in the payload."""
+
+    pieces: list[Piece]
+    layouts: list[bytes]
+
+
+class Joined(Reply):
+    """The unit's number, which the numbers of its blocks begin with. No row refers to the blocks `gone` (int64)."""
+
+    unit: int
+    gone: bytes
+
+
+class Blocks(Reply):
+    """Block numbers, int64."""
+
+    numbers: bytes
+
+
+class Drop(Message):
+    """To a unit: no row refers to these blocks (int64) any more."""
+
+    blocks: bytes
+
+
+class Thin(Message):
+    """To a unit: rewrite `block`, of which only these rows (ascending int64) and fields are left."""
+
+    block: int
+    rows: bytes
+    fields: list[str]
 
 
 class Names(Reply):
@@ -355,13 +440,13 @@ class Report(Reply):
 
 ClientMessage: TypeAlias = (
     Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
-    | Cancel
+    | Cancel | Goodbye | Take | Join | Moved | Settle
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | Adopt | Stats | Stop
 )  # fmt: skip
 ServerMessage: TypeAlias = (
-    Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Names | Listing | Status
-    | PartitionInfo | Report
+    Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
+    | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -379,4 +464,4 @@ def check_request(request: Request) -> None:
 decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 
 # Replies of these are remembered, so that a retried request has its first outcome.
-MUTATING = (Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition)
+MUTATING = (Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved)

@@ -9,7 +9,7 @@ from transfer_queue.codec.layout import Bytes
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.storage.shm.arena import Arena
-from transfer_queue.wire.messages import Allocate, Allocated, Failed, Piece, Reply
+from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocate, Allocated, Failed, Piece, Reply
 
 PAGE = 4096
 SMALL_NBYTES = 64 << 10
@@ -20,7 +20,7 @@ GRAINS = (64, PAGE)  # small blocks share pages; the others are page-aligned, so
 class Block:
     """A range of an arena. It lives until it is dropped by its owner or the controller, and no pin is left."""
 
-    __slots__ = ("arena", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins")
+    __slots__ = ("arena", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins", "published")
 
     def __init__(self, number: int, arena: int, offset: int, nbytes: int, owner: bytes | None) -> None:
         self.number = number
@@ -30,11 +30,13 @@ class Block:
         self.owner = owner  # the session that is filling it; None once published
         self.layout = b""
         self.pins = 0
+        self.published = False
         self.dropped = False
 
 
 class Unit:
-    """`budget_nbytes` bounds the bytes of all blocks, pinned ones included.
+    """`budget_nbytes` bounds the bytes of all blocks, pinned ones included. Block numbers begin with the unit's
+    `number` and are never used again.
 
     An allocation that does not fit now is parked, and answered in `outbox` when memory is released, first come, first
     served.
@@ -42,6 +44,7 @@ class Unit:
 
     def __init__(self, budget_nbytes: int, directory: str | None = None) -> None:
         self.budget_nbytes = budget_nbytes
+        self.number = 0
         self.used_nbytes = 0
         self.peak_nbytes = 0  # since the last rotation of the trimmer
         self.arenas: list[Arena] = []
@@ -52,6 +55,11 @@ class Unit:
         self._unpublished: dict[bytes, set[int]] = {}
         self._pins: dict[bytes, Counter[int]] = {}
         self._waiting: ParkingLot[Allocate] = ParkingLot()
+
+    def renumber(self, number: int) -> None:
+        """Number the blocks from here on as those of unit `number`."""
+        self._next += (number - self.number) << UNIT_SHIFT
+        self.number = number
 
     # writing
 
@@ -120,7 +128,7 @@ class Unit:
         block = self._blocks[number]
         if block.owner is not None:
             self._unpublished[block.owner].discard(number)
-        block.owner, block.layout = None, layout
+        block.owner, block.layout, block.published = None, layout, True
 
     def drop(self, number: int) -> None:
         """Nobody needs the block any more; its memory is free once the last pin is gone."""
@@ -139,18 +147,33 @@ class Unit:
 
     # reading
 
-    def describe(self, pieces: list[Piece]) -> tuple[list[bytes], int]:
-        """Fill in where the blocks of `pieces` lie; returns their layouts and total size."""
-        layouts: dict[bytes, int] = {}
-        total = 0
-        for piece in pieces:
-            block = self._blocks.get(piece.block)
-            if block is None:
-                raise RowCleared("the rows were cleared")
+    def holds(self, number: int) -> bool:
+        """Whether a block of this number is here; False for another unit's.
+
+        Raises `RowCleared` for one that was here and is gone.
+        """
+        if number in self._blocks:
+            return True
+        if number >> UNIT_SHIFT == self.number:
+            raise RowCleared("the rows were cleared")
+        return False
+
+    def describe(self, pieces: list[Piece], layouts: list[bytes]) -> list[Piece]:
+        """Those of `pieces` that are here, with where they lie filled in and their layouts added to `layouts`."""
+        numbers: dict[bytes, int] = {}
+        found = [piece for piece in pieces if piece.arena == ELSEWHERE and self.holds(piece.block)]
+        for piece in found:
+            block = self._blocks[piece.block]
             piece.arena, piece.offset, piece.nbytes = block.arena, block.offset, block.nbytes
-            piece.layout = layouts.setdefault(block.layout, len(layouts))
-            total += -(-block.nbytes // GRAINS[0]) * GRAINS[0]
-        return list(layouts), total
+            if block.layout not in numbers:
+                numbers[block.layout] = len(layouts)
+                layouts.append(block.layout)
+            piece.layout = numbers[block.layout]
+        return found
+
+    def published(self) -> list[int]:
+        """The numbers of the blocks that only the controller can drop."""
+        return [block.number for block in self._blocks.values() if block.published and not block.dropped]
 
     def block(self, number: int) -> Block | None:
         return self._blocks.get(number)

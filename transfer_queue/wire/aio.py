@@ -1,68 +1,85 @@
-"""One connection of an event loop: many requests in flight, answered in any order."""
+"""The calling end of a connection on an event loop: many requests in flight, answered in any order."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator
-from typing import Any, NamedTuple, cast
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from transfer_queue.client.address import Address
-from transfer_queue.client.connection import decode_reply, proof_of, welcome_of
-from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError
+from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable, TransferQueueError
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.framing import FrameReader, frame, owned_buffer
+from transfer_queue.wire.address import Address, tune
+from transfer_queue.wire.framing import FrameReader, frame
+
+Found: TypeAlias = tuple[Any, memoryview]
 
 
 class Waiting(NamedTuple):
     """A request in flight."""
 
-    future: asyncio.Future[tuple[Any, memoryview]]
+    future: asyncio.Future[Found]
     deadline: float
     request: m.Request
     timeout_s: float
+    into: memoryview | None
 
 
 class AsyncConnection(asyncio.BufferedProtocol):
-    """A socket of one event loop after the handshake; lives until the loop shuts down or the session closes it."""
+    """A socket of one event loop after the handshake; lives until the loop shuts down or its owner closes it.
 
-    def __init__(self, address: Address) -> None:
+    `pushed` gets the messages that answer no request, `lost` is called once when the connection is gone.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        decode: Callable[[memoryview], Any],
+        pushed: Callable[[m.Message], None] | None = None,
+        lost: Callable[[], None] | None = None,
+    ) -> None:
         self.address = address
         self.loop = asyncio.get_running_loop()
         self.error: TransferQueueError | None = None
-        self._reader = FrameReader(decode_reply, owned_buffer)
+        self.welcome: m.Welcome
+        self._pushed = pushed
+        self._lost = lost
+        self._reader = FrameReader(decode, self._destination)
         self._waiting: dict[int, Waiting] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._next_check = math.inf
         self._outgoing: list[bytes | memoryview] = []
-        self._hello: asyncio.Future[tuple[Any, memoryview]] | None = None
+        self._hello: asyncio.Future[Found] | None = None
         self._transport: asyncio.Transport
         self._until_shutdown: AsyncGenerator[None, None] | None = None
 
-    @classmethod
-    async def open(cls, address: Address, session: bytes, timeout_s: float) -> AsyncConnection:
+    async def open(self, session: bytes, timeout_s: float) -> AsyncConnection:
         """Connect and shake hands. Raises `ServiceUnavailable`, `AccessDenied` or `DeadlineExceeded`."""
-        loop = asyncio.get_running_loop()
+        address, loop = self.address, self.loop
         try:
             if address.path:
-                _, protocol = await loop.create_unix_connection(lambda: cls(address), address.path)
+                connecting: Any = loop.create_unix_connection(lambda: self, address.path)
             else:
-                _, protocol = await loop.create_connection(lambda: cls(address), address.host, address.port)
+                connecting = loop.create_connection(lambda: self, address.host, address.port)
+            await asyncio.wait_for(connecting, timeout_s)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(f"no connection to {address} within {timeout_s:g} s") from None
         except OSError as error:
             raise ServiceUnavailable(f"no server at {address}: {error}") from error
         try:
             nonce = hello.nonce()
-            challenge = await protocol._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce), timeout_s)
-            welcome_of(await protocol._greet(proof_of(challenge, address, nonce), timeout_s))
+            challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce), timeout_s)
+            proof = hello.proof_of(challenge, address, nonce)
+            self.welcome = hello.welcome_of(await self._greet(proof, timeout_s))
         except BaseException:
-            protocol.close()
+            self.close()
             raise
         # asyncio closes every live asynchronous generator of a loop when it shuts the loop down
-        protocol._until_shutdown = protocol._close_with_loop()
-        await protocol._until_shutdown.__anext__()
-        return protocol
+        self._until_shutdown = self._close_with_loop()
+        await self._until_shutdown.__anext__()
+        return self
 
     async def _close_with_loop(self) -> AsyncGenerator[None, None]:
         try:
@@ -81,13 +98,18 @@ class AsyncConnection(asyncio.BufferedProtocol):
             self._hello = None
         return cast(m.Message, reply)
 
-    async def call(self, request: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
-        """The reply and its payload. Raises `DeadlineExceeded` or `ServiceUnavailable`."""
+    async def call(
+        self, request: m.Request, payload: memoryview | None, timeout_s: float, into: memoryview | None = None
+    ) -> Found:
+        """The reply and its payload, received straight into `into` when given.
+
+        Raises `DeadlineExceeded` or `ServiceUnavailable`.
+        """
         if self.error is not None:
             raise self.error
-        future: asyncio.Future[tuple[Any, memoryview]] = self.loop.create_future()
+        future: asyncio.Future[Found] = self.loop.create_future()
         deadline = self.loop.time() + timeout_s
-        self._waiting[request.rid] = Waiting(future, deadline, request, timeout_s)
+        self._waiting[request.rid] = Waiting(future, deadline, request, timeout_s, into)
         if deadline < self._next_check:
             self._check_at(deadline)
         header = m.encode(request)
@@ -113,7 +135,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def _check(self) -> None:
         self._timer, self._next_check = None, math.inf
         now = self.loop.time()
-        for future, deadline, request, timeout_s in list(self._waiting.values()):
+        for future, deadline, request, timeout_s, _ in list(self._waiting.values()):
             if deadline <= now and not future.done():
                 text = f"{type(request).__name__}: no answer from {self.address} within {timeout_s:g} s"
                 future.set_exception(DeadlineExceeded(text))
@@ -141,6 +163,17 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if not self.address.path:
+            tune(transport.get_extra_info("socket"))
+
+    def _destination(self, message: m.Message, nbytes: int) -> memoryview:
+        """Where the payload of an answer goes. One that nobody waits for any more goes nowhere."""
+        waiting = self._waiting.get(getattr(message, "rid", -1))
+        if waiting is None or waiting.into is None:
+            return memoryview(bytearray(nbytes))
+        if nbytes > len(waiting.into):
+            raise ProtocolError(f"{nbytes} bytes where {len(waiting.into)} were asked for")
+        return waiting.into[:nbytes]
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         return self._reader.buffer()
@@ -148,9 +181,13 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         try:
             for found in self._reader.advance(nbytes):
+                message = found[0]
                 future = self._hello
+                if future is None and self._pushed is not None and not isinstance(message, m.Reply):
+                    self._pushed(message)
+                    continue
                 if future is None:
-                    waiting = self._waiting.pop(getattr(found[0], "rid", -1), None)
+                    waiting = self._waiting.pop(getattr(message, "rid", -1), None)
                     future = None if waiting is None else waiting.future
                 if future is not None and not future.done():
                     future.set_result(found)
@@ -161,6 +198,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         reason = f": {error}" if error else ""
         self._fail(ServiceUnavailable(f"lost the server at {self.address}{reason}"))
+        if self._lost is not None:
+            self._lost()
 
     def _fail(self, error: TransferQueueError) -> None:
         self.error = self.error or error

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from transfer_queue.errors import ConfigError
 
+PEER_TIMEOUT_S = 15
+TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
+
 
 class Address(NamedTuple):
     """`path` names a unix socket; otherwise `host` and `port` count, and `token` must be the server's."""
@@ -41,8 +44,18 @@ class Address(NamedTuple):
                 raise
             return sock
         sock = socket.create_connection((self.host, self.port), timeout=timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(sock)
         return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """Send at once, and notice within `PEER_TIMEOUT_S` that the other host is gone (tcp(7))."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PEER_TIMEOUT_S // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PEER_TIMEOUT_S // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, PEER_TIMEOUT_S * 1000)
 
 
 def parse_address(text: str, token: str = "") -> Address:

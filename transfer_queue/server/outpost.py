@@ -1,0 +1,145 @@
+"""A unit's membership: joining the controller's server, staying joined, and doing what it asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.codec.layout import Ints
+from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.server.compacting import Compactor
+from transfer_queue.server.members import Line, numbers
+from transfer_queue.server.service import Service
+from transfer_queue.server.upstream import RemoteController
+from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address
+from transfer_queue.wire.aio import AsyncConnection
+
+log = logging.getLogger("transfer_queue.server")
+
+CONNECT_S = 5.0
+REPLY_S = 10.0
+AGAIN_S = 0.25
+
+
+class Outpost:
+    """`unit` as a member of the service at `controller`. `deliver` is called when answers or work came from there."""
+
+    def __init__(self, controller: Address, unit: Unit, deliver: Callable[[], None]) -> None:
+        self.remote = RemoteController(controller, self._answered)
+        self.service = Service(self.remote, unit)
+        self._compactor = Compactor(self.service, self._moved)
+        self._controller = controller
+        self._address = ""
+        self._deliver = deliver
+        self._incarnation = secrets.token_bytes(16)
+        self._lost = asyncio.Event()
+        self._connection: AsyncConnection
+        self._settling: asyncio.Task[None] | None = None
+        self._rid = 0
+
+    async def join(self, address: str) -> dict[str, Any]:
+        """Join as the unit that readers of other hosts reach at `address`; what clients are told.
+
+        Raises `ServiceUnavailable`, `AccessDenied`, `DeadlineExceeded`.
+        """
+        self._address = address
+        await self._join()
+        config: dict[str, Any] = json.loads(self._connection.welcome.config)
+        self.remote.timeout_s = float(config["timeout_s"])
+        return config
+
+    async def _join(self) -> None:
+        self._lost.clear()
+        connection = AsyncConnection(self._controller, m.decode_server, self._pushed, self._lost.set)
+        self._connection = await connection.open(self._incarnation, CONNECT_S)
+        unit = self.service.unit
+        joining = m.Join(self._next_rid(), self._incarnation, self._address, numbers(unit.published()))
+        joined = await self._ask(joining)
+        assert isinstance(joined, m.Joined)
+        unit.renumber(joined.unit)
+        self._drop(joined.gone)
+        await self._settle_doubts()
+
+    async def stay(self) -> None:
+        """Join again whenever the connection is lost; never returns."""
+        while True:
+            await self._lost.wait()
+            log.warning("lost the controller at %s", self._controller)
+            while self._lost.is_set():
+                await asyncio.sleep(AGAIN_S)
+                try:
+                    await self._join()
+                    log.warning("joined the controller at %s again", self._controller)
+                except TransferQueueError as error:
+                    log.info("cannot join: %s", error)
+                    self._lost.set()
+
+    def _answered(self) -> None:
+        """The controller answered: its answers take effect here before they are passed on."""
+        self.service.settle()
+        self._deliver()
+
+    def work(self) -> None:
+        """What became due while messages were handled."""
+        if self.service.doubts and not self._lost.is_set() and self._settling is None:
+            self._settling = asyncio.get_running_loop().create_task(self._settle_in_time())
+
+    async def _settle_in_time(self) -> None:
+        try:
+            with contextlib.suppress(TransferQueueError):  # else when the unit joins again
+                await self._settle_doubts()
+        finally:
+            self._settling = None
+
+    async def _settle_doubts(self) -> None:
+        """Ask what became of the commits that got no answer, and recycle the blocks of those that failed."""
+        doubts, self.service.doubts = self.service.doubts, []
+        if not doubts:
+            return
+        try:
+            reply = await self._ask(m.Settle(self._next_rid(), numbers(doubts)))
+        except TransferQueueError:
+            self.service.doubts += doubts
+            raise
+        assert isinstance(reply, m.Blocks)
+        self._drop(reply.numbers)
+
+    async def _moved(self, block: int, target: int, rows: Ints) -> bool:
+        """Whether the controller took `target` in the place of `block`."""
+        return isinstance(await self._ask(m.Moved(self._next_rid(), block, target, rows.tobytes())), m.Done)
+
+    def of_unit(self, message: m.Request, host: str, line: Line) -> m.Reply:
+        return m.Failed(message.rid, InvalidInput.code, f"units join the controller at {self._controller}")
+
+    async def _ask(self, request: m.Request) -> m.Reply:
+        reply: m.Reply = (await self._connection.call(request, None, REPLY_S))[0]
+        return reply
+
+    def _next_rid(self) -> int:
+        self._rid += 1
+        return self._rid
+
+    def _pushed(self, message: m.Message) -> None:
+        match message:
+            case m.Drop(blocks=blocks):
+                self._drop(blocks)
+            case m.Thin(block=block, rows=rows, fields=fields):
+                self._compactor.start(block, np.frombuffer(rows, np.int64), fields)
+        self._deliver()
+
+    def _drop(self, blocks: bytes) -> None:
+        self.remote.freed.extend(np.frombuffer(blocks, np.int64).tolist())
+        self.service.settle()
+
+    def close(self) -> None:
+        self.remote.close()
+        self._connection.close()

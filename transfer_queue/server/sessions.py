@@ -1,0 +1,90 @@
+"""Who talks to this server: one session is one client over all its connections."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+from transfer_queue.wire import messages as m
+
+REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
+REMEMBERED_PINS = 256
+GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
+Answer: TypeAlias = "tuple[m.Reply, Sequence[bytes | bytearray | memoryview]]"
+
+
+class Session:
+    """One client over all its connections. `local`: it maps the arenas itself."""
+
+    def __init__(self, ident: bytes, local: bool) -> None:
+        self.ident = ident
+        self.local = local
+        self.connections = 0
+        self.ended = False  # it said goodbye
+        self.replies: OrderedDict[int, Answer] = OrderedDict()
+        self._replies_nbytes = 0
+        self.parked: dict[int, Hashable] = {}  # ticket of each parked request
+        self.pinned: OrderedDict[int, list[int]] = OrderedDict()  # blocks each of the latest reads pinned
+
+    def remember(self, answer: Answer) -> None:
+        """Keep the answer for when its request comes again; the oldest go when there are many or they are large."""
+        self.replies[answer[0].rid] = answer
+        self._replies_nbytes += _weight(answer)
+        while len(self.replies) > REMEMBERED_REPLIES or (
+            self._replies_nbytes > REMEMBERED_NBYTES and len(self.replies) > 1
+        ):
+            self._replies_nbytes -= _weight(self.replies.popitem(last=False)[1])
+
+    def note_pin(self, rid: int, block: int) -> None:
+        """The reply to `rid` pinned `block`: to be undone when the request is cancelled."""
+        self.pinned.setdefault(rid, []).append(block)
+        if len(self.pinned) > REMEMBERED_PINS:
+            self.pinned.popitem(last=False)
+
+
+def _weight(answer: Answer) -> int:
+    """About how many bytes an answer holds: rows, and for each its tags."""
+    reply = answer[0]
+    if not isinstance(reply, (m.Committed, m.RowSet)):
+        return 256
+    return 256 + len(reply.rows) * (32 if reply.tags else 1)
+
+
+class Sessions:
+    """The sessions of one server by identity, and those whose connections are gone but which may come back."""
+
+    def __init__(self) -> None:
+        self.by_ident: dict[bytes, Session] = {}
+        self._away: OrderedDict[bytes, float] = OrderedDict()  # until when they may come back
+
+    def attach(self, ident: bytes, local: bool) -> Session:
+        """The session of one more connection."""
+        session = self.by_ident.get(ident)
+        if session is None:
+            session = self.by_ident[ident] = Session(ident, local)
+        self._away.pop(ident, None)
+        session.connections += 1
+        return session
+
+    def detach(self, session: Session, now: float) -> bool:
+        """A connection is gone. True when with it the session has ended."""
+        session.connections -= 1
+        if session.connections:
+            return False
+        if session.local or session.ended:
+            del self.by_ident[session.ident]
+            return True
+        self._away[session.ident] = now + GRACE_S
+        return False
+
+    def next_deadline(self) -> float | None:
+        return next(iter(self._away.values()), None)
+
+    def expired(self, now: float) -> list[Session]:
+        """Remove and return those that did not come back in time."""
+        found = []
+        while self._away and (deadline := self.next_deadline()) is not None and deadline <= now:
+            ident, _ = self._away.popitem(last=False)
+            found.append(self.by_ident.pop(ident))
+        return found

@@ -1,0 +1,129 @@
+"""The controller of another host, as a unit's server sees it: every request of a local client is passed on to it.
+
+Each session has a connection of its own to the controller's server, under its own identity, so that the controller
+sees the same sessions, repeats and cancellations as if the clients were connected to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address
+from transfer_queue.wire.aio import AsyncConnection
+
+CONNECT_S = 5.0
+SPARE_S = 1.0  # how much later than its own deadline a request is given up here; the client waits a little longer still
+
+
+class Caller:
+    """The connection of one session, opened on first use and again after it was lost."""
+
+    def __init__(self, address: Address, session: bytes) -> None:
+        self._address = address
+        self._session = session
+        self._opening: asyncio.Future[AsyncConnection] | None = None
+
+    async def call(self, message: m.Request, timeout_s: float) -> tuple[Any, memoryview]:
+        """The reply. A lost connection is replaced once: the request keeps its id, so it has one outcome."""
+        connection = await self._connection()
+        try:
+            return await connection.call(message, None, timeout_s)
+        except ServiceUnavailable:
+            connection = await self._connection()
+            return await connection.call(message, None, timeout_s)
+
+    async def _connection(self) -> AsyncConnection:
+        opening = self._opening
+        if opening is not None and opening.done() and (opening.exception() or opening.result().error is not None):
+            opening = None
+        if opening is None:
+            connecting = AsyncConnection(self._address, m.decode_server).open(self._session, CONNECT_S)
+            opening = self._opening = asyncio.ensure_future(connecting)
+        return await asyncio.shield(opening)
+
+    def close(self) -> None:
+        """Tell the controller that this session has ended."""
+        opening = self._opening
+        if opening is None:
+            return
+        if not opening.done():
+            opening.cancel()
+        elif not opening.cancelled() and not opening.exception():
+            with contextlib.suppress(ServiceUnavailable):
+                opening.result().notify(m.Goodbye())
+            opening.result().close()
+
+
+class RemoteController:
+    """`deliver` is called when something appeared in `outbox` or `freed`. See `service.Control`."""
+
+    def __init__(self, address: Address, deliver: Callable[[], None]) -> None:
+        self.address = address
+        self.timeout_s = 30.0
+        self.outbox: list[tuple[Hashable, m.Reply]] = []
+        self.payloads: dict[Hashable, memoryview] = {}
+        self.doubtful: set[Hashable] = set()
+        self.freed: list[int] = []
+        self._deliver = deliver
+        self._callers: dict[bytes, Caller] = {}
+        self._asking: dict[Hashable, tuple[asyncio.Task[None], m.Request]] = {}
+
+    def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
+        caller = self._callers.get(session)
+        if caller is None:
+            caller = self._callers[session] = Caller(self.address, session)
+        task = asyncio.get_running_loop().create_task(self._ask(caller, message, ticket))
+        self._asking[ticket] = (task, message)
+        return None
+
+    async def _ask(self, caller: Caller, message: m.Request, ticket: Hashable) -> None:
+        timeout_s = (getattr(message, "timeout_s", 0.0) or self.timeout_s) + SPARE_S
+        payload = memoryview(b"")
+        try:
+            reply, payload = await caller.call(message, timeout_s)
+        except TransferQueueError as error:
+            reply = m.Failed(message.rid, error.code, f"controller at {self.address}: {error}")
+            if isinstance(error, (DeadlineExceeded, ServiceUnavailable)):
+                self.doubtful.add(ticket)
+        if isinstance(reply, m.Located):
+            reply.units.setdefault(0, str(self.address))
+        if payload:
+            self.payloads[ticket] = payload
+        del self._asking[ticket]
+        self.outbox.append((ticket, reply))
+        self._deliver()
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        for ticket in tickets & self._asking.keys():
+            task, message = self._asking.pop(ticket)
+            task.cancel()
+            if isinstance(message, m.Commit):
+                self.doubtful.add(ticket)
+
+    def end_session(self, session: bytes) -> None:
+        caller = self._callers.pop(session, None)
+        if caller is not None:
+            caller.close()
+
+    def expire(self, now: float) -> None:
+        """Deadlines are kept by the connections."""
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def statistics(self) -> dict[str, Any]:
+        return {"controller": str(self.address), "waiting_requests": len(self._asking)}
+
+    def check_invariants(self) -> None:
+        assert self.doubtful <= {ticket for ticket, _ in self.outbox}
+
+    def close(self) -> None:
+        for task, _ in self._asking.values():
+            task.cancel()
+        for session in list(self._callers):
+            self.end_session(session)
