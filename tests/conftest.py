@@ -19,6 +19,7 @@ import pytest
 import transfer_queue as tq
 
 DEADLINE_S = 30.0
+MODULE_WIDE = {"shared", "cluster"}
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
@@ -52,9 +53,9 @@ def _threads() -> set[str]:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves no thread, descriptor, child process or shared-memory name behind (module-wide fixtures aside)."""
-    if "shared" in request.fixturenames:
+    if not MODULE_WIDE.isdisjoint(request.fixturenames):
         yield
-        return  # the module's service is alive: `shared` itself checks at its end
+        return  # the module's service is alive: the fixture itself checks at its end
     before = (_open_files(), _children(), _threads(), set(os.listdir("/dev/shm")))
     yield
     until(lambda: _children() <= before[1], "the end of child processes", 5)

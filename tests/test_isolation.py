@@ -159,7 +159,7 @@ def test_results_outlive_detaching(client: tq.TransferQueueClient, child: Spawn)
 def test_results_outlive_a_broken_connection(client: tq.TransferQueueClient) -> None:
     put(["a", "b"], 1.0, LARGE)
     held = get(["a", "b"])
-    for connection in client.session._idle:
+    for connection in client.session._idle[""]:
         connection._socket.shutdown(2)
     tq.kv_clear(["a", "b"], "p")
     for _ in range(3):

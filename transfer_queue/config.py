@@ -11,6 +11,7 @@ from typing import Any
 from transfer_queue.errors import ConfigError
 from transfer_queue.sampler import resolve
 from transfer_queue.server.settings import ServerConfig
+from transfer_queue.wire.address import parse_address, token_from_environment
 
 MEMORY_SHARE = 0.6
 
@@ -61,12 +62,16 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         raise ConfigError(f"backend.storage_backend: {backend!r} is not available; this release has SimpleStorage")
     simple = conf.backend.SimpleStorage
     host = str(conf.server.host or "")
+    join = str(conf.server.join or "")
+    if join and parse_address(join).is_local:
+        raise ConfigError(f"server.join: {join!r}; expected tcp:HOST:PORT")
     return ServerConfig(
         run_dir=run_dir,
         owner_pid=owner_pid,
         host=host,
         port=_number(conf.server.port, "server.port", 0),
-        token=_token(conf.server.token_file) if host else "",
+        token=_token(conf.server.token_file) if host or join else "",
+        join=join,
         budget_nbytes=_number(simple.budget_nbytes, "backend.SimpleStorage.budget_nbytes", 1) or default_budget(),
         max_rows=_number(simple.total_storage_size, "backend.SimpleStorage.total_storage_size", 1),
         reserved_rows=from_env().reserved_rows,
@@ -116,11 +121,9 @@ def _token(path: Any) -> str:
         except OSError as error:
             raise ConfigError(f"server.token_file: {error}") from error
     else:
-        from transfer_queue.wire.address import token_from_environment
-
         token = token_from_environment()
     if not token:
         raise ConfigError(
-            "server.host is set without a token: name server.token_file, or set TQ_TOKEN or TQ_TOKEN_FILE"
+            "server.host or server.join without a token: name server.token_file, or set TQ_TOKEN or TQ_TOKEN_FILE"
         )
     return token

@@ -25,7 +25,7 @@ from transfer_queue.server.members import Line
 from transfer_queue.server.outpost import Outpost
 from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, Ready, ServerConfig, clear_run_dir
 from transfer_queue.storage.shm.unit import Unit
-from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.address import host_towards, parse_address
 from transfer_queue.wire.messages import Reply, Request, Welcome
 
 log = logging.getLogger("transfer_queue.server")
@@ -39,8 +39,10 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         if config.host and not config.token:
             raise ConfigError("serving TCP needs a token: an open port without one would serve everybody")
+        if config.join and not config.token:
+            raise ConfigError("joining a service needs its token")
         if config.join and not config.host:
-            raise ConfigError("a unit that joins a service needs a host to serve readers of other hosts on")
+            config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
         self.links: set[Link] = set()
         unit = Unit(config.budget_nbytes, config.arena_dir)
@@ -172,6 +174,13 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(where[:2], family=family, backlog=1024)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from error
+
+
+def _host_towards(join: str) -> str:
+    try:
+        return host_towards(parse_address(join))
+    except OSError as error:
+        raise ConfigError(f"no way to {join}: {error}") from error
 
 
 def _name(sock: socket.socket) -> str:

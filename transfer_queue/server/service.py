@@ -220,11 +220,12 @@ class Service:
 
     def statistics(self) -> dict[str, object]:
         """Counts and sizes, for people and for monitoring."""
+        control = self.controller.statistics()
         return {
+            **control,
             "pid": os.getpid(),
             "unit": self.unit.number,
-            **self.controller.statistics(),
-            "waiting_allocations": self.unit.num_waiting,
+            "waiting_requests": control["waiting_requests"] + self.unit.num_waiting,
             "requests": self.num_requests,
             "clients": len(self.sessions.by_ident),
             "units": self.members.statistics(),

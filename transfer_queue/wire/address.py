@@ -58,6 +58,14 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, PEER_TIMEOUT_S * 1000)
 
 
+def host_towards(address: Address) -> str:
+    """The address of this host on the way to `address`: what it sends from. Nothing is sent (connect(2) on udp(7))."""
+    family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address.host, address.port))
+        return str(probe.getsockname()[0])
+
+
 def parse_address(text: str, token: str = "") -> Address:
     """The address in `text`; a bare path or a run directory means its unix socket.
 

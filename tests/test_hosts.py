@@ -1,0 +1,330 @@
+"""Several storage units: rows lie where they were written, everybody reads them, and losses are told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import until
+from hosts import Host
+
+from transfer_queue.errors import (
+    DataLost,
+    NotReady,
+    ServiceUnavailable,
+    StorageKeyNotFoundError,
+    TransferQueueError,
+)
+from transfer_queue.wire.address import Address
+
+LARGE = 300_000  # floats of a row: a block of some is never sent along with a reply
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[Host]]:
+    """A controller's server and two units, for tests that use partitions of their own."""
+    os.environ.pop("TQ_ADDRESS", None)
+    head = Host()
+    hosts = [head, Host(join=head.tcp), Host(join=head.tcp)]
+    yield hosts
+    for host in reversed(hosts):
+        host.close()
+    assert not {host.server.pid for host in hosts} & {child.pid for child in psutil.Process().children()}
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Host]]:
+    """Starts hosts of a test's own; they end with it."""
+    started: list[Host] = []
+
+    def one(*args: Any, **settings: Any) -> Host:
+        started.append(Host(*args, **settings))
+        return started[-1]
+
+    yield one
+    for host in reversed(started):
+        host.close()
+
+
+def rows(value: float, count: int, width: int = 4) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((count, width), value), "n": torch.arange(count) + int(value) * 1000}
+
+
+def firsts(data: Any) -> list[float]:
+    return [row[0].item() for row in data["x"].unbind()]
+
+
+@pytest.mark.parametrize("width", [4, LARGE], ids=["small", "large"])
+def test_every_host_reads_the_rows_of_all_hosts_in_the_order_asked_for(cluster: list[Host], width: int) -> None:
+    partition = f"all-{width}"
+    for number, host in enumerate(cluster):
+        host.kv_put([f"{number}-{row}" for row in range(4)], partition, rows(number, 4, width))
+    keys = ["2-0", "0-3", "1-1", "1-2", "2-3", "0-0", "1-1"]
+    for host in cluster:
+        data = host.kv_get(keys, partition)
+        assert firsts(data) == [2, 0, 1, 1, 2, 0, 1]
+        assert data["n"].tolist() == [2000, 3, 1001, 1002, 2003, 0, 1001]
+        assert data["x"].unbind()[0].shape == (width,)
+    cluster[0].client.clear_partition(partition)
+
+
+def test_rows_are_stored_on_the_host_of_their_writer_and_freed_there(cluster: list[Host]) -> None:
+    nbytes = 8 * LARGE * 4
+    for writer in cluster:
+        before = [host.used() for host in cluster]
+        writer.kv_put([f"k{row}" for row in range(8)], "placed", {"x": torch.zeros(8, LARGE)})
+        grown = [host.used() - used for host, used in zip(cluster, before, strict=True)]
+        assert [growth >= nbytes for growth in grown] == [host is writer for host in cluster]
+        cluster[0].client.clear_partition("placed")
+        until(lambda before=before: [host.used() for host in cluster] == before, "the end of the rows")
+
+
+def test_rows_that_lie_here_are_read_without_a_copy(cluster: list[Host]) -> None:
+    cluster[1].kv_put(["a"], "mapped", {"x": torch.zeros(1, LARGE)})
+    data = cluster[1].kv_get(["a"], "mapped")
+    assert sum(cluster[1].client.stats()["pinned_nbytes"].values()) >= 4 * LARGE
+    del data
+    until(lambda: not cluster[1].client.stats()["pinned_nbytes"], "the release of the view")
+    assert not cluster[0].client.stats()["pinned_nbytes"]
+    cluster[1].client.clear_partition("mapped")
+
+
+def test_a_reader_elsewhere_holds_nothing_once_it_has_its_rows(cluster: list[Host]) -> None:
+    cluster[1].kv_put(["a", "b"], "taken", {"x": torch.zeros(2, LARGE)})
+    used = cluster[1].used()
+    data = cluster[2].kv_get(["a"], "taken")
+    until(lambda: cluster[1].used() == used, "the release of the cut")
+    assert not cluster[1].client.stats()["pinned_nbytes"]
+    cluster[0].client.clear_partition("taken")
+    assert data["x"].unbind()[0].sum() == 0, "what was received stays"
+
+
+def test_only_the_rows_and_fields_asked_for_cross_the_network(cluster: list[Host]) -> None:
+    batch = {"x": torch.arange(64.0).repeat(LARGE, 1).T.contiguous(), "y": torch.zeros(64, LARGE)}
+    cluster[1].kv_put([str(row) for row in range(64)], "part", batch)
+    received = socket_nbytes()
+    data = cluster[0].kv_get(["5", "60"], "part", ["x"])
+    assert firsts(data) == [5, 60]
+    assert socket_nbytes() - received < 3 * LARGE * 4
+    cluster[0].client.clear_partition("part")
+
+
+def socket_nbytes() -> int:
+    """Bytes that the loopback interface carried."""
+    with open("/proc/net/dev", encoding="ascii") as file:
+        line = next(line for line in file if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
+def test_fields_of_one_row_may_lie_on_different_hosts(cluster: list[Host]) -> None:
+    meta = cluster[1].client.put({"a": torch.arange(6.0).view(3, 2)}, partition_id="spread")
+    cluster[2].client.put({"b": torch.arange(3)}, metadata=meta)
+    cluster[0].client.put({"a": torch.full((1, 2), 9.0)}, metadata=meta[1:2].select_fields(["a"]))
+    for host in cluster:
+        data = host.client.get_data(host.client.get_meta(["a", "b"], 3, "spread", task_name=f"t{id(host)}"))
+        assert [row.tolist() for row in data["a"].unbind()] == [[0, 1], [9, 9], [4, 5]]
+        assert data["b"].tolist() == [0, 1, 2]
+    cluster[0].client.clear_partition("spread")
+
+
+def test_objects_and_ragged_rows_cross_hosts(cluster: list[Host]) -> None:
+    values = [{"image": torch.rand(3, 64, 64), "name": "α"}, None, ["text", 3]]
+    ragged = torch.nested.nested_tensor([torch.rand(n) for n in (5, 0, 40_000)], layout=torch.jagged)
+    cluster[2].kv_put(["a", "b", "c"], "kinds", {"o": values, "r": ragged})
+    data = cluster[0].kv_get(["c", "a"], "kinds")
+    assert data[1]["o"]["name"] == "α"
+    assert torch.equal(data[1]["o"]["image"], values[0]["image"])  # type: ignore[index]
+    assert torch.equal(data["r"].unbind()[0], ragged.unbind()[2])
+    cluster[0].client.clear_partition("kinds")
+
+
+def test_asyncio_reads_from_several_hosts(cluster: list[Host]) -> None:
+    for number, host in enumerate(cluster):
+        host.kv_put([str(number)], "aio", rows(number, 1, LARGE))
+    meta = cluster[0].client.kv_retrieve_meta(["0", "1", "2"], "aio")
+
+    async def read() -> list[float]:
+        many = await asyncio.gather(*(cluster[1].client.async_get_data(meta) for _ in range(4)))
+        assert all(firsts(data) == firsts(many[0]) for data in many)
+        return firsts(many[0])
+
+    assert asyncio.run(read()) == [0, 1, 2]
+    cluster[0].client.clear_partition("aio")
+
+
+def test_a_wait_on_one_host_is_ended_by_a_put_on_another(cluster: list[Host]) -> None:
+    async def both() -> list[int]:
+        waiting = asyncio.ensure_future(
+            cluster[1].client.async_get_meta(["x"], 2, "woken", task_name="t", timeout_s=10.0)
+        )
+        while not cluster[0].client.stats()["waiting_requests"]:
+            await asyncio.sleep(0.005)
+        await cluster[2].client.async_put(rows(1, 2), partition_id="woken")
+        return (await waiting).global_indexes
+
+    assert len(asyncio.run(both())) == 2
+    cluster[0].client.clear_partition("woken")
+
+
+def test_a_client_without_a_unit_of_its_own_reads_and_writes_over_tcp(cluster: list[Host]) -> None:
+    from hosts import TOKEN
+
+    from transfer_queue.client.api import TransferQueueClient
+    from transfer_queue.client.session import Session
+
+    host, _, port = cluster[0].server.tcp.rpartition(":")
+    client = TransferQueueClient(Session(Address(host=host, port=int(port), token=TOKEN)))
+    meta = client.put({"x": torch.arange(3.0 * LARGE).view(3, LARGE)}, partition_id="far")
+    cluster[2].client.put({"y": torch.ones(3, LARGE)}, metadata=meta)
+    data = client.get_data(meta)
+    assert firsts(data) == [0, LARGE, 2 * LARGE]
+    assert data["y"].unbind()[2].sum() == LARGE
+    client.close()
+    cluster[0].client.clear_partition("far")
+
+
+def test_thin_blocks_are_rewritten_on_their_unit(cluster: list[Host]) -> None:
+    cluster[1].kv_put([f"{row}" for row in range(64)], "thin", rows(7, 64, 20_000))
+    before = cluster[1].used()
+    cluster[0].client.clear_samples(
+        cluster[0].client.kv_retrieve_meta([f"{row}" for row in range(64) if row != 9], "thin")
+    )
+    until(lambda: cluster[1].used() < before - (4 << 20), "the rewritten block")
+    assert cluster[2].kv_get(["9"], "thin")["n"].tolist() == [7009]
+    cluster[0].client.clear_partition("thin")
+
+
+def test_readers_elsewhere_find_rows_that_move_while_they_look(cluster: list[Host]) -> None:
+    keys = [f"{row}" for row in range(64)]
+    for turn in range(5):
+        cluster[1].kv_put(keys, "moving", rows(turn, 64, 20_000))
+        cluster[0].client.clear_samples(cluster[0].client.kv_retrieve_meta(keys[:-2], "moving"))
+        for _ in range(20):
+            assert firsts(cluster[2].kv_get(keys[-2:], "moving")) == [turn, turn]
+    cluster[0].client.clear_partition("moving")
+
+
+def test_cleared_rows_are_reported_as_cleared_on_every_host(cluster: list[Host]) -> None:
+    meta = cluster[1].client.put(rows(1, 2, LARGE), partition_id="gone")
+    cluster[2].client.clear_samples(meta)
+    for host in cluster:
+        with pytest.raises(StorageKeyNotFoundError):
+            host.client.get_data(meta)
+    cluster[0].client.clear_partition("gone")
+
+
+def test_a_unit_with_a_wrong_token_does_not_join(cluster: list[Host]) -> None:
+    with pytest.raises(ServiceUnavailable, match="did not start"):
+        Host(join=cluster[0].tcp, token="wrong")
+
+
+def test_a_service_over_ipv6(start: Callable[..., Host]) -> None:
+    head = start(host="::1")
+    unit = start(join=head.tcp, host="::1")
+    unit.kv_put(["a"], "p", rows(3, 1, LARGE))
+    assert head.server.tcp.startswith("[::1]:")
+    assert firsts(head.kv_get(["a"], "p")) == [3]
+
+
+def test_a_unit_that_listens_everywhere_is_reached_at_the_address_it_comes_from(start: Callable[..., Host]) -> None:
+    head = start()
+    unit = start(join=head.tcp, host="0.0.0.0")
+    assert head.client.stats()["units"]["1"]["address"].startswith("127.0.0.1:")
+    unit.kv_put(["a"], "p", rows(3, 1, LARGE))
+    assert firsts(head.kv_get(["a"], "p")) == [3]
+
+
+# ---- trouble ----
+
+
+def test_a_killed_unit_takes_its_rows_and_that_is_told(start: Callable[..., Host]) -> None:
+    head = start()
+    unit = start(join=head.tcp)
+    address = unit.server.tcp
+    meta = unit.client.put(rows(1, 2, LARGE), partition_id="p")
+    kept = head.client.put(rows(2, 2, LARGE), partition_id="p")
+    os.kill(unit.server.pid, signal.SIGKILL)
+    until(lambda: head.client.stats()["units"]["1"]["away"], "the loss of the unit")
+    with pytest.raises(ServiceUnavailable, match="away"):
+        head.client.get_data(meta)
+    again = start(join=head.tcp, port=int(address.rpartition(":")[2]))
+    with pytest.raises(DataLost, match="gone"):
+        head.client.get_data(meta)
+    assert head.client.get_meta(["x"], 2, "p", task_name="t").global_indexes == kept.global_indexes
+    again.client.put(rows(5, 2, LARGE), metadata=meta)
+    assert firsts(head.client.get_data(meta)) == [5, 5]
+    with pytest.raises(TransferQueueError):
+        unit.client.get_data(meta)
+
+
+def test_a_dead_controller_is_reported_at_once(start: Callable[..., Host]) -> None:
+    head = start()
+    unit = start(join=head.tcp)
+    unit.kv_put(["a"], "p", rows(1, 1))
+    os.kill(head.server.pid, signal.SIGKILL)
+    with pytest.raises(ServiceUnavailable):
+        unit.kv_get(["a"], "p")
+    with pytest.raises(ServiceUnavailable):
+        unit.kv_put(["b"], "p", rows(1, 1, LARGE))
+
+
+def test_a_unit_joins_the_next_controller_at_the_address_and_starts_empty(start: Callable[..., Host]) -> None:
+    head = start()
+    unit = start(join=head.tcp)
+    unit.kv_put(["a"], "p", rows(1, 1, LARGE))
+    os.kill(head.server.pid, signal.SIGKILL)
+    os.waitpid(head.server.pid, 0)
+    head.server._process.returncode = -9
+    second = start(port=int(head.tcp.rpartition(":")[2]))
+    until(lambda: bool(second.client.stats()["units"]), "the unit's return")
+    until(lambda: unit.used() == 0, "the end of the old rows")
+    unit.kv_put(["a"], "p", rows(2, 1, LARGE))
+    assert firsts(second.kv_get(["a"], "p")) == [2]
+
+
+def test_a_stopped_unit_delays_only_its_own_readers_and_until_their_deadline(start: Callable[..., Host]) -> None:
+    from hosts import CLIENT
+
+    head = start(client={**CLIENT, "timeout_s": 1.0})
+    unit = start(join=head.tcp)
+    unit.kv_put(["far"], "p", rows(1, 1, LARGE))
+    head.kv_put(["near"], "p", rows(2, 1, LARGE))
+    os.kill(unit.server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TransferQueueError):
+            head.kv_get(["far"], "p")
+        assert firsts(head.kv_get(["near"], "p")) == [2]
+    finally:
+        os.kill(unit.server.pid, signal.SIGCONT)
+    assert firsts(head.kv_get(["far"], "p")) == [1]
+
+
+def test_a_client_killed_between_allocation_and_commit_leaves_nothing(cluster: list[Host], child: Any) -> None:
+    used = cluster[1].used()
+    writer = child(f"""
+        import torch
+        from transfer_queue.client.api import TransferQueueClient
+        from transfer_queue.client.session import Session
+        from transfer_queue.wire.address import parse_address
+        client = TransferQueueClient(Session(parse_address({cluster[1].server.address!r})))
+        held = client.allocate({{"x": ((8, {LARGE}), torch.float32)}})
+        print("held")
+        input()
+    """)
+    assert writer.line() == "held"
+    assert cluster[1].used() > used
+    writer.kill()
+    until(lambda: cluster[1].used() == used, "the release of the block")
+
+
+def test_fields_that_are_not_written_are_not_lost(cluster: list[Host]) -> None:
+    meta = cluster[1].client.get_meta(["x"], 1, "empty", mode="insert")
+    with pytest.raises(NotReady):
+        cluster[2].client.get_data(meta)
+    cluster[0].client.clear_partition("empty")
