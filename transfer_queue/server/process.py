@@ -70,7 +70,7 @@ class Server:
         try:
             door = Door(os.path.join(self.config.run_dir, DOOR_NAME), self.service.unit)
             listening = _listen(self.config.host, self.config.port) if self.config.host else None
-            tcp = _name(listening) if listening is not None else ""
+            tcp = self.service.tcp = _name(listening) if listening is not None else ""
             background = [loop.create_task(self._trim())]
             if isinstance(self.role, Outpost):
                 self._client_config = await self.role.join(self._advertised(tcp))

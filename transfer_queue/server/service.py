@@ -66,6 +66,7 @@ class Service:
         self.members = Members()
         self.sessions = Sessions()
         self.doubts: list[int] = []  # blocks whose commit got no answer: the controller knows what became of it
+        self.tcp = ""  # where other hosts reach this server
         self.num_requests = 0
         self._held: dict[Hashable, Held] = {}
         self._reading: dict[Hashable, Reading] = {}
@@ -224,6 +225,7 @@ class Service:
         return {
             **control,
             "pid": os.getpid(),
+            "tcp": self.tcp,
             "unit": self.unit.number,
             "waiting_requests": control["waiting_requests"] + self.unit.num_waiting,
             "requests": self.num_requests,
