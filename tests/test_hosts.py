@@ -12,10 +12,13 @@ import psutil
 import pytest
 import torch
 from conftest import until
-from hosts import Host
+from hosts import CLIENT, TOKEN, Host
 
+from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.session import Session
 from transfer_queue.errors import (
     DataLost,
+    DeadlineExceeded,
     NotReady,
     ServiceUnavailable,
     StorageKeyNotFoundError,
@@ -173,11 +176,6 @@ def test_a_wait_on_one_host_is_ended_by_a_put_on_another(cluster: list[Host]) ->
 
 
 def test_a_client_without_a_unit_of_its_own_reads_and_writes_over_tcp(cluster: list[Host]) -> None:
-    from hosts import TOKEN
-
-    from transfer_queue.client.api import TransferQueueClient
-    from transfer_queue.client.session import Session
-
     host, _, port = cluster[0].server.tcp.rpartition(":")
     client = TransferQueueClient(Session(Address(host=host, port=int(port), token=TOKEN)))
     meta = client.put({"x": torch.arange(3.0 * LARGE).view(3, LARGE)}, partition_id="far")
@@ -289,8 +287,6 @@ def test_a_unit_joins_the_next_controller_at_the_address_and_starts_empty(start:
 
 
 def test_a_stopped_unit_delays_only_its_own_readers_and_until_their_deadline(start: Callable[..., Host]) -> None:
-    from hosts import CLIENT
-
     head = start(client={**CLIENT, "timeout_s": 1.0})
     unit = start(join=head.tcp)
     unit.kv_put(["far"], "p", rows(1, 1, LARGE))
@@ -303,6 +299,29 @@ def test_a_stopped_unit_delays_only_its_own_readers_and_until_their_deadline(sta
     finally:
         os.kill(unit.server.pid, signal.SIGCONT)
     assert firsts(head.kv_get(["far"], "p")) == [1]
+
+
+def test_a_commit_whose_answer_never_came_is_either_whole_or_leaves_nothing(start: Callable[..., Host]) -> None:
+    head = start(client={**CLIENT, "timeout_s": 0.5})
+    unit = start(join=head.tcp)
+    unit.kv_put(["a"], "p", rows(1, 1))
+    used = unit.used()
+    os.kill(head.server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            unit.kv_put(["b"], "p", rows(2, 1, LARGE))
+    finally:
+        os.kill(head.server.pid, signal.SIGCONT)
+    until(lambda: head.client.stats()["waiting_requests"] == 0, "the head's answers")
+
+    def settled() -> bool:
+        if unit.used() == used:
+            return "b" not in head.client.kv_list("p")["p"]
+        return firsts(head.kv_get(["b"], "p")) == [2]
+
+    until(settled, "the outcome")
+    head.client.clear_partition("p")
+    until(lambda: unit.used() == 0, "the end of all rows")
 
 
 def test_a_client_killed_between_allocation_and_commit_leaves_nothing(cluster: list[Host], child: Any) -> None:
