@@ -21,6 +21,7 @@ class Compactor:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self.num_moved = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self) -> None:
@@ -52,6 +53,8 @@ class Compactor:
             unit.publish(target.number, encode_layout(smaller))
             if not controller.relocate(number, target.number, rows):
                 unit.drop(target.number)
+                return
+            self.num_moved += 1
         finally:
             unit.unpin(number, OWNER)
             self._service.settle()

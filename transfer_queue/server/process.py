@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -21,10 +21,14 @@ from transfer_queue.sampler import from_spec
 from transfer_queue.server.compacting import Compactor
 from transfer_queue.server.door import Door
 from transfer_queue.server.link import Link
+from transfer_queue.server.metering import MeteredService
 from transfer_queue.server.service import Service
 from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, Ready, ServerConfig, clear_run_dir
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.messages import Welcome
+
+if TYPE_CHECKING:
+    from transfer_queue.server.scraping import Endpoint
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -38,8 +42,11 @@ class Server:
         self.config = config
         self.links: set[Link] = set()
         unit = Unit(config.budget_nbytes, config.arena_dir)
-        self.service = Service(Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows), unit)
+        controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows)
+        metered = config.metrics_port is not None
+        self.service = MeteredService(controller, unit) if metered else Service(controller, unit)
         self._compactor = Compactor(self.service)
+        self._metrics: Endpoint | None = None
         self._stopped = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = 0.0
@@ -55,6 +62,7 @@ class Server:
         for name in (SOCKET_NAME, DOOR_NAME):
             _claim(os.path.join(self.config.run_dir, name))
         try:
+            await self._open_metrics()
             door = Door(os.path.join(self.config.run_dir, DOOR_NAME), self.service.unit)
             servers = [await loop.create_unix_server(lambda: Link(self, "", local=True), path)]
             os.chmod(path, 0o600)
@@ -75,8 +83,21 @@ class Server:
                 link.close()
             await asyncio.sleep(0)
         finally:
+            if self._metrics is not None:
+                self._metrics.close()
             self.service.unit.close()
             clear_run_dir(self.config.run_dir)
+
+    async def _open_metrics(self) -> None:
+        """Serve metrics where they are enabled; the library for it is loaded only then."""
+        if not isinstance(self.service, MeteredService):
+            return
+        from transfer_queue.server.metrics import ServerCollector
+        from transfer_queue.server.scraping import Endpoint
+
+        endpoint = Endpoint(ServerCollector(self.service, self._compactor))
+        await endpoint.open(self.config.host, self.config.metrics_port or 0)
+        self._metrics = endpoint
 
     def _remote(self) -> Link:
         return Link(self, self.config.token, local=False)
@@ -86,7 +107,8 @@ class Server:
 
     def welcome(self, local: bool) -> Welcome:
         door = os.path.join(self.config.run_dir, DOOR_NAME) if local else ""
-        return Welcome(os.getpid(), door, json.dumps(self.config.client).encode())
+        endpoint = None if self._metrics is None else self._metrics.address
+        return Welcome(os.getpid(), door, json.dumps({**self.config.client, "metrics_endpoint": endpoint}).encode())
 
     def deliver(self) -> None:
         """Send the answers of parked requests that have one now, and keep the timer on the next deadline."""
@@ -156,6 +178,7 @@ def _claim(path: str) -> None:
 
 def serve(config: ServerConfig, announce: int) -> None:
     """Run a server in this process until it is stopped."""
+    logging.basicConfig(level=config.logging_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # replies are trees of small objects without cycles
     try:
@@ -173,8 +196,9 @@ def serve(config: ServerConfig, announce: int) -> None:
 
 def main() -> None:
     """Entry of the child process: the config comes as JSON on standard input, the addresses go to standard output."""
-    logging.basicConfig(
-        level=os.environ.get("TQ_LOGGING_LEVEL", "WARNING"), format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
-    serve(config, announce=1)
+    try:
+        serve(config, announce=1)
+    except ConfigError as error:  # before it announced itself
+        os.write(1, msgspec.json.encode(Ready(pid=os.getpid(), refused=str(error))) + b"\n")
+        raise SystemExit(1) from None
