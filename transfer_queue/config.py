@@ -18,8 +18,10 @@ from transfer_queue.server.settings import ServerConfig
 MEMORY_SHARE = 0.6
 T = TypeVar("T")
 FOREIGN = frozenset({"enable", "enabled", "_target_"})  # keys that frameworks keep beside ours, at the top
-FREE = frozenset({"backend.Yuanrong.ucx_env_vars", "controller.sampler"})  # any keys may follow
-SECTIONS = ("metrics", "controller", "backend", "backend.SimpleStorage", "client", "server")
+FREE = frozenset({"backend.Yuanrong.ucx_env_vars"})  # any keys may follow
+SECTIONS = (
+    "metrics", "controller", "backend", "backend.SimpleStorage", "backend.SimpleStorage.ssd_offload", "client", "server",
+)  # fmt: skip
 
 
 class ConfigWarning(UserWarning):
@@ -76,6 +78,7 @@ def merged(conf: Any) -> Any:
         raise ConfigError(f"conf is a DictConfig or a mapping, got {type(conf).__qualname__}")
     try:
         given = conf if isinstance(conf, DictConfig) else OmegaConf.create(dict(conf), flags={"allow_objects": True})
+        _check_sections(given)
         return OmegaConf.merge(default, given)
     except OmegaConfBaseException as error:
         raise ConfigError(f"conf does not fit config.yaml: {error}") from error
@@ -89,19 +92,28 @@ def _default() -> Any:
 
 def unknown(conf: Any) -> Iterator[str]:
     """One sentence for each key of `conf` that config.yaml has not, with the nearest one that it has."""
+    from omegaconf import DictConfig
 
-    def names(node: Any, path: str = "") -> Iterator[str]:
-        for key, value in node.items_ex(resolve=False):
-            yield f"{path}{key}"
-            if hasattr(value, "items_ex") and f"{path}{key}" not in FREE:
-                yield from names(value, f"{path}{key}.")
+    known: dict[str, bool] = {}  # whether it is a section
 
-    known = list(names(_default()))
-    strange = [name for name in names(conf) if name not in known and name not in FOREIGN]
-    for name in strange:
-        if name.rpartition(".")[0] not in strange:  # else its section has been named
-            near = difflib.get_close_matches(name, known, 1, 0.0)
-            yield f"{name} is not a setting and has no effect; the nearest one is {near[0]}"
+    def learn(section: Any, path: str) -> None:
+        for key, value in section.items_ex(resolve=False):
+            name = f"{path}{key}"
+            known[name] = isinstance(value, DictConfig) and name not in FREE
+            if known[name]:
+                learn(value, f"{name}.")
+
+    def look(section: Any, path: str) -> Iterator[str]:
+        for key, value in section.items_ex(resolve=False):
+            name = f"{path}{key}"
+            if name not in known and name not in FOREIGN:
+                near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+                yield f"{name} is not a setting and has no effect; the nearest one is {near}"
+            elif known.get(name) and isinstance(value, DictConfig):
+                yield from look(value, f"{name}.")
+
+    learn(_default(), "")
+    return look(conf, "")
 
 
 def _warn(conf: Any) -> None:
@@ -115,8 +127,6 @@ def _warn(conf: Any) -> None:
 def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     """What a server is started with. Raises `ConfigError` naming the setting that is wrong, and warns with
     `ConfigWarning` of settings that have no effect."""
-    for name in SECTIONS:
-        _section(conf, name)
     _warn(conf)
     backend = str(conf.backend.storage_backend)
     if backend != "SimpleStorage":
@@ -183,12 +193,13 @@ def _flag(value: Any, name: str) -> bool:
     return value
 
 
-def _section(conf: Any, name: str) -> None:
+def _check_sections(given: Any) -> None:
     from omegaconf import DictConfig, OmegaConf
 
-    value = OmegaConf.select(conf, name)
-    if not isinstance(value, DictConfig):
-        raise ConfigError(f"{name}: expected a section with settings, got {value!r}")
+    for name in SECTIONS:
+        value = OmegaConf.select(given, name, default={})
+        if value != {} and not isinstance(value, DictConfig):
+            raise ConfigError(f"{name}: expected a section with settings, got {value!r}")
 
 
 def _seconds(value: Any, name: str) -> float:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable
 from time import monotonic
+from typing import Any
 
 from transfer_queue.controller import Controller
 from transfer_queue.server.service import Answer, Service, Session
@@ -44,7 +45,6 @@ OPS: dict[type, tuple[tuple[str, str], ...]] = {
 TAGS_ONLY = ((CONTROLLER, "SET_CUSTOM_META"),)
 WHOLE_PARTITION = ((CONTROLLER, "CLEAR_PARTITION"), (STORAGE, "CLEAR_DATA"))
 VARIED = frozenset({m.Commit, m.Clear})  # what they do depends on what they name
-COUNTED = frozenset({m.Done, m.Committed, m.RowSet, m.Located, m.Failed})  # replies that say more than that they came
 
 
 class Histogram:
@@ -148,8 +148,10 @@ class MeteredService(Service):
         if answer is None:
             meter.parked += 1
             self._parked[ticket] = (meter, message, now)
-        elif type(answer[0]) in COUNTED:
-            self._count(meter, message, answer[0])
+        else:
+            count = COUNTS.get(type(answer[0]))
+            if count is not None:
+                count(self, meter, message, answer[0])
         return answer
 
     def _is_special(self, message: m.Request) -> bool:
@@ -157,38 +159,53 @@ class MeteredService(Service):
             return message.block < 0
         return isinstance(message, m.Clear) and message.keys is None and message.rows is None
 
-    def _count(self, meter: Meter, message: m.Request, reply: m.Reply) -> None:
-        kind = type(reply)
-        if kind is m.Done:
-            if type(message) is m.Clear:
-                meter.samples += len(message.keys or ()) + len(message.rows or b"") // 8
-            elif type(message) is m.SetTags:
-                meter.samples += len(message.tags)
-        elif kind is m.Committed or kind is m.RowSet:
-            meter.samples += len(reply.rows) // 8  # type: ignore[attr-defined]
-            if type(message) is m.Commit:
-                block = self.unit.block(message.block)
-                self.nbytes_in += block.nbytes if block is not None else 0
-        elif kind is m.Located:
-            meter.samples += reply.count  # type: ignore[attr-defined]
-            self.nbytes_out += sum(piece.nbytes for piece in reply.pieces)  # type: ignore[attr-defined]
-        elif kind is m.Failed:
-            meter.errors += 1
-
-    def answered(self) -> Iterator[tuple[Hashable, m.Reply]]:
-        found = super().answered()
-        return self._woken(found) if self._parked else found
-
-    def _woken(self, found: Iterator[tuple[Hashable, m.Reply]]) -> Iterator[tuple[Hashable, m.Reply]]:
-        for ticket, reply in found:
-            waited = self._parked.pop(ticket, None)
-            if waited is not None:
-                meter, message, since = waited
-                meter.waits.observe(monotonic() - since)
-                self._count(meter, message, reply)
-            yield ticket, reply
+    def close_request(self, session: Session, reply: m.Reply) -> None:
+        """A parked request was answered."""
+        waited = self._parked.pop(session.parked.get(reply.rid), None)
+        if waited is not None:
+            meter, message, since = waited
+            meter.waits.observe(monotonic() - since)
+            if type(reply) in COUNTS:
+                COUNTS[type(reply)](self, meter, message, reply)
+        super().close_request(session, reply)
 
     def _forget(self, tickets: set[Hashable]) -> None:
         super()._forget(tickets)
         for ticket in tickets:
             self._parked.pop(ticket, None)
+
+
+# What a reply says more than that the request was done; keyed by its type, since this runs for every request.
+
+
+def _count_error(_service: MeteredService, meter: Meter, _message: m.Request, _reply: Any) -> None:
+    meter.errors += 1
+
+
+def _count_rows(_service: MeteredService, meter: Meter, _message: m.Request, reply: Any) -> None:
+    meter.samples += len(reply.rows) // 8
+
+
+def _count_written(service: MeteredService, meter: Meter, message: Any, reply: Any) -> None:
+    meter.samples += len(reply.rows) // 8
+    block = service.unit.block(message.block)
+    if block is not None:
+        service.nbytes_in += block.nbytes
+
+
+def _count_read(service: MeteredService, meter: Meter, _message: m.Request, reply: Any) -> None:
+    meter.samples += reply.count
+    service.nbytes_out += sum([piece.nbytes for piece in reply.pieces])
+
+
+def _count_named(_service: MeteredService, meter: Meter, message: m.Request, _reply: Any) -> None:
+    if isinstance(message, m.Clear):
+        meter.samples += len(message.keys or ()) + len(message.rows or b"") // 8
+    elif isinstance(message, m.SetTags):
+        meter.samples += len(message.tags)
+
+
+COUNTS: dict[type, Callable[[MeteredService, Meter, m.Request, Any], None]] = {
+    m.Failed: _count_error, m.RowSet: _count_rows, m.Committed: _count_written, m.Located: _count_read,
+    m.Done: _count_named,
+}  # fmt: skip
