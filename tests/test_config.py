@@ -155,7 +155,8 @@ def test_disk_offload_warns_that_it_has_no_effect() -> None:
     ("name", "value"),
     [
         ("metrics", True), ("metrics", None), ("backend", "SimpleStorage"), ("client", [1]),
-        ("backend.SimpleStorage", 3), ("backend.SimpleStorage.ssd_offload", None), ("metrics.enabled", "yes"), ("metrics.enabled", 1), ("metrics.port", -1),
+        ("backend.SimpleStorage", 3), ("backend.SimpleStorage.ssd_offload", None),
+        ("metrics.enabled", "yes"), ("metrics.enabled", 1), ("metrics.port", -1),
         ("metrics.port", 65536), ("metrics.port", "9123"), ("metrics.port", None), ("metrics.port", True),
         ("server.port", 70_000), ("controller.polling_mode", "false"), ("client.allow_pickle", "no"),
         ("client.timeout_s", "soon"), ("client.timeout_s", 0), ("client.copy_threads", 1.5), ("client.spin_us", -1),

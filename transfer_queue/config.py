@@ -20,7 +20,8 @@ T = TypeVar("T")
 FOREIGN = frozenset({"enable", "enabled", "_target_"})  # keys that frameworks keep beside ours, at the top
 FREE = frozenset({"backend.Yuanrong.ucx_env_vars"})  # any keys may follow
 SECTIONS = (
-    "metrics", "controller", "backend", "backend.SimpleStorage", "backend.SimpleStorage.ssd_offload", "client", "server",
+    "metrics", "controller", "backend", "backend.SimpleStorage", "backend.SimpleStorage.ssd_offload",
+    "client", "server",
 )  # fmt: skip
 
 
