@@ -372,6 +372,15 @@ def test_a_waiter_that_leaves_is_forgotten(counted: MeteredService) -> None:
     assert not counted._parked
 
 
+def test_an_answer_nobody_took_is_forgotten_with_its_session(counted: MeteredService) -> None:
+    session = counted.attach(b"client", local=True)
+    fetch = m.Fetch(1, "p", ["x"], 1, "t", {}, 10.0, False)
+    counted.handle(fetch, memoryview(b""), session, "ticket", time.monotonic())
+    assert counted._parked
+    counted.detach(session, set())
+    assert not counted._parked
+
+
 def test_a_message_without_a_name_is_called_as_its_type(counted: MeteredService) -> None:
     session = counted.attach(b"client", local=True)
     counted.handle(m.GetPartition(1, "p"), memoryview(b""), session, "ticket", time.monotonic())

@@ -169,6 +169,12 @@ class MeteredService(Service):
                 COUNTS[type(reply)](self, meter, message, reply)
         super().close_request(session, reply)
 
+    def detach(self, session: Session, tickets: set[Hashable]) -> None:
+        super().detach(session, tickets)
+        if not session.connections:  # what was answered while the last connection was closing
+            for ticket in session.parked.values():
+                self._parked.pop(ticket, None)
+
     def _forget(self, tickets: set[Hashable]) -> None:
         super()._forget(tickets)
         for ticket in tickets:
