@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.sampler import resolve
@@ -14,27 +17,54 @@ from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import parse_address, token_from_environment
 
 MEMORY_SHARE = 0.6
+T = TypeVar("T")
+FOREIGN = frozenset({"enable", "enabled", "_target_"})  # keys that frameworks keep beside ours, at the top
+FREE = frozenset({"backend.Yuanrong.ucx_env_vars"})  # any keys may follow
+SECTIONS = (
+    "metrics", "controller", "backend", "backend.SimpleStorage", "backend.SimpleStorage.ssd_offload",
+    "client", "server",
+)  # fmt: skip
+
+
+class ConfigWarning(UserWarning):
+    """A setting that has no effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
     """The environment variables that count. `address`: TQ_ADDRESS, where the service is. `run_dir`: TQ_RUN_DIR, as the
-    setting of that name. `reserved_rows`: TQ_PRE_ALLOC_SAMPLE_NUM, rows a partition has from the start."""
+    setting of that name. `reserved_rows`: TQ_PRE_ALLOC_SAMPLE_NUM, rows a partition has from the start.
+    `copy_threads`: TQ_NUM_THREADS, for `client.copy_threads` (None: not set). `logging_level`: TQ_LOGGING_LEVEL, of the
+    server's log and of the logger "transfer_queue" ("": not set)."""
 
     address: str
     run_dir: str
     reserved_rows: int
+    copy_threads: int | None
+    logging_level: str
 
 
 def from_env() -> Environment:
-    text = os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", "1")
-    if not text.isdigit():
-        raise ConfigError(f"TQ_PRE_ALLOC_SAMPLE_NUM={text!r}: expected a whole number")
+    level = os.environ.get("TQ_LOGGING_LEVEL", "").upper()
+    if level and not isinstance(logging.getLevelName(level), int):
+        raise ConfigError(f"TQ_LOGGING_LEVEL={level!r}: expected DEBUG, INFO, WARNING, ERROR or CRITICAL")
     return Environment(
         address=os.environ.get("TQ_ADDRESS", ""),
         run_dir=os.environ.get("TQ_RUN_DIR", ""),
-        reserved_rows=int(text),
+        reserved_rows=_whole("TQ_PRE_ALLOC_SAMPLE_NUM", 1),
+        copy_threads=_whole("TQ_NUM_THREADS", None),
+        logging_level=level,
     )
+
+
+def _whole(name: str, otherwise: T) -> int | T:
+    """The whole number an environment variable gives."""
+    text = os.environ.get(name)
+    if text is None:
+        return otherwise
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text!r}: expected a whole number")
+    return int(text)
 
 
 def merged(conf: Any) -> Any:
@@ -42,7 +72,7 @@ def merged(conf: Any) -> Any:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    default = OmegaConf.load(Path(__file__).with_name("config.yaml"))
+    default = _default()
     default._set_flag("allow_objects", True)
     if conf is None:
         return default
@@ -50,13 +80,56 @@ def merged(conf: Any) -> Any:
         raise ConfigError(f"conf is a DictConfig or a mapping, got {type(conf).__qualname__}")
     try:
         given = conf if isinstance(conf, DictConfig) else OmegaConf.create(dict(conf), flags={"allow_objects": True})
+        _check_sections(given)
         return OmegaConf.merge(default, given)
     except OmegaConfBaseException as error:
         raise ConfigError(f"conf does not fit config.yaml: {error}") from error
 
 
+def _default() -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.load(Path(__file__).with_name("config.yaml"))
+
+
+def unknown(conf: Any) -> Iterator[str]:
+    """One sentence for each key of `conf` that config.yaml has not, with the nearest one that it has."""
+    from omegaconf import DictConfig
+
+    known: dict[str, bool] = {}  # whether it is a section
+
+    def learn(section: Any, path: str) -> None:
+        for key, value in section.items_ex(resolve=False):
+            name = f"{path}{key}"
+            known[name] = isinstance(value, DictConfig) and name not in FREE
+            if known[name]:
+                learn(value, f"{name}.")
+
+    def look(section: Any, path: str) -> Iterator[str]:
+        for key, value in section.items_ex(resolve=False):
+            name = f"{path}{key}"
+            if name not in known and name not in FOREIGN:
+                near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+                yield f"{name} is not a setting and has no effect; the nearest one is {near}"
+            elif known.get(name) and isinstance(value, DictConfig):
+                yield from look(value, f"{name}.")
+
+    learn(_default(), "")
+    return look(conf, "")
+
+
+def _warn(conf: Any) -> None:
+    for text in unknown(conf):
+        warnings.warn(text, ConfigWarning, stacklevel=2)
+    if conf.backend.SimpleStorage.ssd_offload.get("enabled"):
+        text = "backend.SimpleStorage.ssd_offload.enabled has no effect: rows stay in memory"
+        warnings.warn(text, ConfigWarning, stacklevel=2)
+
+
 def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
-    """What a server is started with. Raises `ConfigError` naming the setting that is wrong."""
+    """What a server is started with. Raises `ConfigError` naming the setting that is wrong, and warns with
+    `ConfigWarning` of settings that have no effect."""
+    _warn(conf)
     backend = str(conf.backend.storage_backend)
     if backend != "SimpleStorage":
         raise ConfigError(f"backend.storage_backend: {backend!r} is not available; this release has SimpleStorage")
@@ -65,25 +138,31 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     join = str(conf.server.join or "")
     if join and parse_address(join).is_local:
         raise ConfigError(f"server.join: {join!r}; expected tcp:HOST:PORT")
+    metrics_port = _port(conf.metrics.port, "metrics.port")
+    environment = from_env()
     return ServerConfig(
         run_dir=run_dir,
         owner_pid=owner_pid,
         host=host,
-        port=_number(conf.server.port, "server.port", 0),
+        port=_port(conf.server.port, "server.port"),
         token=_token(conf.server.token_file) if host or join else "",
         join=join,
         budget_nbytes=_number(simple.budget_nbytes, "backend.SimpleStorage.budget_nbytes", 1) or default_budget(),
         max_rows=_number(simple.total_storage_size, "backend.SimpleStorage.total_storage_size", 1),
-        reserved_rows=from_env().reserved_rows,
+        reserved_rows=environment.reserved_rows,
         trim_after_s=_seconds(simple.trim_after_s, "backend.SimpleStorage.trim_after_s"),
         arena_dir=None if simple.arena_dir is None else str(simple.arena_dir),
         sampler=resolve(conf.controller.sampler),
+        metrics_port=metrics_port if _flag(conf.metrics.enabled, "metrics.enabled") else None,
+        logging_level=environment.logging_level or "WARNING",
         client={
-            "polling_mode": bool(conf.controller.polling_mode),
+            "polling_mode": _flag(conf.controller.polling_mode, "controller.polling_mode"),
             "timeout_s": _seconds(conf.client.timeout_s, "client.timeout_s"),
-            "allow_pickle": bool(conf.client.allow_pickle),
+            "allow_pickle": _flag(conf.client.allow_pickle, "client.allow_pickle"),
             "spin_s": (_number(conf.client.spin_us, "client.spin_us", 0) or 0) / 1e6,
-            "copy_threads": _number(conf.client.copy_threads, "client.copy_threads", 1),
+            "copy_threads": _number(conf.client.copy_threads, "client.copy_threads", 1)
+            or environment.copy_threads
+            or None,
             "pool_nbytes": _number(conf.client.pool_nbytes, "client.pool_nbytes", 0),
         },
     )
@@ -106,6 +185,27 @@ def _number(value: Any, name: str, least: int) -> Any:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}: expected a whole number of at least {least}, got {value!r}")
     return value
+
+
+def _port(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
+        raise ConfigError(f"{name}: expected a port from 0 to 65535, got {value!r}")
+    return value
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: expected true or false, got {value!r}")
+    return value
+
+
+def _check_sections(given: Any) -> None:
+    from omegaconf import DictConfig, OmegaConf
+
+    for name in SECTIONS:
+        value = OmegaConf.select(given, name, default={})
+        if value != {} and not isinstance(value, DictConfig):
+            raise ConfigError(f"{name}: expected a section with settings, got {value!r}")
 
 
 def _seconds(value: Any, name: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -43,6 +44,8 @@ def init(conf: Any = None) -> Any:
             return conf
         full = settings.merged(conf)
         environment = settings.from_env()
+        if environment.logging_level:
+            logging.getLogger("transfer_queue").setLevel(environment.logging_level)
         known = str(full.address or "") or environment.address
         if known:
             _client = _attached(known)
@@ -56,6 +59,7 @@ def init(conf: Any = None) -> Any:
             _server = local.start(settings.server_config(full, run_dir, os.getpid()))
         _client = _attached(_server.address)
         os.environ["TQ_ADDRESS"] = full.address = _server.address
+        full.metrics.endpoint = _client.session.config["metrics_endpoint"]
         atexit.register(close)
         return full
 
@@ -87,8 +91,12 @@ def get_client() -> TransferQueueClient:
 
 
 def get_metrics_endpoint() -> str | None:
-    """host:port of the metrics, None when they are disabled."""
-    return None
+    """host:port of the Prometheus metrics; None when they are disabled, and where no service is found."""
+    try:
+        endpoint: str | None = _session().config.get("metrics_endpoint")
+    except NotInitialized:
+        return None
+    return endpoint
 
 
 def _session() -> Session:

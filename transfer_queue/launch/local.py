@@ -16,7 +16,7 @@ from typing import IO
 
 import msgspec
 
-from transfer_queue.errors import ServiceUnavailable
+from transfer_queue.errors import ConfigError, ServiceUnavailable
 from transfer_queue.server.settings import Ready, ServerConfig, clear_run_dir
 
 START_TIMEOUT_S = 30.0
@@ -83,8 +83,9 @@ def _locked(file: IO[str]) -> bool:
 def start(config: ServerConfig) -> LocalServer:
     """Start a server and wait until it listens. Raises `ServiceUnavailable` when it does not.
 
-    Its run directory is a fresh one when `config` names none.
+    Its run directory is a fresh one when `config` names none. Raises `ConfigError` where it refuses a setting.
     """
+    fresh = not config.run_dir
     config = msgspec.structs.replace(config, run_dir=config.run_dir or new_run_dir())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
@@ -105,7 +106,13 @@ def start(config: ServerConfig) -> LocalServer:
         process.wait()
         clear_run_dir(config.run_dir)
         raise ServiceUnavailable(f"the server did not start within {START_TIMEOUT_S:g} s; see its messages above")
-    return LocalServer(process, msgspec.json.decode(line, type=Ready), config.run_dir)
+    ready = msgspec.json.decode(line, type=Ready)
+    if ready.refused:
+        process.wait()
+        if fresh:  # else it may be another server's
+            clear_run_dir(config.run_dir)
+        raise ConfigError(ready.refused)
+    return LocalServer(process, ready, config.run_dir)
 
 
 def _first_line(descriptor: int, timeout_s: float) -> bytes:

@@ -31,6 +31,7 @@ class Compactor:
     def __init__(self, service: Service, moved: Callable[[int, int, Ints], Awaitable[bool]]) -> None:
         self._service = service
         self._moved = moved
+        self.num_moved = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, number: int, rows: Ints, fields: Sequence[str]) -> None:
@@ -62,6 +63,8 @@ class Compactor:
                 return
             if not taken:
                 unit.drop(target.number)
+                return
+            self.num_moved += 1
         finally:
             unit.unpin(number, OWNER)
             self._service.settle()

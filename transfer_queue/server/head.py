@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from transfer_queue.codec.layout import Ints
 from transfer_queue.controller import Controller
 from transfer_queue.controller.table import indexes_of
@@ -18,17 +16,17 @@ from transfer_queue.wire import messages as m
 class Head:
     """The controller, the unit of its host, and the units that joined it."""
 
-    def __init__(self, controller: Controller, unit: Unit, deliver: Callable[[], None]) -> None:
+    def __init__(self, controller: Controller, unit: Unit, make: type[Service] = Service) -> None:
         self.controller = controller
-        self.service = Service(controller, unit)
+        self.service = make(controller, unit)
         self.members = self.service.members
         self.members.lose = controller.lose
         self.members.known = controller.ledger.entries.keys
-        self._compactor = Compactor(self.service, self._moved_here)
+        self.compactor = Compactor(self.service, self._moved_here)
 
     def work(self) -> None:
         """What became due while messages were handled."""
-        start_thin(self.controller, self.members, self._compactor)
+        start_thin(self.controller, self.members, self.compactor)
 
     async def _moved_here(self, block: int, target: int, rows: Ints) -> bool:
         return self.controller.relocate(block, target, rows)

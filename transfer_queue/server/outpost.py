@@ -33,10 +33,12 @@ AGAIN_S = 0.25
 class Outpost:
     """`unit` as a member of the service at `controller`. `deliver` is called when answers or work came from there."""
 
-    def __init__(self, controller: Address, unit: Unit, deliver: Callable[[], None]) -> None:
+    def __init__(
+        self, controller: Address, unit: Unit, deliver: Callable[[], None], make: type[Service] = Service
+    ) -> None:
         self.remote = RemoteController(controller, self._answered)
-        self.service = Service(self.remote, unit)
-        self._compactor = Compactor(self.service, self._moved)
+        self.service = make(self.remote, unit)
+        self.compactor = Compactor(self.service, self._moved)
         self._controller = controller
         self._address = ""
         self._deliver = deliver
@@ -133,7 +135,7 @@ class Outpost:
             case m.Drop(blocks=blocks):
                 self._drop(blocks)
             case m.Thin(block=block, rows=rows, fields=fields):
-                self._compactor.start(block, np.frombuffer(rows, np.int64), fields)
+                self.compactor.start(block, np.frombuffer(rows, np.int64), fields)
         self._deliver()
 
     def _drop(self, blocks: bytes) -> None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -22,11 +22,16 @@ from transfer_queue.server.door import Door
 from transfer_queue.server.head import Head
 from transfer_queue.server.link import Link
 from transfer_queue.server.members import Line
+from transfer_queue.server.metering import MeteredService
 from transfer_queue.server.outpost import Outpost
+from transfer_queue.server.service import Service
 from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, Ready, ServerConfig, clear_run_dir
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.address import host_towards, parse_address
 from transfer_queue.wire.messages import Reply, Request, Welcome
+
+if TYPE_CHECKING:
+    from transfer_queue.server.scraping import Endpoint
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -46,13 +51,15 @@ class Server:
         self.config = config
         self.links: set[Link] = set()
         unit = Unit(config.budget_nbytes, config.arena_dir)
+        make = Service if config.metrics_port is None else MeteredService
         if config.join:
-            self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver)
+            self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver, make)
         else:
             controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows)
-            self.role = Head(controller, unit, self.deliver)
+            self.role = Head(controller, unit, make)
         self.service = self.role.service
         self._client_config = config.client
+        self._metrics: Endpoint | None = None
         self._stopped = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = 0.0
@@ -68,6 +75,7 @@ class Server:
         for name in (SOCKET_NAME, DOOR_NAME):
             _claim(os.path.join(self.config.run_dir, name))
         try:
+            await self._open_metrics()
             door = Door(os.path.join(self.config.run_dir, DOOR_NAME), self.service.unit)
             listening = _listen(self.config.host, self.config.port) if self.config.host else None
             tcp = self.service.tcp = _name(listening) if listening is not None else ""
@@ -96,12 +104,25 @@ class Server:
                 self.role.close()
             await asyncio.sleep(0)
         finally:
+            if self._metrics is not None:
+                self._metrics.close()
             self.service.unit.close()
             clear_run_dir(self.config.run_dir)
 
     def _advertised(self, tcp: str) -> str:
         """Where other hosts reach this one; where it listens everywhere without a host, which the controller adds."""
         return f":{tcp.rpartition(':')[2]}" if self.config.host in EVERYWHERE else tcp
+
+    async def _open_metrics(self) -> None:
+        """Serve metrics where they are enabled; the library for it is loaded only then."""
+        if not isinstance(self.service, MeteredService):
+            return
+        from transfer_queue.server.metrics import ServerCollector
+        from transfer_queue.server.scraping import Endpoint
+
+        endpoint = Endpoint(ServerCollector(self.service, self.role.compactor))
+        await endpoint.open(self.config.host, self.config.metrics_port or 0)
+        self._metrics = endpoint
 
     def _remote(self) -> Link:
         return Link(self, self.config.token, local=False)
@@ -112,7 +133,10 @@ class Server:
     def welcome(self, local: bool) -> Welcome:
         """A local client also learns the token, to read from units of other hosts."""
         door = os.path.join(self.config.run_dir, DOOR_NAME) if local else ""
-        config = {**self._client_config, "token": self.config.token} if local else self._client_config
+        own = {"metrics_endpoint": self._metrics.address} if self._metrics is not None else {}
+        config = {"metrics_endpoint": None, **self._client_config, **own}
+        if local:
+            config["token"] = self.config.token
         return Welcome(os.getpid(), door, json.dumps(config).encode())
 
     def of_unit(self, message: Request, host: str, line: Line) -> Reply:
@@ -203,6 +227,7 @@ def _claim(path: str) -> None:
 
 def serve(config: ServerConfig, announce: int) -> None:
     """Run a server in this process until it is stopped."""
+    logging.basicConfig(level=config.logging_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # replies are trees of small objects without cycles
     try:
@@ -220,8 +245,9 @@ def serve(config: ServerConfig, announce: int) -> None:
 
 def main() -> None:
     """Entry of the child process: the config comes as JSON on standard input, the addresses go to standard output."""
-    logging.basicConfig(
-        level=os.environ.get("TQ_LOGGING_LEVEL", "WARNING"), format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
-    serve(config, announce=1)
+    try:
+        serve(config, announce=1)
+    except ConfigError as error:  # before it announced itself
+        os.write(1, msgspec.json.encode(Ready(pid=os.getpid(), refused=str(error))) + b"\n")
+        raise SystemExit(1) from None

@@ -30,6 +30,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the start.
     trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the
     arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
+    metrics_port: serve Prometheus metrics on `host` (loopback where there is none) and this port (None: no metrics).
+    logging_level: a level of the logging module.
     """
 
     run_dir: str
@@ -45,11 +47,17 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     arena_dir: str | None = None
     sampler: dict[str, Any] = {}
     client: dict[str, Any] = {}
+    metrics_port: int | None = None
+    logging_level: str = "WARNING"
 
 
 class Ready(msgspec.Struct, kw_only=True):
-    """What the server prints once it listens: its addresses ("" where there is none)."""
+    """What the server prints once it listens: its addresses ("" where there is none).
+
+    `refused` is why it does not start, when a setting is at fault.
+    """
 
     pid: int
-    unix: str
-    tcp: str
+    unix: str = ""
+    tcp: str = ""
+    refused: str = ""
