@@ -22,7 +22,7 @@ from transfer_queue.server.compacting import Compactor
 from transfer_queue.server.door import Door
 from transfer_queue.server.link import Link
 from transfer_queue.server.service import Service
-from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, Ready, ServerConfig, clear_run_dir
+from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.messages import Welcome
 
@@ -156,6 +156,7 @@ def _claim(path: str) -> None:
 
 def serve(config: ServerConfig, announce: int) -> None:
     """Run a server in this process until it is stopped."""
+    server = Server(config)
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # replies are trees of small objects without cycles
     try:
@@ -164,17 +165,24 @@ def serve(config: ServerConfig, announce: int) -> None:
         runner = uvloop.run
     except ImportError:
         runner = asyncio.run
-
-    async def main() -> None:
-        await Server(config).run(announce)
-
-    runner(main())
+    runner(server.run(announce))
 
 
 def main() -> None:
-    """Entry of the child process: the config comes as JSON on standard input, the addresses go to standard output."""
+    """Entry of the child process: the config comes as JSON on standard input, the addresses go to standard output.
+
+    Nothing else does: what a sampler prints goes to standard error.
+    """
+    announce = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
     logging.basicConfig(
         level=os.environ.get("TQ_LOGGING_LEVEL", "WARNING"), format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
-    serve(config, announce=1)
+    try:
+        serve(config, announce)
+    except ConfigError as error:
+        log.debug("not started", exc_info=True)
+        os.write(announce, msgspec.json.encode(NotStarted(code=error.code, text=str(error))) + b"\n")
+        sys.exit(1)

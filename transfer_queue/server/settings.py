@@ -44,7 +44,14 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     client: dict[str, Any] = {}
 
 
-class Ready(msgspec.Struct, kw_only=True):
+class NotStarted(msgspec.Struct, kw_only=True, tag=True):
+    """What the server prints instead when it cannot be started like that: an error's code and text."""
+
+    code: str
+    text: str
+
+
+class Ready(msgspec.Struct, kw_only=True, tag=True):
     """What the server prints once it listens: its addresses ("" where there is none)."""
 
     pid: int
