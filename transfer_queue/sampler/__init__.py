@@ -6,7 +6,6 @@ Samplers come only from whoever starts the controller. No socket accepts a spec.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,11 +89,13 @@ def _load(name: str, main: str | None = None) -> type[BaseSampler]:
 
 def _registered(name: str) -> str:
     """The `module:Class` path that an installed package registered under `name`."""
-    found = {point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)}
+    from importlib.metadata import entry_points  # its own imports take longer than all of this package's
+
+    found = {f"{point.module}:{point.attr}" for point in entry_points(group=ENTRY_POINTS, name=name)}
     if len(found) > 1:
         raise ConfigError(f"sampler {name!r} is registered more than once: {sorted(found)}; name one as 'module:Class'")
     if not found:
-        known = sorted({*_BUILT_IN, *(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))})
+        known = sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
         raise ConfigError(f"unknown sampler {name!r}: expected one of {known} or a 'module:Class' path")
     return found.pop()
 

@@ -27,6 +27,7 @@ def main_module(cls: type) -> tuple[str, str | None]:
     Raises:
         ConfigError: the main module is no file, or this process's main module is another one.
     """
+    refuse_while_running()
     main = sys.modules[MAIN]
     found: object = main
     for part in cls.__qualname__.split("."):

@@ -16,7 +16,7 @@ from typing import cast
 import msgspec
 
 from transfer_queue.controller import Controller
-from transfer_queue.errors import ConfigError
+from transfer_queue.errors import CallerError, ConfigError
 from transfer_queue.sampler import from_spec
 from transfer_queue.server.compacting import Compactor
 from transfer_queue.server.door import Door
@@ -182,7 +182,7 @@ def main() -> None:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
     try:
         serve(config, announce)
-    except ConfigError as error:
+    except CallerError as error:  # the configuration, or the code of a user's sampler
         log.debug("not started", exc_info=True)
         os.write(announce, msgspec.json.encode(NotStarted(code=error.code, text=str(error))) + b"\n")
         sys.exit(1)
