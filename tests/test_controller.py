@@ -342,12 +342,17 @@ def test_a_sampler_that_fails_is_an_internal_error_and_consumes_nothing(choose: 
 
 def test_bad_sampling_of_a_waiter_answers_the_waiter_not_the_writer() -> None:
     box = Box(GRPOGroupNSampler(2))
-    box.fetch(2, wait_s=9, ticket="bad", dp_rank=[1], batch_index={})
-    box.fetch(3, wait_s=9, ticket="odd")
-    assert indexes(box.put(4)) == [0, 1, 2, 3]
-    answers = dict(box.answers())
-    assert isinstance(answers["bad"], TransferQueueError)
-    assert isinstance(answers["odd"], InvalidInput)
+    box.fetch(2, wait_s=9, ticket="bad")
+    assert indexes(box.put(4, tags=[{"group_id": []}] * 4)) == [0, 1, 2, 3]
+    assert isinstance(dict(box.answers())["bad"], InvalidInput)
+
+
+def test_sampling_that_no_rows_could_satisfy_is_refused_before_it_waits() -> None:
+    box = Box(GRPOGroupNSampler(2))
+    refused(InvalidInput, lambda: box.fetch(3, wait_s=9, ticket="odd"))
+    box.put(1)
+    refused(InvalidInput, lambda: box.fetch(2, wait_s=9, ticket="bad", dp_rank=[1], batch_index={}))
+    assert box.controller.num_waiting == 0
 
 
 # ---- moving ----

@@ -270,9 +270,8 @@ def test_two_services_on_one_host(service: Service) -> None:
     conf = settings.server_config(settings.merged({"metrics": ON}), "", 0)
     other = local.start(conf)
     try:
-        from transfer_queue.wire.address import parse_address
-
         from transfer_queue.client.session import Session
+        from transfer_queue.wire.address import parse_address
 
         session = Session(parse_address(other.address))
         endpoint = session.config["metrics_endpoint"]

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from transfer_queue.metadata import KVBatchMeta as KVBatchMeta
     from transfer_queue.sampler import BaseSampler as BaseSampler
     from transfer_queue.sampler import GRPOGroupNSampler as GRPOGroupNSampler
+    from transfer_queue.sampler import RankAwareSampler as RankAwareSampler
+    from transfer_queue.sampler import SeqlenBalancedSampler as SeqlenBalancedSampler
     from transfer_queue.sampler import SequentialSampler as SequentialSampler
 
 _HOMES = {
@@ -45,7 +47,9 @@ _HOMES = {
     "transfer_queue.codec.registry": ("register_type",),
     "transfer_queue.errors": ("StorageKeyNotFoundError",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
-    "transfer_queue.sampler": ("BaseSampler", "GRPOGroupNSampler", "SequentialSampler"),
+    "transfer_queue.sampler": (
+        "BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler",
+    ),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -3,7 +3,8 @@
     TransferQueueError
     ├── CallerError                    the call is wrong: change the call
     │   ├── InvalidInput               (ValueError)      sizes, names, duplicates
-    │   │   └── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
+    │   │   ├── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
+    │   │   └── MissingParameter       (TypeError)       sampling_config lacks what the sampler needs
     │   ├── UnsupportedValue           (TypeError)       a value the codec cannot carry exactly
     │   ├── SchemaConflict             (ValueError)      dtype, rank or kind differs from the field's
     │   ├── UnknownRows                (ValueError)      no such partition, keys or rows
@@ -51,6 +52,12 @@ class UnknownMode(InvalidInput, RuntimeError):
     """`get_meta` was called with a mode other than insert, fetch or force_fetch, or without what the mode needs."""
 
     code = "unknown_mode"
+
+
+class MissingParameter(InvalidInput, TypeError):
+    """`sampling_config` does not have a parameter that the sampler cannot do without."""
+
+    code = "missing_parameter"
 
 
 class UnsupportedValue(CallerError, TypeError):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from transfer_queue.controller.parking import Parked, ParkingLot
-from transfer_queue.controller.readiness import Slots, View
+from transfer_queue.controller.readiness import Slots, Task, View
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import DeadlineExceeded, InternalError, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire.messages import Failed, Fetch, Reply, RowSet, Tags
 
+log = logging.getLogger("transfer_queue.controller")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 MIN_WAITERS = 16
 
 
@@ -40,6 +45,12 @@ class PartitionView:
         slot = int(self._table.slots_of(np.array([index]))[0])
         return {} if slot < 0 else self._table.tags[slot] or {}
 
+    def get_custom_meta(self, global_indices: list[int]) -> dict[int, Any]:
+        """index -> tags of those of these rows that have tags."""
+        slots = self._table.slots_of(np.array(global_indices, np.int64)).tolist()
+        tags = [self._table.tags[slot] if slot >= 0 else None for slot in slots]
+        return {index: row for index, row in zip(global_indices, tags, strict=True) if row}
+
     def key(self, index: int) -> str | None:
         slot = int(self._table.slots_of(np.array([index]))[0])
         return None if slot < 0 else self._table.names[slot]
@@ -53,12 +64,16 @@ class Fetching:
         self.parked: ParkingLot[Fetch] = ParkingLot()
         self._orphans: dict[str, list[Parked[Fetch]]] = {}  # their partition does not exist (yet)
         self._outbox = outbox
+        self._remembered = False  # the sampler remembers a result that others may wait for
 
     def fetch(self, request: Parked[Fetch], table: Table | None) -> Reply | None:
         """Rows at once, or None after parking the request."""
         message = request.message
+        self._ask(self.sampler.check_request, message.batch_size, message.sampling)
         if table is not None:
             reply = self._attempt(message, table)
+            if self._remembered:
+                self.serve(table, table.task(message.task), ())
             if reply is not None:
                 return reply
         if message.timeout_s <= 0:
@@ -92,11 +107,26 @@ class Fetching:
         touched = set(fields)
         for task in table.tasks.values():
             for view in list(task.views.values()):
-                if not touched.isdisjoint(view.fields) and task.refresh(view, table, slots):
-                    self.serve(table, view)
+                if touched.isdisjoint(view.fields):
+                    continue
+                # of rows that were consumed before, a remembered batch may be complete now
+                if task.refresh(view, table, slots) or (view.waiters and task.consumed[slots].any()):
+                    self.serve(table, task, (view,))
 
-    def serve(self, table: Table, view: View) -> None:
-        """Answer waiters of a view, in order of arrival, as far as its rows go."""
+    def serve(self, table: Table, task: Task, views: Sequence[View]) -> None:
+        """Answer waiters of these views, in order of arrival, as far as the rows go.
+
+        Then those of the whole task for which the sampler came to remember a result meanwhile: its rows are consumed
+        and do not become ready again.
+        """
+        for view in views:
+            self._serve(table, view)
+        while self._remembered:
+            self._remembered = False
+            for view in list(task.views.values()):
+                self._serve(table, view)
+
+    def _serve(self, table: Table, view: View) -> None:
         if not view.waiters:
             return
         waiting, view.waiters = view.waiters, []
@@ -142,27 +172,42 @@ class Fetching:
 
     def _attempt(self, message: Fetch, table: Table) -> RowSet | None:
         """Rows for the request, marked consumed; None when the sampler is not satisfied."""
-        sampler = self.sampler
-        config = {"partition_id": message.partition, "task_name": message.task, **message.sampling}
-        view = self._view(table, message)
-        try:
-            cached = sampler.has_cached_result(message.partition, message.task, config)
-            if view.count < message.batch_size and not cached:
-                return None
-            candidates = table.index[view.first(sampler.needs(message.batch_size), table.size)].tolist()
-            sampled, consumed = sampler.sample(candidates, message.batch_size, partition=PartitionView(table), **config)
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            if isinstance(error, TransferQueueError):
-                raise
-            raise InternalError(f"{type(sampler).__name__} failed: {type(error).__name__}: {error}") from error
-        if not sampled:
+        sampler, view = self.sampler, self._view(table, message)
+        config = {**message.sampling, "partition_id": message.partition, "task_name": message.task}
+        cached = self._ask(sampler.has_cached_result, message.partition, message.task, config)
+        if not cached and view.count < self._ask(sampler.least_ready, message.batch_size):
             return None
-        slots = table.slots_of(np.array(sampled, np.int64))
-        used = table.slots_of(np.array(consumed, np.int64))
+        slots, used = self._ask(self._sample, message.batch_size, config, table, view)
         if (slots < 0).any() or (used < 0).any():
             raise InternalError(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
+        if not len(slots) or (cached and not _all_ready(table, slots, message.fields)):
+            return None
         table.task(message.task).consume(used)
+        if not cached and self._ask(sampler.has_cached_result, message.partition, message.task, config):
+            self._remembered = True
         return row_set(message.rid, table, slots, message.fields)
+
+    def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: View) -> tuple[Slots, Slots]:
+        """The slots to hand out and those used up, -1 for rows that do not exist."""
+        candidates = table.index[view.first(self.sampler.needs(batch_size), table.size)].tolist()
+        config["partition"] = PartitionView(table)
+        sampled, consumed = self.sampler.sample(candidates, batch_size, **config)
+        return table.slots_of(np.array(sampled, np.int64)), table.slots_of(np.array(consumed, np.int64))
+
+    def _ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the sampler. It may be anybody's code: whatever it raises becomes an error of the one who asked."""
+        try:
+            return question(*args, **kwargs)
+        except TransferQueueError:
+            raise
+        except Exception as error:
+            log.exception("%s failed", type(self.sampler).__name__)
+            raise InternalError(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
+
+
+def _all_ready(table: Table, slots: Slots, fields: Sequence[str]) -> bool:
+    ready = table.ready(slots, fields)
+    return ready is not None and bool(ready.all())
 
 
 def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: bytes | None = None) -> RowSet:

@@ -347,8 +347,7 @@ class Controller:
             tasks = [table.task(message.task)] if message.task is not None else list(table.tasks.values())
             for task in tasks:
                 task.reset(table)
-                for view in list(task.views.values()):
-                    self._fetching.serve(table, view)
+                self._fetching.serve(table, task, list(task.views.values()))
         return m.Done(message.rid)
 
     def _set_partition(self, message: m.SetPartition) -> m.Reply:

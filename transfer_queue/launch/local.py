@@ -16,8 +16,9 @@ from typing import IO
 
 import msgspec
 
-from transfer_queue.errors import ConfigError, ServiceUnavailable
-from transfer_queue.server.settings import Ready, ServerConfig, clear_run_dir
+from transfer_queue.errors import ServiceUnavailable, TransferQueueError, error_from_code
+from transfer_queue.sampler.script import refuse_while_running
+from transfer_queue.server.settings import NotStarted, Ready, ServerConfig, clear_run_dir
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
@@ -81,10 +82,12 @@ def _locked(file: IO[str]) -> bool:
 
 
 def start(config: ServerConfig) -> LocalServer:
-    """Start a server and wait until it listens. Raises `ServiceUnavailable` when it does not.
+    """Start a server and wait until it listens. Raises `ServiceUnavailable` when it does not, or the error it ends
+    with: `ConfigError` for a setting or sampler it cannot work with.
 
-    Its run directory is a fresh one when `config` names none. Raises `ConfigError` where it refuses a setting.
+    Its run directory is a fresh one when `config` names none.
     """
+    refuse_while_running()
     fresh = not config.run_dir
     config = msgspec.structs.replace(config, run_dir=config.run_dir or new_run_dir())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -101,18 +104,22 @@ def start(config: ServerConfig) -> LocalServer:
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(msgspec.json.encode(config))
         line = _first_line(process.stdout.fileno(), START_TIMEOUT_S)
-    if not line:
-        process.kill()
-        process.wait()
+    answer = msgspec.json.decode(line, type=Ready | NotStarted) if line else None
+    if isinstance(answer, Ready):
+        return LocalServer(process, answer, config.run_dir)
+    process.kill()
+    process.wait()
+    if fresh:  # else it may be another server's
         clear_run_dir(config.run_dir)
-        raise ServiceUnavailable(f"the server did not start within {START_TIMEOUT_S:g} s; see its messages above")
-    ready = msgspec.json.decode(line, type=Ready)
-    if ready.refused:
-        process.wait()
-        if fresh:  # else it may be another server's
-            clear_run_dir(config.run_dir)
-        raise ConfigError(ready.refused)
-    return LocalServer(process, ready, config.run_dir)
+    raise _not_started(answer)
+
+
+def _not_started(answer: NotStarted | None) -> TransferQueueError:
+    if answer is not None:
+        return error_from_code(answer.code, answer.text)
+    return ServiceUnavailable(
+        f"the server ended or took more than {START_TIMEOUT_S:g} s to start; see its messages above"
+    )
 
 
 def _first_line(descriptor: int, timeout_s: float) -> bytes:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.errors import ConfigError, InvalidInput, UnsupportedValue
+from transfer_queue.sampler.script import MAIN_NAMES, main_module
 
 Ready: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
 Sampled: TypeAlias = tuple[list[int], list[int]]
@@ -27,6 +28,20 @@ class PartitionView(Protocol):
     def tags(self, index: int) -> Mapping[str, object] | None:
         """The row's tags; empty or None when it has none."""
 
+    def get_custom_meta(self, global_indices: list[int]) -> dict[int, Any]:
+        """index -> tags of those of these rows that have tags; one call for many rows."""
+
+
+def tags_of(partition: PartitionView | None, rows: list[int]) -> list[Mapping[str, Any] | None] | None:
+    """The tags of each row; None when no row has any. Takes views that lack some of the methods as well."""
+    if not getattr(partition, "any_tags", True):
+        return None
+    many, one = getattr(partition, "get_custom_meta", None), getattr(partition, "tags", None)
+    if callable(many):
+        found = many(rows)
+        return [found.get(row) for row in rows]
+    return [one(row) for row in rows] if callable(one) else None
+
 
 def as_list(rows: Ready) -> list[int]:
     """`rows` as a list of Python ints."""
@@ -39,6 +54,15 @@ def whole_number(value: object, what: str) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidInput(f"{what} must be an int, got {value!r}") from None
+
+
+def check_hashable(**values: object) -> None:
+    """InvalidInput when one of `values` cannot be a key."""
+    for name, value in values.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise InvalidInput(f"{name} cannot be {value!r}") from None
 
 
 class BaseSampler(ABC):
@@ -87,15 +111,29 @@ class BaseSampler(ABC):
         """How many of the first ready rows `sample` has to see for this batch size; None for all of them."""
         return None
 
+    def least_ready(self, batch_size: int) -> int:
+        """With fewer ready rows than this, `sample` is not called, except for a result it remembers."""
+        return batch_size
+
+    def check_request(  # noqa: B027  nothing to refuse unless a subclass says so
+        self, batch_size: int, sampling_config: Mapping[str, Any]
+    ) -> None:
+        """Refuses what no ready rows could satisfy; called once per request, before it may wait.
+
+        Raises:
+            InvalidInput: a parameter is missing or wrong.
+        """
+
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any] | None = None
     ) -> bool:
         """Whether `sample` would repeat an earlier result for this `dp_rank` and `batch_index`."""
         config = sampling_config or {}
-        if config.get("dp_rank") is None:
+        rank, batch = config.get("dp_rank"), config.get("batch_index")
+        if rank is None:
             return False
-        batches = self._states.get(partition_id, {}).get(task_name, {}).get(config["dp_rank"], {})
-        return config.get("batch_index") in batches
+        check_hashable(dp_rank=rank, batch_index=batch)
+        return batch in self._states.get(partition_id, {}).get(task_name, {}).get(rank, {})
 
     def clear_cache(self, partition_id: str) -> None:
         """Forgets all results of a partition."""
@@ -131,13 +169,14 @@ class BaseSampler(ABC):
         """How to make this sampler in another process: `{"class": "module:QualName", "kwargs": {...}}`.
 
         `kwargs` are the constructor's arguments; an attribute of the same name counts instead when there is one.
+        For a class of the main script, `main` is the path of that script.
 
         Raises:
             ConfigError: another process cannot import the class.
             UnsupportedValue: an argument is not plain data, or is not named by the constructor.
         """
         kwargs = {name: vars(self).get(name, value) for name, value in self._named_arguments().items()}
-        return {"class": class_path(type(self)), "kwargs": _plain(kwargs, f"{type(self).__name__} argument")}
+        return class_spec(type(self), _plain(kwargs, f"{type(self).__name__} argument"))
 
     def _named_arguments(self) -> dict[str, Any]:
         args, kwargs = self._arguments
@@ -155,16 +194,19 @@ class BaseSampler(ABC):
         return named
 
 
-def class_path(cls: type) -> str:
-    """`module:QualName`. ConfigError when another process cannot import it."""
+def class_spec(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The spec of `cls(**kwargs)`. ConfigError when another process cannot import the class."""
     if inspect.isabstract(cls):
         raise ConfigError(f"{cls.__qualname__} is abstract: it has no sample()")
-    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+    if "<locals>" in cls.__qualname__:
         raise ConfigError(
             f"the controller's process cannot import the sampler class {cls.__module__}:{cls.__qualname__}; "
-            f"define it at the top level of an importable module"
+            f"define it at the top level of a module"
         )
-    return f"{cls.__module__}:{cls.__qualname__}"
+    if cls.__module__ not in MAIN_NAMES:
+        return {"class": f"{cls.__module__}:{cls.__qualname__}", "kwargs": kwargs}
+    module, path = main_module(cls)
+    return {"class": f"{module}:{cls.__qualname__}", **({"main": path} if path else {}), "kwargs": kwargs}
 
 
 def _holds_any(result: Any, indexes: set[int]) -> bool:

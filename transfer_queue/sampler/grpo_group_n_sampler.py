@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.errors import InvalidInput
-from transfer_queue.sampler.base import BaseSampler, PartitionView, Ready, Sampled, as_list, whole_number
+from transfer_queue.sampler.base import (
+    BaseSampler,
+    PartitionView,
+    Ready,
+    Sampled,
+    as_list,
+    check_hashable,
+    tags_of,
+    whole_number,
+)
 
 
 class GRPOGroupNSampler(BaseSampler):
@@ -49,7 +58,7 @@ class GRPOGroupNSampler(BaseSampler):
                 group cannot be hashed.
         """
         rank, batch = kwargs.get("dp_rank"), kwargs.get("batch_index")
-        _check_hashable(dp_rank=rank, batch_index=batch)
+        check_hashable(dp_rank=rank, batch_index=batch)
         known = self._states.get(partition_id, {}).get(task_name, {}).get(rank, {}).get(batch)
         if rank is not None and known is not None:
             return list(known[0]), list(known[1])
@@ -59,6 +68,11 @@ class GRPOGroupNSampler(BaseSampler):
             ranks = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
             ranks.setdefault(rank, {})[batch] = (list(sampled), list(sampled))
         return sampled, list(sampled)
+
+    def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
+        """InvalidInput for a `batch_size` that `sample` refuses."""
+        if type(self).sample is GRPOGroupNSampler.sample:
+            self._groups_in(batch_size)
 
     def _groups_in(self, batch_size: int) -> int:
         groups, rest = divmod(whole_number(batch_size, "batch_size"), self.n_samples_per_prompt)
@@ -72,10 +86,11 @@ class GRPOGroupNSampler(BaseSampler):
     def _pick(self, ready: Ready, groups: int, partition: PartitionView | None) -> list[int]:
         if not groups or len(ready) < groups * self.n_samples_per_prompt:
             return []
-        tags = getattr(partition, "tags", None)
-        if self.group_tag is None or not callable(tags) or not getattr(partition, "any_tags", True):
+        rows = [] if self.group_tag is None else sorted(as_list(ready))
+        tags = tags_of(partition, rows)
+        if self.group_tag is None or tags is None:
             return consecutive(ready, self.n_samples_per_prompt, groups)
-        named, unnamed = _by_tag(sorted(as_list(ready)), tags, self.group_tag)
+        named, unnamed = _by_tag(rows, tags, self.group_tag)
         if not named:
             return consecutive(unnamed, self.n_samples_per_prompt, groups)
         return self._merge(named, unnamed, groups)
@@ -91,13 +106,12 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 def _by_tag(
-    ready: list[int], tags: Callable[[int], Mapping[str, object] | None], group_tag: str
+    ready: list[int], tags: list[Mapping[str, Any] | None], group_tag: str
 ) -> tuple[dict[Hashable, list[int]], list[int]]:
     """(group -> its rows, rows without a group)."""
     named: dict[Any, list[int]] = {}
     unnamed: list[int] = []
-    for index in ready:
-        row = tags(index)
+    for index, row in zip(ready, tags, strict=True):
         group = row.get(group_tag) if row else None
         if group is None:
             unnamed.append(index)
@@ -143,11 +157,3 @@ def _runs(rows: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
     lengths = np.diff(starts, append=len(rows))
     offset = np.arange(len(rows)) - np.repeat(starts, lengths)
     return rows[offset < np.repeat(lengths // n * n, lengths)]
-
-
-def _check_hashable(**values: object) -> None:
-    for name, value in values.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise InvalidInput(f"{name} cannot be {value!r}") from None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from transfer_queue.controller import Controller
-from transfer_queue.errors import ConfigError
+from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import from_spec
 from transfer_queue.server.door import Door
 from transfer_queue.server.head import Head
@@ -25,7 +25,7 @@ from transfer_queue.server.members import Line
 from transfer_queue.server.metering import MeteredService
 from transfer_queue.server.outpost import Outpost
 from transfer_queue.server.service import Service
-from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, Ready, ServerConfig, clear_run_dir
+from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.address import host_towards, parse_address
 from transfer_queue.wire.messages import Reply, Request, Welcome
@@ -228,6 +228,7 @@ def _claim(path: str) -> None:
 def serve(config: ServerConfig, announce: int) -> None:
     """Run a server in this process until it is stopped."""
     logging.basicConfig(level=config.logging_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    server = Server(config)
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # replies are trees of small objects without cycles
     try:
@@ -236,18 +237,21 @@ def serve(config: ServerConfig, announce: int) -> None:
         runner = uvloop.run
     except ImportError:
         runner = asyncio.run
-
-    async def main() -> None:
-        await Server(config).run(announce)
-
-    runner(main())
+    runner(server.run(announce))
 
 
 def main() -> None:
-    """Entry of the child process: the config comes as JSON on standard input, the addresses go to standard output."""
+    """Entry of the child process: the config comes as JSON on standard input, the addresses go to standard output.
+
+    Nothing else does: what a sampler prints goes to standard error.
+    """
+    announce = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
     try:
-        serve(config, announce=1)
-    except ConfigError as error:  # before it announced itself
-        os.write(1, msgspec.json.encode(Ready(pid=os.getpid(), refused=str(error))) + b"\n")
-        raise SystemExit(1) from None
+        serve(config, announce)
+    except TransferQueueError as error:  # the configuration, a user's sampler, a service that cannot be joined
+        log.debug("not started", exc_info=True)
+        os.write(announce, msgspec.json.encode(NotStarted(code=error.code, text=str(error))) + b"\n")
+        sys.exit(1)

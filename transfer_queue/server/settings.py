@@ -51,13 +51,16 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     logging_level: str = "WARNING"
 
 
-class Ready(msgspec.Struct, kw_only=True):
-    """What the server prints once it listens: its addresses ("" where there is none).
+class NotStarted(msgspec.Struct, kw_only=True, tag=True):
+    """What the server prints instead when it cannot be started like that: an error's code and text."""
 
-    `refused` is why it does not start, when a setting is at fault.
-    """
+    code: str
+    text: str
+
+
+class Ready(msgspec.Struct, kw_only=True, tag=True):
+    """What the server prints once it listens: its addresses ("" where there is none)."""
 
     pid: int
     unix: str = ""
     tcp: str = ""
-    refused: str = ""
