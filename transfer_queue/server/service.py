@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from transfer_queue.controller import Controller
+from transfer_queue.controller.checkpointing import exported, restored
 from transfer_queue.errors import InvalidInput, StoreFull, TransferQueueError
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
@@ -15,6 +16,7 @@ from transfer_queue.wire import messages as m
 REMOTE_INLINE_NBYTES = 1 << 20
 REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
 REMEMBERED_PINS = 256
+MAX_STATE_NBYTES = 8 << 30
 Payload: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
 Answer: TypeAlias = "tuple[m.Reply, Payload]"
 
@@ -68,6 +70,7 @@ class Service:
         self._held: dict[Hashable, Held] = {}
         self._rules: dict[type, Callable[[m.Request, Session], Answer]] = {
             m.Read: self._read, m.Write: self._write, m.Get: self._get, m.Stats: self._stats, m.Adopt: self._adopt,
+            m.Snapshot: self._snapshot,
         }  # fmt: skip
 
     # sessions
@@ -168,6 +171,8 @@ class Service:
             return None if allocated is None else (allocated, ())
         if isinstance(message, m.Commit) and message.block >= 0:
             return self._commit(message, payload, session, ticket, now)
+        if isinstance(message, m.Restore):
+            return self._restore(message, payload, session)
         reply = self.controller.handle(message, ticket, session.ident, now)
         return None if reply is None else (reply, ())
 
@@ -247,7 +252,29 @@ class Service:
             return memoryview(self.unit.memory(block))[message.offset : message.offset + nbytes]  # type: ignore[arg-type]
         if isinstance(message, m.Commit) and message.block == 0 and nbytes <= REMOTE_INLINE_NBYTES:
             return memoryview(bytearray(nbytes))
+        if isinstance(message, m.Restore) and nbytes <= MAX_STATE_NBYTES:
+            return memoryview(bytearray(nbytes))
         raise InvalidInput(f"{type(message).__name__} with a payload of {nbytes} bytes")
+
+    def _snapshot(self, message: m.Request, session: Session) -> Answer:
+        state, blocks = exported(self.controller)
+        pieces = [m.Piece(block, 0, 0, 0, 0) for block in blocks]
+        layouts, _ = self.unit.describe(pieces)
+        self._pin_all(message.rid, blocks, session)
+        return m.Cut(message.rid, pieces, layouts), (state,)
+
+    def _restore(self, message: m.Restore, payload: memoryview, session: Session) -> Answer:
+        for one in message.blocks:
+            self.unit.unpublished(one.block, session.ident)
+            if not 0 <= one.layout < len(message.layouts):
+                raise InvalidInput(f"layout {one.layout} of {len(message.layouts)}")
+        blocks = {one.saved: one.block for one in message.blocks}
+        if len(blocks) != len(message.blocks) or len(set(blocks.values())) != len(blocks):
+            raise InvalidInput("a block occurs twice")
+        restored(self.controller, payload, blocks)
+        for one in message.blocks:
+            self.unit.publish(one.block, message.layouts[one.layout])
+        return m.Done(message.rid), ()
 
     def _adopt(self, message: m.Request, session: Session) -> Answer:
         assert isinstance(message, m.Adopt)

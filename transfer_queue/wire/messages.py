@@ -13,15 +13,18 @@ import msgspec
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.schema import FieldSchema
+from transfer_queue.wire.base import Message as Message
+from transfer_queue.wire.base import Piece as Piece
+from transfer_queue.wire.base import Reply as Reply
+from transfer_queue.wire.base import Request as Request
+from transfer_queue.wire.base import Tags as Tags
+from transfer_queue.wire.checkpoints import Cut as Cut
+from transfer_queue.wire.checkpoints import Refilled as Refilled
+from transfer_queue.wire.checkpoints import Restore as Restore
+from transfer_queue.wire.checkpoints import Snapshot as Snapshot
 
 PROTOCOL_VERSION = 1
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
-
-Tags: TypeAlias = dict[str, Any]
-
-
-class Message(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """Base of all messages."""
 
 
 class Hello(Message):
@@ -32,12 +35,6 @@ class Hello(Message):
 
 class Proof(Message):
     mac: bytes
-
-
-class Request(Message):
-    """Base of the requests that get exactly one reply."""
-
-    rid: int
 
 
 class Allocate(Request):
@@ -79,7 +76,7 @@ class Commit(Request):
     layout: bytes
     tags: list[Tags] | None
     timeout_s: float
-    replaced: list[int] = []  # positions whose tags replace the stored ones instead of merging
+    replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones instead of merging
 
 
 class Insert(Request):
@@ -240,10 +237,6 @@ class Welcome(Message):
     config: bytes
 
 
-class Reply(Message):
-    rid: int
-
-
 class Done(Reply):
     pass
 
@@ -278,16 +271,6 @@ class RowSet(Reply):
     tags: list[Tags] | None
     schema: list[FieldSchema]
     ready: bytes | None
-
-
-class Piece(msgspec.Struct, array_like=True, gc=False):
-    """One block of a `Located` reply. `arena` is -1 when its bytes ride in the payload at `offset`."""
-
-    block: int
-    arena: int
-    offset: int
-    nbytes: int
-    layout: int
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):
@@ -357,11 +340,11 @@ ClientMessage: TypeAlias = (
     Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
     | Cancel
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
-    | GetPartition | Adopt | Stats | Stop
+    | GetPartition | Adopt | Stats | Stop | Snapshot | Restore
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Names | Listing | Status
-    | PartitionInfo | Report
+    | PartitionInfo | Report | Cut
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -379,4 +362,4 @@ def check_request(request: Request) -> None:
 decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 
 # Replies of these are remembered, so that a retried request has its first outcome.
-MUTATING = (Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition)
+MUTATING = (Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Restore)
