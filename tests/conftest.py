@@ -50,20 +50,25 @@ def _threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("tq-")}
 
 
+def _shared_memory() -> set[str]:
+    """Names in /dev/shm, without the semaphores of anybody's multiprocessing."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves no thread, descriptor, child process or shared-memory name behind (module-wide fixtures aside)."""
     if not MODULE_WIDE.isdisjoint(request.fixturenames):
         yield
         return  # the module's service is alive: the fixture itself checks at its end
-    before = (_open_files(), _children(), _threads(), set(os.listdir("/dev/shm")))
+    before = (_open_files(), _children(), _threads(), _shared_memory())
     yield
     until(lambda: _children() <= before[1], "the end of child processes", 5)
     until(lambda: _threads() <= before[2], "the end of threads", 5)
     if not _open_files() <= before[0]:
         gc.collect()  # takes a quarter of a second with torch loaded
     assert _open_files() <= before[0]
-    assert set(os.listdir("/dev/shm")) <= before[3]
+    assert _shared_memory() <= before[3]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ LEAVES = [cls for cls in OURS if "code" in vars(cls)]
 BUILTINS = {
     "ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError, "AssertionError": AssertionError,
     "TimeoutError": TimeoutError, "RuntimeError": RuntimeError, "ConnectionError": ConnectionError,
-    "PermissionError": PermissionError,
+    "PermissionError": PermissionError, "FileNotFoundError": FileNotFoundError,
 }  # fmt: skip
 
 
@@ -77,7 +77,8 @@ def test_every_class_says_whose_fault_it_is() -> None:
 
 def test_conditions_that_were_runtime_errors_still_are() -> None:
     for cls in (errors.UnknownRows, errors.NotReady, errors.UnknownMode, errors.DeadlineExceeded, errors.StoreFull,
-                errors.ServiceUnavailable, errors.ProtocolError, errors.InternalError):  # fmt: skip
+                errors.ServiceUnavailable, errors.ProtocolError, errors.InternalError,
+                errors.NotInitialized):  # fmt: skip
         assert issubclass(cls, RuntimeError)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ import torch
 from conftest import until
 from hosts import CLIENT, TOKEN, Host
 
+from transfer_queue import checkpoint
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.session import Session
 from transfer_queue.errors import (
@@ -348,3 +350,34 @@ def test_fields_that_are_not_written_are_not_lost(cluster: list[Host]) -> None:
     with pytest.raises(NotReady):
         cluster[2].client.get_data(meta)
     cluster[0].client.clear_partition("empty")
+
+
+def test_a_checkpoint_has_the_rows_of_all_hosts_and_loads_where_there_is_one(
+    start: Callable[..., Host], tmp_path: Path
+) -> None:
+    head = start()
+    units = [start(join=head.tcp), start(join=head.tcp)]
+    for number, host in enumerate((head, *units)):
+        host.kv_put([f"{number}"], "p", rows(number, 1, LARGE), [{"host": number}])
+    checkpoint.save(units[0].client.session, tmp_path / "all")
+    head.client.clear_partition("p")
+    for host in (head, *units):
+        until(lambda host=host: host.used() == 0, "the release of everything")
+    alone = start()
+    checkpoint.load(alone.client.session, tmp_path / "all")
+    assert firsts(alone.kv_get(["0", "1", "2"], "p")) == [0, 1, 2]
+
+
+def test_a_checkpoint_loads_from_a_host_without_the_controller(start: Callable[..., Host], tmp_path: Path) -> None:
+    head = start()
+    unit = start(join=head.tcp)
+    head.kv_put(["a"], "p", rows(1, 1, LARGE))
+    unit.kv_put(["b"], "p", rows(2, 1, 4))
+    checkpoint.save(head.client.session, tmp_path / "saved")
+    unit.kv_put(["c"], "p", rows(3, 1, LARGE))
+    checkpoint.load(unit.client.session, tmp_path / "saved")
+    assert list(head.client.kv_list("p")["p"]) == ["a", "b"]
+    assert head.kv_get(["a", "b"], "p", ["n"])["n"].tolist() == [1000, 2000]
+    until(lambda: head.used() == 0, "the release of what was replaced")
+    head.client.clear_partition("p")
+    until(lambda: unit.used() == 0, "the release of what was loaded")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transfer_queue.interface import kv_clear as kv_clear
     from transfer_queue.interface import kv_list as kv_list
     from transfer_queue.interface import kv_put as kv_put
+    from transfer_queue.interface import load_checkpoint as load_checkpoint
+    from transfer_queue.interface import save_checkpoint as save_checkpoint
     from transfer_queue.metadata import BatchMeta as BatchMeta
     from transfer_queue.metadata import KVBatchMeta as KVBatchMeta
     from transfer_queue.sampler import BaseSampler as BaseSampler
@@ -42,6 +44,7 @@ _HOMES = {
         "init", "close", "get_client", "get_metrics_endpoint", "kv_put", "kv_batch_put", "kv_batch_get",
         "kv_batch_get_by_meta", "kv_list", "kv_clear", "async_kv_put", "async_kv_batch_put", "async_kv_batch_get",
         "async_kv_batch_get_by_meta", "async_kv_list", "async_kv_clear",
+        "save_checkpoint", "load_checkpoint",
     ),
     "transfer_queue.client.api": ("TransferQueueClient",),
     "transfer_queue.codec.registry": ("register_type",),

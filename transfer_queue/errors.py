@@ -11,6 +11,9 @@
     │   ├── NotReady                   (ValueError)      the rows exist, the fields are not written yet
     │   ├── StorageKeyNotFoundError    (KeyError)        the rows were cleared
     │   ├── NotInitialized             (AssertionError)  no service was started or found
+    │   ├── CheckpointMissing          (FileNotFoundError) no checkpoint there, or a file of it is missing
+    │   ├── CheckpointCorrupt          (ValueError)      a file of a checkpoint is not what was saved
+    │   ├── CheckpointUnsupported      (ValueError)      a checkpoint of another format, or pickled
     │   └── ConfigError                (ValueError)      a setting has a bad value
     ├── ServiceError                   the other side failed: try again later or elsewhere
     │   ├── DeadlineExceeded           (TimeoutError)    no answer, or no rows, in time
@@ -93,10 +96,28 @@ class StorageKeyNotFoundError(CallerError, KeyError):
 RowCleared = StorageKeyNotFoundError
 
 
-class NotInitialized(CallerError, AssertionError):
+class NotInitialized(CallerError, AssertionError, RuntimeError):
     """This process is not attached and no running service was found."""
 
     code = "not_initialized"
+
+
+class CheckpointMissing(CallerError, FileNotFoundError):
+    """There is no checkpoint in the directory, or one of its files is gone."""
+
+    code = "checkpoint_missing"
+
+
+class CheckpointCorrupt(CallerError, ValueError):
+    """A file of a checkpoint is damaged, cut short, or not one that was saved. Nothing was loaded."""
+
+    code = "checkpoint_corrupt"
+
+
+class CheckpointUnsupported(CallerError, ValueError):
+    """A checkpoint of a format that this version does not read; pickled ones are never loaded."""
+
+    code = "checkpoint_unsupported"
 
 
 class ConfigError(CallerError, ValueError):

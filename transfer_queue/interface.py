@@ -1,4 +1,4 @@
-"""The functions of the package: this process's one connection to the service, and the key-value interface on it."""
+"""The functions of the package: this process's one connection to the service, key-value interface, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from transfer_queue import checkpoint
 from transfer_queue import config as settings
 from transfer_queue.client import kv
 from transfer_queue.client.api import TransferQueueClient
@@ -104,7 +105,7 @@ def _session() -> Session:
     if _client is None:
         environment = settings.from_env()
         if not (environment.address or environment.run_dir):
-            raise NotInitialized("no service: call transfer_queue.init(), or set TQ_ADDRESS")
+            raise NotInitialized("TransferQueue is not initialized: call transfer_queue.init(), or set TQ_ADDRESS")
         init()
     return get_client().session
 
@@ -134,3 +135,26 @@ kv_batch_get_by_meta = _plain(kv.kv_batch_get_by_meta)
 async_kv_batch_get_by_meta = _async(kv.kv_batch_get_by_meta)
 kv_list, async_kv_list = _plain(kv.kv_list), _async(kv.kv_list)
 kv_clear, async_kv_clear = _plain(kv.kv_clear), _async(kv.kv_clear)
+
+
+def save_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write all partitions, as of one instant, to a directory of this machine. Others go on working meanwhile.
+
+    Replaces an earlier checkpoint there atomically; until then, and when this raises, the earlier one stays.
+    `metadata` is kept in metadata.json. Rows are always stored: `include_storage=False` only warns. Blocks until the
+    files are on disk. Raises `NotInitialized` (a RuntimeError), `UnsupportedValue` (`metadata` is not JSON),
+    `InvalidInput` (the directory holds something else), OSError.
+    """
+    checkpoint.save(_session(), checkpoint_dir, include_storage, metadata)
+
+
+def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Replace everything in the service by what `save_checkpoint` wrote: one atomic step, after all of it was verified.
+
+    Needs room for both until then. Raises `NotInitialized` (a RuntimeError), `CheckpointMissing` (a FileNotFoundError),
+    `CheckpointCorrupt` and `CheckpointUnsupported` (ValueErrors), `InvalidInput` (the service runs another sampler),
+    `StoreFull`; nothing has changed then.
+    """
+    checkpoint.load(_session(), checkpoint_dir)

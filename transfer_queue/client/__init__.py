@@ -6,6 +6,7 @@
              └─ Session    connections, mapped arenas, memory; one server, many threads and event loops
                  ├─ connection, aio    one socket each
                  └─ views              zero-copy reads: private mappings, pins, the reaper that undoes them
+    snapshots          everything at once, for `transfer_queue.checkpoint`: one instant out, one atomic step in
 
 `TransferQueueClient` and `AsyncTransferQueueClient` are importable from here.
 """

@@ -96,11 +96,15 @@ class Fetching:
 
     def closed(self, table: Table) -> None:
         """A partition is gone: its waiters wait for the next one of that name."""
+        self.orphan(table)
+        self.sampler.clear_cache(table.name)
+
+    def orphan(self, table: Table) -> None:
+        """The waiters of a partition wait for the next one of that name."""
         waiting = [w for task in table.tasks.values() for view in task.views.values() for w in view.waiters]
         held = [w for w in waiting if self.parked.holds(w)]
         if held:
             self._orphans.setdefault(table.name, []).extend(held)
-        self.sampler.clear_cache(table.name)
 
     def written(self, table: Table, slots: Slots, fields: Sequence[str]) -> None:
         """Cells of `fields` were written on `slots`: rows may be ready now."""

@@ -28,6 +28,12 @@ class Ledger:
     def open(self, block: int, cells: int, partition: str, group: int) -> None:
         self.entries[block] = Entry(cells, partition, group)
 
+    def replace(self, entries: dict[int, Entry]) -> None:
+        """Only `entries` count from now on; the blocks held so far are freed."""
+        self.freed.extend(self.entries)
+        self.thin.clear()
+        self.entries = entries
+
     def release(self, released: Iterable[tuple[int, int]]) -> None:
         """Take (block, number of cells) pairs off the books."""
         for block, cells in released:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from transfer_queue.controller.checkpointing import capture, restore
 from transfer_queue.controller.fetching import Fetching, row_set
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locating import located
@@ -34,6 +35,7 @@ class Controller:
         self.outbox: list[tuple[Hashable, m.Reply]] = []
         self.payloads: dict[Hashable, memoryview] = {}
         self.doubtful: set[Hashable] = set()
+        self.captures: set[bytes] = set()  # sessions that are about to pin the blocks of a snapshot
         self.ledger = Ledger()
         self.max_rows = max_rows
         self._reserved_rows = reserved_rows
@@ -53,6 +55,13 @@ class Controller:
             self._check_fetch(message)
             parked = Parked(ticket, session, message, now + message.timeout_s)
             return self._fetching.fetch(parked, self.tables.get(message.partition))
+        if isinstance(message, m.Snapshot):
+            return capture(self, message, ticket, session)
+        if isinstance(message, m.Restore):
+            return restore(self, message, ticket)
+        if isinstance(message, m.Release):
+            self.captures.discard(session)
+            return m.Done(message.rid)
         try:
             return self._rules[type(message)](message)
         except _Crowded as full:
@@ -80,11 +89,12 @@ class Controller:
 
     def end_session(self, session: bytes) -> None:
         """A client is gone for good."""
+        self.captures.discard(session)
 
     @property
     def freed(self) -> list[int]:
-        """Blocks without live cells; whoever recycles them empties the list."""
-        return self.ledger.freed
+        """Blocks to recycle; whoever does it empties the list."""
+        return [] if self.captures else self.ledger.freed
 
     @property
     def num_rows(self) -> int:

@@ -15,6 +15,7 @@ from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
 
 REMOTE_INLINE_NBYTES = 1 << 20
+MAX_STATE_NBYTES = 8 << 30
 ALIGN = 64
 Payload: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
 Answer: TypeAlias = "tuple[m.Reply, Payload]"
@@ -45,6 +46,8 @@ class Blocks:
                 raise InvalidInput(f"bytes {message.offset}..{message.offset + nbytes} of a block of {block.nbytes}")
             return memoryview(self.unit.memory(block))[message.offset : message.offset + nbytes]  # type: ignore[arg-type]
         if isinstance(message, m.Commit) and message.block == 0 and nbytes <= REMOTE_INLINE_NBYTES:
+            return memoryview(bytearray(nbytes))
+        if isinstance(message, m.Restore) and nbytes <= MAX_STATE_NBYTES:
             return memoryview(bytearray(nbytes))
         raise InvalidInput(f"{type(message).__name__} with a payload of {nbytes} bytes")
 
@@ -146,6 +149,18 @@ class Blocks:
         self.unpin_all(session.pinned.pop(rid, ()), session)
         for block in blocks:
             session.note_pin(rid, block)
+
+    def pin(self, message: m.Request, session: Session) -> Answer:
+        """Pin whole blocks, to be mapped or read."""
+        assert isinstance(message, m.Pin)
+        pieces = [m.Piece(block, m.ELSEWHERE, 0, 0, 0) for block in np.frombuffer(message.blocks, np.int64).tolist()]
+        reply = m.Taken(message.rid, pieces, [])
+        if len(self.unit.describe(pieces, reply.layouts)) < len(pieces):
+            raise InvalidInput("blocks of another unit")
+        self._pin_all(message.rid, [piece.block for piece in pieces], session)
+        if not session.local:
+            _leave(pieces)
+        return reply, ()
 
     def unpin_all(self, blocks: Sequence[int], session: Session) -> None:
         for block in blocks:

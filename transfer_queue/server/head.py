@@ -21,7 +21,7 @@ class Head:
         self.service = make(controller, unit)
         self.members = self.service.members
         self.members.lose = controller.lose
-        self.members.known = controller.ledger.entries.keys
+        self.members.known = lambda: controller.ledger.entries
         self.compactor = Compactor(self.service, self._moved_here)
 
     def work(self) -> None:

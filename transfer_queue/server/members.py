@@ -115,10 +115,10 @@ class Members:
         if line is not None:
             line.push(message)
 
-    def addresses(self, pieces: Iterable[m.Piece], known: dict[int, str]) -> dict[int, str]:
-        """Where the units of `pieces` are, as far as they are members. Raises `ServiceUnavailable` for one away."""
+    def addresses(self, blocks: Iterable[int], known: dict[int, str]) -> dict[int, str]:
+        """Where the units of `blocks` are, as far as they are members. Raises `ServiceUnavailable` for one away."""
         found = {**known}
-        for unit in {unit_of(piece.block) for piece in pieces} & self._members.keys():
+        for unit in {unit_of(block) for block in blocks} & self._members.keys():
             member = self._members[unit]
             if member.line is None:
                 raise ServiceUnavailable(

@@ -134,7 +134,7 @@ class Server:
         """A local client also learns the token, to read from units of other hosts."""
         door = os.path.join(self.config.run_dir, DOOR_NAME) if local else ""
         own = {"metrics_endpoint": self._metrics.address} if self._metrics is not None else {}
-        config = {"metrics_endpoint": None, **self._client_config, **own}
+        config = {"metrics_endpoint": None, **self._client_config, **own, "unit": self.service.unit.number}
         if local:
             config["token"] = self.config.token
         return Welcome(os.getpid(), door, json.dumps(config).encode())

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from transfer_queue.errors import InvalidInput, RowCleared, TransferQueueError
 from transfer_queue.server.blocks import Answer, Blocks
 from transfer_queue.server.members import Members
@@ -13,6 +15,7 @@ from transfer_queue.server.sessions import Session, Sessions
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
 
+NO_BYTES = memoryview(b"")
 MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
 
 
@@ -20,8 +23,8 @@ class Control(Protocol):
     """The controller as a server sees it: its own, or that of another host.
 
     `handle` answers, raises the caller's error, or returns None; the answer then appears in `outbox` as (ticket,
-    reply), its payload if any in `payloads`. After a reply that only says that no answer came, `doubtful` has the
-    ticket. `freed` lists blocks that no row refers to any more.
+    reply). `payloads` has the payloads of requests and replies that have one, by ticket. After a reply that only says
+    that no answer came, `doubtful` has the ticket. `freed` lists blocks that no row refers to any more.
     """
 
     outbox: list[tuple[Hashable, m.Reply]]
@@ -68,11 +71,11 @@ class Service:
         self.doubts: list[int] = []  # blocks whose commit got no answer: the controller knows what became of it
         self.tcp = ""  # where other hosts reach this server
         self.num_requests = 0
-        self._held: dict[Hashable, Held] = {}
+        self._held: dict[Hashable, list[Held]] = {}
         self._reading: dict[Hashable, Reading] = {}
         self._rules: dict[type, Callable[[m.Request, Session], Answer]] = {
             m.Read: self.blocks.read, m.Write: self.blocks.write, m.Take: self.blocks.take,
-            m.Adopt: self.blocks.adopt, m.Stats: self._stats,
+            m.Pin: self.blocks.pin, m.Adopt: self.blocks.adopt, m.Stats: self._stats,
         }  # fmt: skip
 
     # sessions
@@ -93,18 +96,19 @@ class Service:
         for ticket in tickets & self._reading.keys():
             del self._reading[ticket]
         for ticket in tickets & self._held.keys():
-            held = self._released(ticket)
-            if ticket in self.controller.doubtful:
-                self._doubt(held)
-            elif held.owner is None:
-                self.unit.drop(held.block.number)
+            for held in self._released(ticket):
+                if ticket in self.controller.doubtful:
+                    self._doubt(held)
+                elif held.owner is None:
+                    self.unit.drop(held.block.number)
         self.controller.doubtful -= tickets
 
-    def _released(self, ticket: Hashable) -> Held:
+    def _released(self, ticket: Hashable) -> list[Held]:
         """What a parked commit held, given back to its owner (None: it came inline)."""
-        held = self._held.pop(ticket)
-        held.block.owner = held.owner
-        return held
+        blocks = self._held.pop(ticket)
+        for held in blocks:
+            held.block.owner = held.owner
+        return blocks
 
     def _doubt(self, held: Held) -> None:
         """Keep the block as if it were published until the controller says what became of its commit."""
@@ -127,7 +131,8 @@ class Service:
         self.settle()
 
     def _discard(self, block: int, session: Session) -> None:
-        self._forget({t for t, held in self._held.items() if (held.block.number, held.owner) == (block, session.ident)})
+        mine = (block, session.ident)
+        self._forget({t for t, held in self._held.items() if any((h.block.number, h.owner) == mine for h in held)})
         try:
             self.unit.unpublished(block, session.ident)
         except InvalidInput:
@@ -177,8 +182,16 @@ class Service:
             return self._commit(message, payload, session, ticket, now)
         if isinstance(message, m.Get):
             return self._get(Reading(message, session, 1), ticket, now)
+        if isinstance(message, m.Restore):
+            return self._restore(message, payload, session, ticket, now)
         reply = self.controller.handle(message, ticket, session.ident, now)
-        return None if reply is None else (reply, ())
+        return None if reply is None else self._complete(reply, self.controller.payloads.pop(ticket, NO_BYTES))
+
+    def _complete(self, reply: m.Reply, payload: memoryview) -> Answer:
+        """The answer that a controller's reply makes."""
+        if isinstance(reply, m.Captured):
+            reply.units = self.members.addresses(np.frombuffer(reply.blocks, np.int64).tolist(), reply.units)
+        return reply, (payload,) if payload else ()
 
     def _commit(
         self, message: m.Commit, payload: memoryview, session: Session, ticket: Hashable, now: float
@@ -197,11 +210,38 @@ class Service:
             self.unit.drop(block.number)
             raise
         if reply is None:
-            self._held[ticket] = Held(block, block.owner, layout)
-            block.owner = None
+            self._hold(ticket, [(block, layout)])
             return None
         self.unit.publish(block.number, layout)
         return reply, ()
+
+    def _restore(
+        self, message: m.Restore, payload: memoryview, session: Session, ticket: Hashable, now: float
+    ) -> Answer | None:
+        """Publish the blocks the client filled as those of a saved state, in place of everything."""
+        if not all(0 <= one.layout < len(message.layouts) for one in message.blocks):
+            raise InvalidInput(f"there are {len(message.layouts)} layouts")
+        filled = [
+            (self.unit.unpublished(one.block, session.ident), message.layouts[one.layout])
+            for one in message.blocks
+            if not self.members.has(one.block)
+        ]
+        self.controller.payloads[ticket] = payload
+        try:
+            reply = self.controller.handle(message, ticket, session.ident, now)
+        finally:
+            self.controller.payloads.pop(ticket, None)
+        if reply is None:
+            self._hold(ticket, filled)
+            return None
+        for block, layout in filled:
+            self.unit.publish(block.number, layout)
+        return reply, ()
+
+    def _hold(self, ticket: Hashable, blocks: list[tuple[Block, bytes]]) -> None:
+        self._held[ticket] = [Held(block, block.owner, layout) for block, layout in blocks]
+        for block, _ in blocks:
+            block.owner = None
 
     def _get(self, reading: Reading, ticket: Hashable, now: float) -> Answer | None:
         """Locate, then add what lies here."""
@@ -210,10 +250,10 @@ class Service:
             self._reading[ticket] = reading
             return None
         assert isinstance(reply, m.Located)
-        return self._present(reply, memoryview(b""), reading.session)
+        return self._present(reply, NO_BYTES, reading.session)
 
     def _present(self, reply: m.Located, payload: memoryview, session: Session) -> Answer:
-        reply.units = self.members.addresses(reply.pieces, reply.units)
+        reply.units = self.members.addresses([piece.block for piece in reply.pieces], reply.units)
         return self.blocks.present(reply, (payload,) if payload else (), session)
 
     def _stats(self, message: m.Request, session: Session) -> Answer:
@@ -259,13 +299,13 @@ class Service:
         for ticket, reply in self.controller.outbox:
             if ticket not in self._held:
                 continue
-            held = self._released(ticket)
-            if ticket in self.controller.doubtful:
-                self._doubt(held)
-            elif isinstance(reply, m.Failed):
-                self.unit.drop(held.block.number)
-            else:
-                self.unit.publish(held.block.number, held.layout)
+            for held in self._released(ticket):
+                if ticket in self.controller.doubtful:
+                    self._doubt(held)
+                elif isinstance(reply, m.Failed):
+                    self.unit.drop(held.block.number)
+                else:
+                    self.unit.publish(held.block.number, held.layout)
 
     def expire(self, now: float) -> None:
         self.controller.expire(now)
@@ -283,13 +323,13 @@ class Service:
         """Tickets and answers of parked requests that were answered since the last call."""
         while self.controller.outbox:
             ticket, reply = self.controller.outbox.pop(0)
-            payload = self.controller.payloads.pop(ticket, memoryview(b""))
+            payload = self.controller.payloads.pop(ticket, NO_BYTES)
             self.controller.doubtful.discard(ticket)
             reading = self._reading.pop(ticket, None)
             if reading is not None and isinstance(reply, m.Located):
                 answer = self._completed(reading, ticket, reply, payload, now)
             else:
-                answer = (reply, (payload,) if payload else ())
+                answer = self._complete(reply, payload)
             if answer is not None:
                 yield ticket, answer
         for ticket, reply in self.unit.outbox:

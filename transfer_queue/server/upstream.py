@@ -15,6 +15,7 @@ from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, Transfer
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.aio import AsyncConnection
+from transfer_queue.wire.checkpoints import STATE_S
 
 CONNECT_S = 5.0
 SPARE_S = 1.0  # how much later than its own deadline a request is given up here; the client waits a little longer still
@@ -28,14 +29,14 @@ class Caller:
         self._session = session
         self._opening: asyncio.Future[AsyncConnection] | None = None
 
-    async def call(self, message: m.Request, timeout_s: float) -> tuple[Any, memoryview]:
+    async def call(self, message: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
         """The reply. A lost connection is replaced once: the request keeps its id, so it has one outcome."""
         connection = await self._connection()
         try:
-            return await connection.call(message, None, timeout_s)
+            return await connection.call(message, payload, timeout_s)
         except ServiceUnavailable:
             connection = await self._connection()
-            return await connection.call(message, None, timeout_s)
+            return await connection.call(message, payload, timeout_s)
 
     async def _connection(self) -> AsyncConnection:
         opening = self._opening
@@ -77,23 +78,24 @@ class RemoteController:
         caller = self._callers.get(session)
         if caller is None:
             caller = self._callers[session] = Caller(self.address, session)
-        task = asyncio.get_running_loop().create_task(self._ask(caller, message, ticket))
+        asking = self._ask(caller, message, self.payloads.pop(ticket, None), ticket)
+        task = asyncio.get_running_loop().create_task(asking)
         self._asking[ticket] = (task, message)
         return None
 
-    async def _ask(self, caller: Caller, message: m.Request, ticket: Hashable) -> None:
-        timeout_s = (getattr(message, "timeout_s", 0.0) or self.timeout_s) + SPARE_S
-        payload = memoryview(b"")
+    async def _ask(self, caller: Caller, message: m.Request, payload: memoryview | None, ticket: Hashable) -> None:
+        wait_s = STATE_S if isinstance(message, (m.Snapshot, m.Restore)) else getattr(message, "timeout_s", 0.0)
+        answer = memoryview(b"")
         try:
-            reply, payload = await caller.call(message, timeout_s)
+            reply, answer = await caller.call(message, payload, (wait_s or self.timeout_s) + SPARE_S)
         except TransferQueueError as error:
             reply = m.Failed(message.rid, error.code, f"controller at {self.address}: {error}")
             if isinstance(error, (DeadlineExceeded, ServiceUnavailable)):
                 self.doubtful.add(ticket)
-        if isinstance(reply, m.Located):
+        if isinstance(reply, (m.Located, m.Captured)):
             reply.units.setdefault(0, str(self.address))
-        if payload:
-            self.payloads[ticket] = payload
+        if answer:
+            self.payloads[ticket] = answer
         del self._asking[ticket]
         self.outbox.append((ticket, reply))
         self._deliver()
@@ -102,7 +104,7 @@ class RemoteController:
         for ticket in tickets & self._asking.keys():
             task, message = self._asking.pop(ticket)
             task.cancel()
-            if isinstance(message, m.Commit):
+            if isinstance(message, (m.Commit, m.Restore)):
                 self.doubtful.add(ticket)
 
     def end_session(self, session: bytes) -> None:

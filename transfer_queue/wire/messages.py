@@ -13,17 +13,32 @@ import msgspec
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.schema import FieldSchema
+from transfer_queue.wire.base import Message as Message
+from transfer_queue.wire.base import Piece as Piece
+from transfer_queue.wire.base import Reply as Reply
+from transfer_queue.wire.base import Request as Request
+from transfer_queue.wire.base import Tags as Tags
+from transfer_queue.wire.checkpoints import Captured as Captured
+from transfer_queue.wire.checkpoints import Pin as Pin
+from transfer_queue.wire.checkpoints import Refilled as Refilled
+from transfer_queue.wire.checkpoints import Release as Release
+from transfer_queue.wire.checkpoints import Restore as Restore
+from transfer_queue.wire.checkpoints import Snapshot as Snapshot
+from transfer_queue.wire.units import Blocks as Blocks
+from transfer_queue.wire.units import Cut as Cut
+from transfer_queue.wire.units import Drop as Drop
+from transfer_queue.wire.units import Join as Join
+from transfer_queue.wire.units import Joined as Joined
+from transfer_queue.wire.units import Moved as Moved
+from transfer_queue.wire.units import Settle as Settle
+from transfer_queue.wire.units import Take as Take
+from transfer_queue.wire.units import Taken as Taken
+from transfer_queue.wire.units import Thin as Thin
 
 PROTOCOL_VERSION = 2
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
 INLINE, ELSEWHERE = -1, -2  # arena numbers of pieces that ride in the payload, or lie on another unit
 UNIT_SHIFT = 40  # the bits of a block number above these name its unit
-
-Tags: TypeAlias = dict[str, Any]
-
-
-class Message(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """Base of all messages."""
 
 
 class Hello(Message):
@@ -34,12 +49,6 @@ class Hello(Message):
 
 class Proof(Message):
     mac: bytes
-
-
-class Request(Message):
-    """Base of the requests that get exactly one reply."""
-
-    rid: int
 
 
 class Allocate(Request):
@@ -65,24 +74,6 @@ class Read(Request):
     nbytes: int
 
 
-class Cut(msgspec.Struct, array_like=True, gc=False):
-    """Some rows (ascending int64, distinct) and fields of a block."""
-
-    block: int
-    rows: bytes
-    fields: list[str]
-
-
-class Take(Request):
-    """Pin what a reader on another host needs of this unit's blocks; `Read` then fetches the bytes.
-
-    A cut of part of a block is a block of its own, of exactly these rows, unless there is no room for it: then the
-    whole block is given.
-    """
-
-    cuts: list[Cut]
-
-
 class Commit(Request):
     """Publish one block as cells of `fields` on some rows, merge `tags`, and wake waiters: one atomic step.
 
@@ -99,7 +90,7 @@ class Commit(Request):
     layout: bytes
     tags: list[Tags] | None
     timeout_s: float
-    replaced: list[int] = []  # positions whose tags replace the stored ones instead of merging
+    replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones instead of merging
 
 
 class Insert(Request):
@@ -239,29 +230,6 @@ class Adopt(Request):
     session: bytes
 
 
-class Join(Request):
-    """A unit of another host offers itself: its incarnation, where readers reach it ("host:port"; without a host, the
-    one this connection comes from), and the numbers (int64) of the blocks it has published."""
-
-    incarnation: bytes
-    address: str
-    blocks: bytes
-
-
-class Moved(Request):
-    """A unit rewrote a thin block as `target`, whose rows are `rows` (ascending int64) of the old one."""
-
-    block: int
-    target: int
-    rows: bytes
-
-
-class Settle(Request):
-    """Which of these blocks (int64) does no row refer to? They never will: commits of them are refused from now on."""
-
-    blocks: bytes
-
-
 class Goodbye(Message):
     """One way: this session ends here, now, and will not come back."""
 
@@ -285,10 +253,6 @@ class Welcome(Message):
     pid: int
     door: str
     config: bytes
-
-
-class Reply(Message):
-    rid: int
 
 
 class Done(Reply):
@@ -327,17 +291,6 @@ class RowSet(Reply):
     ready: bytes | None
 
 
-class Piece(msgspec.Struct, array_like=True, gc=False):
-    """One block of a reply. `arena` is INLINE when its bytes ride in the payload at `offset`, ELSEWHERE when they lie
-    on the unit that the block's number names and have to be taken from there."""
-
-    block: int
-    arena: int
-    offset: int
-    nbytes: int
-    layout: int
-
-
 class Part(msgspec.Struct, array_like=True, gc=False):
     """Fields that lie alike: `runs` is int64 (k, 3) of (piece, first row in it, number of rows), in result order."""
 
@@ -353,41 +306,7 @@ class Located(Reply):
     layouts: list[bytes]
     parts: list[Part]
     schema: list[FieldSchema]
-    units: dict[int, str] = {}
-
-
-class Taken(Reply):
-    """One piece for each cut; they are pinned, or ride in the payload."""
-
-    pieces: list[Piece]
-    layouts: list[bytes]
-
-
-class Joined(Reply):
-    """The unit's number, which the numbers of its blocks begin with. No row refers to the blocks `gone` (int64)."""
-
-    unit: int
-    gone: bytes
-
-
-class Blocks(Reply):
-    """Block numbers, int64."""
-
-    numbers: bytes
-
-
-class Drop(Message):
-    """To a unit: no row refers to these blocks (int64) any more."""
-
-    blocks: bytes
-
-
-class Thin(Message):
-    """To a unit: rewrite `block`, of which only these rows (ascending int64) and fields are left."""
-
-    block: int
-    rows: bytes
-    fields: list[str]
+    units: dict[int, str] = {}  # noqa: RUF012  msgspec copies it
 
 
 class Names(Reply):
@@ -442,11 +361,11 @@ ClientMessage: TypeAlias = (
     Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
     | Cancel | Goodbye | Take | Join | Moved | Settle
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
-    | GetPartition | Adopt | Stats | Stop
+    | GetPartition | Adopt | Stats | Stop | Snapshot | Pin | Release | Restore
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
-    | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin
+    | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -464,4 +383,6 @@ def check_request(request: Request) -> None:
 decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 
 # Replies of these are remembered, so that a retried request has its first outcome.
-MUTATING = (Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved)
+MUTATING = (
+    Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Restore,
+)  # fmt: skip

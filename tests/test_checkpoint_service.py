@@ -1,0 +1,146 @@
+"""Snapshot and restore in the server's service, without sockets: pins, blocks, retries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_service import FIELD, commit
+
+from transfer_queue.controller import Controller
+from transfer_queue.errors import InvalidInput
+from transfer_queue.sampler import SequentialSampler
+from transfer_queue.server.service import Service
+from transfer_queue.server.sessions import Session
+from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.wire import messages as m
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    unit = Unit(1 << 20)
+    yield Service(Controller(SequentialSampler(), max_rows=6, reserved_rows=0), unit)
+    unit.close()
+
+
+@pytest.fixture
+def session(service: Service) -> Session:
+    return service.sessions.attach(b"client", local=True)
+
+
+def send(service: Service, session: Session, message: m.Request, payload: bytes = b"") -> Any:
+    """(reply, payload), or None when the request was parked."""
+    answer = service.handle(message, memoryview(payload), session, ("link", message.rid), 0.0)
+    service.check_invariants()
+    return None if answer is None else (answer[0], b"".join(bytes(part) for part in answer[1]))
+
+
+def captured(service: Service, session: Session, rid: int) -> tuple[m.Taken, bytes]:
+    """The pinned blocks and the state of a snapshot."""
+    reply, state = send(service, session, m.Snapshot(rid))
+    taken, _ = send(service, session, m.Pin(1000 + rid, reply.blocks))
+    send(service, session, m.Release(2000 + rid))
+    return taken, state
+
+
+def filled(service: Service, session: Session, cut: m.Taken, first_rid: int) -> m.Restore:
+    """The request that puts a cut back, its blocks allocated and filled."""
+    blocks = []
+    for number, piece in enumerate(cut.pieces):
+        allocated, _ = send(service, session, m.Allocate(first_rid + number, piece.nbytes, False, 0.0))
+        block, held = service.unit.block(allocated.block), service.unit.block(piece.block)
+        assert block is not None
+        assert held is not None
+        service.unit.memory(block)[:] = service.unit.memory(held)
+        blocks.append(m.Refilled(piece.block, allocated.block, piece.layout))
+    return m.Restore(first_rid + len(blocks), blocks, cut.layouts)
+
+
+def test_blocks_stay_pinned_until_the_saver_releases_them_or_is_gone(service: Service, session: Session) -> None:
+    saver = service.sessions.attach(b"saver", local=True)
+    for rid in (1, 2):
+        send(service, session, commit(rid, 2), b"ab")
+    cut, state = captured(service, saver, 1)
+    assert state
+    assert len(cut.pieces) == 2
+    send(service, session, m.Clear(3, "p", None, None))
+    assert service.unit.used_nbytes == 128
+    service.notify(m.Unpin([cut.pieces[0].block]), saver)
+    assert service.unit.used_nbytes == 64
+    service.detach(saver, set(), 0.0)
+    assert service.unit.used_nbytes == 0
+
+
+def test_blocks_are_not_recycled_before_the_saver_had_time_to_pin_them(service: Service, session: Session) -> None:
+    saver = service.sessions.attach(b"saver", local=True)
+    send(service, session, commit(1, 2), b"ab")
+    reply, _ = send(service, saver, m.Snapshot(1))
+    send(service, session, m.Clear(3, "p", None, None))
+    assert service.unit.used_nbytes == 64
+    taken, _ = send(service, saver, m.Pin(2, reply.blocks))
+    send(service, saver, m.Release(3))
+    assert service.unit.used_nbytes == 64
+    service.notify(m.Unpin([piece.block for piece in taken.pieces]), saver)
+    assert service.unit.used_nbytes == 0
+
+
+def test_a_saver_that_ends_before_it_pinned_holds_nothing(service: Service, session: Session) -> None:
+    saver = service.sessions.attach(b"saver", local=True)
+    send(service, session, commit(1, 2), b"ab")
+    send(service, saver, m.Snapshot(1))
+    send(service, session, m.Clear(3, "p", None, None))
+    service.detach(saver, set(), 0.0)
+    assert service.unit.used_nbytes == 0
+
+
+def test_a_snapshot_asked_for_again_pins_once(service: Service, session: Session) -> None:
+    send(service, session, commit(1, 2), b"ab")
+    for _ in range(2):
+        cut, _ = captured(service, session, 2)
+    service.notify(m.Unpin([piece.block for piece in cut.pieces]), session)
+    assert service.unit.pinned_nbytes() == {}
+
+
+def test_a_repeated_restore_gets_its_first_reply(service: Service, session: Session) -> None:
+    send(service, session, commit(1, 4), b"abcd")
+    cut, state = captured(service, session, 2)
+    request = filled(service, session, cut, 10)
+    first = send(service, session, request, state)
+    assert isinstance(first[0], m.Done)
+    send(service, session, m.Clear(3, "p", None, None))
+    assert send(service, session, request, state) == first
+    assert service.controller.num_rows == 0
+
+
+@pytest.mark.parametrize("what", ["of another", "published", "twice", "no layout"])
+def test_blocks_that_are_not_the_loaders_are_refused(service: Service, session: Session, what: str) -> None:
+    for rid in (1, 2):
+        send(service, session, commit(rid, 2), b"ab")
+    cut, state = captured(service, session, 3)
+    request = filled(service, session, cut, 10)
+    loader = service.sessions.attach(b"other", local=True) if what == "of another" else session
+    if what == "published":
+        request.blocks[0].block = cut.pieces[0].block
+    elif what == "twice":
+        request.blocks[0].block = request.blocks[1].block
+    elif what == "no layout":
+        request.blocks[0].layout = 7
+    reply, _ = send(service, loader, request, state)
+    assert reply.code == InvalidInput.code
+    assert service.controller.num_rows == 4
+    assert set(service.controller.ledger.entries) == {piece.block for piece in cut.pieces}
+
+
+def test_a_put_that_waits_for_room_is_carried_out_on_the_restored_rows(service: Service, session: Session) -> None:
+    send(service, session, commit(1, 2), b"ab")
+    cut, state = captured(service, session, 2)
+    send(service, session, commit(3, 4), b"cdef")
+    allocated, _ = send(service, session, m.Allocate(4, 3, False, 0.0))
+    waiting = m.Commit(5, "p", 3, None, None, FIELD, allocated.block, b"", None, 60.0)
+    assert send(service, session, waiting) is None
+    send(service, session, filled(service, session, cut, 10), state)
+    answers = [answer[0] for _, answer in service.answered(0.0)]
+    assert [type(reply) for reply in answers] == [m.Committed]
+    assert service.controller.num_rows == 5
+    assert allocated.block in service.controller.ledger.entries
