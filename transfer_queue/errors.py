@@ -14,6 +14,7 @@
     ├── ServiceError                   the other side failed: try again later or elsewhere
     │   ├── DeadlineExceeded           (TimeoutError)    no answer, or no rows, in time
     │   ├── StoreFull                  (RuntimeError)    no room was freed before the deadline
+    │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
     │   ├── AccessDenied               (PermissionError) wrong user, or missing or wrong token
     │   └── ProtocolError              (RuntimeError)    bytes that are not this protocol
@@ -111,6 +112,12 @@ class StoreFull(ServiceError, RuntimeError):
     """The byte or row budget was exhausted until the deadline."""
 
     code = "store_full"
+
+
+class LeaseExpired(ServiceError, RuntimeError):
+    """The lease ended before it was acknowledged: it ran out, was given back, or its holder or the service went."""
+
+    code = "lease_expired"
 
 
 class ServiceUnavailable(ServiceError, ConnectionError, RuntimeError):

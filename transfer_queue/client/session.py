@@ -75,7 +75,7 @@ class Session:
 
     def _open_memory(self) -> None:
         self.arenas = Arenas(self._door, self._connect_timeout_s)
-        self.views = Views(self.arenas, self._unpin, self._stay, self._disconnect)
+        self.views = Views(self.arenas, self._unpin, self.stay, self._disconnect)
 
     @property
     def is_local(self) -> bool:
@@ -225,8 +225,10 @@ class Session:
         self.pool.clear()
         self.views.close()
 
-    def _stay(self) -> None:
-        """Hold a connection that no call can break: with the last one of a session, its pins would go."""
+    def stay(self) -> None:
+        """Hold a connection that no call can break: with the last one of a session, its pins and leases would go."""
+        if self._kept is not None:
+            return
         with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
             self._kept = Connection(self.address, self.ident, min(self.timeout_s, self._connect_timeout_s))
 

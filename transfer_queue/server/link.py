@@ -167,6 +167,8 @@ class Link(asyncio.BufferedProtocol):
         if self._session is not None and not self._transport.is_closing():
             self._server.service.close_request(self._session, reply)
             self._send(reply)
+        elif isinstance(reply, m.RowSet):
+            self._server.service.controller.take_back(reply)
 
     def _answer(self, answer: Answer) -> None:
         reply, payload = answer

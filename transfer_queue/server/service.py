@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from transfer_queue.controller import Controller
-from transfer_queue.errors import InvalidInput, StoreFull, TransferQueueError
+from transfer_queue.errors import InvalidInput, LeaseExpired, StoreFull, TransferQueueError
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
 
@@ -86,6 +86,7 @@ class Service:
         if not session.connections:
             del self.sessions[session.ident]
             self.unit.forget(session.ident)
+            self.controller.end_session(session.ident)
         self.settle()
 
     def _forget(self, tickets: set[Hashable]) -> None:
@@ -128,6 +129,8 @@ class Service:
             self._forget({session.parked.pop(rid)})
         self._unpin_all(session.pinned.pop(rid, ()), session)
         answer = session.replies.get(rid)
+        if answer is not None and isinstance(answer[0], m.RowSet):
+            self.controller.take_back(answer[0])
         if answer is not None and isinstance(answer[0], m.Allocated):
             self._unpin_all([answer[0].block], session)
             self.notify(m.Discard(answer[0].block), session)
@@ -168,6 +171,8 @@ class Service:
             return None if allocated is None else (allocated, ())
         if isinstance(message, m.Commit) and message.block >= 0:
             return self._commit(message, payload, session, ticket, now)
+        if isinstance(message, m.Fetch) and message.holder and message.holder not in self.sessions:
+            raise LeaseExpired("the session that would hold the rows has ended")
         reply = self.controller.handle(message, ticket, session.ident, now)
         return None if reply is None else (reply, ())
 

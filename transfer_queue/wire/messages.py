@@ -13,15 +13,18 @@ import msgspec
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.schema import FieldSchema
+from transfer_queue.wire.base import Message as Message
+from transfer_queue.wire.base import Reply as Reply
+from transfer_queue.wire.base import Request as Request
+from transfer_queue.wire.leases import Ack as Ack
+from transfer_queue.wire.leases import Lent as Lent
+from transfer_queue.wire.leases import Release as Release
+from transfer_queue.wire.leases import Renew as Renew
 
 PROTOCOL_VERSION = 1
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
 
 Tags: TypeAlias = dict[str, Any]
-
-
-class Message(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """Base of all messages."""
 
 
 class Hello(Message):
@@ -32,12 +35,6 @@ class Hello(Message):
 
 class Proof(Message):
     mac: bytes
-
-
-class Request(Message):
-    """Base of the requests that get exactly one reply."""
-
-    rid: int
 
 
 class Allocate(Request):
@@ -79,7 +76,7 @@ class Commit(Request):
     layout: bytes
     tags: list[Tags] | None
     timeout_s: float
-    replaced: list[int] = []  # positions whose tags replace the stored ones instead of merging
+    replaced: list[int] = []  # noqa: RUF012  copied by msgspec; positions whose tags replace the stored ones
 
 
 class Insert(Request):
@@ -92,7 +89,11 @@ class Insert(Request):
 
 
 class Fetch(Request):
-    """Hand `batch_size` ready rows to `task`; parks until the sampler is satisfied."""
+    """Hand `batch_size` ready rows to `task`; parks until the sampler is satisfied.
+
+    With `lease_s` the rows are lent to the session `holder` (b"": the asker's) until they are acknowledged. With
+    `until_done` the answer is empty once every row is used or lent to that holder, and there are as many as declared.
+    """
 
     partition: str
     fields: list[str]
@@ -101,6 +102,9 @@ class Fetch(Request):
     sampling: dict[str, Any]
     timeout_s: float
     empty_on_timeout: bool
+    lease_s: float = 0.0
+    until_done: bool = False
+    holder: bytes = b""
 
 
 class Scan(Request):
@@ -240,10 +244,6 @@ class Welcome(Message):
     config: bytes
 
 
-class Reply(Message):
-    rid: int
-
-
 class Done(Reply):
     pass
 
@@ -272,12 +272,16 @@ class Committed(Reply):
 
 
 class RowSet(Reply):
-    """Rows with what metadata needs. `ready` is None when all are, else one byte per row (or row and field)."""
+    """Rows with what metadata needs. `ready` is None when all are, else one byte per row (or row and field).
+
+    `lease` is the number of the lease they are held on, 0 for none.
+    """
 
     rows: bytes
     tags: list[Tags] | None
     schema: list[FieldSchema]
     ready: bytes | None
+    lease: int = 0
 
 
 class Piece(msgspec.Struct, array_like=True, gc=False):
@@ -358,10 +362,12 @@ ClientMessage: TypeAlias = (
     | Cancel
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | Adopt | Stats | Stop
+    | Ack | Renew | Release
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Names | Listing | Status
     | PartitionInfo | Report
+    | Lent
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -379,4 +385,4 @@ def check_request(request: Request) -> None:
 decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 
 # Replies of these are remembered, so that a retried request has its first outcome.
-MUTATING = (Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition)
+MUTATING = (Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Ack, Release)
