@@ -222,13 +222,13 @@ def test_a_request_until_done_is_answered_when_the_last_row_is_acknowledged() ->
     assert box.lend(2, session=b"two", until_done=True, wait_s=60, ticket="end") is None
     box.ack(lease)
     assert box.answers() == [("end", [])]
-    assert box.lend(2, until_done=True) == (0, [])
+    assert box.lend(2, until_done=True) == (m.DONE, [])
 
 
 def test_rows_lent_to_the_asker_itself_are_nothing_to_wait_for() -> None:
     box, rows = filled(2)
     box.lend(2, session=b"one")
-    assert box.lend(2, session=b"one", until_done=True, wait_s=60) == (0, [])
+    assert box.lend(2, session=b"one", until_done=True, wait_s=60) == (m.DONE, [])
     assert box.lend(2, session=b"two", until_done=True, wait_s=60, ticket="two") is None
     box.end_session(b"one")
     ((ticket, got),) = box.answers()

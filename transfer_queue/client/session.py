@@ -34,6 +34,10 @@ MIN_TIMEOUT_S = 0.001
 NOTIFY_S = 1.0
 
 
+class Interrupted(Exception):
+    """Another thread ended the call with `Session.interrupt`; the server was told that nobody waits any more."""
+
+
 class Session:
     """Attached to the server at `address`; raises `ServiceUnavailable` when there is none.
 
@@ -70,6 +74,7 @@ class Session:
         self.listings = Listings()
         self._rids = itertools.count(1)
         self._owed: list[m.Message] = []
+        self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
         self._kept: Connection | None = None
         self._loops: dict[asyncio.AbstractEventLoop, asyncio.Future[AsyncConnection]] = {}
 
@@ -120,17 +125,31 @@ class Session:
         if self.closed:
             raise ServiceUnavailable("this client was closed")
         connection = self._borrow(timeout_s)
+        if effect.wait_s:
+            self._waiting[effect.request.rid] = connection
         try:
             found = connection.call(effect.request, effect.payload, timeout_s)
         except BaseException as error:
             connection.close()  # the answer may still come: nobody else must take it for theirs
+            if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
+                self.notify(m.Cancel(effect.request.rid))
+                raise Interrupted from None
             if not isinstance(error, ServiceUnavailable):
                 self._owed.append(m.Cancel(effect.request.rid))
             raise
-        self._give_back(connection)
+        if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
+            connection.close()  # interrupted just too late
+        else:
+            self._give_back(connection)
         if self._owed:
             self._deliver_owed()
         return found
+
+    def interrupt(self, rid: int) -> None:
+        """Make the blocking call of another thread whose request is parked raise `Interrupted`; else nothing."""
+        connection = self._waiting.pop(rid, None)
+        if connection is not None:
+            connection.shut()
 
     def notify(self, message: m.Message) -> None:
         """Tell the server; when it does not listen now, the next call does. Once it is gone, nobody needs to know."""

@@ -13,7 +13,7 @@ from transfer_queue.controller.readiness import Slots, Task, View
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import DeadlineExceeded, InternalError, InvalidInput, LeaseExpired, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.wire.messages import Failed, Fetch, Reply, RowSet, Tags
+from transfer_queue.wire.messages import DONE, Failed, Fetch, Reply, RowSet, Tags
 
 MIN_WAITERS = 16
 
@@ -66,7 +66,7 @@ class Fetching:
                 self._settled(table, table.task(message.task))
                 return reply
             if message.until_done and self._is_done(request, table):
-                return _nothing(message.rid)
+                return _nothing(message.rid, DONE)
         if message.timeout_s <= 0:
             return _timed_out(message)
         self.parked.add(request)
@@ -149,7 +149,7 @@ class Fetching:
         for request in list(task.finishing):
             if self.parked.holds(request) and self._is_done(request, table):
                 self.parked.remove(request)
-                self._outbox.append((request.ticket, _nothing(request.message.rid)))
+                self._outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
 
     def shrunk(self, table: Table) -> None:
         """Rows were cleared, or fewer are expected."""
@@ -246,8 +246,8 @@ def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: 
     return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready)
 
 
-def _nothing(rid: int) -> RowSet:
-    return RowSet(rid, b"", None, [], None)
+def _nothing(rid: int, lease: int = 0) -> RowSet:
+    return RowSet(rid, b"", None, [], None, lease)
 
 
 def _timed_out(message: Fetch) -> RowSet:

@@ -24,6 +24,8 @@ from transfer_queue.wire.leases import Renew as Renew
 PROTOCOL_VERSION = 1
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
 
+DONE = -1
+
 Tags: TypeAlias = dict[str, Any]
 
 
@@ -274,7 +276,7 @@ class Committed(Reply):
 class RowSet(Reply):
     """Rows with what metadata needs. `ready` is None when all are, else one byte per row (or row and field).
 
-    `lease` is the number of the lease they are held on, 0 for none.
+    `lease` is the number of the lease they are held on, 0 for none; `DONE` in the empty answer to a fetch `until_done`.
     """
 
     rows: bytes
