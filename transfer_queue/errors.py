@@ -19,6 +19,7 @@
     │   ├── DeadlineExceeded           (TimeoutError)    no answer, or no rows, in time
     │   ├── StoreFull                  (RuntimeError)    no room was freed before the deadline
     │   ├── DataLost                   (RuntimeError)    the host that held the rows is gone for good
+    │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
     │   ├── AccessDenied               (PermissionError) wrong user, or missing or wrong token
     │   └── ProtocolError              (RuntimeError)    bytes that are not this protocol
@@ -146,6 +147,12 @@ class DataLost(ServiceError, RuntimeError):
     """Cells of these rows were stored on a host that is gone. Writing them again makes the rows whole."""
 
     code = "data_lost"
+
+
+class LeaseExpired(ServiceError, RuntimeError):
+    """The lease ended before it was acknowledged: it ran out, was given back, or its holder or the service went."""
+
+    code = "lease_expired"
 
 
 class ServiceUnavailable(ServiceError, ConnectionError, RuntimeError):
