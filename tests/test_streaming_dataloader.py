@@ -144,7 +144,7 @@ def test_a_killed_worker_loses_nothing(client: Client) -> None:
     next(running)
     (pid,) = client.kv_list("w")["w"].values()
     os.kill(pid["pid"], signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="worker"):
+    with pytest.raises((RuntimeError, OSError, EOFError)):
         list(running)
     running.close()  # torch's handler of dead workers may have raised outside of the iterator
     left = 16 - used(client)
