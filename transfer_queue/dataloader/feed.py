@@ -125,7 +125,8 @@ class Feed:
         self._changed = threading.Condition()
         self._key: Key | None = None  # what to fetch, or what `_found` is
         self._found: Batch | End | BaseException | None = None
-        self._fetching: tuple[Key, int] | None = None  # and the id of its request
+        self._working: Key | None = None  # what the thread fetches now
+        self._rid = 0  # of its request
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tq-prefetch", daemon=True)
         self._thread.start()
@@ -139,7 +140,7 @@ class Feed:
         self.expect(key)
         with self._changed:
             while self._found is None:
-                stale = self._fetching is not None and self._fetching[0] != key
+                stale = self._working not in (None, key)
                 self._changed.wait(RETRY_S if stale else None)
                 if stale:
                     self._interrupt()
@@ -176,9 +177,7 @@ class Feed:
         self.give_back()
 
     def _interrupt(self) -> None:
-        fetching = self._fetching
-        if fetching is not None:
-            self._client.session.interrupt(fetching[1])
+        self._client.session.interrupt(self._rid)
 
     # the thread's side
 
@@ -189,7 +188,7 @@ class Feed:
                 self._changed.wait_for(self._has_work, max(0.0, renewal - time.monotonic()))
                 if self._closed:
                     return
-                key = self._key if self._found is None else None
+                key = self._working = self._key if self._found is None else None
             if time.monotonic() >= renewal:
                 renewal = time.monotonic() + self._every_s
                 with contextlib.suppress(ServiceError):  # the next fetch or ack tells the consumer
@@ -202,7 +201,7 @@ class Feed:
 
     def _fetch(self, key: Key, wait_s: float) -> Batch | End | BaseException | None:
         def call(effect: Call) -> Any:
-            self._fetching = (key, effect.request.rid)
+            self._rid = effect.request.rid
             return self._client.session.call(effect)
 
         try:
@@ -211,11 +210,10 @@ class Feed:
             return None
         except BaseException as error:  # noqa: BLE001  it is raised in the consumer's thread
             return error
-        finally:
-            self._fetching = None
 
     def _deliver(self, key: Key, found: Batch | End | BaseException | None) -> None:
         with self._changed:
+            self._working = None
             if self._key == key and not self._closed:
                 self._found = found
                 self._changed.notify_all()

@@ -157,11 +157,11 @@ class _Deliveries(Iterator[Any]):
                 self._items.extend(items)
                 if not items:
                     self._dataset.begin(index + 1)
-        except BaseException:
+            item, self._in_hand = self._items.popleft()
+            return item
+        except BaseException:  # torch raises anywhere when it learns that a worker died
             self.close()
             raise
-        item, self._in_hand = self._items.popleft()
-        return item
 
     def settle(self) -> None:
         """The micro-batch that was delivered last was used. Raises `LeaseExpired`."""
