@@ -144,9 +144,17 @@ def _by_partition(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
 
 
 def _rows_at(data: Batch, positions: list[int]) -> Batch:
-    if isinstance(data, TensorDictBase):
-        return data[positions]
-    return {name: [column[p] for p in positions] for name, column in data.items()}
+    """These rows. A jagged tensor can't be indexed by torch, and not by tensordict before 0.11: it becomes a list."""
+    found: dict[str, Any] = {}
+    for name, column in items_of(data):
+        if isinstance(column, torch.Tensor) and column.is_nested:
+            rows = column.unbind()
+            found[name] = [rows[p] for p in positions]
+        elif isinstance(data, TensorDictBase):
+            found[name] = column[positions]
+        else:
+            found[name] = [column[p] for p in positions]
+    return found
 
 
 def set_tags(session: Session, meta: BatchMeta, tags: Sequence[Mapping[str, Any]]) -> Operation[None]:
