@@ -1,4 +1,4 @@
-"""The two ends that need a GPU, replaced: a language-model server's answers and a model's numbers. All else is verl's."""
+"""The two ends that need a GPU, replaced: a language-model server's answers, a model's numbers. The rest is verl's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def losses(data: TensorDict, column: str) -> TensorDict:
 
 
 class Engine(Worker):
-    """A training worker with verl's dispatch and collection, and the bridge to the queue that `register` puts around."""
+    """A training worker with verl's dispatch and collection, and the bridge to the queue that `register` adds."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The interpreters of the suites. This package is installed into them from the tree, editable; torch is never a CUDA build."""
+"""The interpreters of the suites. They have this package from the tree, editable, but for TransferQueue's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def _with_this_package(name: str, tensordict: str, *packages: str) -> Environmen
     """torch, one release of tensordict, this package, what its tests need, and `packages`, resolved together."""
     wanted = (TORCH, tensordict, *packages, *TESTS, "--editable", str(ROOT))
     versions = [package.partition("==")[::2] for package in (tensordict, *packages)]
-    return Environment(folder=ROOT / ".venv-frameworks" / name, steps=((TORCH,), wanted), versions=(*versions, ("torch", "")))
+    return Environment(
+        folder=ROOT / ".venv-frameworks" / name, steps=((TORCH,), wanted), versions=(*versions, ("torch", ""))
+    )
 
 
 ENVIRONMENTS = {

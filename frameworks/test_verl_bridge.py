@@ -1,4 +1,4 @@
-"""verl's bridge between metadata and batches: what it puts around every method of a worker, and how batches are split."""
+"""verl's bridge between metadata and batches, which is around every method of a worker; how batches are split."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """verl's training loop from its first line to its last, over this package, on a Ray of two processors.
 
-Data set, tokenizer, agent loops, reward workers, replay buffer, dispatch to two data-parallel workers and back, padding,
-balancing, advantages, metrics, validation, dumps: all verl's. Two ends are not: see `engine.py`.
+Data set, tokenizer, agent loops, reward workers, replay buffer, dispatch to two data-parallel workers and back,
+padding, balancing, advantages, metrics, validation, dumps: all verl's. Two ends are not: see `engine.py`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,12 @@ def write(trainer: PPOTrainer, uid: str, sessions: list[list[AgentLoopOutput]], 
     async def run() -> None:
         await tq.async_kv_put(key=uid, partition_id="train", tag={"status": "running"})
         for number, outputs in enumerate(sessions):
-            known = {"uid": uid, "session_id": number, "global_steps": trainer.global_steps, "raw_prompt": [{"role": "user"}]}
+            known = {
+                "uid": uid,
+                "session_id": number,
+                "global_steps": trainer.global_steps,
+                "raw_prompt": [{"role": "user"}],
+            }
             await worker._agent_loop_postprocess(outputs, False, **known)
         await tq.async_kv_put(key=uid, partition_id="train", tag={"status": status})
 
@@ -61,7 +66,7 @@ def test_a_batch_of_prompts_becomes_rows(new_trainer: NewTrainer) -> None:
     assert td["responses"].offsets().diff().tolist() == [tags[key]["response_len"] for key in rows]
     assert td["position_ids"].dtype == torch.int64
     assert td["rollout_log_probs"].dtype == torch.float32
-    assert list(td["raw_prompt"])[0][0]["role"] == "user"
+    assert next(iter(td["raw_prompt"]))[0]["role"] == "user"
     assert td.pop("uid").tolist() == [key.split("_")[0] for key in rows]
     assert td[0]["data_source"] == "sums"
 
@@ -109,7 +114,9 @@ def test_sampling_takes_finished_groups_and_clears_their_prompts(new_trainer: Ne
     write(trainer, "b", [[output(1)], [output(5)]])
     batch, metrics = trainer.replay_buffer.sample(global_steps=1, partition_id="train", batch_size=2)
     assert sorted(batch.keys) == ["a_0_0", "a_1_0", "a_1_1", "b_0_0", "b_1_0"]
-    assert [tag["response_len"] for tag in batch.tags] == [{"a": [2, 3, 4], "b": [1, 5]}[k[0]][_nth(k)] for k in batch.keys]
+    assert [tag["response_len"] for tag in batch.tags] == [
+        {"a": [2, 3, 4], "b": [1, 5]}[k[0]][_nth(k)] for k in batch.keys
+    ]
     assert metrics == {}
     assert set(tq.kv_list("train")["train"]) == {"late", "late_0_0", *batch.keys}
 
@@ -206,7 +213,9 @@ def test_a_counter_of_groups(new_trainer: NewTrainer) -> None:
 def test_positions_of_several_dimensions_keep_their_ragged_one(new_trainer: NewTrainer, rows: list[int]) -> None:
     columns = [torch.arange(4 * n).view(4, n) for n in (*rows, 9)]
     ragged = torch.nested.as_nested_tensor(columns, layout=torch.jagged)
-    tq.kv_batch_put(keys=["a", "b", "c"], partition_id="train", fields=TensorDict({"position_ids": ragged}, batch_size=3))
+    tq.kv_batch_put(
+        keys=["a", "b", "c"], partition_id="train", fields=TensorDict({"position_ids": ragged}, batch_size=3)
+    )
     found = tq.kv_batch_get(keys=["a", "b"], partition_id="train")["position_ids"]
     assert found._ragged_idx == 2
     assert [row.tolist() for row in found.unbind()] == [column.tolist() for column in columns[:2]]

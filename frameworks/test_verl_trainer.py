@@ -88,7 +88,11 @@ def test_a_batch_is_padded_and_balanced(sampled: Any) -> None:
     td = tq.kv_batch_get(keys=padding, partition_id="train")
     assert td["input_ids"].offsets().diff().tolist() == [128] * 6
     assert td["response_mask"].values().tolist() == [0] * 6
-    assert set(tq.kv_batch_get(keys=balanced.keys, partition_id="train").keys()) >= {"rm_scores", "prompts", "raw_prompt"}
+    assert set(tq.kv_batch_get(keys=balanced.keys, partition_id="train").keys()) >= {
+        "rm_scores",
+        "prompts",
+        "raw_prompt",
+    }
     assert {key: tag["seq_len"] for key, tag in tq.kv_list("train")["train"].items()} == {
         key: tag["seq_len"] for key, tag in zip(balanced.keys, balanced.tags, strict=True)
     }
@@ -154,7 +158,9 @@ def test_metrics_of_mixtures_of_experts_skip_a_field_that_is_missing(sampled: An
 
 
 @pytest.mark.parametrize("count", [4, 2])
-def test_a_rollout_is_kept_and_replayed(new_trainer: NewTrainer, configure: Callable[..., DictConfig], count: int) -> None:
+def test_a_rollout_is_kept_and_replayed(
+    new_trainer: NewTrainer, configure: Callable[..., DictConfig], count: int
+) -> None:
     skip = ("skip.rollout_tq.enable=True", "skip.rollout_tq.steps=[1]", "skip.rollout_tq.action=repeat")
     trainer = new_trainer(*skip)
     SkipManager.init(trainer.config)
@@ -187,7 +193,9 @@ def test_the_endpoint_of_metrics_is_registered(service: DictConfig, monkeypatch:
 
 def test_verls_configuration_is_taken_as_it_is(service: DictConfig, configure: Callable[..., DictConfig]) -> None:
     section = configure().transfer_queue
-    assert service.backend.SimpleStorage.total_storage_size == section.backend.SimpleStorage.total_storage_size == 100000
+    assert (
+        service.backend.SimpleStorage.total_storage_size == section.backend.SimpleStorage.total_storage_size == 100000
+    )
     assert service.backend.MooncakeStore.protocol == "tcp"
     assert service.enable is False
     assert tq.init(section) is section

@@ -3,7 +3,8 @@
     TransferQueueError
     ├── CallerError                    the call is wrong: change the call
     │   ├── InvalidInput               (ValueError)      sizes, names, duplicates
-    │   │   └── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
+    │   │   ├── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
+    │   │   └── BatchMismatch          (RuntimeError)    a batch does not fit its metadata or its parser's result
     │   ├── UnsupportedValue           (TypeError)       a value the codec cannot carry exactly
     │   ├── SchemaConflict             (ValueError)      dtype, rank or kind differs from the field's
     │   ├── UnknownRows                (ValueError)      no such partition, keys or rows
@@ -50,6 +51,12 @@ class UnknownMode(InvalidInput, RuntimeError):
     """`get_meta` was called with a mode other than insert, fetch or force_fetch, or without what the mode needs."""
 
     code = "unknown_mode"
+
+
+class BatchMismatch(InvalidInput, RuntimeError):
+    """A batch has not as many rows as its metadata, or `data_parser` changed its fields or number of rows."""
+
+    code = "batch_mismatch"
 
 
 class UnsupportedValue(CallerError, TypeError):

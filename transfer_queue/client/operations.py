@@ -21,7 +21,7 @@ from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.values import is_plain
-from transfer_queue.errors import InvalidInput, UnknownMode, UnsupportedValue
+from transfer_queue.errors import BatchMismatch, InvalidInput, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
@@ -89,7 +89,7 @@ def planned(session: Session, batch: Batch, parser: Parser | None) -> Plan:
         columns = dict(items_of(batch))
         parsed = parser(dict(columns))
         if parsed.keys() != columns.keys() or any(len(column) != count for column in parsed.values()):
-            raise InvalidInput("data_parser must keep the fields and the number of rows")
+            raise BatchMismatch("data_parser must keep the fields and the number of rows")
         batch = parsed
     plan = plan_batch(batch, count, bool(session.config.get("allow_pickle")))
     if not plan.columns:
@@ -108,7 +108,7 @@ def put(
         return committed_meta(reply, partition_id, plan, None)
     count = num_rows(data)
     if len(metadata) != count or not count:
-        raise InvalidInput(f"{count} rows of data for {len(metadata)} rows of metadata")
+        raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
     for positions, part in _by_partition(metadata):
         rows_of_part = data if len(part) == count else _rows_at(data, positions)
         schema = yield from _put_part(session, rows_of_part, part, data_parser)

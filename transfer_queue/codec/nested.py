@@ -37,9 +37,9 @@ class Offsets:
 def jagged(values: torch.Tensor, offsets: Offsets, ragged: int) -> torch.Tensor:
     """The jagged NestedTensor over `values` whose dimension `ragged` (counted with the batch) differs.
 
-    It knows its longest row, as those of `torch.nested.nested_tensor` do: without, `to_padded_tensor` pads to the length
-    of all rows together. The constructor costs 14 microseconds; `torch.nested.nested_tensor_from_jagged` with its
-    checks, 42.
+    It knows its longest row, as those of `torch.nested.nested_tensor` do: without, `to_padded_tensor` pads to the
+    length of all rows together. The constructor costs 14 microseconds; `torch.nested.nested_tensor_from_jagged` with
+    its checks, 42.
     """
     lengths = {"min_seqlen": offsets.shortest, "max_seqlen": offsets.longest}
     return NestedTensor(values, offsets=offsets.marks, _ragged_idx=ragged, _metadata_cache=lengths)
