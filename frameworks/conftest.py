@@ -39,13 +39,27 @@ def configure(model: Path, tmp_path: Path) -> Callable[..., DictConfig]:
     return lambda *overrides: new_config(model, tmp_path, *overrides)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DictConfig]:
-    """The queue, started the way verl's task runner does: with the section of verl's configuration."""
+@pytest.fixture(scope="module", autouse=True)
+def service(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DictConfig]:
+    """The queue, started the way verl's task runner does: with the section of verl's configuration.
+
+    Modules with ON_RAY get a Ray of two processors beside it.
+    """
     os.environ.pop("TQ_ADDRESS", None)
     section = new_config(model, tmp_path_factory.mktemp("out")).transfer_queue
-    yield tq.init(section)
+    config = tq.init(section)
+    on_ray = getattr(request.module, "ON_RAY", False)
+    if on_ray:
+        # Tests and verl call init() without arguments. A service that Ray itself can find needs no address: then Ray
+        # starts first, and runtime_env goes.
+        address = {"TQ_ADDRESS": os.environ["TQ_ADDRESS"]}
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": address})
+    yield config
     tq.close()
+    if on_ray:
+        ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +67,6 @@ def _nothing_stays(service: DictConfig) -> Iterator[None]:
     yield
     for partition in tq.get_client().get_partition_list():
         tq.get_client().clear_partition(partition)
-
-
-@pytest.fixture(scope="session")
-def cluster(service: DictConfig) -> Iterator[None]:
-    """A Ray of two processors. Its workers find the service by the address in their environment."""
-    # A service that Ray itself can find makes the address unnecessary; tests and verl call init() without arguments.
-    address = {"TQ_ADDRESS": os.environ["TQ_ADDRESS"]}
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": address})
-    yield
-    ray.shutdown()
 
 
 class Workers:
@@ -103,7 +107,7 @@ def new_trainer(configure: Callable[..., DictConfig]) -> Callable[..., PPOTraine
 
 
 @pytest.fixture
-def on_ray(cluster: None) -> Iterator[Callable[[PPOTrainer], AgentLoopManagerTQ]]:
+def on_ray(service: DictConfig) -> Iterator[Callable[[PPOTrainer], AgentLoopManagerTQ]]:
     """Gives a trainer its worker groups, reward workers and agent loop workers, as Ray actors."""
     handles: list[Any] = []
     groups: list[Any] = []

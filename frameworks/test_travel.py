@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 
+ON_RAY = True
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = ["a", "b", "c", "d"]
 
@@ -67,7 +68,7 @@ class Reader:
         return tq.init(config) is config and tq.get_client().get_partition_list() == ["p"]
 
 
-def test_metadata_through_ray(cluster: None, metas: tuple[tq.KVBatchMeta, tq.BatchMeta], service: DictConfig) -> None:
+def test_metadata_through_ray(metas: tuple[tq.KVBatchMeta, tq.BatchMeta], service: DictConfig) -> None:
     assert facts(*ray.get([ray.put(meta) for meta in metas])) == facts(*metas)
     reader = Reader.remote()
     assert ray.get(reader.facts.remote(*metas)) == facts(*metas)

@@ -17,6 +17,7 @@ from verl.trainer.ppo.v1 import AgentLoopManagerTQ, PPOTrainer
 import transfer_queue as tq
 from frameworks.engine import ENTROPY
 
+ON_RAY = True
 Equip = Callable[[PPOTrainer], AgentLoopManagerTQ]
 ASYNC = ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1")
 
