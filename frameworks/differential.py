@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CALLS = Path(__file__).resolve().parent / "calls"
-Run = Callable[[Sequence[str | Path]], int]
+Run = Callable[[Sequence[str | Path], Path], int]
 
 # case -> why it differs; the rows of docs/compatibility.md. A case that stops differing has to go from here.
 INTENDED = {
@@ -32,7 +32,8 @@ def main(theirs: Path, ours: Path, run: Run) -> int:
         for name, command in {"theirs": [theirs], "ours": [ours]}.items():
             out = Path(folder) / f"{name}.jsonl"
             extra = ["ray"] if name == "theirs" else []
-            if run([*command, "-W", "ignore", CALLS, str(out), *extra]):
+            # Not in the repository: Ray's workers import from where they are started.
+            if run([*command, "-W", "ignore", CALLS, str(out), *extra], Path(folder)):
                 print(f"differential: the calls to {name} did not end well", file=sys.stderr)
                 return 1
             answers.append(dict(json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()))

@@ -23,10 +23,10 @@ TENSORDICT_TESTS = (
 )  # fmt: skip
 
 
-def run(command: Sequence[str | Path]) -> int:
-    """The exit status of a command in the repository root, without addresses of other runs in its environment."""
+def run(command: Sequence[str | Path], cwd: Path = ROOT) -> int:
+    """The exit status of a command, without addresses of other runs in its environment."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "RAY_", "TQ_"))}
-    return subprocess.run(command, cwd=ROOT, env=kept, check=False).returncode
+    return subprocess.run(command, cwd=cwd, env=kept, check=False).returncode
 
 
 def python(name: str) -> Path:
