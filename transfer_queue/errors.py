@@ -4,7 +4,8 @@
     ├── CallerError                    the call is wrong: change the call
     │   ├── InvalidInput               (ValueError)      sizes, names, duplicates
     │   │   ├── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
-    │   │   └── MissingParameter       (TypeError)       sampling_config lacks what the sampler needs
+    │   │   ├── MissingParameter       (TypeError)       sampling_config lacks what the sampler needs
+    │   │   └── BatchMismatch          (RuntimeError)    a batch does not fit its metadata or its parser's result
     │   ├── UnsupportedValue           (TypeError)       a value the codec cannot carry exactly
     │   ├── SchemaConflict             (ValueError)      dtype, rank or kind differs from the field's
     │   ├── UnknownRows                (ValueError)      no such partition, keys or rows
@@ -62,6 +63,12 @@ class MissingParameter(InvalidInput, TypeError):
     """`sampling_config` does not have a parameter that the sampler cannot do without."""
 
     code = "missing_parameter"
+
+
+class BatchMismatch(InvalidInput, RuntimeError):
+    """A batch has not as many rows as its metadata, or `data_parser` changed its fields or number of rows."""
+
+    code = "batch_mismatch"
 
 
 class UnsupportedValue(CallerError, TypeError):

@@ -21,7 +21,7 @@ from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.values import is_plain
-from transfer_queue.errors import InvalidInput, UnknownMode, UnsupportedValue
+from transfer_queue.errors import BatchMismatch, InvalidInput, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
@@ -124,7 +124,7 @@ def planned(session: Session, batch: Batch, parser: Parser | None) -> Plan:
         columns = dict(items_of(batch))
         parsed = parser(dict(columns))
         if parsed.keys() != columns.keys() or any(len(column) != count for column in parsed.values()):
-            raise InvalidInput("data_parser must keep the fields and the number of rows")
+            raise BatchMismatch("data_parser must keep the fields and the number of rows")
         batch = parsed
     plan = plan_batch(batch, count, bool(session.config.get("allow_pickle")))
     if not plan.columns:
@@ -143,7 +143,7 @@ def put(
         return committed_meta(reply, partition_id, plan, None)
     count = num_rows(data)
     if len(metadata) != count or not count:
-        raise InvalidInput(f"{count} rows of data for {len(metadata)} rows of metadata")
+        raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
     for positions, part in _by_partition(metadata):
         rows_of_part = data if len(part) == count else _rows_at(data, positions)
         schema = yield from _put_part(session, rows_of_part, part, data_parser)
@@ -179,9 +179,17 @@ def _by_partition(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
 
 
 def _rows_at(data: Batch, positions: list[int]) -> Batch:
-    if isinstance(data, TensorDictBase):
-        return data[positions]
-    return {name: [column[p] for p in positions] for name, column in data.items()}
+    """These rows. A jagged tensor can't be indexed by torch, and not by tensordict before 0.11: it becomes a list."""
+    found: dict[str, Any] = {}
+    for name, column in items_of(data):
+        if isinstance(column, torch.Tensor) and column.is_nested:
+            rows = column.unbind()
+            found[name] = [rows[p] for p in positions]
+        elif isinstance(data, TensorDictBase):
+            found[name] = column[positions]
+        else:
+            found[name] = [column[p] for p in positions]
+    return found
 
 
 def set_tags(session: Session, meta: BatchMeta, tags: Sequence[Mapping[str, Any]]) -> Operation[None]:
