@@ -52,4 +52,5 @@ def rewards(prompt: Tensor, response: Tensor) -> Tensor:
     right = (response.values() == (_before(prompt, response) + 1) % VOCABULARY).float()
     lengths = response.offsets().diff()  # type: ignore[attr-defined]
     row = torch.arange(len(lengths)).repeat_interleave(lengths)
-    return torch.zeros(len(lengths)).index_add_(0, row, right) / lengths
+    share: Tensor = torch.zeros(len(lengths)).index_add_(0, row, right) / lengths
+    return share
