@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,45 @@ def merged(conf: Any) -> Any:
         raise ConfigError(f"conf does not fit config.yaml: {error}") from error
 
 
+class ConfigMismatch(UserWarning):
+    """`init` attached to a service that runs with other settings than it was given; the service's hold."""
+
+
+NOT_COMPARED = ("address", "run_dir", "controller.zmq_info", "backend.SimpleStorage.zmq_info")
+
+
+def plain(conf: Any) -> dict[str, Any]:
+    """The settings in a DictConfig or mapping by their dotted names, as values JSON has; a sampler as its spec."""
+    from omegaconf import DictConfig, OmegaConf
+
+    found: dict[str, Any] = {}
+
+    def collect(values: Mapping[Any, Any], prefix: str) -> None:
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if name == "controller.sampler":
+                found[name] = resolve(value)
+            elif isinstance(value, Mapping):
+                collect(value, f"{name}.")
+            elif name not in NOT_COMPARED and isinstance(value, (str, int, float, type(None))):
+                found[name] = value
+
+    collect(OmegaConf.to_container(conf, resolve=True) if isinstance(conf, DictConfig) else conf, "")
+    return found
+
+
+def warn_of_differences(conf: Any, told: Mapping[str, Any]) -> None:
+    """Warn with `ConfigMismatch` about settings in `conf` that the service told to be others; unknown ones are not."""
+    if not conf:
+        return
+    running = told.get("settings", {})
+    given = plain(conf)
+    names = sorted(name for name, value in given.items() if name in running and running[name] != value)
+    if names:
+        text = ", ".join(f"{name} is {running[name]!r}, not {given[name]!r}" for name in names)
+        warnings.warn(f"the running service keeps its settings: {text}", ConfigMismatch, stacklevel=3)
+
+
 def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     """What a server is started with. Raises `ConfigError` naming the setting that is wrong."""
     backend = str(conf.backend.storage_backend)
@@ -80,6 +120,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
             "spin_s": (_number(conf.client.spin_us, "client.spin_us", 0) or 0) / 1e6,
             "copy_threads": _number(conf.client.copy_threads, "client.copy_threads", 1),
             "pool_nbytes": _number(conf.client.pool_nbytes, "client.pool_nbytes", 0),
+            "settings": plain(conf),
         },
     )
 

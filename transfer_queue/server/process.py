@@ -35,6 +35,8 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         if config.host and not config.token:
             raise ConfigError("serving TCP needs a token: an open port without one would serve everybody")
+        if config.join:
+            raise ConfigError(f"joining {config.join}: this release has one storage unit, the controller's")
         self.config = config
         self.links: set[Link] = set()
         unit = Unit(config.budget_nbytes, config.arena_dir)

@@ -28,6 +28,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the start.
     trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the
     arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
+    join: tcp:HOST:PORT of a service that this server becomes a unit of, with the same token ("": a service of its own).
     """
 
     run_dir: str
@@ -42,6 +43,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     arena_dir: str | None = None
     sampler: dict[str, Any]
     client: dict[str, Any] = {}
+    join: str = ""
 
 
 class Ready(msgspec.Struct, kw_only=True):
