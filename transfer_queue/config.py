@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transfer_queue.errors import ConfigError
+from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
 from transfer_queue.server.settings import ServerConfig
 
@@ -72,7 +72,10 @@ def plain(conf: Any) -> dict[str, Any]:
         for key, value in values.items():
             name = f"{prefix}{key}"
             if name == "controller.sampler":
-                found[name] = resolve(value)
+                try:
+                    found[name] = resolve(value)
+                except TransferQueueError:  # not to be had in this process
+                    found[name] = str(value)
             elif isinstance(value, Mapping):
                 collect(value, f"{name}.")
             elif name not in NOT_COMPARED and isinstance(value, (str, int, float, type(None))):
