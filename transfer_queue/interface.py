@@ -48,8 +48,12 @@ def init(conf: Any = None) -> Any:
                 _service = launcher.launch(settings.server_config(full, _run_dir(full), os.getpid()))
                 if _service is not None:  # otherwise another process was faster
                     atexit.register(close)
-                    _client = _connected(_service.addresses)
-                    full.address = _announced
+                    try:
+                        _client = _connected(_service.addresses)
+                    except BaseException:
+                        close()
+                        raise
+                    full.address = str(_client.session.address)
                     return full
         settings.warn_of_differences(conf, get_client().session.config)
         return conf

@@ -6,6 +6,7 @@ No request and no payload goes through them. They are ordinary classes here; `la
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import sys
@@ -39,11 +40,12 @@ class Supervisor:
     """A server process on this node. It ends with this actor's process, however that ends, and this actor with it."""
 
     def __init__(self, config: ServerConfig) -> None:
+        self._ip = ray.util.get_node_ip_address()
         config = msgspec.structs.replace(
             config,
             run_dir="",
             owner_pid=os.getpid(),
-            host=config.host or ray.util.get_node_ip_address(),
+            host=config.host or self._ip,
             token=config.token or secrets.token_hex(32),
         )
         self._config = config
@@ -67,7 +69,8 @@ class Supervisor:
         """Raises what the server's start raised."""
         if self._failure is not None:
             raise self._failure
-        return Place(self._server.address, f"tcp:{self._server.tcp}", self._config.token)
+        tcp = self._server.tcp.replace("0.0.0.0", self._ip)  # listening everywhere, reached at one address
+        return Place(self._server.address, f"tcp:{tcp}", self._config.token)
 
     async def ended(self) -> None:
         """Never returns: the call fails when this actor ends."""
@@ -123,7 +126,8 @@ class TransferQueueController(Supervisor):
         try:
             place: Place = await asyncio.wait_for(actor.here.remote(), UNIT_START_TIMEOUT_S)
         except (RayError, asyncio.TimeoutError) as error:
-            print(f"transfer_queue: no unit on node {node}, its clients use TCP: {error}", file=sys.stderr, flush=True)
+            why = getattr(error, "cause", None) or error or f"not up within {UNIT_START_TIMEOUT_S:g} s"
+            print(f"transfer_queue: no unit on node {node}, its clients use TCP: {why!r}", file=sys.stderr, flush=True)
             ray.kill(self._actors.pop(node))
             return None
         watcher = asyncio.create_task(self._replace(node, actor))
@@ -141,8 +145,9 @@ class TransferQueueController(Supervisor):
 
     async def stop(self) -> None:
         units = list(self._actors.values())
-        if units:
-            await asyncio.wait([asyncio.ensure_future(unit.stop.remote()) for unit in units], timeout=STOP_TIMEOUT_S)
+        stopping = asyncio.gather(*(unit.stop.remote() for unit in units), return_exceptions=True)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stopping, STOP_TIMEOUT_S)
         for unit in units:
             ray.kill(unit)
         await super().stop()

@@ -59,6 +59,8 @@ class RayLauncher:
                 controller = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
             except ValueError:
                 return []
+            except RayError as error:
+                raise ServiceUnavailable(f"the Ray cluster does not answer: {error}") from error
             self._waits_for = f"the server of the actor {CONTROLLER}, which another process created"
             with contextlib.suppress(RayError):  # it ended, or could not start: its name is free in a moment
                 return self._addresses(controller)
