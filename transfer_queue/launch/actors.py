@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from transfer_queue.client.address import Address, parse_address
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.launch import local
 from transfer_queue.server.settings import ServerConfig
 
@@ -66,9 +66,11 @@ class Supervisor:
             os._exit(1)  # callers see a dead actor at once, and its name is free again
 
     async def here(self) -> Place:
-        """Raises what the server's start raised."""
+        """Raises what the server's start raised, and `ServiceUnavailable` once it is being stopped."""
         if self._failure is not None:
             raise self._failure
+        if self._is_stopping:
+            raise ServiceUnavailable("the service is being closed")
         tcp = self._server.tcp.replace("0.0.0.0", self._ip)  # listening everywhere, reached at one address
         return Place(self._server.address, f"tcp:{tcp}", self._config.token)
 
