@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -83,6 +84,11 @@ def test_another_process_attaches_by_environment_without_init(client: tq.Transfe
     put("a", 1.0)
     other = child("import transfer_queue as tq; print(tq.kv_list(), tq.init({'b': 1}), tq.get_client().stats()['pid'])")
     assert other.finish() == f"{{'p': {{'a': {{}}}}}} {{'b': 1}} {client.stats()['pid']}"
+
+
+@pytest.mark.parametrize("name", [name for name in tq.__all__ if callable(getattr(tq, name))])
+def test_public_functions_and_classes_can_be_sent_to_other_processes(name: str) -> None:
+    assert pickle.loads(pickle.dumps(getattr(tq, name))) is getattr(tq, name)
 
 
 def test_attaching_with_other_settings_warns_of_those_that_differ(service: Service) -> None:

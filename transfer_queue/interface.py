@@ -149,6 +149,7 @@ def _plain(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
         session = _session()
         return run(session, operation(session, *args, **kwargs))
 
+    function.__module__ = __name__  # where pickle finds it
     return function
 
 
@@ -158,6 +159,8 @@ def _async(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
         session = _session()
         return await run_async(session, operation(session, *args, **kwargs))
 
+    function.__module__ = __name__
+    function.__name__ = function.__qualname__ = f"async_{operation.__name__}"
     return function
 
 
