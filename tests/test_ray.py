@@ -12,7 +12,8 @@ import psutil
 import pytest
 from conftest import Child, _children, until
 
-pytestmark = pytest.mark.timeout(180)
+LIMIT_S = 120.0  # a driver takes a few seconds, but many processes start in one test
+pytestmark = pytest.mark.timeout(300)
 
 TESTS = str(Path(__file__).parent)
 CLUSTER = f"""
@@ -66,7 +67,7 @@ def shared() -> Iterator[Ray]:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # its default writes a token into the home directory
         ray = Ray()
         yield ray
-    ray.process.finish()
+    ray.process.finish(LIMIT_S)
     until(lambda: _children() <= before, "the end of the cluster", 15)
 
 
@@ -126,9 +127,9 @@ def test_a_service_on_a_busy_cluster_is_found_from_another_job(driver: Driver) -
         tq.close()
         assert tq.init({{"address": {address!r}}})["address"] == {address!r}  # what the owner's configuration says
         """
-    driver(code).finish()
+    driver(code).finish(LIMIT_S)
     owner.say()
-    owner.finish()
+    owner.finish(LIMIT_S)
     assert not Path(address.removeprefix("unix:")).parent.exists()
 
 
@@ -154,7 +155,7 @@ def test_workers_that_race_start_one_service_and_it_ends_with_its_owner(driver: 
         assert do(first[1], "out = server()") != pid
         do(first[0], "tq.close()")
         """
-    ).finish()
+    ).finish(LIMIT_S)
 
 
 def test_a_start_that_does_not_finish_is_taken_over(driver: Driver, tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_a_start_that_does_not_finish_is_taken_over(driver: Driver, tmp_path: Pa
         assert do(loser, "out = tq.init().address")
         do(loser, "tq.close()")
         """
-    ).finish()
+    ).finish(LIMIT_S)
 
 
 def test_a_sampler_of_the_callers_runtime_environment(driver: Driver, tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_a_sampler_of_the_callers_runtime_environment(driver: Driver, tmp_path: 
         do(worker, "tq.close()")
         """,
         runtime_env={"py_modules": [str(package)]},
-    ).finish()
+    ).finish(LIMIT_S)
 
 
 def test_a_dead_controller_fails_calls_promptly_and_init_after_close_starts_anew(driver: Driver) -> None:
@@ -245,7 +246,7 @@ def test_a_dead_controller_fails_calls_promptly_and_init_after_close_starts_anew
             tq.close()
             do(worker, "tq.close()")
         """
-    ).finish()
+    ).finish(LIMIT_S)
 
 
 def test_an_address_that_answers_wins_and_an_explicit_one_must(driver: Driver) -> None:
@@ -270,7 +271,7 @@ def test_an_address_that_answers_wins_and_an_explicit_one_must(driver: Driver) -
         tq.close()
         other.stop()
         """
-    ).finish()
+    ).finish(LIMIT_S)
 
 
 def test_another_packages_controller_is_refused(driver: Driver) -> None:
@@ -284,7 +285,7 @@ def test_another_packages_controller_is_refused(driver: Driver) -> None:
         assert "another package" in said(ServiceUnavailable, tq.init)
         assert "another package" in said(ServiceUnavailable, tq.kv_list)
         """
-    ).finish()
+    ).finish(LIMIT_S)
 
 
 def test_ray_shutdown_while_attached(driver: Driver) -> None:
@@ -300,9 +301,9 @@ def test_ray_shutdown_while_attached(driver: Driver) -> None:
         tq.close()
         assert time.monotonic() - started < 5
         """
-    ).finish()
+    ).finish(LIMIT_S)
     owner.say()
-    owner.finish()  # its exit handlers end the service before Ray's own disconnect
+    owner.finish(LIMIT_S)  # its exit handlers end the service before Ray's own disconnect
     until(lambda: _has_ended(pid), "the end of the server")
     driver(
         """
@@ -316,7 +317,7 @@ def test_ray_shutdown_while_attached(driver: Driver) -> None:
         assert time.monotonic() - started < 5
         assert not ray.is_initialized()
         """
-    ).finish()
+    ).finish(LIMIT_S)
 
 
 def test_a_driver_killed_with_its_own_cluster_leaves_nothing(driver: Driver) -> None:
@@ -346,9 +347,9 @@ def test_a_node_that_joined_later(shared: Ray, driver: Driver) -> None:
             assert do(worker, "out = set(tq.kv_list('q')['q'])") == {{str(pid) for pid in pids}}
             do(worker, "tq.close()")
         """
-    ).finish()
+    ).finish(LIMIT_S)
     owner.say()
-    owner.finish()
+    owner.finish(LIMIT_S)
     until(lambda: _has_ended(pid), "the end of the server")
 
 
@@ -373,4 +374,4 @@ def test_without_ray_nothing_of_it_is_imported(child: Callable[[str], Child]) ->
         tq.init()
         tq.close()
         """
-    ).finish()
+    ).finish(LIMIT_S)
