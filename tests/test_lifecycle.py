@@ -88,7 +88,7 @@ def test_another_process_attaches_by_environment_without_init(client: tq.Transfe
 
 @pytest.mark.parametrize("name", [name for name in tq.__all__ if callable(getattr(tq, name))])
 def test_public_functions_and_classes_can_be_sent_to_other_processes(name: str) -> None:
-    assert pickle.loads(pickle.dumps(getattr(tq, name))) is getattr(tq, name)
+    assert pickle.loads(pickle.dumps(getattr(tq, name))) is getattr(tq, name)  # noqa: S301  our own bytes
 
 
 def test_attaching_with_other_settings_warns_of_those_that_differ(service: Service) -> None:
