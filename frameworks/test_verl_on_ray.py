@@ -76,7 +76,6 @@ def test_asynchronous_training_with_critic_and_reference(
     assert {key.split("_")[0] for key in waiting} == set(prompts)
 
 
-@pytest.mark.skipif(not hasattr(tq, "save_checkpoint"), reason="this release has no checkpoints")
 def test_training_resumes_from_a_checkpoint(
     new_trainer: Callable[..., PPOTrainer], on_ray: Equip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
