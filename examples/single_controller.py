@@ -58,6 +58,8 @@ class Worker:
         data = TensorDict(columns, batch_size=len(meta))
         visits = [{task: tag.get(task, 0) + 1} for tag in meta.tags]
         filled = tq.kv_batch_put(meta.keys, str(meta.partition_id), data, visits)
+        # What else the rows have by now depends on who was faster; the parts of one task have to be alike.
+        filled.fields = sorted({*(meta.fields or ()), *columns})
         nbytes, self.nbytes = self.nbytes + payload_nbytes(data), 0
         return filled, nbytes
 
