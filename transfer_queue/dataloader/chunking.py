@@ -47,8 +47,7 @@ def _rows(whole: Any, start: int, stop: int) -> torch.Tensor:
     if whole.layout is not torch.jagged or whole._lengths is not None:
         rows = list(whole.unbind(0)[start:stop])
         return torch.nested.as_nested_tensor(rows, layout=whole.layout)
-    marks = whole._offsets[start : stop + 1]
-    first, last = int(marks[0]), int(marks[-1])
-    lengths = marks.diff()
-    offsets = Offsets(marks - first, int(lengths.min()), int(lengths.max()))
-    return jagged(whole._values.narrow(whole._ragged_idx - 1, first, last - first), offsets, whole._ragged_idx)
+    offsets = whole._offsets[start : stop + 1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    values = whole._values.narrow(whole._ragged_idx - 1, first, last - first)
+    return jagged(values, Offsets.of((offsets - first).numpy()), whole._ragged_idx)
