@@ -11,10 +11,10 @@ from tables import Box, indexes, packed, schema
 from transfer_queue.controller import table as table_module
 from transfer_queue.errors import (
     DeadlineExceeded,
-    InternalError,
     InvalidInput,
     NotReady,
     RowCleared,
+    SamplerFailed,
     SchemaConflict,
     StoreFull,
     TransferQueueError,
@@ -336,7 +336,7 @@ class Broken(BaseSampler):
 def test_a_sampler_that_fails_is_an_internal_error_and_consumes_nothing(choose: Any) -> None:
     box = Box(Broken())
     box.put(2)
-    refused(InternalError, lambda: box.fetch(1, choose=choose), "Broken")
+    refused(SamplerFailed, lambda: box.fetch(1, choose=choose), "Broken")
     assert box.consumed() == {0: 0, 1: 0}
 
 

@@ -271,3 +271,35 @@ def test_parts_of_a_meta_share_its_lease_and_joined_ones_keep_a_common_one() -> 
     assert meta == BatchMeta([1, 2, 3, 4], ["p"] * 4), "a lease is not part of the value"
     meta.reorder([3, 2, 1, 0])
     assert meta.lease == 7
+
+
+def declared(box: Box, size: int) -> None:
+    box.handle(m.SetPartition(1, "p", size, {}))
+
+
+def test_the_last_rows_of_a_declared_partition_come_as_a_smaller_batch() -> None:
+    box = Box()
+    declared(box, 5)
+    box.put(4)
+    first, _ = box.lend(4, until_done=True)
+    assert box.lend(4, wait_s=9.0, ticket="rest", until_done=True, session=b"other") is None
+    box.put(1)
+    assert box.answers() == [], "the first rows may come back"
+    box.ack(first)
+    assert box.answers() == [("rest", [4])]
+
+
+def test_rows_that_came_back_and_are_too_few_for_a_batch_are_handed_out_when_they_are_all() -> None:
+    box = Box()
+    declared(box, 4)
+    box.put(4)
+    first, rows = box.lend(4, until_done=True)
+    box.ack(first, rows[:3])
+    box.release(first)
+    assert box.lend(4, until_done=True)[1] == rows[3:]
+
+
+def test_without_a_declared_size_too_few_rows_are_waited_for() -> None:
+    box = Box()
+    box.put(3)
+    assert box.lend(4, wait_s=9.0, ticket="t", until_done=True) is None

@@ -15,7 +15,7 @@ from conftest import until
 from tables import Box
 
 import transfer_queue as tq
-from transfer_queue.errors import ConfigError, InternalError, InvalidInput, UnsupportedValue
+from transfer_queue.errors import ConfigError, InvalidInput, SamplerFailed, UnsupportedValue
 from transfer_queue.sampler import BaseSampler, SequentialSampler, from_spec, resolve
 
 ROOT = Path(__file__).parent.parent
@@ -280,7 +280,7 @@ def test_others_that_wait_for_a_remembered_result_of_a_users_sampler_get_it() ->
 def test_whatever_a_sampler_raises_is_an_error_of_its_caller(raises: str) -> None:
     box = Box(Failing())
     box.put(2)
-    with pytest.raises(InternalError, match=r"Failing failed: .*the reason"):
+    with pytest.raises(SamplerFailed, match=r"Failing failed: .*the reason"):
         box.fetch(1, raises=raises)
     assert box.fetch(1) == [0]
 
@@ -291,7 +291,7 @@ def test_a_waiter_whose_sampling_fails_does_not_disturb_the_writer_or_other_wait
     box.fetch(1, wait_s=9, ticket="good")
     assert box.put(1) is not None
     answers = dict(box.answers())
-    assert isinstance(answers["bad"], InternalError)
+    assert isinstance(answers["bad"], SamplerFailed)
     assert answers["good"] == [0]
 
 
@@ -299,7 +299,7 @@ def test_a_waiter_whose_sampling_fails_does_not_disturb_the_writer_or_other_wait
 def test_a_result_that_makes_no_sense_is_an_error_and_consumes_nothing(returns: Any) -> None:
     box = Box(Failing())
     box.put(1)
-    with pytest.raises(InternalError, match="Failing"):
+    with pytest.raises(SamplerFailed, match="Failing"):
         box.fetch(1, returns=returns)
     assert box.consumed() == {0: 0}
 
@@ -315,7 +315,7 @@ def test_a_sampler_may_refuse_a_request_before_it_waits() -> None:
     box = Box(Asking())
     with pytest.raises(InvalidInput, match="say why"):
         box.fetch(1, wait_s=9, ticket="t")
-    with pytest.raises(InternalError, match="AttributeError"):
+    with pytest.raises(SamplerFailed, match="AttributeError"):
         box.fetch(1, wait_s=9, ticket="t", reason=5)
     assert box.controller.num_waiting == 0
 
@@ -333,7 +333,7 @@ def test_a_sampler_that_fails_leaves_the_connection_and_other_clients_alone(
         tq.close()
     """)
     until(lambda: client.stats()["waiting_requests"] == 1, "a waiting client")
-    with pytest.raises(InternalError, match=r"OSError: the reason"):
+    with pytest.raises(SamplerFailed, match=r"OSError: the reason"):
         client.get_meta(["x"], 1, "p", task_name="t", sampling_config={"raises": "os"})
     client.put({"x": [3]}, partition_id="p")
     assert other.finish() == "[1, 2, 3]"

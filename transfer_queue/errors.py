@@ -19,6 +19,7 @@
     ├── ServiceError                   the other side failed: try again later or elsewhere
     │   ├── DeadlineExceeded           (TimeoutError)    no answer, or no rows, in time
     │   ├── StoreFull                  (RuntimeError)    no room was freed before the deadline
+    │   ├── SamplerFailed              (RuntimeError)    the sampler raised; see the server's log
     │   ├── DataLost                   (RuntimeError)    the host that held the rows is gone for good
     │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
@@ -148,6 +149,12 @@ class StoreFull(ServiceError, RuntimeError):
     """The byte or row budget was exhausted until the deadline."""
 
     code = "store_full"
+
+
+class SamplerFailed(ServiceError, RuntimeError):
+    """The sampler raised, or chose rows that are not there; the server's log has the traceback."""
+
+    code = "sampler_failed"
 
 
 class DataLost(ServiceError, RuntimeError):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transfer_queue.controller.ledger import Entry
 from transfer_queue.controller.readiness import RESERVED, Flags, Slots
 from transfer_queue.controller.table import Table, rows_bytes
-from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported, InternalError, InvalidInput, StoreFull
+from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported, InvalidInput, SamplerFailed, StoreFull
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire import messages as m
@@ -116,7 +116,7 @@ def _sampler_state(sampler: BaseSampler) -> Any:
     try:
         return msgspec.msgpack.decode(_encode(sampler.save_checkpoint()))
     except Exception as error:
-        raise InternalError(f"{_name(sampler)}.save_checkpoint gave no plain data: {error!r}") from error
+        raise SamplerFailed(f"{_name(sampler)}.save_checkpoint gave no plain data: {error!r}") from error
 
 
 def _saved_table(table: Table, blocks: dict[tuple[str, int], list[tuple[int, int]]]) -> SavedTable:

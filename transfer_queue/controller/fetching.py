@@ -13,7 +13,7 @@ from transfer_queue.controller.leases import Leases, check_lease
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.readiness import Slots, Task, View
 from transfer_queue.controller.table import Table, rows_bytes
-from transfer_queue.errors import DeadlineExceeded, InternalError, InvalidInput, LeaseExpired, TransferQueueError
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire.messages import DONE, Failed, Fetch, Reply, RowSet, Tags
 
@@ -63,6 +63,7 @@ class Fetching:
 
     def __init__(self, sampler: BaseSampler, outbox: list[tuple[Hashable, Reply]], tables: Mapping[str, Table]) -> None:
         self.sampler = sampler
+        self._tables = tables
         self.leases = Leases(tables, self._offered, self._settled)
         self.parked: ParkingLot[Fetch] = ParkingLot()
         self._on_behalf: dict[bytes, list[Parked[Fetch]]] = {}  # by the session that would hold their rows
@@ -84,7 +85,7 @@ class Fetching:
             if message.until_done and self._is_done(request, table):
                 return _nothing(message.rid, DONE)
         if message.timeout_s <= 0:
-            return _timed_out(message)
+            return _timed_out(message, table)
         self.parked.add(request)
         if message.holder:
             others = self._on_behalf.get(message.holder, ())
@@ -172,7 +173,7 @@ class Fetching:
 
     def _offered(self, table: Table, task: str, slots: Slots) -> None:
         """Rows that were lent are free again."""
-        with contextlib.suppress(InternalError):  # logged: the rows are free whatever the sampler makes of it
+        with contextlib.suppress(SamplerFailed):  # logged: the rows are free whatever the sampler makes of it
             self._ask(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
         of_task = table.tasks[task]
         fuller = [view for view in list(of_task.views.values()) if of_task.refresh(view, table, slots)]
@@ -180,7 +181,11 @@ class Fetching:
 
     def _settled(self, table: Table, task: Task) -> None:
         """Rows were consumed, lent or cleared: requests `until_done` may have nothing to wait for any more."""
-        if not task.finishing or task.num_consumed + task.num_lent < table.num_alive:
+        if not task.finishing:
+            return
+        if task.num_consumed + task.num_lent < table.num_alive:
+            if not task.num_lent and _is_whole(table):
+                self.serve(table, task, [self._view(table, one.message) for one in task.finishing])
             return
         for request in list(task.finishing):
             if self.parked.holds(request) and self._is_done(request, table):
@@ -228,7 +233,7 @@ class Fetching:
         self._abandon(expired)
         for request in expired:
             try:
-                reply: Reply = _timed_out(request.message)
+                reply: Reply = _timed_out(request.message, self._tables.get(request.message.partition))
             except TransferQueueError as error:
                 reply = Failed(request.message.rid, error.code, str(error))
             self._outbox.append((request.ticket, reply))
@@ -242,11 +247,12 @@ class Fetching:
         view = self._view(table, message)
         config = {**message.sampling, "partition_id": message.partition, "task_name": message.task}
         cached = self._ask(sampler.has_cached_result, message.partition, message.task, config)
-        if not cached and view.count < self._ask(sampler.least_ready, message.batch_size):
+        size = _rest(message, table, view) or message.batch_size
+        if not cached and view.count < self._ask(sampler.least_ready, size):
             return None
-        slots, used = self._ask(self._sample, message.batch_size, config, table, view)
+        slots, used = self._ask(self._sample, size, config, table, view)
         if (slots < 0).any() or (used < 0).any():
-            raise InternalError(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
+            raise SamplerFailed(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
         if not len(slots) or (cached and not _all_ready(table, slots, message.fields)):
             return None
         if not cached and self._ask(sampler.has_cached_result, message.partition, message.task, config):
@@ -279,7 +285,7 @@ class Fetching:
             raise
         except Exception as error:
             log.exception("%s failed", type(self.sampler).__name__)
-            raise InternalError(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
+            raise SamplerFailed(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
 
 
 def _all_ready(table: Table, slots: Slots, fields: Sequence[str]) -> bool:
@@ -292,18 +298,33 @@ def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: 
     return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready)
 
 
+def _is_whole(table: Table) -> bool:
+    """Whether the partition has all the rows it was declared to get."""
+    return table.declared is not None and 0 < table.num_alive >= table.declared
+
+
+def _rest(message: Fetch, table: Table, view: View) -> int:
+    """How many rows a request `until_done` gets when they are the last ones and too few for a batch; else 0."""
+    if not message.until_done or not 0 < view.count < message.batch_size or not _is_whole(table):
+        return 0
+    task = table.task(message.task)
+    return view.count if view.count == table.num_alive - task.num_consumed else 0
+
+
 def _nothing(rid: int, lease: int = 0) -> RowSet:
     return RowSet(rid, b"", None, [], None, lease)
 
 
-def _timed_out(message: Fetch) -> RowSet:
+def _timed_out(message: Fetch, table: Table | None) -> RowSet:
     """The empty answer, or `DeadlineExceeded` where the caller did not ask for one."""
     if message.empty_on_timeout:
         return _nothing(message.rid)
-    raise DeadlineExceeded(
+    text = (
         f"partition {message.partition!r}: fewer than {message.batch_size} rows with {message.fields} became ready "
         f"for task {message.task!r} within {message.timeout_s:g} s"
     )
+    unwritten = message.fields if table is None else [name for name in message.fields if name not in table.fields]
+    raise DeadlineExceeded(f"{text}; nobody has written {unwritten} there" if unwritten else text)
 
 
 def check_fetch(message: Fetch) -> None:

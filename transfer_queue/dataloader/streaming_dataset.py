@@ -47,7 +47,8 @@ class StreamingDataset(IterableDataset[Any]):
 
     A batch of `batch_size` rows is fetched when all of them are ready, then split by `process_batch_fn(td, meta,
     micro_batch_size=)`. The stream is endless, or ends once the task has used the whole partition
-    (`should_check_consumption_status`). Fetched batches stay in `buffer` until `step`.
+    (`should_check_consumption_status`); where the partition's size is declared, its last batch may be smaller. Fetched
+    batches stay in `buffer` until `step`.
 
     Rows are on lease while they are worked on: asking for the next micro-batch acknowledges the one before, and so do
     `step` and `reset`. What was not acknowledged is offered again when the process ends, when the dataset is collected,
@@ -152,7 +153,7 @@ class StreamingDataset(IterableDataset[Any]):
             feed = self._calling(client)
         for index, batch in batches(feed, plan, worker, links.num_workers):
             if self._keep(client, batch[1]):
-                size = min(self.micro_batch_size, max(1, len(batch[1]))) if plan.skip else self.micro_batch_size
+                size = min(self.micro_batch_size, max(1, len(batch[1])))
                 yield index, list(split(client, self.process_batch_fn, batch, size, index))
 
     def _stream(self, client: TransferQueueClient) -> Iterator[Any]:
@@ -220,9 +221,7 @@ class StreamingDataset(IterableDataset[Any]):
             batch = self._started(client, feed)
             if isinstance(batch, End):
                 return None
-            size = self.micro_batch_size
-            if self._used:
-                size = min(size, max(1, len(batch[1])))  # the rest of a batch that was begun before
+            size = min(self.micro_batch_size, max(1, len(batch[1])))  # fewer rows: the rest of a batch or partition
             self._items = split(client, self.process_batch_fn, batch, size, self.batch_index)
 
     def _started(self, client: TransferQueueClient, feed: Feed | Calling) -> Batch | End:
