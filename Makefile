@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench test-frameworks clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
@@ -23,6 +23,10 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(RUN) -m bench $(ARGS)
 
+# Minutes, and gigabytes of packages: not part of `check` or `test`.
+test-frameworks:
+	$(PYTHON) -m frameworks $(ARGS)
+
 # torch first and by exact version: a range lets pip choose a build with gigabytes of CUDA packages.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,4 +36,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-peers build dist *.egg-info demo-out bench-out
+	rm -rf $(VENV) .venv-peers .venv-frameworks build dist *.egg-info demo-out bench-out

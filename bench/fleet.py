@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import sys
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.environments import ROOT, EnvironmentUnavailable, ray_python
+from bench.agent import FROM_REPOSITORY, ROOT
 from bench.process import Agent, AgentError
 
 PEERS = ("tq", "ray")
@@ -165,14 +166,9 @@ class Fleet:
         return str(self.connections["ray-head"]["cluster"])
 
     def _python(self, system: str) -> Path:
-        if system in ("ours", "plain"):
-            return Path(sys.executable)
-        if system != "ours-ray":
-            return self._peers()
-        try:
-            return ray_python(self._peers, self._logs / "pip.log")
-        except EnvironmentUnavailable as error:
-            raise Unavailable(str(error)) from error
+        if system == "ours-ray" and importlib.util.find_spec("ray") is None:
+            raise Unavailable(f"{sys.executable} does not have ray")
+        return Path(sys.executable) if system in FROM_REPOSITORY else self._peers()
 
     def _peers(self) -> Path:
         if self._find_peer_python is None:
@@ -191,7 +187,7 @@ class Fleet:
         if system in ("ours", "plain"):
             return kept
         if system == "ours-ray":
-            kept["PYTHONPATH"] = str(ROOT)  # Ray's workers have to find it before the peers' package
+            kept["PYTHONPATH"] = str(ROOT)  # for the workers of Ray
         return kept | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,

@@ -133,9 +133,9 @@ class Child:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def finish(self) -> str:
+    def finish(self, timeout_s: float = DEADLINE_S) -> str:
         """Wait for a good end; what it printed since the last `line`."""
-        out, _ = self.process.communicate(timeout=DEADLINE_S)
+        out, _ = self.process.communicate(timeout=timeout_s)
         assert self.process.returncode == 0, f"child failed with {self.process.returncode}: {out}"
         return out.strip()
 

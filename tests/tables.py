@@ -45,9 +45,9 @@ class Box:
         self.now = 0.0
         self.last_block = 0
 
-    def handle(self, message: Any, ticket: Any = None) -> Any:
+    def handle(self, message: Any, ticket: Any = None, session: bytes = b"session") -> Any:
         try:
-            return self.controller.handle(message, ticket, b"session", self.now)
+            return self.controller.handle(message, ticket, session, self.now)
         finally:
             self.controller.check_invariants()
 
@@ -85,6 +85,28 @@ class Box:
         message = m.Fetch(1, partition, list(fields), size, task, sampling, wait_s, empty)
         reply = self.handle(message, ticket)
         return None if reply is None else indexes(reply)
+
+    def lend(self, size: int, lease_s: float = 10.0, *, session: bytes = b"session", fields: Sequence[str] = ("a",),
+             task: str = "t", wait_s: float = 0.0, ticket: Any = None, partition: str = "p", until_done: bool = False,
+             holder: bytes = b"", **sampling: Any) -> Any:  # fmt: skip
+        """(lease, rows), or None when the request was parked."""
+        message = m.Fetch(1, partition, list(fields), size, task, sampling, wait_s, until_done, lease_s, until_done,
+                          holder)  # fmt: skip
+        reply = self.handle(message, ticket, session)
+        return None if reply is None else (reply.lease, indexes(reply))
+
+    def ack(self, lease: int, rows: Sequence[int] | None = None) -> int:
+        return int(self.handle(m.Ack(1, lease, None if rows is None else packed(rows))).rows)
+
+    def renew(self, lease: int, lease_s: float = 10.0, session: bytes = b"session") -> int:
+        return int(self.handle(m.Renew(1, lease, lease_s), None, session).rows)
+
+    def release(self, lease: int, rows: Sequence[int] | None = None) -> int:
+        return int(self.handle(m.Release(1, lease, None if rows is None else packed(rows))).rows)
+
+    def end_session(self, session: bytes = b"session") -> None:
+        self.controller.end_session(session)
+        self.controller.check_invariants()
 
     def get(
         self, where: Sequence[Any], fields: Sequence[str] | None = None, strict: bool = False, partition: str = "p"

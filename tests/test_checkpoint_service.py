@@ -40,7 +40,7 @@ def captured(service: Service, session: Session, rid: int) -> tuple[m.Taken, byt
     """The pinned blocks and the state of a snapshot."""
     reply, state = send(service, session, m.Snapshot(rid))
     taken, _ = send(service, session, m.Pin(1000 + rid, reply.blocks))
-    send(service, session, m.Release(2000 + rid))
+    send(service, session, m.Recycle(2000 + rid))
     return taken, state
 
 
@@ -79,7 +79,7 @@ def test_blocks_are_not_recycled_before_the_saver_had_time_to_pin_them(service: 
     send(service, session, m.Clear(3, "p", None, None))
     assert service.unit.used_nbytes == 64
     taken, _ = send(service, saver, m.Pin(2, reply.blocks))
-    send(service, saver, m.Release(3))
+    send(service, saver, m.Recycle(3))
     assert service.unit.used_nbytes == 64
     service.notify(m.Unpin([piece.block for piece in taken.pieces]), saver)
     assert service.unit.used_nbytes == 0

@@ -81,6 +81,18 @@ def test_ragged_rows_come_back_jagged(part: str) -> None:
     assert [row.tolist() for row in got.unbind()] == [[0, 1, 2, 3, 4], [0, 1, 2], []]
 
 
+def test_columns_know_their_longest_row(part: str) -> None:
+    rows = [torch.ones(n) for n in (2, 6, 3)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    tq.kv_batch_put(["a", "b", "c"], part, batch(3, x=nested, y=torch.ones(3, 4), o=[{"n": nested}] * 3))
+    td = tq.kv_batch_get(["a", "b", "c"], part)
+    assert td["x"].to_padded_tensor(0.0).shape == (3, 6)
+    assert td["y"].to_padded_tensor(0.0).shape == (3, 4)
+    assert td["o"][0]["n"].to_padded_tensor(0.0).shape == (3, 6)
+    padded = td.exclude("o").to_padded_tensor(-1.0)
+    assert padded["x"].tolist() == [[1.0] * n + [-1.0] * (6 - n) for n in (2, 6, 3)]
+
+
 def test_zero_dim_rows_come_back_dense(part: str) -> None:
     tq.kv_put("a", part, {"x": torch.tensor(7), "r": torch.tensor(0.5)})
     tq.kv_batch_put(["b"], part, batch(1, x=torch.tensor([8]), r=torch.tensor([1.5])))

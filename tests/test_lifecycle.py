@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +21,7 @@ import torch
 from conftest import until
 
 import transfer_queue as tq
+from transfer_queue.config import ConfigMismatch
 from transfer_queue.errors import ConfigError, DeadlineExceeded, NotInitialized, ServiceUnavailable
 
 Service = Callable[..., tq.TransferQueueClient]
@@ -80,6 +84,27 @@ def test_another_process_attaches_by_environment_without_init(client: tq.Transfe
     put("a", 1.0)
     other = child("import transfer_queue as tq; print(tq.kv_list(), tq.init({'b': 1}), tq.get_client().stats()['pid'])")
     assert other.finish() == f"{{'p': {{'a': {{}}}}}} {{'b': 1}} {client.stats()['pid']}"
+
+
+@pytest.mark.parametrize("name", [name for name in tq.__all__ if callable(getattr(tq, name))])
+def test_public_functions_and_classes_can_be_sent_to_other_processes(name: str) -> None:
+    assert pickle.loads(pickle.dumps(getattr(tq, name))) is getattr(tq, name)  # noqa: S301  our own bytes
+
+
+def test_attaching_with_other_settings_warns_of_those_that_differ(service: Service) -> None:
+    service(client={"timeout_s": 7.0})
+    same = {"client": {"timeout_s": 7}, "controller": {"sampler": tq.SequentialSampler}, "address": "", "mine": 1}
+    assert tq.init(same) is same
+    other = {"client": {"timeout_s": 8.0}, "controller": {"sampler": tq.GRPOGroupNSampler(4), "polling_mode": False}}
+    with pytest.warns(ConfigMismatch, match=r"settings: client.timeout_s is 7.0, not 8.0, controller.sampler is \{"):
+        assert tq.init(other) is other
+    with pytest.warns(ConfigMismatch, match="not 'NoSuchSampler'"):
+        tq.init({"controller": {"sampler": "NoSuchSampler"}})
+    code = "import transfer_queue as tq; tq.init({'controller': {'polling_mode': True}})"
+    attached = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "<string>:1: ConfigMismatch: the running service keeps its settings: controller.polling_mode is False" in (
+        attached.stderr
+    )
 
 
 def test_attach_by_address(client: tq.TransferQueueClient, child: Spawn) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tables import Box
 
 import transfer_queue as tq
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import InvalidInput, LeaseExpired
 from transfer_queue.sampler import SeqlenBalancedSampler, from_spec, resolve
 from transfer_queue.sampler.seqlen_balanced_sampler import get_seqlen_balanced_partitions, karmarkar_karp
 
@@ -300,17 +300,53 @@ def test_rows_read_again_after_a_reset_are_not_shared_either() -> None:
     assert not {row for share in before for row in share} & {row for share in later for row in share}
 
 
-def test_a_cleared_row_ends_the_batch_for_all_ranks() -> None:
-    """T-10: no rank gets a share of a batch that lost rows, or other rows under the same indexes."""
+def test_a_share_that_lost_a_row_is_replaced_and_the_shares_of_others_stay() -> None:
+    """T-10: no rank gets rows that are gone, and no rank loses rows that it has yet to fetch."""
     box = balanced()
     box.put(4)
     mine = box.fetch(2, dp_rank=0, batch_index=0)
     box.clear([mine[0]])
-    assert box.fetch(2, empty=True, dp_rank=1, batch_index=0) == []
     assert box.fetch(2, empty=True, dp_rank=0, batch_index=0) == []
+    assert sorted(box.fetch(2, dp_rank=1, batch_index=0) + mine) == [0, 1, 2, 3]
+    box.put(4)
+    assert box.fetch(2, dp_rank=0, batch_index=0) == [4, 5]
+    assert sorted(box.fetch(1, dp_rank=0, batch_index=1) + box.fetch(1, dp_rank=1, batch_index=1)) == [6, 7]
+
+
+def test_a_batch_without_shares_left_is_begun_anew() -> None:
+    box = balanced()
+    box.put(4)
+    for rank in (0, 1):
+        box.clear(box.fetch(2, dp_rank=rank, batch_index=0))
     box.put(4)
     fresh = [box.fetch(2, dp_rank=rank, batch_index=0) for rank in (0, 1)]
     assert sorted(fresh[0] + fresh[1]) == [4, 5, 6, 7]
+
+
+def test_the_shares_of_other_ranks_are_kept_for_them_and_count_as_theirs() -> None:
+    box = balanced()
+    box.put(4)
+    mine = box.fetch(2, dp_rank=0, batch_index=0)
+    assert [row for row, consumed in box.consumed().items() if consumed] == mine
+    assert box.fetch(1, empty=True, dp_rank=0, batch_index=1) == []
+    box.fetch(2, dp_rank=1, batch_index=0)
+    assert all(box.consumed().values())
+
+
+def test_every_rank_has_a_lease_of_its_own_share() -> None:
+    box = balanced()
+    box.put(4)
+    first, mine = box.lend(2, 10.0, dp_rank=0, batch_index=0)
+    box.now = 5.0
+    second, other = box.lend(2, 10.0, dp_rank=1, batch_index=0)
+    assert first != second
+    assert sorted(mine + other) == [0, 1, 2, 3]
+    box.expire(10.0)
+    with pytest.raises(LeaseExpired):
+        box.ack(first)
+    box.ack(second)
+    assert [row for row, consumed in box.consumed().items() if consumed] == sorted(other)
+    assert sorted(box.lend(2, 10.0, dp_rank=0, batch_index=0)[1]) == sorted(mine), "offered again"
 
 
 def test_a_cleared_row_leaves_other_batches_and_partitions_alone() -> None:

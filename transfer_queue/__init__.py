@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transfer_queue.client.api import TransferQueueClient as TransferQueueClient
     from transfer_queue.codec.registry import register_type as register_type
+    from transfer_queue.dataloader import StreamingDataLoader as StreamingDataLoader
+    from transfer_queue.dataloader import StreamingDataset as StreamingDataset
     from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError
     from transfer_queue.interface import async_kv_batch_get as async_kv_batch_get
     from transfer_queue.interface import async_kv_batch_get_by_meta as async_kv_batch_get_by_meta
@@ -48,6 +50,7 @@ _HOMES = {
     ),
     "transfer_queue.client.api": ("TransferQueueClient",),
     "transfer_queue.codec.registry": ("register_type",),
+    "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader"),
     "transfer_queue.errors": ("StorageKeyNotFoundError",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.sampler": (

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transfer_queue.errors import ConfigError
+from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
-from transfer_queue.server.settings import ServerConfig
+from transfer_queue.server.settings import ServerConfig, default_budget
 from transfer_queue.wire.address import parse_address, token_from_environment
 
-MEMORY_SHARE = 0.6
 T = TypeVar("T")
 FOREIGN = frozenset({"enable", "enabled", "_target_"})  # keys that frameworks keep beside ours, at the top
 FREE = frozenset({"backend.Yuanrong.ucx_env_vars"})  # any keys may follow
@@ -126,6 +125,48 @@ def _warn(conf: Any) -> None:
         warnings.warn(text, ConfigWarning, stacklevel=2)
 
 
+class ConfigMismatch(UserWarning):
+    """`init` attached to a service that runs with other settings than it was given; the service's hold."""
+
+
+NOT_COMPARED = ("address", "run_dir", "controller.zmq_info", "backend.SimpleStorage.zmq_info")
+
+
+def plain(conf: Any) -> dict[str, Any]:
+    """The settings in a DictConfig or mapping by their dotted names, as values JSON has; a sampler as its spec."""
+    from omegaconf import DictConfig, OmegaConf
+
+    found: dict[str, Any] = {}
+
+    def collect(values: Mapping[Any, Any], prefix: str) -> None:
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if name == "controller.sampler":
+                try:
+                    found[name] = resolve(value)
+                except TransferQueueError:  # not to be had in this process
+                    found[name] = str(value)
+            elif isinstance(value, Mapping):
+                collect(value, f"{name}.")
+            elif name not in NOT_COMPARED and isinstance(value, (str, int, float, type(None))):
+                found[name] = value
+
+    collect(OmegaConf.to_container(conf, resolve=True) if isinstance(conf, DictConfig) else conf, "")
+    return found
+
+
+def warn_of_differences(conf: Any, told: Mapping[str, Any]) -> None:
+    """Warn with `ConfigMismatch` about settings in `conf` that the service told to be others; unknown ones are not."""
+    if not conf:
+        return
+    running = told.get("settings", {})
+    given = plain(conf)
+    names = sorted(name for name, value in given.items() if name in running and running[name] != value)
+    if names:
+        text = ", ".join(f"{name} is {running[name]!r}, not {given[name]!r}" for name in names)
+        warnings.warn(f"the running service keeps its settings: {text}", ConfigMismatch, stacklevel=3)
+
+
 def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     """What a server is started with. Raises `ConfigError` naming the setting that is wrong, and warns with
     `ConfigWarning` of settings that have no effect."""
@@ -164,19 +205,9 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
             or environment.copy_threads
             or None,
             "pool_nbytes": _number(conf.client.pool_nbytes, "client.pool_nbytes", 0),
+            "settings": plain(conf),
         },
     )
-
-
-def default_budget() -> int:
-    """A share of the memory this process may use: the machine's, or its control group's when that is less."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):
-            continue  # no such control group, or "max"
-    return int(min(limits) * MEMORY_SHARE)
 
 
 def _number(value: Any, name: str, least: int) -> Any:

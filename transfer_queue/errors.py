@@ -4,7 +4,8 @@
     ├── CallerError                    the call is wrong: change the call
     │   ├── InvalidInput               (ValueError)      sizes, names, duplicates
     │   │   ├── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
-    │   │   └── MissingParameter       (TypeError)       sampling_config lacks what the sampler needs
+    │   │   ├── MissingParameter       (TypeError)       sampling_config lacks what the sampler needs
+    │   │   └── BatchMismatch          (RuntimeError)    a batch does not fit its metadata or its parser's result
     │   ├── UnsupportedValue           (TypeError)       a value the codec cannot carry exactly
     │   ├── SchemaConflict             (ValueError)      dtype, rank or kind differs from the field's
     │   ├── UnknownRows                (ValueError)      no such partition, keys or rows
@@ -19,6 +20,7 @@
     │   ├── DeadlineExceeded           (TimeoutError)    no answer, or no rows, in time
     │   ├── StoreFull                  (RuntimeError)    no room was freed before the deadline
     │   ├── DataLost                   (RuntimeError)    the host that held the rows is gone for good
+    │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
     │   ├── AccessDenied               (PermissionError) wrong user, or missing or wrong token
     │   └── ProtocolError              (RuntimeError)    bytes that are not this protocol
@@ -61,6 +63,12 @@ class MissingParameter(InvalidInput, TypeError):
     """`sampling_config` does not have a parameter that the sampler cannot do without."""
 
     code = "missing_parameter"
+
+
+class BatchMismatch(InvalidInput, RuntimeError):
+    """A batch has not as many rows as its metadata, or `data_parser` changed its fields or number of rows."""
+
+    code = "batch_mismatch"
 
 
 class UnsupportedValue(CallerError, TypeError):
@@ -146,6 +154,12 @@ class DataLost(ServiceError, RuntimeError):
     """Cells of these rows were stored on a host that is gone. Writing them again makes the rows whole."""
 
     code = "data_lost"
+
+
+class LeaseExpired(ServiceError, RuntimeError):
+    """The lease ended before it was acknowledged: it ran out, was given back, or its holder or the service went."""
+
+    code = "lease_expired"
 
 
 class ServiceUnavailable(ServiceError, ConnectionError, RuntimeError):

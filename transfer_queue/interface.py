@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transfer_queue import checkpoint
@@ -19,69 +19,112 @@ from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.effects import Operation
 from transfer_queue.client.session import Session
 from transfer_queue.errors import NotInitialized, ServiceUnavailable
-from transfer_queue.launch import local
-from transfer_queue.wire.address import parse_address
+from transfer_queue.launch import choose
+from transfer_queue.launch.launcher import Launcher, Service
+from transfer_queue.wire.address import Address, parse_address
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _lock = threading.RLock()
 _client: TransferQueueClient | None = None
-_server: local.LocalServer | None = None
+_service: Service | None = None  # the one this process owns
+_announced = ""  # what this process wrote into TQ_ADDRESS
 
 
 def init(conf: Any = None) -> Any:
     """Attach this process to the service, starting one when there is none. Idempotent, also from many processes.
 
     The service is looked for at `conf.address`, at the environment variable TQ_ADDRESS (which child processes inherit),
-    and in `conf.run_dir`. `conf` is a DictConfig or mapping merged over config.yaml. Returns the merged DictConfig
-    when it
-    started the service, which then ends with this process, and `conf` itself when it attached. Raises `ConfigError`,
-    `ServiceUnavailable`.
+    in `conf.run_dir` or TQ_RUN_DIR, and in the Ray cluster that this process is connected to. `conf` is a DictConfig or
+    mapping merged over config.yaml. Returns the merged DictConfig when it started the service, which then ends with
+    this process, and `conf` itself when it attached; warns with `ConfigMismatch` where the running service has other
+    settings. Raises `ConfigError`, `ServiceUnavailable`.
     """
-    global _client, _server
+    global _client, _service
     with _lock:
-        if _client is not None:
-            return conf
-        full = settings.merged(conf)
-        environment = settings.from_env()
-        if environment.logging_level:
-            logging.getLogger("transfer_queue").setLevel(environment.logging_level)
-        known = str(full.address or "") or environment.address
-        if known:
-            _client = _attached(known)
-            return conf
-        run_dir = str(full.run_dir or "") or environment.run_dir
-        with local.lock(run_dir) if run_dir else contextlib.nullcontext():
-            if run_dir:
-                with contextlib.suppress(ServiceUnavailable):
-                    _client = _attached(run_dir)
-                    return conf
-            _server = local.start(settings.server_config(full, run_dir, os.getpid()))
-        _client = _attached(_server.address)
-        os.environ["TQ_ADDRESS"] = full.address = _server.address
-        full.metrics.endpoint = _client.session.config["metrics_endpoint"]
-        atexit.register(close)
-        return full
+        if _client is None:
+            full = settings.merged(conf)
+            level = settings.from_env().logging_level
+            if level:
+                logging.getLogger("transfer_queue").setLevel(level)
+            launcher = _launcher(full)
+            while not _attach(full, launcher):
+                _service = launcher.launch(settings.server_config(full, _run_dir(full), os.getpid()))
+                if _service is not None:  # otherwise another process was faster
+                    atexit.register(close)
+                    try:
+                        _client = _connected(_service.addresses)
+                    except BaseException:
+                        close()
+                        raise
+                    full.address = str(_client.session.address)
+                    full.metrics.endpoint = _client.session.config["metrics_endpoint"]
+                    return full
+        settings.warn_of_differences(conf, get_client().session.config)
+        return conf
 
 
-def _attached(address: str) -> TransferQueueClient:
-    return TransferQueueClient(Session(parse_address(address)))
+def _run_dir(full: Any) -> str:
+    return str(full.run_dir or "") or settings.from_env().run_dir
+
+
+def _launcher(full: Any) -> Launcher:
+    return choose(_run_dir(full))
+
+
+def _attach(full: Any, launcher: Launcher) -> bool:
+    """Attach to a running service; False when there is none."""
+    global _client
+    known = str(full.address or "") or settings.from_env().address
+    gone: ServiceUnavailable | None = None
+    if known:
+        address = parse_address(known)
+        try:
+            _client = TransferQueueClient(Session(address))
+            return True
+        except ServiceUnavailable as error:
+            if not (launcher.has_hosts and address.is_local):
+                raise
+            gone = error  # a socket of another host or of the past: workers inherit settings from anywhere
+    addresses = launcher.find()
+    if addresses:
+        _client = _connected(addresses)
+        return True
+    if gone is not None and full.address:
+        raise gone
+    return False
+
+
+def _connected(addresses: Sequence[Address]) -> TransferQueueClient:
+    """A client at the first address that answers; processes that this one starts find the service there, too."""
+    global _announced
+    *nearer, last = addresses
+    session = None
+    for address in nearer:
+        with contextlib.suppress(ServiceUnavailable):
+            session = Session(address)
+            break
+    session = session or Session(last)
+    if session.address.is_local:
+        os.environ["TQ_ADDRESS"] = _announced = str(session.address)
+    return TransferQueueClient(session)
 
 
 def close() -> None:
     """Detach this process; the one that started the service also ends it. Without a service nothing happens."""
-    global _client, _server
+    global _client, _service, _announced
     with _lock:
         client, _client = _client, None
-        server, _server = _server, None
+        service, _service = _service, None
+        announced, _announced = _announced, ""
         if client is not None:
             client.close()
-        if server is not None:
+        if announced and os.environ.get("TQ_ADDRESS") == announced:
+            del os.environ["TQ_ADDRESS"]
+        if service is not None:
             atexit.unregister(close)
-            if os.environ.get("TQ_ADDRESS") == server.address:
-                del os.environ["TQ_ADDRESS"]
-            server.stop()
+            service.stop()
 
 
 def get_client() -> TransferQueueClient:
@@ -101,12 +144,12 @@ def get_metrics_endpoint() -> str | None:
 
 
 def _session() -> Session:
-    """The session of this process, attached on first use when a service can be found."""
+    """The session of this process, attached on first use when a service runs."""
     if _client is None:
-        environment = settings.from_env()
-        if not (environment.address or environment.run_dir):
-            raise NotInitialized("TransferQueue is not initialized: call transfer_queue.init(), or set TQ_ADDRESS")
-        init()
+        full = settings.merged(None)
+        with _lock:
+            if _client is None and not _attach(full, _launcher(full)):
+                raise NotInitialized("TransferQueue is not initialized: call transfer_queue.init(), or set TQ_ADDRESS")
     return get_client().session
 
 
@@ -116,6 +159,7 @@ def _plain(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
         session = _session()
         return run(session, operation(session, *args, **kwargs))
 
+    function.__module__ = __name__  # where pickle finds it
     return function
 
 
@@ -125,6 +169,8 @@ def _async(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
         session = _session()
         return await run_async(session, operation(session, *args, **kwargs))
 
+    function.__module__ = __name__
+    function.__name__ = function.__qualname__ = f"async_{operation.__name__}"
     return function
 
 

@@ -43,6 +43,7 @@ class Operations:
         task_name: str | None = None,
         sampling_config: dict[str, Any] | None = None,
         timeout_s: float | None = None,
+        lease_s: float | None = None,
     ) -> Operation[BatchMeta]:
         """Rows of a partition, by one of three modes.
 
@@ -50,10 +51,34 @@ class Operations:
         taken at once. Blocks until the sampler finds them, at most `timeout_s` (default: the configured one; 0 under
         `polling_mode`, where too few rows give an empty meta). "insert": reserves new rows, not ready. "force_fetch":
         every row of the partition with its readiness. Raises `DeadlineExceeded`, `UnknownMode`, `InvalidInput`.
+
+        With `lease_s` the rows of a fetch are lent for that many seconds, and taken once `ack` says so; the meta's
+        `lease` is the number of the lease. What is not acknowledged in time, or when this process ends, is offered
+        again. Repeating a fetch that the sampler remembers gives the same rows on the same lease, renewed.
         """
         return ops.get_meta(
-            self.session, list(data_fields), batch_size, partition_id, mode, task_name, sampling_config, timeout_s
-        )
+            self.session, list(data_fields), batch_size, partition_id, mode, task_name, sampling_config, timeout_s,
+            lease_s,
+        )  # fmt: skip
+
+    def ack(self, metadata: BatchMeta) -> Operation[int]:
+        """The rows, all or some of a lease, are used: the task never gets them again. Repeating it changes nothing.
+
+        Any process that has the metadata may do it. Rows cleared since are ignored. Returns how many rows of the lease
+        are left. Raises `LeaseExpired` when it was over before (nothing changes), `InvalidInput` without a lease.
+        """
+        lease, rows = ops.leased(metadata)
+        return (yield Call(m.Ack(self.session.next_rid(), lease, rows)))[0].rows
+
+    def renew(self, metadata: BatchMeta, lease_s: float) -> Operation[int]:
+        """The lease of the rows lasts at least `lease_s` from now on. Returns and raises as `ack`."""
+        lease, _ = ops.leased(metadata)
+        return (yield Call(m.Renew(self.session.next_rid(), lease, lease_s)))[0].rows
+
+    def release(self, metadata: BatchMeta) -> Operation[int]:
+        """The rows, all or some of a lease, go back at once: the task is offered them again. As `ack` otherwise."""
+        lease, rows = ops.leased(metadata)
+        return (yield Call(m.Release(self.session.next_rid(), lease, rows)))[0].rows
 
     def put(
         self,
@@ -178,6 +203,9 @@ class TransferQueueClient:
         self.session = session
 
     get_meta, async_get_meta = blocking(Operations.get_meta), awaitable(Operations.get_meta)
+    ack, async_ack = blocking(Operations.ack), awaitable(Operations.ack)
+    renew, async_renew = blocking(Operations.renew), awaitable(Operations.renew)
+    release, async_release = blocking(Operations.release), awaitable(Operations.release)
     put, async_put = blocking(Operations.put), awaitable(Operations.put)
     get_data, async_get_data = blocking(Operations.get_data), awaitable(Operations.get_data)
     allocate, async_allocate = blocking(Operations.allocate), awaitable(Operations.allocate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
@@ -133,6 +134,11 @@ class Connection:
         if not nbytes:
             raise ServiceUnavailable(f"the server at {self.address} closed the connection")
         return nbytes
+
+    def shut(self) -> None:
+        """End the call that another thread makes: it raises `ServiceUnavailable`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

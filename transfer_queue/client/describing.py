@@ -39,4 +39,6 @@ def batch_meta(reply: RowSet, partition: str, fields: list[str] | None = None) -
         schema.setdefault(name, UNKNOWN)
     indexes = np.frombuffer(reply.rows, np.int64)
     ready = True if reply.ready is None else np.frombuffer(reply.ready, np.int8).copy()
-    return BatchMeta._build(indexes, partition, schema, ready, reply.tags)
+    meta = BatchMeta._build(indexes, partition, schema, ready, reply.tags)
+    meta.lease = reply.lease
+    return meta

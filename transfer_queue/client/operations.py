@@ -21,7 +21,7 @@ from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.values import is_plain
-from transfer_queue.errors import InvalidInput, UnknownMode, UnsupportedValue
+from transfer_queue.errors import BatchMismatch, InvalidInput, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
@@ -40,7 +40,10 @@ def get_meta(
     task_name: str | None,
     sampling_config: Mapping[str, Any] | None,
     timeout_s: float | None,
+    lease_s: float | None = None,
 ) -> Operation[BatchMeta]:
+    if lease_s is not None and mode != "fetch":
+        raise UnknownMode(f"mode {mode!r} takes no rows: lease_s is for 'fetch'")
     if mode == "insert":
         request: m.Request = m.Insert(session.next_rid(), partition_id, batch_size, data_fields, session.timeout_s)
         return batch_meta((yield Call(request, wait_s=session.timeout_s))[0], partition_id, data_fields)
@@ -54,14 +57,46 @@ def get_meta(
         raise UnknownMode("mode 'fetch' needs task_name: which consumer takes the rows")
     if batch_size == 0:
         return BatchMeta.empty()
+    polling = bool(session.config.get("polling_mode"))
+    wait_s = timeout_s if timeout_s is not None else (0.0 if polling else session.timeout_s)
+    terms = (wait_s, polling, lease_s or 0.0)
+    return (yield from fetch(session, data_fields, batch_size, partition_id, task_name, sampling_config, *terms))
+
+
+def fetch(
+    session: Session,
+    data_fields: list[str],
+    batch_size: int,
+    partition_id: str,
+    task_name: str,
+    sampling_config: Mapping[str, Any] | None,
+    wait_s: float,
+    empty_on_timeout: bool,
+    lease_s: float,
+    until_done: bool = False,
+    holder: bytes = b"",
+) -> Operation[BatchMeta]:
+    """Ready rows of a task; see `messages.Fetch`. An empty meta when the answer is empty."""
     sampling = dict(sampling_config or {})
     if not is_plain(sampling):
         raise UnsupportedValue(f"sampling_config {sampling}: only plain numbers, strings, lists and dicts")
-    polling = bool(session.config.get("polling_mode"))
-    wait_s = timeout_s if timeout_s is not None else (0.0 if polling else session.timeout_s)
-    request = m.Fetch(session.next_rid(), partition_id, data_fields, batch_size, task_name, sampling, wait_s, polling)
+    if lease_s:
+        session.stay()
+    request = m.Fetch(
+        session.next_rid(), partition_id, data_fields, batch_size, task_name, sampling, wait_s, empty_on_timeout,
+        lease_s, until_done, holder,
+    )  # fmt: skip
     reply = (yield Call(request, wait_s=wait_s))[0]
     return batch_meta(reply, partition_id) if reply.rows else BatchMeta.empty()
+
+
+def leased(metadata: BatchMeta) -> tuple[int, bytes]:
+    """(lease, rows) of a meta, or `InvalidInput` when it has no lease, or several."""
+    if not metadata.lease:
+        raise InvalidInput(
+            "the rows are not on lease: they were fetched without lease_s, or joined from several leases"
+        )
+    return metadata.lease, metadata.indexes.tobytes()
 
 
 def num_rows(batch: Batch) -> int:
@@ -89,7 +124,7 @@ def planned(session: Session, batch: Batch, parser: Parser | None) -> Plan:
         columns = dict(items_of(batch))
         parsed = parser(dict(columns))
         if parsed.keys() != columns.keys() or any(len(column) != count for column in parsed.values()):
-            raise InvalidInput("data_parser must keep the fields and the number of rows")
+            raise BatchMismatch("data_parser must keep the fields and the number of rows")
         batch = parsed
     plan = plan_batch(batch, count, bool(session.config.get("allow_pickle")))
     if not plan.columns:
@@ -108,7 +143,7 @@ def put(
         return committed_meta(reply, partition_id, plan, None)
     count = num_rows(data)
     if len(metadata) != count or not count:
-        raise InvalidInput(f"{count} rows of data for {len(metadata)} rows of metadata")
+        raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
     for positions, part in _by_partition(metadata):
         rows_of_part = data if len(part) == count else _rows_at(data, positions)
         schema = yield from _put_part(session, rows_of_part, part, data_parser)
@@ -144,9 +179,17 @@ def _by_partition(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
 
 
 def _rows_at(data: Batch, positions: list[int]) -> Batch:
-    if isinstance(data, TensorDictBase):
-        return data[positions]
-    return {name: [column[p] for p in positions] for name, column in data.items()}
+    """These rows. A jagged tensor can't be indexed by torch, and not by tensordict before 0.11: it becomes a list."""
+    found: dict[str, Any] = {}
+    for name, column in items_of(data):
+        if isinstance(column, torch.Tensor) and column.is_nested:
+            rows = column.unbind()
+            found[name] = [rows[p] for p in positions]
+        elif isinstance(data, TensorDictBase):
+            found[name] = column[positions]
+        else:
+            found[name] = [column[p] for p in positions]
+    return found
 
 
 def set_tags(session: Session, meta: BatchMeta, tags: Sequence[Mapping[str, Any]]) -> Operation[None]:

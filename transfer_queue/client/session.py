@@ -37,6 +37,10 @@ NOTIFY_S = 1.0
 STREAMS = 4  # calls to other servers at the same time
 
 
+class Interrupted(Exception):
+    """Another thread ended the call with `Session.interrupt`; the server was told that nobody waits any more."""
+
+
 class Session:
     """Attached to the server at `address`; raises `ServiceUnavailable` when there is none.
 
@@ -74,12 +78,13 @@ class Session:
         self.listings = Listings()
         self._rids = itertools.count(1)
         self._owed: list[tuple[m.Message, str]] = []
+        self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
         self._kept: Connection | None = None
         self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[AsyncConnection]] = {}
 
     def _open_memory(self) -> None:
         self.arenas = Arenas(self._door, self._connect_timeout_s)
-        self.views = Views(self.arenas, self._unpin, self._stay, self._disconnect)
+        self.views = Views(self.arenas, self._unpin, self.stay, self._disconnect)
 
     @property
     def is_local(self) -> bool:
@@ -132,14 +137,22 @@ class Session:
         if self.closed:
             raise ServiceUnavailable("this client was closed")
         connection = self._borrow(timeout_s, effect.to)
+        if effect.wait_s:
+            self._waiting[effect.request.rid] = connection
         try:
             found = connection.call(effect.request, effect.payload, timeout_s, effect.into)
         except BaseException as error:
             connection.close()  # the answer may still come: nobody else must take it for theirs
+            if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
+                self.notify(m.Cancel(effect.request.rid))
+                raise Interrupted from None
             if not isinstance(error, ServiceUnavailable):
                 self._owed.append((m.Cancel(effect.request.rid), effect.to))
             raise
-        self._give_back(connection, effect.to)
+        if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
+            connection.close()  # interrupted just too late
+        else:
+            self._give_back(connection, effect.to)
         if self._owed:
             self._deliver_owed()
         return found
@@ -155,6 +168,12 @@ class Session:
         finally:
             wait(others)  # they receive into memory of the caller
         return first + [other.result() for other in others]
+
+    def interrupt(self, rid: int) -> None:
+        """Make the blocking call of another thread whose request is parked raise `Interrupted`; else nothing."""
+        connection = self._waiting.pop(rid, None)
+        if connection is not None:
+            connection.shut()
 
     def notify(self, message: m.Message, to: str = "") -> None:
         """Tell the server; when it does not listen now, the next call does. Once it is gone, nobody needs to know."""
@@ -257,8 +276,10 @@ class Session:
         self.pool.clear()
         self.views.close()
 
-    def _stay(self) -> None:
-        """Hold a connection that no call can break: with the last one of a session, its pins would go."""
+    def stay(self) -> None:
+        """Hold a connection that no call can break: with the last one of a session, its pins and leases would go."""
+        if self._kept is not None:
+            return
         with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
             self._kept = Connection(self.address, self.ident, min(self.timeout_s, self._connect_timeout_s))
 

@@ -125,7 +125,7 @@ def snapshot(session: Session) -> Iterator[Snapshot]:
             found = Snapshot(session, state, check)
             _pin_all(found, captured, int(session.config.get("unit", 0)))
         finally:
-            session.call(Call(m.Release(session.next_rid())))
+            session.call(Call(m.Recycle(session.next_rid())))
         try:
             yield found
         finally:

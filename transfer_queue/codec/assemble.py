@@ -25,7 +25,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue.codec.arrays import BufferReader
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.layout import Bytes, Column, Ints
-from transfer_queue.codec.nested import jagged, nested
+from transfer_queue.codec.nested import Offsets, jagged, nested
 from transfer_queue.codec.rows import Block, Copier, Run, gather_dense, gather_ragged, gather_varied, take_dense
 from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
@@ -41,7 +41,7 @@ class Assembler:
         self.copier = copier
         self.allow_pickle = allow_pickle
         self.out = out or {}
-        self._offsets: dict[object, torch.Tensor] = {}
+        self._offsets: dict[object, Offsets] = {}
 
     def field(self, schema: FieldSchema, located: Located, rows: Ints | None = None) -> Any:
         """The rows of one field. `rows`: their numbers where all lie in one block."""
@@ -78,8 +78,10 @@ class Assembler:
         if ragged:
             data, offsets = gather_ragged(runs, ragged[0], self.copier)
             values = _typed(data, dtype, (*merged[: ragged[0]], int(offsets[-1]), *merged[ragged[0] + 1 :]))
-            marks = self._offsets.setdefault(offsets.tobytes(), torch.from_numpy(offsets))
-            return jagged(values, marks, ragged[0] + 1)
+            place = offsets.tobytes()
+            if place not in self._offsets:
+                self._offsets[place] = Offsets.of(offsets)
+            return jagged(values, self._offsets[place], ragged[0] + 1)
         count = sum(run.rows for run in runs)
         data = gather_dense(runs, self.copier)
         return self._dense(data, dtype, count, merged) if inner is None else _typed(data, dtype, (count, *merged))
@@ -89,13 +91,11 @@ class Assembler:
             return _typed(data, dtype, (count,))
         return jagged(_typed(data, dtype, (count * shape[0], *shape[1:])), self._uniform(count, shape[0]), 1)
 
-    def _uniform(self, count: int, length: int) -> torch.Tensor:
+    def _uniform(self, count: int, length: int) -> Offsets:
         """Offsets of `count` rows of `length`. Fields of equal lengths share them: torch combines only such fields."""
         found = self._offsets.get((count, length))
         if found is None:
-            total = (count + 1) * length
-            found = torch.arange(0, total, length) if length else torch.zeros(count + 1, dtype=torch.int64)
-            self._offsets[count, length] = found
+            found = self._offsets[count, length] = Offsets.uniform(count, length)
         return found
 
     def _into(self, target: torch.Tensor, name: str, shape: tuple[int, ...], runs: list[Run]) -> torch.Tensor:

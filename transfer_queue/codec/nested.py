@@ -4,16 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from transfer_queue.codec.layout import Ints
 
-def jagged(values: torch.Tensor, offsets: torch.Tensor, ragged: int) -> torch.Tensor:
+
+class Offsets:
+    """Where the rows of a jagged tensor begin and end, with the length of the shortest and the longest.
+
+    torch keeps such a length as the shape of an empty tensor.
+    """
+
+    def __init__(self, marks: torch.Tensor, shortest: int, longest: int) -> None:
+        self.marks = marks
+        self.shortest = torch.empty(shortest, 0)
+        self.longest = torch.empty(longest, 0)
+
+    @classmethod
+    def of(cls, marks: Ints) -> Offsets:
+        lengths = np.diff(marks) if len(marks) > 1 else np.zeros(1, np.int64)
+        return cls(torch.from_numpy(marks), int(lengths.min()), int(lengths.max()))
+
+    @classmethod
+    def uniform(cls, count: int, length: int) -> Offsets:
+        total = (count + 1) * length
+        marks = torch.arange(0, total, length) if length else torch.zeros(count + 1, dtype=torch.int64)
+        return cls(marks, length, length)
+
+
+def jagged(values: torch.Tensor, offsets: Offsets, ragged: int) -> torch.Tensor:
     """The jagged NestedTensor over `values` whose dimension `ragged` (counted with the batch) differs.
 
-    The constructor costs 12 microseconds; `torch.nested.nested_tensor_from_jagged` with its checks, 42.
+    It knows its longest row, as those of `torch.nested.nested_tensor` do: without, `to_padded_tensor` pads to the
+    length of all rows together. The constructor costs 14 microseconds; `torch.nested.nested_tensor_from_jagged` with
+    its checks, 42.
     """
-    return NestedTensor(values, offsets=offsets, _ragged_idx=ragged)
+    lengths = {"min_seqlen": offsets.shortest, "max_seqlen": offsets.longest}
+    return NestedTensor(values, offsets=offsets.marks, _ragged_idx=ragged, _metadata_cache=lengths)
 
 
 def nested(values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.controller.ledger import Entry
-from transfer_queue.controller.readiness import Flags, Slots
+from transfer_queue.controller.readiness import RESERVED, Flags, Slots
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported, InternalError, InvalidInput, StoreFull
 from transfer_queue.sampler.base import BaseSampler
@@ -143,7 +143,7 @@ def _saved_table(table: Table, blocks: dict[tuple[str, int], list[tuple[int, int
         cells,
         list(patterns),
         groups,
-        {name: task.consumed[live].tobytes() for name, task in table.tasks.items()},
+        {name: (task.consumed | (task.lease == RESERVED))[live].tobytes() for name, task in table.tasks.items()},
     )
 
 
@@ -211,6 +211,7 @@ def _load_sampler(sampler: BaseSampler, state: Any) -> None:
 def _switch(controller: Controller, tables: dict[str, Table], entries: dict[int, Entry]) -> None:
     fetching = controller._fetching
     controller.ledger.replace(entries)
+    fetching.leases.clear()
     for table in controller.tables.values():
         fetching.orphan(table)
     controller.tables.clear()
@@ -246,7 +247,7 @@ def _table(saved: SavedTable, blocks: dict[int, int], entries: dict[int, Entry])
     for name, flags in saved.consumed.items():
         if len(flags) != rows:
             _refuse(f"consumption of {saved.name!r} by {name!r}")
-        table.task(name).consumed[:rows] = np.frombuffer(flags, np.uint8) != 0
+        table.task(name).consume(np.flatnonzero(np.frombuffer(flags, np.uint8)))
     return table
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from transfer_queue.controller.leases import Leases, check_lease
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.readiness import Slots, Task, View
 from transfer_queue.controller.table import Table, rows_bytes
-from transfer_queue.errors import DeadlineExceeded, InternalError, TransferQueueError
+from transfer_queue.errors import DeadlineExceeded, InternalError, InvalidInput, LeaseExpired, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.wire.messages import Failed, Fetch, Reply, RowSet, Tags
+from transfer_queue.wire.messages import DONE, Failed, Fetch, Reply, RowSet, Tags
 
 log = logging.getLogger("transfer_queue.controller")
 
@@ -59,9 +61,11 @@ class PartitionView:
 class Fetching:
     """Fetch requests of all partitions. `outbox` collects (ticket, reply) for parked ones that were answered."""
 
-    def __init__(self, sampler: BaseSampler, outbox: list[tuple[Hashable, Reply]]) -> None:
+    def __init__(self, sampler: BaseSampler, outbox: list[tuple[Hashable, Reply]], tables: Mapping[str, Table]) -> None:
         self.sampler = sampler
+        self.leases = Leases(tables, self._offered, self._settled)
         self.parked: ParkingLot[Fetch] = ParkingLot()
+        self._on_behalf: dict[bytes, list[Parked[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Parked[Fetch]]] = {}  # their partition does not exist (yet)
         self._outbox = outbox
         self._remembered = False  # the sampler remembers a result that others may wait for
@@ -71,19 +75,24 @@ class Fetching:
         message = request.message
         self._ask(self.sampler.check_request, message.batch_size, message.sampling)
         if table is not None:
-            reply = self._attempt(message, table)
+            reply = self._attempt(request, table)
             if self._remembered:
                 self.serve(table, table.task(message.task), ())
             if reply is not None:
+                self._settled(table, table.task(message.task))
                 return reply
+            if message.until_done and self._is_done(request, table):
+                return _nothing(message.rid, DONE)
         if message.timeout_s <= 0:
             return _timed_out(message)
         self.parked.add(request)
+        if message.holder:
+            others = self._on_behalf.get(message.holder, ())
+            self._on_behalf[message.holder] = [*(one for one in others if self.parked.holds(one)), request]
         if table is None:
             self._orphans.setdefault(message.partition, []).append(request)
         else:
-            waiters = self._view(table, message).waiters
-            waiters.append(request)
+            waiters = self._wait(table, request)
             if len(waiters) > 2 * len(self.parked) + MIN_WAITERS:
                 waiters[:] = [one for one in waiters if self.parked.holds(one)]
         return None
@@ -92,7 +101,17 @@ class Fetching:
         """A partition was created: requests that waited for it now wait for its rows."""
         for request in self._orphans.pop(table.name, ()):
             if self.parked.holds(request):
-                self._view(table, request.message).waiters.append(request)
+                self._wait(table, request)
+
+    def _wait(self, table: Table, request: Parked[Fetch]) -> list[Any]:
+        """Let a parked request wait for rows; returns all that wait for the same."""
+        task = table.task(request.message.task)
+        if request.message.until_done:
+            task.finishing = [one for one in task.finishing if self.parked.holds(one)]
+            task.finishing.append(request)
+        waiters = self._view(table, request.message).waiters
+        waiters.append(request)
+        return waiters
 
     def closed(self, table: Table) -> None:
         """A partition is gone: its waiters wait for the next one of that name."""
@@ -140,7 +159,7 @@ class Fetching:
                 continue
             reply: Reply | None
             try:
-                reply = self._attempt(request.message, table)
+                reply = self._attempt(request, table)
             except TransferQueueError as error:
                 reply = Failed(request.message.rid, error.code, str(error))
             if reply is None:
@@ -148,7 +167,50 @@ class Fetching:
             else:
                 self.parked.remove(request)
                 self._outbox.append((request.ticket, reply))
+                self._settled(table, table.task(request.message.task))
         view.waiters = kept + view.waiters
+
+    def _offered(self, table: Table, task: str, slots: Slots) -> None:
+        """Rows that were lent are free again."""
+        with contextlib.suppress(InternalError):  # logged: the rows are free whatever the sampler makes of it
+            self._ask(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
+        of_task = table.tasks[task]
+        fuller = [view for view in list(of_task.views.values()) if of_task.refresh(view, table, slots)]
+        self.serve(table, of_task, fuller)
+
+    def _settled(self, table: Table, task: Task) -> None:
+        """Rows were consumed, lent or cleared: requests `until_done` may have nothing to wait for any more."""
+        if not task.finishing or task.num_consumed + task.num_lent < table.num_alive:
+            return
+        for request in list(task.finishing):
+            if self.parked.holds(request) and self._is_done(request, table):
+                self.parked.remove(request)
+                self._outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
+
+    def shrunk(self, table: Table) -> None:
+        """Rows were cleared, or fewer are expected."""
+        for task in table.tasks.values():
+            self._settled(table, task)
+
+    def _is_done(self, request: Parked[Fetch], table: Table) -> bool:
+        """Whether every row is consumed by the task or lent to the asker, and there are as many as declared."""
+        task = table.task(request.message.task)
+        if not 0 < table.num_alive >= (table.declared or 0):
+            return False
+        holder = request.message.holder or request.session
+        return task.num_consumed == table.num_alive or (
+            task.num_consumed + task.num_lent == table.num_alive and task.num_lent == self.leases.lent_to(holder, task)
+        )
+
+    def end_session(self, session: bytes) -> None:
+        """Refuse what still waits in its name, and offer again what only it holds."""
+        for request in self._on_behalf.pop(session, ()):
+            if self.parked.holds(request):
+                self.parked.remove(request)
+                self._abandon([request])
+                text = "the session that would hold the rows has ended"
+                self._outbox.append((request.ticket, Failed(request.message.rid, LeaseExpired.code, text)))
+        self.leases.end_session(session)
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone."""
@@ -174,9 +236,10 @@ class Fetching:
     def _view(self, table: Table, message: Fetch) -> View:
         return table.task(message.task).view(tuple(message.fields), table)
 
-    def _attempt(self, message: Fetch, table: Table) -> RowSet | None:
-        """Rows for the request, marked consumed; None when the sampler is not satisfied."""
-        sampler, view = self.sampler, self._view(table, message)
+    def _attempt(self, request: Parked[Fetch], table: Table) -> RowSet | None:
+        """Rows for the request, consumed or lent; None when the sampler is not satisfied."""
+        message, sampler = request.message, self.sampler
+        view = self._view(table, message)
         config = {**message.sampling, "partition_id": message.partition, "task_name": message.task}
         cached = self._ask(sampler.has_cached_result, message.partition, message.task, config)
         if not cached and view.count < self._ask(sampler.least_ready, message.batch_size):
@@ -186,10 +249,20 @@ class Fetching:
             raise InternalError(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
         if not len(slots) or (cached and not _all_ready(table, slots, message.fields)):
             return None
-        table.task(message.task).consume(used)
         if not cached and self._ask(sampler.has_cached_result, message.partition, message.task, config):
             self._remembered = True
-        return row_set(message.rid, table, slots, message.fields)
+        reply = row_set(message.rid, table, slots, message.fields)
+        task = table.task(message.task)
+        if sampler.reserves:
+            task.reserve(task.offered(np.setdiff1d(used, slots)))
+            used = slots
+        fresh = task.claim(used)
+        if message.lease_s:
+            holder = message.holder or request.session
+            reply.lease = self.leases.take(table, message.task, used, fresh, holder, message.lease_s)
+        else:
+            task.consume(fresh)
+        return reply
 
     def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: View) -> tuple[Slots, Slots]:
         """The slots to hand out and those used up, -1 for rows that do not exist."""
@@ -219,11 +292,24 @@ def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: 
     return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready)
 
 
+def _nothing(rid: int, lease: int = 0) -> RowSet:
+    return RowSet(rid, b"", None, [], None, lease)
+
+
 def _timed_out(message: Fetch) -> RowSet:
     """The empty answer, or `DeadlineExceeded` where the caller did not ask for one."""
     if message.empty_on_timeout:
-        return RowSet(message.rid, b"", None, [], None)
+        return _nothing(message.rid)
     raise DeadlineExceeded(
         f"partition {message.partition!r}: fewer than {message.batch_size} rows with {message.fields} became ready "
         f"for task {message.task!r} within {message.timeout_s:g} s"
     )
+
+
+def check_fetch(message: Fetch) -> None:
+    """`InvalidInput` for what no rows could satisfy."""
+    if not message.fields or len(set(message.fields)) != len(message.fields):
+        raise InvalidInput(f"data_fields {message.fields}: name each field to wait for once")
+    if message.batch_size < 1:
+        raise InvalidInput(f"batch_size {message.batch_size}")
+    check_lease(message.lease_s)

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller.checkpointing import capture, restore
-from transfer_queue.controller.fetching import Fetching, row_set
+from transfer_queue.controller.fetching import Fetching, check_fetch, row_set
+from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locating import located
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.status import status, unknown
 from transfer_queue.controller.table import Table, indexes_of, rows_bytes
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode, UnknownRows
 from transfer_queue.sampler.base import BaseSampler
@@ -40,7 +42,8 @@ class Controller:
         self.max_rows = max_rows
         self._reserved_rows = reserved_rows
         self._next_index = 0
-        self._fetching = Fetching(sampler, self.outbox)
+        self._fetching = Fetching(sampler, self.outbox, self.tables)
+        self._leases = self._fetching.leases
         self._crowded: ParkingLot[Any] = ParkingLot()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Scan: self._scan, m.Find: self._find,
@@ -51,15 +54,18 @@ class Controller:
         }  # fmt: skip
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
+        self._leases.now = now
+        if isinstance(message, LEASE_REQUESTS):
+            return self._leases.handle(message, session)
         if isinstance(message, m.Fetch):
-            self._check_fetch(message)
+            check_fetch(message)
             parked = Parked(ticket, session, message, now + message.timeout_s)
             return self._fetching.fetch(parked, self.tables.get(message.partition))
         if isinstance(message, m.Snapshot):
             return capture(self, message, ticket, session)
         if isinstance(message, m.Restore):
             return restore(self, message, ticket)
-        if isinstance(message, m.Release):
+        if isinstance(message, m.Recycle):
             self.captures.discard(session)
             return m.Done(message.rid)
         try:
@@ -72,11 +78,14 @@ class Controller:
             return None
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._fetching.parked.next_deadline(), self._crowded.next_deadline())
+        lots = (self._fetching.parked, self._crowded, self._leases)
+        deadlines = [lot.next_deadline() for lot in lots]
         return min((d for d in deadlines if d is not None), default=None)
 
     def expire(self, now: float) -> None:
-        """Answer the parked requests whose deadline has come."""
+        """End the leases and answer the parked requests whose deadline has come."""
+        self._leases.now = now
+        self._leases.expire()
         self._fetching.expire(now)
         for parked in self._crowded.expired(now):
             text = f"the store's {self.max_rows} rows stayed in use for {parked.message.timeout_s:g} s"
@@ -88,8 +97,14 @@ class Controller:
         self._crowded.forget(tickets)
 
     def end_session(self, session: bytes) -> None:
-        """A client is gone for good."""
+        """A client is gone for good: what is lent to it is offered again."""
         self.captures.discard(session)
+        self._fetching.end_session(session)
+
+    def take_back(self, reply: m.RowSet, session: bytes) -> None:
+        """Nobody got this reply: a lease it carried is over."""
+        self._leases.undo(reply.lease)
+        reply.lease = 0
 
     @property
     def freed(self) -> list[int]:
@@ -239,12 +254,6 @@ class Controller:
 
     # reading
 
-    def _check_fetch(self, message: m.Fetch) -> None:
-        if not message.fields or len(set(message.fields)) != len(message.fields):
-            raise InvalidInput(f"data_fields {message.fields}: name each field to wait for once")
-        if message.batch_size < 1:
-            raise InvalidInput(f"batch_size {message.batch_size}")
-
     def _scan(self, message: m.Scan) -> m.Reply:
         table = self._table(message.partition)
         slots = table.live_slots()
@@ -287,17 +296,17 @@ class Controller:
     def _consumption(self, message: m.Consumption) -> m.Reply:
         table = self.tables.get(message.partition)
         if table is None:
-            return _unknown(message.rid)
+            return unknown(message.rid)
         live = table.live()
-        return _status(message.rid, table, live, table.task(message.task).consumed[live])
+        return status(message.rid, table, live, table.task(message.task).consumed[live])
 
     def _production(self, message: m.Production) -> m.Reply:
         table = self.tables.get(message.partition)
         if table is None or not message.fields or any(name not in table.fields for name in message.fields):
-            return _unknown(message.rid)
+            return unknown(message.rid)
         live = table.live()
         columns = sorted(table.fields[name].number for name in set(message.fields))
-        return _status(message.rid, table, live, (table.cells[columns][:, live] != 0).T)
+        return status(message.rid, table, live, (table.cells[columns][:, live] != 0).T)
 
     def _list_partitions(self, message: m.ListPartitions) -> m.Reply:
         return m.Names(message.rid, list(self.tables))
@@ -335,6 +344,7 @@ class Controller:
             del self.tables[table.name]
             self._fetching.closed(table)
         else:
+            self._fetching.shrunk(table)
             table.shrink()
         self._retry_crowded()
         return m.Done(message.rid)
@@ -356,6 +366,7 @@ class Controller:
         if table is not None:
             tasks = [table.task(message.task)] if message.task is not None else list(table.tasks.values())
             for task in tasks:
+                self._leases.revoke(task)
                 task.reset(table)
                 self._fetching.serve(table, task, list(task.views.values()))
         return m.Done(message.rid)
@@ -366,6 +377,7 @@ class Controller:
         table = self.tables.get(message.partition) or self._open(message.partition, 0)
         if message.size is not None:
             table.declared = message.size
+            self._fetching.shrunk(table)
         table.metadata.update(message.metadata)
         return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows)
 
@@ -398,26 +410,13 @@ class Controller:
 
     def check_invariants(self) -> None:
         """Tables agree with themselves, and the ledger with the tables; tests call this after each event."""
+        self._leases.check_invariants()
         live: dict[int, int] = {}
         for table in self.tables.values():
             table.check_invariants()
             for block, cells in table.release(table.live_slots(), range(len(table.fields))):
                 live[block] = live.get(block, 0) + cells
         assert live == {block: entry.live for block, entry in self.ledger.entries.items()}
-
-
-def _unknown(rid: int) -> m.Status:
-    return m.Status(rid, False, 0, b"", b"", None)
-
-
-def _status(rid: int, table: Table, live: Slots | slice, flags: np.ndarray[Any, Any]) -> m.Status:
-    """The status of the live rows, with their indexes as runs."""
-    index = table.index[live]
-    num = len(index)
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(index) != 1) + 1]) if num else np.empty(0, np.int64)
-    runs = np.stack([index[starts], np.diff(starts, append=num)], axis=1)
-    status = np.ascontiguousarray(flags).view(np.int8).tobytes()
-    return m.Status(rid, True, num, rows_bytes(runs), status, table.declared)
 
 
 class _Crowded(Exception):

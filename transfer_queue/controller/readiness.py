@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 Slots = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 SCAN_SLOTS = 4096
+RESERVED = -1  # in place of a lease: kept for a later request that the sampler already has rows for
 MAX_VIEWS = 256
 
 
 class View:
-    """The rows of one partition that are ready in all of `fields` and not yet consumed by one task."""
+    """The rows of one partition that are ready in all of `fields`, and neither consumed by one task nor lent to it."""
 
     def __init__(self, fields: tuple[str, ...], capacity: int) -> None:
         self.fields = fields
@@ -61,11 +62,19 @@ class View:
 
 
 class Task:
-    """One consumer group of a partition."""
+    """One consumer group of a partition.
+
+    A row is offered; then consumed, or lent and after that consumed or offered again; or first reserved.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.consumed: Flags = np.zeros(capacity, np.bool_)
+        self.num_consumed = 0  # of live rows
+        self.lease: Slots = np.zeros(capacity, np.int64)  # number of the lease that holds the row, 0 for none
+        self.lent: dict[int, int] = {}  # live rows of each lease that has some
+        self.num_lent = 0
         self.views: dict[tuple[str, ...], View] = {}
+        self.finishing: list[Any] = []  # parked requests that are also answered when nothing is left to wait for
 
     def view(self, fields: tuple[str, ...], table: Table) -> View:
         """The view over `fields`, built by one scan when it is new."""
@@ -81,29 +90,83 @@ class Task:
         ready = table.ready(slots, view.fields)
         if ready is None:
             return False
-        new = slots[ready & ~self.consumed[slots] & ~view.ready[slots]]
+        new = slots[ready & ~self.consumed[slots] & (self.lease[slots] == 0) & ~view.ready[slots]]
         view.add(new)
         return len(new) > 0
 
+    def offered(self, slots: Slots) -> Slots:
+        """Those of `slots` that are neither consumed nor lent, each once."""
+        fresh = slots[~self.consumed[slots] & (self.lease[slots] == 0)]
+        return np.unique(fresh) if len(fresh) > 1 and bool((np.diff(fresh) <= 0).any()) else fresh
+
+    def claim(self, slots: Slots) -> Slots:
+        """Those of `slots` that are offered or reserved, about to be lent or consumed."""
+        if RESERVED in self.lent:
+            self._unlend(slots[self.lease[slots] == RESERVED])
+        return self.offered(slots)
+
+    def reserve(self, slots: Slots) -> None:
+        """Offered rows are kept for later requests."""
+        if len(slots):
+            before = self.lent.get(RESERVED, 0)
+            self.lend(slots, RESERVED)
+            self.lent[RESERVED] += before
+
     def consume(self, slots: Slots) -> None:
+        """Offered rows are handed out for good."""
         self.consumed[slots] = True
+        self.num_consumed += len(slots)
         for view in self.views.values():
             view.remove(slots)
 
+    def lend(self, slots: Slots, number: int) -> None:
+        """Offered rows are held by a new lease."""
+        self.lease[slots] = number
+        self.lent[number] = len(slots)
+        self.num_lent += len(slots)
+        for view in self.views.values():
+            view.remove(slots)
+
+    def take_back(self, slots: Slots, number: int, used: bool) -> Slots:
+        """Those of live `slots` that the lease holds, which it does no longer: consumed if `used`, else free."""
+        held = slots[self.lease[slots] == number]
+        self._unlend(held)
+        if used:
+            self.consumed[held] = True
+            self.num_consumed += len(held)
+        return held
+
+    def _unlend(self, held: Slots) -> None:
+        """Lent slots are so no longer."""
+        numbers, counts = np.unique(self.lease[held], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            self.lent[number] -= count
+            if not self.lent[number]:
+                del self.lent[number]
+        self.lease[held] = 0
+        self.num_lent -= len(held)
+
     def reset(self, table: Table) -> None:
-        """Forget what was consumed; every ready row is offered again."""
+        """Forget what was consumed or lent; every ready row is offered again."""
         self.consumed[:] = False
+        self.lease[:] = 0
+        self.lent.clear()
+        self.num_consumed = self.num_lent = 0
         for view in self.views.values():
             self.refresh(view, table, np.arange(table.size))
 
     def drop(self, slots: Slots) -> None:
         """The rows are gone."""
+        self.num_consumed -= int(np.count_nonzero(self.consumed[slots]))
+        if self.num_lent:
+            self._unlend(slots[self.lease[slots] != 0])
         for view in self.views.values():
             view.remove(slots)
 
     def resize(self, order: Slots | None, capacity: int) -> None:
         """Follow the table: grow to `capacity`, or keep only the slots in `order`."""
         self.consumed = resized(self.consumed, order, capacity)
+        self.lease = resized(self.lease, order, capacity)
         for view in self.views.values():
             view.ready = resized(view.ready, order, capacity)
             view.low = 0

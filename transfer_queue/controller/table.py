@@ -358,10 +358,16 @@ class Table:
         dead = ~self.alive[: self.size]
         assert not self.cells[:, : self.size][:, dead].any(), "cleared rows have no cells"
         for task in self.tasks.values():
+            lease = task.lease[live]
+            assert task.num_consumed == int(task.consumed[live].sum())
+            assert task.num_lent == int((task.lease != 0).sum()) == int((lease != 0).sum())
+            assert task.lent == {int(number): int((lease == number).sum()) for number in np.unique(lease[lease != 0])}
+            assert not (task.consumed[live] & (lease != 0)).any(), "a lent row is not consumed"
+            free = ~task.consumed[: self.size] & (task.lease[: self.size] == 0)
             for view in task.views.values():
                 everything = np.arange(self.size)
                 ready = self.ready(everything, view.fields)
-                expected = np.zeros(self.size, np.bool_) if ready is None else ready & ~task.consumed[: self.size]
+                expected = np.zeros(self.size, np.bool_) if ready is None else ready & free
                 assert np.array_equal(view.ready[: self.size], expected), f"view {view.fields}"
                 assert view.count == int(expected.sum())
                 assert not expected[: view.low].any()

@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +20,7 @@ import msgspec
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.sampler.script import refuse_while_running
 from transfer_queue.server.settings import NotStarted, Ready, ServerConfig, clear_run_dir
+from transfer_queue.wire.address import Address, parse_address
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
@@ -26,27 +28,66 @@ LOCK_INTERVAL_S = 0.01
 
 
 class LocalServer:
-    """A server process this process started."""
+    """A server process this process started: its child, or an orphan of its own choosing (see `start`)."""
 
     def __init__(self, process: subprocess.Popen[bytes], ready: Ready, run_dir: str) -> None:
         self._process = process
         self._run_dir = run_dir
         self._owner = os.getpid()
+        self._descriptor = os.pidfd_open(ready.pid)  # readable when it has ended
         self.address = f"unix:{ready.unix}"
+        self.addresses = (parse_address(self.address),)
         self.tcp = ready.tcp
         self.pid = ready.pid
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended, at the latest after `timeout_s` (None: blocks until then)."""
+        return bool(select.select([self._descriptor], [], [], timeout_s)[0])
+
     def stop(self) -> None:
         """End it and wait; nothing of it is left. A forked child of the owner leaves it alone."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner or self._descriptor < 0:
             return
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._signal(signal.SIGTERM)
+        if not self.wait(STOP_TIMEOUT_S):
+            self._signal(signal.SIGKILL)
+            self.wait()
+        self._process.wait()
+        os.close(self._descriptor)
+        self._descriptor = -1
         clear_run_dir(self._run_dir)  # where it was killed, its sockets are still there
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+
+class LocalLauncher:
+    """Starts one server on this host. With a run directory, all processes that name it share that server."""
+
+    has_hosts = False
+
+    def __init__(self, run_dir: str) -> None:
+        self._run_dir = run_dir
+
+    def find(self) -> Sequence[Address]:
+        address = parse_address(self._run_dir) if self._run_dir else None
+        return [address] if address is not None and answers(address) else []
+
+    def launch(self, config: ServerConfig) -> LocalServer | None:
+        if not self._run_dir:
+            return start(config)
+        with lock(self._run_dir):
+            return None if self.find() else start(config)
+
+
+def answers(address: Address, timeout_s: float = 1.0) -> bool:
+    """Whether something listens at `address`."""
+    try:
+        address.connect(timeout_s).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def new_run_dir() -> str:
@@ -81,18 +122,23 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
-def start(config: ServerConfig) -> LocalServer:
+COMMAND = ("-m", "transfer_queue.server")
+ORPHAN_COMMAND = ("-c", "import os; os.fork() and os._exit(0); from transfer_queue.server.process import main; main()")
+
+
+def start(config: ServerConfig, orphan: bool = False) -> LocalServer:
     """Start a server and wait until it listens. Raises `ServiceUnavailable` when it does not, or the error it ends
     with: `ConfigError` for a setting or sampler it cannot work with.
 
-    Its run directory is a fresh one when `config` names none.
+    Its run directory is a fresh one when `config` names none. `orphan`: it is no child of this process, for hosts of
+    processes that kill all children of theirs at once; give it an `owner_pid`, so that it ends by itself.
     """
     refuse_while_running()
     fresh = not config.run_dir
     config = msgspec.structs.replace(config, run_dir=config.run_dir or new_run_dir())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "transfer_queue.server"],
+        [sys.executable, *(ORPHAN_COMMAND if orphan else COMMAND)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
@@ -105,17 +151,21 @@ def start(config: ServerConfig) -> LocalServer:
             process.stdin.write(msgspec.json.encode(config))
         line = _first_line(process.stdout.fileno(), START_TIMEOUT_S)
     answer = msgspec.json.decode(line, type=Ready | NotStarted) if line else None
-    if isinstance(answer, Ready):
-        return LocalServer(process, answer, config.run_dir)
-    process.kill()
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        if isinstance(answer, Ready):
+            if orphan:
+                process.wait()  # the one in between
+            return LocalServer(process, answer, config.run_dir)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # also an orphan: it leads no session of its own
     process.wait()
     if fresh:  # else it may be another server's
         clear_run_dir(config.run_dir)
     raise _not_started(answer)
 
 
-def _not_started(answer: NotStarted | None) -> TransferQueueError:
-    if answer is not None:
+def _not_started(answer: Ready | NotStarted | None) -> TransferQueueError:
+    if isinstance(answer, NotStarted):
         return error_from_code(answer.code, answer.text)
     return ServiceUnavailable(
         f"the server ended or took more than {START_TIMEOUT_S:g} s to start; see its messages above"

@@ -35,6 +35,9 @@ class BatchMeta(BatchContents):
     Whatever an attribute returns is this meta's own: changes made to it count, and reach no other meta. The attributes
     are made on first access; slicing, chunking, joining and pickling a meta nobody looked into does no per-row work.
     The number of rows never changes; an operation on a meta whose lists were resized raises InvalidInput.
+
+    `lease` is the number of the lease that the rows are held on, 0 for none. Parts and copies share it; joined metas
+    have it when it is the only one among them. It is not part of the value that `==` compares.
     """
 
     __slots__ = ()
@@ -90,7 +93,7 @@ class BatchMeta(BatchContents):
         size = len(range(self._size)[where]) if isinstance(where, slice) else len(where)
         parts = self._parts
         part = type(self).__new__(type(self))
-        return part._fill(
+        part._fill(
             self._indexes_at(where),
             parts if isinstance(parts, str) else same_or_list(take(self._partition_list(), where)),
             take_schema(self._frozen_schema(), where),
@@ -99,6 +102,8 @@ class BatchMeta(BatchContents):
             self._tags.take(where, size),
             self._backend.take(where, size),
         )
+        part.lease = self.lease
+        return part
 
     def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
         """The rows at these positions, in this order; repeats are allowed.
@@ -188,6 +193,7 @@ class BatchMeta(BatchContents):
         joined._schema = {**joined._schema, **other._frozen_schema()}
         joined.production_status = np.bitwise_and(self._status, other._status) * np.ones(self._size, np.int8)
         joined.extra_info = {**self.extra_info, **other.extra_info}
+        joined.lease = _common_lease((self, other))
         joined._tags = DictColumn.union(self._tags, other._tags)
         joined._backend = DictColumn.union(self._backend, other._backend)
         return joined
@@ -208,7 +214,7 @@ class BatchMeta(BatchContents):
         schemas = [meta._frozen_schema() for meta in metas]
         if validate:
             check_joinable(schemas)
-        return cls.__new__(cls)._fill(
+        joined = cls.__new__(cls)._fill(
             np.concatenate([meta.indexes for meta in metas]),
             _join_parts(metas),
             concat_schema(schemas, [meta.size for meta in metas]),
@@ -217,6 +223,8 @@ class BatchMeta(BatchContents):
             DictColumn.concat([meta._tags for meta in metas]),
             DictColumn.concat([meta._backend for meta in metas]),
         )
+        joined.lease = _common_lease(metas)
+        return joined
 
     # ---- value ----
 
@@ -240,15 +248,16 @@ class BatchMeta(BatchContents):
         status = self._status if isinstance(self._status, int) else self._status.tobytes()
         parts = self._parts if isinstance(self._parts, str) else same_or_list(self._partition_list())
         columns = (self._tags.state(), self._backend.state())
-        return (packed_ids(self.indexes), parts, self._frozen_schema(), status, self.extra_info, *columns)
+        return (packed_ids(self.indexes), parts, self._frozen_schema(), status, self.extra_info, *columns, self.lease)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        packed, parts, schema, status, extra_info, tags, backend = state
+        packed, parts, schema, status, extra_info, tags, backend, lease = state
         ids = unpacked_ids(packed)
         if isinstance(status, bytes):
             status = np.frombuffer(status, np.int8).copy()
         size = len(ids)
         self._fill(ids, parts, schema, status, extra_info, DictColumn(size, *tags), DictColumn(size, *backend))
+        self.lease = lease
 
     def __repr__(self) -> str:
         ids = self.indexes
@@ -258,6 +267,12 @@ class BatchMeta(BatchContents):
             f"BatchMeta(size={self._size}, field_names={self.field_names}, is_ready={self.is_ready}, "
             f"partitions={parts}, global_indexes={shown}, extra_info={sorted(self.extra_info)})"
         )
+
+
+def _common_lease(metas: Sequence[BatchMeta]) -> int:
+    """The lease of those that have one, 0 when they have several."""
+    leases = {meta.lease for meta in metas} - {0}
+    return leases.pop() if len(leases) == 1 else 0
 
 
 def _join_parts(metas: Sequence[BatchMeta]) -> str | list[str]:

@@ -26,9 +26,12 @@ class BatchContents:
     Whatever an attribute returns is this meta's own: changes made to it count, and reach no other meta.
     """
 
-    __slots__ = ("_backend", "_ids", "_parts", "_schema", "_schema_shown", "_size", "_status", "_tags", "extra_info")
+    __slots__ = (
+        "_backend", "_ids", "_parts", "_schema", "_schema_shown", "_size", "_status", "_tags", "extra_info", "lease",
+    )  # fmt: skip
 
     extra_info: dict[str, Any]
+    lease: int  # the lease the rows are held on, 0 for none; parts share it
     _ids: IntArray | list[int]  # a read-only array until it was shown as a list
     _parts: str | list[str]  # one partition for all rows until it was shown as a list
     _status: int | npt.NDArray[np.int8]  # one value for all rows until it was shown as an array
@@ -51,6 +54,7 @@ class BatchContents:
         self._schema, self._schema_shown = schema, False
         self._status = status
         self.extra_info = extra_info
+        self.lease = 0
         self._tags = tags or DictColumn(self._size)
         self._backend = backend or DictColumn(self._size)
         return self

@@ -104,6 +104,14 @@ class BaseSampler(ABC):
             InvalidInput: a parameter is wrong. Nothing has changed then.
         """
 
+    @property
+    def reserves(self) -> bool:
+        """Whether rows that `sample` consumes but does not hand out are remembered for later requests.
+
+        They count as consumed only once those have fetched them.
+        """
+        return False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
         return self.sample(*args, **kwargs)
 
@@ -145,15 +153,30 @@ class BaseSampler(ABC):
         The controller calls this before the rows' indexes can be given to other rows. Samplers that remember rows
         elsewhere, or in another layout, extend this and `clear_cache`.
         """
+        for task in list(self._states.get(partition, {})):
+            self._forget_of_task(partition, task, indexes)
+
+    def offer_again(self, partition: str, task: str, indexes: set[int]) -> None:
+        """Drops every remembered result of this task that contains one of these rows: the task gets them anew.
+
+        The controller calls this when a lease ends without acknowledgement. Samplers with their own `forget` forget
+        the rows for all tasks unless they extend this as well.
+        """
+        if type(self).forget is BaseSampler.forget:
+            self._forget_of_task(partition, task, indexes)
+        else:
+            self.forget(partition, indexes)
+
+    def _forget_of_task(self, partition: str, task: str, indexes: set[int]) -> None:
         tasks = self._states.get(partition, {})
-        for task, ranks in list(tasks.items()):
-            for rank, batches in list(ranks.items()):
-                for batch in [batch for batch, result in batches.items() if _holds_any(result, indexes)]:
-                    del batches[batch]
-                if not batches:
-                    del ranks[rank]
-            if not ranks:
-                del tasks[task]
+        ranks = tasks.get(task, {})
+        for rank, batches in list(ranks.items()):
+            for batch in [batch for batch, result in batches.items() if _holds_any(result, indexes)]:
+                del batches[batch]
+            if not batches:
+                del ranks[rank]
+        if not ranks:
+            tasks.pop(task, None)
         if not tasks:
             self._states.pop(partition, None)
 

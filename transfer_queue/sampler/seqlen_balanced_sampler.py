@@ -21,7 +21,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
     The first request for a `batch_index` reserves `dp_size` times `batch_size` rows; each of the `dp_size` ranks then
     gets its `batch_size` of them, in whole groups, whenever it asks. A row's tokens are its tag `total_lengths`, 1
-    where it has none. The batch is remembered until one of its rows is cleared, for all ranks together.
+    where it has none. A share is remembered until one of its rows is cleared, or offered again because its lease
+    ended; a rank that asks again after that gets other rows, of the same number.
     """
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1, group_tag: str | None = "group_id") -> None:
@@ -33,7 +34,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         if self.dp_size <= 0:
             raise InvalidInput(f"dp_size must be positive, got {dp_size}")
         # partition -> task -> batch_index -> the rows of each rank
-        self._balanced_cache: dict[str, dict[str, dict[Any, list[list[int]]]]] = {}
+        self._balanced_cache: dict[str, dict[str, dict[Any, list[list[int]]]]] = {}  # an empty list: no longer
 
     def sample(
         self,
@@ -64,6 +65,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
                 return [], []
             shares = self._divide(rows, kwargs.get("partition"))
             self._balanced_cache.setdefault(partition_id, {}).setdefault(task_name, {})[batch] = shares
+        if not shares[rank]:
+            shares[rank] = self._pick(ready_indexes, self._groups_in(batch_size), kwargs.get("partition"))
         return list(shares[rank]), list(itertools.chain.from_iterable(shares))
 
     def _known(self, partition_id: str, task_name: str, batch: Any) -> list[list[int]] | None:
@@ -76,9 +79,9 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         parts = get_seqlen_balanced_partitions(groups, self.dp_size, equal_size=True)
         return [[row for group in part for row in rows[group * n : group * n + n]] for part in parts]
 
-    def least_ready(self, batch_size: int) -> int:
-        """The rows of all ranks, except for subclasses that sample in another way."""
-        return batch_size * self.dp_size if self._is_own() else batch_size
+    @property
+    def reserves(self) -> bool:
+        return True
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
         """InvalidInput for what `sample` refuses, and for a `dp_rank` of `dp_size` or more: it would wait for ever."""
@@ -97,7 +100,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     ) -> bool:
         """Whether the batch of this `batch_index` is divided already and has a share for this `dp_rank`."""
         rank, batch = _rank_and_batch(sampling_config or {})
-        return rank < self.dp_size and self._known(partition_id, task_name, batch) is not None
+        shares = self._known(partition_id, task_name, batch)
+        return shares is not None and rank < self.dp_size and bool(shares[rank])
 
     def clear_cache(self, partition_id: str) -> None:
         """Forgets all batches of a partition."""
@@ -105,15 +109,24 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         self._balanced_cache.pop(partition_id, None)
 
     def forget(self, partition: str, indexes: set[int]) -> None:
-        """Drops every batch that contains one of these rows, for all its ranks."""
+        """Drops every share that contains one of these rows, and batches without shares left."""
         super().forget(partition, indexes)
+        for task in list(self._balanced_cache.get(partition, {})):
+            self._drop_shares(partition, task, indexes)
+
+    def offer_again(self, partition: str, task: str, indexes: set[int]) -> None:
+        self._forget_of_task(partition, task, indexes)
+        self._drop_shares(partition, task, indexes)
+
+    def _drop_shares(self, partition: str, task: str, indexes: set[int]) -> None:
         tasks = self._balanced_cache.get(partition, {})
-        for task, batches in list(tasks.items()):
-            for batch, shares in list(batches.items()):
-                if any(not indexes.isdisjoint(share) for share in shares):
-                    del batches[batch]
-            if not batches:
-                del tasks[task]
+        batches = tasks.get(task, {})
+        for batch, shares in list(batches.items()):
+            shares[:] = [share if indexes.isdisjoint(share) else [] for share in shares]
+            if not any(shares):
+                del batches[batch]
+        if not batches:
+            tasks.pop(task, None)
         if not tasks:
             self._balanced_cache.pop(partition, None)
 

@@ -186,9 +186,12 @@ class Link(asyncio.BufferedProtocol):
     def answer_parked(self, ticket: Hashable, answer: Answer) -> None:
         """Send the answer of a request of this connection that was parked."""
         self._tickets.discard(ticket)
-        if self._session is not None and not self._transport.is_closing():
+        assert self._session is not None
+        if not self._transport.is_closing():
             self._server.service.close_request(self._session, answer)
             self._answer(answer)
+        elif isinstance(answer[0], m.RowSet):
+            self._server.service.controller.take_back(answer[0], self._session.ident)
 
     def _answer(self, answer: Answer) -> None:
         reply, payload = answer

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from transfer_queue.errors import InvalidInput, RowCleared, TransferQueueError
+from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.blocks import Answer, Blocks
 from transfer_queue.server.members import Members
 from transfer_queue.server.sessions import Session, Sessions
@@ -37,6 +37,7 @@ class Control(Protocol):
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None: ...
     def forget(self, tickets: set[Hashable]) -> None: ...
     def end_session(self, session: bytes) -> None: ...
+    def take_back(self, reply: m.RowSet, session: bytes) -> None: ...
     def expire(self, now: float) -> None: ...
     def next_deadline(self) -> float | None: ...
     def statistics(self) -> dict[str, Any]: ...
@@ -144,6 +145,8 @@ class Service:
             self._forget({session.parked.pop(rid)})
         self.blocks.unpin_all(session.pinned.pop(rid, ()), session)
         answer = session.replies.get(rid)
+        if answer is not None and isinstance(answer[0], m.RowSet):
+            self.controller.take_back(answer[0], session.ident)
         if answer is not None and isinstance(answer[0], m.Allocated):
             self.blocks.unpin_all([answer[0].block], session)
             self._discard(answer[0].block, session)
@@ -184,6 +187,8 @@ class Service:
             return self._get(Reading(message, session, 1), ticket, now)
         if isinstance(message, m.Restore):
             return self._restore(message, payload, session, ticket, now)
+        if isinstance(message, m.Fetch) and message.holder and message.holder not in self.sessions.by_ident:
+            raise LeaseExpired("the session that would hold the rows has ended")
         reply = self.controller.handle(message, ticket, session.ident, now)
         return None if reply is None else self._complete(reply, self.controller.payloads.pop(ticket, NO_BYTES))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
+MEMORY_SHARE = 0.6
 
 
 def clear_run_dir(run_dir: str) -> None:
@@ -18,6 +20,17 @@ def clear_run_dir(run_dir: str) -> None:
             os.unlink(os.path.join(run_dir, name))
     with contextlib.suppress(OSError):
         os.rmdir(run_dir)
+
+
+def default_budget() -> int:
+    """A share of the memory this process may use: the machine's, or its control group's when that is less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):
+            continue  # no such control group, or "max"
+    return int(min(limits) * MEMORY_SHARE)
 
 
 class ServerConfig(msgspec.Struct, kw_only=True):

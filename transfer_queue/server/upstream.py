@@ -7,7 +7,6 @@ sees the same sessions, repeats and cancellations as if the clients were connect
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -31,14 +30,15 @@ class Caller:
 
     async def call(self, message: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
         """The reply. A lost connection is replaced once: the request keeps its id, so it has one outcome."""
-        connection = await self._connection()
+        connection = await self.connection()
         try:
             return await connection.call(message, payload, timeout_s)
         except ServiceUnavailable:
-            connection = await self._connection()
+            connection = await self.connection()
             return await connection.call(message, payload, timeout_s)
 
-    async def _connection(self) -> AsyncConnection:
+    async def connection(self) -> AsyncConnection:
+        """The live connection. Raises `ServiceUnavailable`, `AccessDenied` or `DeadlineExceeded`."""
         opening = self._opening
         if opening is not None and opening.done() and (opening.exception() or opening.result().error is not None):
             opening = None
@@ -47,16 +47,19 @@ class Caller:
             opening = self._opening = asyncio.ensure_future(connecting)
         return await asyncio.shield(opening)
 
+    def notify(self, message: m.Message) -> None:
+        """Tell the controller, if it can be told now."""
+        opening = self._opening
+        if opening is not None and opening.done() and not opening.cancelled() and not opening.exception():
+            opening.result().notify(message)
+
     def close(self) -> None:
         """Tell the controller that this session has ended."""
+        self.notify(m.Goodbye())
         opening = self._opening
-        if opening is None:
-            return
-        if not opening.done():
+        if opening is not None and not opening.done():
             opening.cancel()
-        elif not opening.cancelled() and not opening.exception():
-            with contextlib.suppress(ServiceUnavailable):
-                opening.result().notify(m.Goodbye())
+        elif opening is not None and not opening.cancelled() and not opening.exception():
             opening.result().close()
 
 
@@ -75,18 +78,23 @@ class RemoteController:
         self._asking: dict[Hashable, tuple[asyncio.Task[None], m.Request]] = {}
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
-        caller = self._callers.get(session)
-        if caller is None:
-            caller = self._callers[session] = Caller(self.address, session)
-        asking = self._ask(caller, message, self.payloads.pop(ticket, None), ticket)
+        asking = self._ask(self._caller(session), message, self.payloads.pop(ticket, None), ticket)
         task = asyncio.get_running_loop().create_task(asking)
         self._asking[ticket] = (task, message)
         return None
+
+    def _caller(self, session: bytes) -> Caller:
+        caller = self._callers.get(session)
+        if caller is None:
+            caller = self._callers[session] = Caller(self.address, session)
+        return caller
 
     async def _ask(self, caller: Caller, message: m.Request, payload: memoryview | None, ticket: Hashable) -> None:
         wait_s = STATE_S if isinstance(message, (m.Snapshot, m.Restore)) else getattr(message, "timeout_s", 0.0)
         answer = memoryview(b"")
         try:
+            if isinstance(message, m.Fetch) and message.holder:
+                await self._caller(message.holder).connection()  # the controller has to know whom it lends to
             reply, answer = await caller.call(message, payload, (wait_s or self.timeout_s) + SPARE_S)
         except TransferQueueError as error:
             reply = m.Failed(message.rid, error.code, f"controller at {self.address}: {error}")
@@ -111,6 +119,9 @@ class RemoteController:
         caller = self._callers.pop(session, None)
         if caller is not None:
             caller.close()
+
+    def take_back(self, reply: m.RowSet, session: bytes) -> None:
+        self._caller(session).notify(m.Cancel(reply.rid))
 
     def expire(self, now: float) -> None:
         """Deadlines are kept by the connections."""

@@ -12,11 +12,11 @@ STATE_S = 300.0  # the controller needs about a second per million rows to expor
 class Snapshot(Request):
     """The controller's whole state and every block it refers to, as of one instant (`Captured`).
 
-    None of the blocks is recycled before this session sends `Release` or ends: time to pin them on their units.
+    None of the blocks is recycled before this session sends `Recycle` or ends: time to pin them on their units.
     """
 
 
-class Release(Request):
+class Recycle(Request):
     """The blocks of the snapshot are pinned, or not needed."""
 
 

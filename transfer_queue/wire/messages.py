@@ -20,10 +20,14 @@ from transfer_queue.wire.base import Request as Request
 from transfer_queue.wire.base import Tags as Tags
 from transfer_queue.wire.checkpoints import Captured as Captured
 from transfer_queue.wire.checkpoints import Pin as Pin
+from transfer_queue.wire.checkpoints import Recycle as Recycle
 from transfer_queue.wire.checkpoints import Refilled as Refilled
-from transfer_queue.wire.checkpoints import Release as Release
 from transfer_queue.wire.checkpoints import Restore as Restore
 from transfer_queue.wire.checkpoints import Snapshot as Snapshot
+from transfer_queue.wire.leases import Ack as Ack
+from transfer_queue.wire.leases import Lent as Lent
+from transfer_queue.wire.leases import Release as Release
+from transfer_queue.wire.leases import Renew as Renew
 from transfer_queue.wire.units import Blocks as Blocks
 from transfer_queue.wire.units import Cut as Cut
 from transfer_queue.wire.units import Drop as Drop
@@ -39,6 +43,7 @@ PROTOCOL_VERSION = 2
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
 INLINE, ELSEWHERE = -1, -2  # arena numbers of pieces that ride in the payload, or lie on another unit
 UNIT_SHIFT = 40  # the bits of a block number above these name its unit
+DONE = -1  # the lease of an empty `RowSet`: nothing is left to wait for
 
 
 class Hello(Message):
@@ -103,7 +108,11 @@ class Insert(Request):
 
 
 class Fetch(Request):
-    """Hand `batch_size` ready rows to `task`; parks until the sampler is satisfied."""
+    """Hand `batch_size` ready rows to `task`; parks until the sampler is satisfied.
+
+    With `lease_s` the rows are lent to the session `holder` (b"": the asker's) until they are acknowledged. With
+    `until_done` the answer is empty once every row is used or lent to that holder, and there are as many as declared.
+    """
 
     partition: str
     fields: list[str]
@@ -112,6 +121,9 @@ class Fetch(Request):
     sampling: dict[str, Any]
     timeout_s: float
     empty_on_timeout: bool
+    lease_s: float = 0.0
+    until_done: bool = False
+    holder: bytes = b""
 
 
 class Scan(Request):
@@ -283,12 +295,16 @@ class Committed(Reply):
 
 
 class RowSet(Reply):
-    """Rows with what metadata needs. `ready` is None when all are, else one byte per row (or row and field)."""
+    """Rows with what metadata needs. `ready` is None when all are, else one byte per row (or row and field).
+
+    `lease` is the number of the lease they are held on, 0 for none; `DONE` in the empty answer to a fetch `until_done`.
+    """
 
     rows: bytes
     tags: list[Tags] | None
     schema: list[FieldSchema]
     ready: bytes | None
+    lease: int = 0
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):
@@ -361,11 +377,12 @@ ClientMessage: TypeAlias = (
     Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
     | Cancel | Goodbye | Take | Join | Moved | Settle
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
-    | GetPartition | Adopt | Stats | Stop | Snapshot | Pin | Release | Restore
+    | GetPartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
+    | Ack | Renew | Release
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
-    | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured
+    | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured | Lent
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -384,5 +401,6 @@ decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 
 # Replies of these are remembered, so that a retried request has its first outcome.
 MUTATING = (
-    Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Restore,
+    Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Restore, Ack,
+    Release,
 )  # fmt: skip

@@ -1,0 +1,33 @@
+"""The interpreters of the suites. They have this package from the tree, editable, but for TransferQueue's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.environments import Environment
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = "torch==2.13.0"
+TESTS = ("pytest>=8", "pytest-timeout>=2.3", "psutil>=5.9", "hypothesis>=6.100", "packaging>=24")
+
+
+def _with_this_package(name: str, tensordict: str, *packages: str) -> Environment:
+    """torch, one release of tensordict, this package, what its tests need, and `packages`, resolved together."""
+    wanted = (TORCH, tensordict, *packages, *TESTS, "--editable", str(ROOT))
+    versions = [package.partition("==")[::2] for package in (tensordict, *packages)]
+    return Environment(
+        folder=ROOT / ".venv-frameworks" / name, steps=((TORCH,), wanted), versions=(*versions, ("torch", ""))
+    )
+
+
+ENVIRONMENTS = {
+    # verl asks for TransferQueue only in its extra `verl-core`, which also holds the last three.
+    "verl": _with_this_package("verl", "tensordict==0.10.0", "verl==0.9.1", "cachetools", "fastapi", "uvicorn"),
+    "td-oldest": _with_this_package("td-oldest", "tensordict==0.10.0"),
+    "td-newest": _with_this_package("td-newest", "tensordict"),
+    "transferqueue": Environment(
+        folder=ROOT / ".venv-frameworks" / "transferqueue",
+        steps=((TORCH,), (TORCH, "TransferQueue==0.1.11", "ray[default]")),
+        versions=(("TransferQueue", "0.1.11"), ("ray", ""), ("torch", "")),
+    ),
+}

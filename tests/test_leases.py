@@ -1,0 +1,273 @@
+"""Leases: rows are lent until they are acknowledged, given back, cleared, or their time or their holder is gone."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from tables import Box, indexes
+
+from transfer_queue.controller import leases
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler import GRPOGroupNSampler
+from transfer_queue.wire import messages as m
+
+
+def filled(rows: int, sampler: Any = None, **more: Any) -> tuple[Box, list[int]]:
+    box = Box(sampler, **more)
+    return box, indexes(box.put(rows))
+
+
+# the controller, on a virtual clock
+
+
+def test_lent_rows_are_offered_to_nobody_and_not_consumed() -> None:
+    box, rows = filled(4)
+    lease, lent = box.lend(3)
+    assert lent == rows[:3]
+    assert lease > 0
+    with pytest.raises(DeadlineExceeded):
+        box.fetch(2)
+    assert box.fetch(4, task="u") == rows, "another task is not concerned"
+    assert box.consumed() == dict.fromkeys(rows, 0)
+
+
+def test_an_ack_consumes_and_a_second_one_changes_nothing() -> None:
+    box, rows = filled(2)
+    lease, _ = box.lend(2)
+    assert box.ack(lease) == 0
+    assert box.consumed() == dict.fromkeys(rows, 1)
+    assert box.ack(lease, rows) == 0
+    box.expire(100.0)
+    assert box.consumed() == dict.fromkeys(rows, 1)
+
+
+def test_a_partial_ack_leaves_the_rest_on_the_lease() -> None:
+    box, rows = filled(4)
+    lease, _ = box.lend(4)
+    assert box.ack(lease, rows[:1]) == 3
+    box.expire(10.0)
+    assert box.fetch(3) == rows[1:]
+
+
+def test_an_expired_lease_is_refused_and_its_rows_wake_who_waits() -> None:
+    box, rows = filled(2)
+    lease, _ = box.lend(2)
+    assert box.fetch(2, wait_s=60, ticket="next") is None
+    assert box.controller.next_deadline() == 10.0
+    box.expire(9.9)
+    assert box.answers() == []
+    box.expire(10.0)
+    assert box.answers() == [("next", rows)]
+    for call in (box.ack, box.renew, box.release):
+        with pytest.raises(LeaseExpired):
+            call(lease)
+    assert box.consumed() == dict.fromkeys(rows, 1), "by the second consumer"
+
+
+def test_a_lease_is_over_at_its_deadline_even_before_its_rows_are_offered() -> None:
+    box, _ = filled(1)
+    lease, _ = box.lend(1)
+    box.now = 10.0
+    with pytest.raises(LeaseExpired):
+        box.ack(lease)
+
+
+def test_renewing_extends_and_never_shortens() -> None:
+    box, rows = filled(1)
+    lease, _ = box.lend(1, 10.0)
+    box.now = 5.0
+    assert box.renew(lease, 10.0) == 1
+    assert box.renew(lease, 1.0) == 1
+    box.expire(14.9)
+    assert box.renew(lease, 0.0) == 1
+    box.expire(15.0)
+    assert box.fetch(1) == rows
+
+
+def test_a_session_renews_all_it_holds_at_once() -> None:
+    box, rows = filled(6)
+    for session in (b"one", b"one", b"two"):
+        box.lend(2, session=session)
+    box.now = 9.0
+    assert box.renew(0, 10.0, b"one") == 4
+    box.expire(10.0)
+    assert box.fetch(2) == rows[4:]
+    assert box.renew(0, 10.0, b"nobody") == 0
+
+
+def test_the_memory_of_settled_leases_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "REMEMBERED", 2)
+    box, _ = filled(3)
+    numbers = [box.lend(1)[0] for _ in range(3)]
+    for number in numbers:
+        box.ack(number)
+    assert [box.ack(number) for number in numbers[1:]] == [0, 0]
+    with pytest.raises(LeaseExpired):
+        box.ack(numbers[0])
+
+
+def test_rows_that_are_given_back_are_offered_at_once_and_not_acknowledged_later() -> None:
+    box, rows = filled(3)
+    lease, _ = box.lend(3)
+    assert box.release(lease, rows[:1]) == 2
+    again, lent = box.lend(1)
+    assert (lent, again != lease) == (rows[:1], True)
+    with pytest.raises(LeaseExpired):
+        box.ack(lease, rows)
+    assert box.consumed() == dict.fromkeys(rows, 0), "a refused ack changes nothing"
+    assert box.ack(lease, rows[1:]) == 0
+    assert box.ack(again) == 0
+
+
+def test_the_end_of_a_session_returns_what_only_it_holds() -> None:
+    box, rows = filled(4)
+    one, _ = box.lend(2, session=b"one")
+    box.lend(2, session=b"two")
+    assert box.fetch(2, wait_s=60, ticket="next") is None
+    box.end_session(b"one")
+    assert box.answers() == [("next", rows[:2])]
+    with pytest.raises(LeaseExpired):
+        box.ack(one)
+
+
+def test_a_lease_may_be_held_for_another_session() -> None:
+    box, rows = filled(2)
+    lease, _ = box.lend(1, session=b"worker", holder=b"parent")
+    assert box.lend(9, session=b"worker", holder=b"parent", wait_s=60, ticket="parked") is None
+    box.end_session(b"worker")
+    assert box.renew(lease) == 1
+    box.end_session(b"parent")
+    ((ticket, error),) = box.answers()
+    assert ticket == "parked"
+    assert isinstance(error, LeaseExpired)
+    assert box.fetch(2) == rows
+
+
+def test_ranks_that_share_a_batch_share_its_lease() -> None:
+    box, rows = filled(4, GRPOGroupNSampler(2))
+    terms = {"dp_rank": 0, "batch_index": 0}
+    lease, lent = box.lend(2, 10.0, session=b"one", **terms)
+    box.now = 5.0
+    assert box.lend(2, 10.0, session=b"two", **terms) == (lease, lent)
+    assert lent == rows[:2]
+    box.end_session(b"one")
+    box.expire(14.0)
+    assert box.ack(lease, lent) == 0, "renewed by the second fetch, and held by the second session"
+    assert box.ack(lease, lent) == 0, "each rank acknowledges"
+    assert box.lend(2, **terms) == (0, lent), "a replay of consumed rows lends nothing"
+
+
+def test_a_sampler_forgets_what_came_back_for_that_task_only() -> None:
+    box, rows = filled(4, GRPOGroupNSampler(2))
+    terms = {"dp_rank": 0, "batch_index": 0}
+    for task in ("t", "u"):
+        box.lend(2, task=task, lease_s=10.0 if task == "t" else 90.0, **terms)
+    box.expire(10.0)
+    assert box.lend(2, dp_rank=1, batch_index=0)[1] == rows[:2]
+    assert box.lend(2, **terms)[1] == rows[2:]
+    assert box.lend(2, task="u", **terms)[1] == rows[:2]
+
+
+def test_rows_cleared_while_lent_are_ignored_by_the_ack() -> None:
+    box, rows = filled(3)
+    lease, _ = box.lend(3)
+    box.clear(rows[:1])
+    assert box.renew(lease) == 2
+    box.clear()
+    assert box.renew(lease) == 0
+    box.put(3)
+    assert box.ack(lease, rows) == 0
+    box.expire(100.0)
+    assert set(box.consumed().values()) == {0}
+
+
+def test_resetting_consumption_ends_the_leases_of_the_task() -> None:
+    box, rows = filled(2)
+    lease, _ = box.lend(2)
+    other, _ = box.lend(2, task="u")
+    box.reset("t")
+    with pytest.raises(LeaseExpired):
+        box.ack(lease)
+    assert box.fetch(2) == rows
+    assert box.ack(other) == 0
+
+
+def test_a_lease_survives_the_compaction_of_its_table() -> None:
+    box, rows = filled(10_000)
+    lease, lent = box.lend(10)
+    box.clear(rows[10:9_000])
+    assert box.ack(lease) == 0
+    assert [row for row, used in box.consumed().items() if used] == lent
+
+
+def test_lease_times_are_checked() -> None:
+    box, _ = filled(1)
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidInput):
+            box.lend(1, bad)
+    lease, _ = box.lend(1)
+    with pytest.raises(InvalidInput):
+        box.renew(lease, -1.0)
+
+
+# until_done
+
+
+def test_a_request_until_done_is_answered_when_the_last_row_is_acknowledged() -> None:
+    box, _ = filled(2)
+    lease, _ = box.lend(2, session=b"one")
+    assert box.lend(2, session=b"two", until_done=True, wait_s=60, ticket="end") is None
+    box.ack(lease)
+    assert box.answers() == [("end", [])]
+    assert box.lend(2, until_done=True) == (m.DONE, [])
+
+
+def test_rows_lent_to_the_asker_itself_are_nothing_to_wait_for() -> None:
+    box, rows = filled(2)
+    box.lend(2, session=b"one")
+    assert box.lend(2, session=b"one", until_done=True, wait_s=60) == (m.DONE, [])
+    assert box.lend(2, session=b"two", until_done=True, wait_s=60, ticket="two") is None
+    box.end_session(b"one")
+    ((ticket, got),) = box.answers()
+    assert (ticket, got) == ("two", rows)
+
+
+def test_a_declared_size_keeps_requests_waiting() -> None:
+    box = Box()
+    box.handle(m.SetPartition(1, "p", 4, {}))
+    box.put(2)
+    lease, _ = box.lend(2)
+    assert box.lend(2, until_done=True, wait_s=60, ticket="end") is None
+    box.ack(lease)
+    assert box.answers() == []
+    box.handle(m.SetPartition(1, "p", 2, {}))
+    assert box.answers() == [("end", [])]
+
+
+def test_clearing_the_last_unread_rows_ends_the_wait() -> None:
+    box, rows = filled(3)
+    box.fetch(2)
+    assert box.lend(2, until_done=True, wait_s=60, ticket="end") is None
+    box.clear(rows[2:])
+    assert box.answers() == [("end", [])]
+
+
+# metadata
+
+
+def test_parts_of_a_meta_share_its_lease_and_joined_ones_keep_a_common_one() -> None:
+    meta = BatchMeta([1, 2, 3, 4], ["p"] * 4)
+    meta.lease = 7
+    other = BatchMeta([5], ["p"])
+    parts = [meta[:2], *meta.chunk(2), meta.select_samples([0]), meta.select_fields([]), meta.copy(), meta[0]]
+    assert {part.lease for part in [*parts, pickle.loads(pickle.dumps(meta))]} == {7}  # noqa: S301
+    assert BatchMeta.concat([meta, other]).lease == 7
+    assert meta.union(meta.copy()).lease == 7
+    other.lease = 8
+    assert BatchMeta.concat([meta, other]).lease == 0
+    assert meta == BatchMeta([1, 2, 3, 4], ["p"] * 4), "a lease is not part of the value"
+    meta.reorder([3, 2, 1, 0])
+    assert meta.lease == 7

@@ -1,0 +1,163 @@
+"""Leases as sessions and clients see them, with consumers that are killed and frozen (R4, R5)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+from transfer_queue.controller import Controller
+from transfer_queue.errors import InvalidInput, LeaseExpired, UnknownMode
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler import SequentialSampler
+from transfer_queue.schema import FieldSchema
+from transfer_queue.server.service import Service, Session
+from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.wire import messages as m
+
+
+@pytest.fixture
+def lending() -> Iterator[Service]:
+    unit = Unit(1 << 20)
+    service = Service(Controller(SequentialSampler(), reserved_rows=0), unit)
+    session = service.sessions.attach(b"writer", local=True)
+    commit = m.Commit(1, "p", 2, None, None, [FieldSchema("x", "dense", "uint8", ())], 0, b"", None, 0.0)
+    service.handle(commit, memoryview(b"ab"), session, ("link", 1), 0.0)
+    yield service
+    unit.close()
+
+
+def send(service: Service, session: Session, message: m.Request) -> Any:
+    answer = service.handle(message, memoryview(b""), session, ("link", message.rid), 0.0)
+    service.check_invariants()
+    return None if answer is None else answer[0]
+
+
+def take(rid: int, wait_s: float = 0.0, holder: bytes = b"") -> m.Fetch:
+    return m.Fetch(rid, "p", ["x"], 2, "t", {}, wait_s, False, 10.0, False, holder)
+
+
+def test_repeated_requests_have_their_first_outcome(lending: Service) -> None:
+    session = lending.sessions.attach(b"reader", local=True)
+    lent = send(lending, session, take(1))
+    assert send(lending, session, take(1)) is lent
+    first = send(lending, session, m.Ack(2, lent.lease, lent.rows[:8]))
+    assert (first.rows, send(lending, session, m.Ack(2, lent.lease, lent.rows[:8]))) == (1, first)
+    lending.expire(100.0)
+    assert send(lending, session, m.Ack(2, lent.lease, lent.rows[:8])) is first
+    assert send(lending, session, m.Ack(3, lent.lease, lent.rows[8:])).code == LeaseExpired.code
+
+
+def test_a_cancelled_fetch_lends_nothing(lending: Service) -> None:
+    session, other = lending.sessions.attach(b"reader", local=True), lending.sessions.attach(b"other", local=True)
+    send(lending, session, take(1))
+    assert send(lending, other, take(1, wait_s=60.0)) is None
+    lending.notify(m.Cancel(1), session)
+    lending.notify(m.Cancel(1), session)
+    ((ticket, reply),) = lending.answered(0.0)
+    assert ticket == ("link", 1)
+    assert len(reply[0].rows) == 16  # type: ignore[attr-defined]
+
+
+def test_the_last_connection_of_a_session_returns_its_rows(lending: Service) -> None:
+    session = lending.sessions.attach(b"reader", local=True)
+    lending.sessions.attach(b"reader", local=True)
+    first = send(lending, session, take(1))
+    lending.detach(session, set(), 0.0)
+    assert send(lending, session, m.Renew(2, first.lease, 10.0)).rows == 2
+    lending.detach(session, set(), 0.0)
+    other = lending.sessions.attach(b"other", local=True)
+    assert send(lending, other, take(1)).rows == first.rows
+
+
+def test_a_fetch_for_a_session_that_is_gone_is_refused(lending: Service) -> None:
+    session = lending.sessions.attach(b"worker", local=True)
+    assert send(lending, session, take(1, holder=b"nobody")).code == LeaseExpired.code
+
+
+# the client and real processes
+
+
+def put(client: tq.TransferQueueClient, rows: int, partition: str = "p") -> BatchMeta:
+    return client.put(TensorDict({"x": torch.arange(rows)}, batch_size=[rows]), partition_id=partition)
+
+
+def test_ack_renew_and_release_from_the_client(client: tq.TransferQueueClient) -> None:
+    put(client, 4)
+    meta = client.get_meta(["x"], 4, "p", task_name="t", lease_s=30.0)
+    assert client.renew(meta, 60.0) == 4
+    assert client.ack(meta[:2]) == 2
+    assert client.release(meta[2:]) == 0
+    again = client.get_meta(["x"], 2, "p", task_name="t", lease_s=30.0)
+    assert again.global_indexes == meta.global_indexes[2:]
+    with pytest.raises(LeaseExpired):
+        client.ack(meta)
+    assert not client.check_consumption_status("t", "p")
+    assert client.ack(again) == 0
+    assert client.check_consumption_status("t", "p")
+
+
+def test_metadata_without_a_lease_has_nothing_to_acknowledge(client: tq.TransferQueueClient) -> None:
+    put(client, 1)
+    meta = client.get_meta(["x"], 1, "p", task_name="t")
+    assert meta.lease == 0
+    with pytest.raises(InvalidInput, match="lease"):
+        client.ack(meta)
+    with pytest.raises(UnknownMode):
+        client.get_meta(["x"], 1, "p", mode="force_fetch", lease_s=1.0)
+
+
+def test_a_lease_outlives_the_connection_it_came_by(client: tq.TransferQueueClient) -> None:
+    put(client, 1)
+    meta = client.get_meta(["x"], 1, "p", task_name="t", lease_s=30.0)
+    client.session._drop_idle("")
+    assert client.ack(meta) == 0
+
+
+CONSUMER = """
+    import transfer_queue as tq
+    tq.init()
+    client = tq.get_client()
+    meta = client.get_meta(["x"], 4, "p", task_name="t", lease_s={lease_s}, timeout_s=20)
+    print(*meta.global_indexes, flush=True)
+    input()
+    try:
+        client.ack(meta)
+        print("acknowledged", flush=True)
+    except tq.errors.LeaseExpired:
+        print("LeaseExpired", flush=True)
+    tq.close()
+"""
+
+
+def test_the_rows_of_a_killed_consumer_come_back_at_once(
+    client: tq.TransferQueueClient, child: Callable[[str], Any]
+) -> None:
+    put(client, 8)
+    consumer = child(CONSUMER.format(lease_s=600))
+    held = [int(row) for row in consumer.line().split()]
+    assert len(held) == 4
+    rest = client.get_meta(["x"], 4, "p", task_name="t", timeout_s=0)
+    assert not set(held) & set(rest.global_indexes)
+    consumer.kill()
+    assert client.get_meta(["x"], 4, "p", task_name="t", timeout_s=10).global_indexes == held
+
+
+def test_a_frozen_consumer_is_fenced(client: tq.TransferQueueClient, child: Callable[[str], Any]) -> None:
+    put(client, 4)
+    consumer = child(CONSUMER.format(lease_s=0.3))
+    held = [int(row) for row in consumer.line().split()]
+    os.kill(consumer.pid, signal.SIGSTOP)
+    meta = client.get_meta(["x"], 4, "p", task_name="t", timeout_s=10, lease_s=60)
+    assert meta.global_indexes == held
+    os.kill(consumer.pid, signal.SIGCONT)
+    consumer.say()
+    assert consumer.line() == "LeaseExpired"
+    assert client.ack(meta) == 0
+    consumer.finish()

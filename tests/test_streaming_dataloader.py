@@ -1,0 +1,185 @@
+"""StreamingDataLoader: the stream of its dataset, also through worker processes, and nothing lost with them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+import pytest
+import torch
+from conftest import until
+from streams import dataset, numbers, put, used
+from tensordict import NonTensorStack, TensorDict
+
+import transfer_queue as tq
+
+Client = tq.TransferQueueClient
+Loader = tq.StreamingDataLoader
+EIGHT = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def doubled(item: Any) -> list[int]:
+    return (item[0]["x"] * 2).tolist()
+
+
+def test_without_workers_it_is_the_dataset(client: Client) -> None:
+    put(client, 8)
+    put(client, 4, "q", start=100)
+    loader = Loader(dataset())
+    assert numbers(loader) == EIGHT
+    assert [len(meta) for _, meta in loader.get_buffer()] == [4, 4]
+    loader.reset()
+    assert numbers(loader) == EIGHT
+    loader.step("q")
+    assert loader.get_buffer() == []
+    assert numbers(loader) == [[100, 101], [102, 103]]
+    assert list(Loader(dataset("p", task_name="u"), collate_fn=doubled)) == [[0, 2], [4, 6], [8, 10], [12, 14]]
+
+
+@pytest.mark.parametrize("sampler", ["SequentialSampler", "GRPOGroupNSampler"])
+def test_T14_workers_share_the_rows_in_order(service: Callable[..., Client], sampler: str) -> None:
+    client = service(controller={"sampler": sampler})
+    put(client, 20)
+    loader = Loader(dataset(), num_workers=2, multiprocessing_context="fork")
+    assert numbers(loader) == [[n, n + 1] for n in range(0, 20, 2)]
+    assert used(client) == 20
+    assert loader.get_buffer() == []
+
+
+@pytest.fixture
+def tracker() -> Iterator[None]:
+    """Ends the process that multiprocessing starts with the first spawned child."""
+    yield
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("tracker")
+def test_spawned_workers(client: Client) -> None:
+    put(client, 8)
+    loader = Loader(dataset(), num_workers=2, multiprocessing_context="spawn", prefetch_factor=1)
+    assert numbers(loader) == EIGHT
+    assert used(client) == 8
+
+
+def test_persistent_workers_follow_a_step(client: Client) -> None:
+    put(client, 8)
+    loader = Loader(dataset(), num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+    assert numbers(loader) == EIGHT
+    for partition in ("q", "r"):
+        put(client, 4, partition, start=100)
+        loader.step(partition)
+        assert numbers(loader) == [[100, 101], [102, 103]]
+    put(client, 8, "s")
+    loader.step("s")
+    for data, _ in loader:
+        assert data["x"].tolist() == [0, 1]
+        break
+    assert numbers(loader) == EIGHT, "the one in hand was not acknowledged"
+    del loader
+
+
+def test_values_survive_the_way_from_a_worker(client: Client) -> None:
+    rows = [torch.arange(n, dtype=torch.float32) for n in (3, 1, 2, 5)]
+    columns = {
+        "ragged": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+        "wide": torch.arange(400_000).view(4, 100_000),
+        "text": NonTensorStack("a", "b", "c", "d"),
+        "thing": NonTensorStack({"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}),
+    }
+    client.put(TensorDict(columns, batch_size=[4]), partition_id="p")
+    stream = tq.StreamingDataset(None, 4, 2, sorted(columns), "p", "t", 0, should_check_consumption_status=True)
+    found = list(Loader(stream, num_workers=1, multiprocessing_context="fork"))
+    ragged = [row for data, _ in found for row in data["ragged"].unbind()]
+    assert all(torch.equal(a, b) for a, b in zip(ragged, rows, strict=True))
+    wide = torch.stack([row for data, _ in found for row in data["wide"].unbind()])
+    assert torch.equal(wide, columns["wide"])
+    assert [text for data, _ in found for text in data["text"]] == ["a", "b", "c", "d"]
+    assert [thing["n"] for data, _ in found for thing in data["thing"]] == [1, 2, 3, 4]
+    wide += 1
+    for data, meta in found:
+        client.put(TensorDict({"y": data["ragged"]}, batch_size=[2]), metadata=meta)
+    assert client.check_production_status(["y"], "p")
+
+
+def test_collate_runs_on_every_micro_batch_and_the_parent_acknowledges(client: Client) -> None:
+    put(client, 8)
+    loader = Loader(dataset(), num_workers=2, collate_fn=doubled, multiprocessing_context="fork")
+    running = iter(loader)
+    assert next(running) == [0, 2]
+    assert used(client) == 0
+    assert next(running) == [4, 6]
+    assert used(client) == 2
+    assert list(running) == [[8, 10], [12, 14]]
+    assert used(client) == 8
+
+
+def test_what_an_abandoned_iterator_had_comes_back_at_once(client: Client) -> None:
+    put(client, 16)
+    running = iter(Loader(dataset(), num_workers=2, multiprocessing_context="fork"))
+    next(running), next(running)
+    running.close()
+    assert client.get_meta(["x"], 14, "p", task_name="t", timeout_s=10).size == 14
+    assert used(client) == 16
+
+
+def test_workers_that_wait_for_rows_end_with_the_iterator(client: Client) -> None:
+    put(client, 4)
+    stream = dataset(should_check_consumption_status=False)
+    running = iter(Loader(stream, num_workers=2, multiprocessing_context="fork"))
+    assert next(running)[0]["x"].tolist() == [0, 1]
+    until(lambda: client.stats()["waiting_requests"] == 1, "a parked fetch of one worker; the other waits its turn")
+    running.close()
+    assert client.stats()["waiting_requests"] == 0
+
+
+def test_a_killed_worker_loses_nothing(client: Client) -> None:
+    put(client, 16)
+    loader = Loader(dataset(), num_workers=1, multiprocessing_context="fork", worker_init_fn=remember)
+    running = iter(loader)
+    next(running)
+    (pid,) = client.kv_list("w")["w"].values()
+    os.kill(pid["pid"], signal.SIGKILL)
+    with pytest.raises((RuntimeError, OSError, EOFError)):
+        list(running)
+    running.close()  # torch's handler of dead workers may have raised outside of the iterator
+    left = 16 - used(client)
+    assert left >= 10
+    assert client.get_meta(["x"], left, "p", task_name="t", timeout_s=10).size == left
+
+
+def remember(worker: int) -> None:
+    tq.kv_put(str(worker), "w", {"n": torch.tensor(worker)}, {"pid": os.getpid()})
+
+
+def test_the_rows_of_a_killed_trainer_and_its_workers_come_back(client: Client, child: Callable[[str], Any]) -> None:
+    put(client, 16)
+    trainer = child("""
+        import transfer_queue as tq
+        stream = tq.StreamingDataset(None, 4, 2, ["x"], "p", "t", 0, lease_s=600)
+        loader = iter(tq.StreamingDataLoader(stream, num_workers=2, multiprocessing_context="fork"))
+        next(loader)
+        data, _ = next(loader)
+        print(*data["x"].tolist(), flush=True)
+        input()
+    """)
+    assert trainer.line() == "2 3"
+    trainer.kill()
+    assert client.get_meta(["x"], 14, "p", task_name="t", timeout_s=10).size == 14
+
+
+def test_a_loader_resumes(client: Client) -> None:
+    put(client, 8)
+    loader = Loader(dataset(), num_workers=2, multiprocessing_context="fork")
+    running = iter(loader)
+    next(running), next(running)
+    state = json.loads(json.dumps(loader.state_dict()))
+    running.close()
+    again = Loader(dataset(), num_workers=2, multiprocessing_context="fork")
+    again.load_state_dict(state)
+    assert sorted(itertools.chain.from_iterable(numbers(again))) == [2, 3, 4, 5, 6, 7]
+    assert used(client) == 8

@@ -1,0 +1,228 @@
+"""Rows on lease: who holds them until when, and what becomes of them then.
+
+A lease is a number and the rows that one fetch took for a task. While it lasts nobody else of the task gets them. It
+ends row by row: acknowledged (consumed for good), given back or cleared; or as a whole, when its time is up or the last
+session that holds it is gone, and then what was not acknowledged is offered again. From there on its number is refused
+with `LeaseExpired`, so that a consumer that was away too long cannot acknowledge what somebody else is working on.
+
+A lease all of whose rows are settled is remembered for a while: ranks that share a batch acknowledge it one after the
+other, and a second acknowledgement does nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from transfer_queue.controller.readiness import RESERVED, Slots, Task
+from transfer_queue.controller.table import Table, indexes_of
+from transfer_queue.errors import InvalidInput, LeaseExpired
+from transfer_queue.wire import messages as m
+
+LeaseRequest: TypeAlias = "m.Ack | m.Renew | m.Release"
+REQUESTS = (m.Ack, m.Renew, m.Release)
+MAX_LEASE_S = 1e9
+REMEMBERED = 16_384
+_NONE = np.empty(0, np.int64)
+
+
+class Lease:
+    """`rows` are global indexes, unique for the life of the service, so a cleared row is never mistaken."""
+
+    __slots__ = ("deadline", "given_back", "grants", "holders", "number", "partition", "rows", "task")
+
+    def __init__(self, number: int, partition: str, task: str, rows: Slots, deadline: float) -> None:
+        self.number = number
+        self.partition = partition
+        self.task = task
+        self.rows = rows
+        self.deadline = deadline
+        self.holders: set[bytes] = set()
+        self.grants = 0  # replies that carried it
+        self.given_back: set[int] = set()
+
+
+class Leases:
+    """All leases of a service. `offered(table, task name, slots)` is called when rows are free again, `settled(table,
+    task)` when rows were consumed."""
+
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        offered: Callable[[Table, str, Slots], None],
+        settled: Callable[[Table, Task], None],
+    ) -> None:
+        self.now = 0.0  # of the event being handled
+        self._tables = tables
+        self._offered = offered
+        self._settled = settled
+        self._leases: dict[int, Lease] = {}
+        self._settled_ones: dict[int, Lease] = {}  # the latest of those without rows left
+        self._held: dict[bytes, set[int]] = {}  # leases of each session
+        self._deadlines: list[tuple[float, int]] = []  # one entry per lease, never later than its deadline
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def take(self, table: Table, name: str, slots: Slots, fresh: Slots, holder: bytes, lease_s: float) -> int:
+        """The number of the lease on `slots`, which the task `name` gets now: a new one for the `fresh` among them.
+
+        Without fresh rows, of the lease that holds the first of them that is lent, renewed and held by `holder` as
+        well; 0 when none is lent.
+        """
+        task = table.task(name)
+        if not len(fresh):
+            lent = task.lease[slots]
+            lent = lent[lent > 0]
+            if not len(lent):
+                return 0
+            lease = self._leases[int(lent[0])]
+        else:
+            lease = Lease(next(self._numbers), table.name, name, table.index[fresh], self.now + lease_s)
+            self._leases[lease.number] = lease
+            heapq.heappush(self._deadlines, (lease.deadline, lease.number))
+            task.lend(fresh, lease.number)
+        lease.deadline = max(lease.deadline, self.now + lease_s)
+        lease.grants += 1
+        lease.holders.add(holder)
+        self._held.setdefault(holder, set()).add(lease.number)
+        return lease.number
+
+    def handle(self, message: LeaseRequest, session: bytes) -> m.Lent:
+        """Raises `LeaseExpired` for a lease that is over, or for an ack of rows that were given back."""
+        if isinstance(message, m.Renew):
+            return self._renew(message, session)
+        lease = self._live(message.lease)
+        match message:
+            case m.Ack(rows=rows):
+                if rows is not None and not lease.given_back.isdisjoint(indexes_of(rows).tolist()):
+                    raise LeaseExpired(f"lease {lease.number}: some of the rows were given back")
+                self._settle(lease, rows, used=True)
+            case m.Release(rows=rows):
+                self._settle(lease, rows, used=False)
+        return m.Lent(message.rid, self._left(lease))
+
+    def _renew(self, message: m.Renew, session: bytes) -> m.Lent:
+        check_lease(message.lease_s)
+        numbers = [message.lease] if message.lease else list(self._held.get(session, ()))
+        leases = [self._live(number) for number in numbers]
+        for lease in leases:
+            lease.deadline = max(lease.deadline, self.now + message.lease_s)
+        return m.Lent(message.rid, sum(map(self._left, leases)))
+
+    def _live(self, number: int) -> Lease:
+        lease = self._settled_ones.get(number) or self._leases.get(number)
+        if lease is None or (lease.deadline <= self.now and self._left(lease)):
+            raise LeaseExpired(f"lease {number} is over: what it had not acknowledged is offered to others")
+        return lease
+
+    def _settle(self, lease: Lease, data: bytes | None, used: bool) -> None:
+        rows = lease.rows if data is None else np.unique(indexes_of(data))
+        table = self._tables.get(lease.partition)
+        if table is not None and lease.task in table.tasks:
+            task = table.tasks[lease.task]
+            slots = table.slots_of(rows)
+            held = task.take_back(slots[slots >= 0], lease.number, used)
+            if not used:
+                lease.given_back.update(table.index[held].tolist())
+                self._offered(table, lease.task, held)
+            self._settled(table, task)
+        if lease.number in self._leases and not self._left(lease):
+            self._drop(lease)
+
+    def _left(self, lease: Lease) -> int:
+        table = self._tables.get(lease.partition)
+        task = table.tasks.get(lease.task) if table is not None else None
+        return task.lent.get(lease.number, 0) if task is not None else 0
+
+    def lent_to(self, holder: bytes, task: Task) -> int:
+        """Rows of a task that are lent to one session."""
+        return sum(task.lent.get(number, 0) for number in self._held.get(holder, ()))
+
+    def undo(self, number: int) -> None:
+        """A reply that carried this lease reached nobody."""
+        lease = self._leases.get(number)
+        if lease is not None:
+            lease.grants -= 1
+            if not lease.grants:
+                self._end(lease)
+
+    def revoke(self, task: Task) -> None:
+        """The task's consumption is about to be reset: its leases are over. The rows are the caller's to offer."""
+        for number in task.lent.keys() - {RESERVED}:
+            self._drop(self._leases[number])
+
+    def clear(self) -> None:
+        """All leases are over. The rows are the caller's to offer."""
+        for everything in (self._leases, self._settled_ones, self._held, self._deadlines):
+            everything.clear()
+
+    def end_session(self, session: bytes) -> None:
+        """What only this session holds is offered again."""
+        for number in sorted(self._held.pop(session, ())):
+            lease = self._leases[number]
+            lease.holders.discard(session)
+            if not lease.holders:
+                self._end(lease)
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a lease."""
+        heap = self._deadlines
+        while heap:
+            deadline, number = heap[0]
+            lease = self._leases.get(number)
+            if lease is None:
+                heapq.heappop(heap)
+            elif lease.deadline > deadline:
+                heapq.heapreplace(heap, (lease.deadline, number))
+            else:
+                return deadline
+        return None
+
+    def expire(self) -> None:
+        """End the leases whose time is up."""
+        while (deadline := self.next_deadline()) is not None and deadline <= self.now:
+            self._end(self._leases[self._deadlines[0][1]])
+
+    def _end(self, lease: Lease) -> None:
+        self._drop(lease)
+        if self._left(lease):
+            self._settle(lease, None, used=False)
+
+    def _drop(self, lease: Lease) -> None:
+        """The lease is over; it is remembered unless rows are left that it did not acknowledge."""
+        del self._leases[lease.number]
+        if not self._left(lease):
+            lease.rows = _NONE
+            self._settled_ones[lease.number] = lease
+            if len(self._settled_ones) > REMEMBERED:
+                del self._settled_ones[next(iter(self._settled_ones))]
+        for holder in lease.holders:
+            held = self._held.get(holder)
+            if held is not None:
+                held.discard(lease.number)
+                if not held:
+                    del self._held[holder]
+
+    def check_invariants(self) -> None:
+        """Tables, leases and holders agree; tests call this after each event."""
+        lent = {number for table in self._tables.values() for task in table.tasks.values() for number in task.lent}
+        assert lent - {RESERVED} <= self._leases.keys(), "lent rows have a live lease"
+        for number, lease in self._leases.items():
+            assert lease.number == number
+            assert all(number in self._held[holder] for holder in lease.holders)
+        assert {n for held in self._held.values() for n in held} <= self._leases.keys()
+        assert all(self._held.values())
+        assert not self._settled_ones.keys() & self._leases.keys()
+
+
+def check_lease(lease_s: float) -> None:
+    """`InvalidInput` unless `lease_s` is a number of seconds, 0 or more."""
+    if math.isnan(lease_s) or not 0 <= lease_s < MAX_LEASE_S:
+        raise InvalidInput(f"lease_s {lease_s}: expected seconds, 0 or more")

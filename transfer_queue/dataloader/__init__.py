@@ -1,0 +1,13 @@
+"""Torch datasets over a partition that others are still filling.
+
+StreamingDataLoader     torch's DataLoader; with workers, `Deliveries` in the parent acknowledges what was used
+ └─ StreamingDataset    batches, split into micro-batches; knows what is in the consumer's hands
+     └─ Feed            fetches ahead in one thread and keeps leases alive; `take` is one fetch
+         └─ Holder      the session that holds the leases: they end with it
+workers                 what a loader tells its workers, and whose turn it is to fetch
+"""
+
+from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
+from transfer_queue.dataloader.streaming_dataset import StreamingDataset
+
+__all__ = ["StreamingDataLoader", "StreamingDataset"]

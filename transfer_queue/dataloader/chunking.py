@@ -1,0 +1,52 @@
+"""Splitting a batch and its metadata into micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from transfer_queue.codec.nested import jagged
+from transfer_queue.errors import InvalidInput, UnsupportedValue
+from transfer_queue.metadata import BatchMeta
+
+
+def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[tuple[Any, BatchMeta]]:
+    """(rows, their metadata) of each `micro_batch_size` rows; the last may have fewer.
+
+    Dense and jagged tensors are views of those of `td`. Raises `UnsupportedValue` (a TypeError) unless `td` is a
+    TensorDict, `InvalidInput` (a ValueError) when the size is not a positive int or exceeds the rows, or `td` and
+    `batch_meta` differ in rows.
+    """
+    if not isinstance(td, TensorDict):
+        raise UnsupportedValue(f"Expected TensorDict, got {type(td).__name__}")
+    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size <= 0:
+        raise InvalidInput(f"micro_batch_size must be a positive integer, got {micro_batch_size}")
+    if not td.batch_size:
+        raise InvalidInput("Input TensorDict must have non-empty batch_size")
+    total = td.batch_size[0]
+    if micro_batch_size > total:
+        raise InvalidInput(f"micro_batch_size ({micro_batch_size}) exceeds total batch size ({total})")
+    if len(batch_meta) != total:
+        raise InvalidInput(f"{total} rows of data with {len(batch_meta)} rows of metadata")
+    nested = {key: value for key, value in td.items() if isinstance(value, torch.Tensor) and value.is_nested}
+    plain = td.exclude(*nested) if nested else td
+    found = []
+    for start in range(0, total, micro_batch_size):
+        stop = min(start + micro_batch_size, total)
+        part = plain[start:stop]
+        for key, value in nested.items():
+            part[key] = _rows(value, start, stop)
+        found.append((part, batch_meta[start:stop]))
+    return found
+
+
+def _rows(whole: Any, start: int, stop: int) -> torch.Tensor:
+    """Some rows of a nested tensor; a view when it is jagged without gaps."""
+    if whole.layout is not torch.jagged or whole._lengths is not None:
+        rows = list(whole.unbind(0)[start:stop])
+        return torch.nested.as_nested_tensor(rows, layout=whole.layout)
+    offsets = whole._offsets[start : stop + 1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    return jagged(whole._values.narrow(whole._ragged_idx - 1, first, last - first), offsets - first, whole._ragged_idx)

@@ -1,0 +1,249 @@
+"""Batches for one iterator: fetched ahead in one thread, which also keeps their leases alive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from tensordict import TensorDict
+
+from transfer_queue.client import operations as ops
+from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.effects import Call
+from transfer_queue.client.session import Interrupted
+from transfer_queue.errors import ServiceError
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+
+Batch: TypeAlias = tuple[TensorDict, BatchMeta]
+RETRY_S = 0.05
+
+
+class End(Enum):
+    """Nothing is left to wait for."""
+
+    END = 0
+
+
+END = End.END
+
+
+class Key(NamedTuple):
+    partition: str
+    batch_index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What is fetched. `until_done`: the end comes when the task has used the whole partition. `skip`: rows of batch
+    `skip_in` that were used before, which are left out of it."""
+
+    data_fields: list[str]
+    batch_size: int
+    task_name: str
+    sampling_config: dict[str, Any]
+    lease_s: float
+    until_done: bool
+    holder: bytes
+    skip: frozenset[int] = frozenset()
+    skip_in: int = 0
+
+
+def take(
+    client: TransferQueueClient,
+    terms: Terms,
+    key: Key,
+    wait_s: float,
+    call: Callable[[Call], Any] | None = None,
+) -> Batch | End | None:
+    """The rows and data of one batch, on lease; None when there were none within `wait_s`.
+
+    Of a batch that was begun before, the rest is asked for; a sampler that remembers it gives all of it, and then the
+    rows to skip are acknowledged. A batch of which nothing is left has no rows.
+    """
+    skip = terms.skip if key.batch_index == terms.skip_in else frozenset()
+    size = terms.batch_size - len(skip) if len(skip) < terms.batch_size else terms.batch_size
+    sampling = {**terms.sampling_config, "batch_index": key.batch_index, "partition_id": key.partition}
+    operation = ops.fetch(
+        client.session, list(terms.data_fields), size, key.partition, terms.task_name, sampling, wait_s,
+        True, terms.lease_s, terms.until_done, terms.holder,
+    )  # fmt: skip
+    effect = next(operation)
+    assert isinstance(effect, Call)
+    found = (call or client.session.call)(effect)
+    if found[0].lease == m.DONE:
+        return END
+    try:
+        operation.send(found)
+    except StopIteration as stop:
+        meta: BatchMeta = stop.value
+    if not len(meta):
+        return None
+    try:
+        meta = _without(client, meta, skip)
+        return (client.get_data(meta) if len(meta) else TensorDict({}, batch_size=[0])), meta
+    except BaseException:
+        give_back(client, meta)
+        raise
+
+
+def _without(client: TransferQueueClient, meta: BatchMeta, skip: frozenset[int]) -> BatchMeta:
+    used = np.isin(meta.indexes, list(skip)) if skip else np.zeros(0, np.bool_)
+    if not used.any():
+        return meta
+    if meta.lease:
+        client.ack(meta.select_samples(np.flatnonzero(used)))
+    return meta.select_samples(np.flatnonzero(~used))
+
+
+def give_back(client: TransferQueueClient, meta: BatchMeta) -> None:
+    """Offer the rows again; where the service cannot be told, their lease ends by itself."""
+    if meta.lease and len(meta):
+        with contextlib.suppress(ServiceError):
+            client.release(meta)
+
+
+class Feed:
+    """`get` is for one thread. Between `get`s the thread fetches the batch it was told to `expect`.
+
+    `renew` is called every third of a lease, also while a fetch waits or the consumer works.
+    """
+
+    def __init__(self, client: TransferQueueClient, terms: Terms, renew: Callable[[], None]) -> None:
+        self._client = client
+        self._terms = terms
+        self._renew = renew
+        self._every_s = terms.lease_s / 3
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._key: Key | None = None  # what to fetch, or what `_found` is
+        self._found: Batch | End | BaseException | None = None
+        self._working: Key | None = None  # what the thread fetches now
+        self._rid = 0  # of its request
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tq-prefetch", daemon=True)
+        self._thread.start()
+
+    # the consumer's side
+
+    def get(self, key: Key) -> Batch | End:
+        """The batch of `key`, or the end. Blocks until there is one; raises what fetching it raised."""
+        if self._key not in (None, key):
+            self.give_back()
+        self.expect(key)
+        with self._changed:
+            while self._found is None:
+                stale = self._working not in (None, key)
+                self._changed.wait(RETRY_S if stale else None)
+                if stale:
+                    self._interrupt()
+            found, self._found, self._key = self._found, None, None
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def expect(self, key: Key) -> None:
+        """Fetch this batch as soon as possible, unless one is being fetched or waits to be taken."""
+        with self._changed:
+            if self._key is None:
+                self._key = key
+                self._changed.notify_all()
+
+    def give_back(self) -> None:
+        """Whatever was fetched ahead is offered again."""
+        with self._changed:
+            found, self._found, self._key = self._found, None, None
+            self._interrupt()
+        if isinstance(found, tuple):
+            give_back(self._client, found[1])
+
+    def close(self) -> None:
+        """End the thread and give back what nobody took."""
+        if self._pid != os.getpid():
+            return  # the thread stayed in the parent
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        while self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._interrupt()
+            self._thread.join(RETRY_S)
+        self.give_back()
+
+    def _interrupt(self) -> None:
+        self._client.session.interrupt(self._rid)
+
+    # the thread's side
+
+    def _run(self) -> None:
+        renewal = time.monotonic() + self._every_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work, max(0.0, renewal - time.monotonic()))
+                if self._closed:
+                    return
+                key = self._working = self._key if self._found is None else None
+            if time.monotonic() >= renewal:
+                renewal = time.monotonic() + self._every_s
+                with contextlib.suppress(ServiceError):  # the next fetch or ack tells the consumer
+                    self._renew()
+            if key is not None:
+                self._deliver(key, self._fetch(key, max(RETRY_S, renewal - time.monotonic())))
+
+    def _has_work(self) -> bool:
+        return self._closed or (self._key is not None and self._found is None)
+
+    def _fetch(self, key: Key, wait_s: float) -> Batch | End | BaseException | None:
+        def call(effect: Call) -> Any:
+            self._rid = effect.request.rid
+            return self._client.session.call(effect)
+
+        try:
+            return take(self._client, self._terms, key, wait_s, call)
+        except Interrupted:
+            return None
+        except BaseException as error:  # noqa: BLE001  it is raised in the consumer's thread
+            return error
+
+    def _deliver(self, key: Key, found: Batch | End | BaseException | None) -> None:
+        with self._changed:
+            self._working = None
+            if self._key == key and not self._closed:
+                self._found = found
+                self._changed.notify_all()
+                return
+        if isinstance(found, tuple):
+            give_back(self._client, found[1])
+
+
+class Calling:
+    """The feed over a user's own function: it runs in the consumer's thread, and nothing is fetched ahead.
+
+    The function may talk to other ranks, so it must be called where they expect it.
+    """
+
+    def __init__(
+        self, fetch: Callable[[Key], tuple[TensorDict | None, BatchMeta]], done: Callable[[str], bool]
+    ) -> None:
+        self._fetch = fetch
+        self._done = done
+
+    def get(self, key: Key) -> Batch | End:
+        while not self._done(key.partition):
+            data, meta = self._fetch(key)
+            if data is not None:
+                return data, meta
+            time.sleep(RETRY_S / 5)  # only the function knows what it waits for
+        return END
+
+    def expect(self, key: Key) -> None: ...
+
+    def give_back(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,68 @@
+"""Which rows are used once a micro-batch is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.effects import Call
+from transfer_queue.dataloader.feed import Batch
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+
+
+class Receipt(NamedTuple):
+    """What to acknowledge when a micro-batch was used: `rows` (int64 bytes) of `lease`, of the batch `batch_index`."""
+
+    lease: int
+    rows: bytes
+    batch_index: int
+    is_last: bool
+
+
+def with_receipts(items: Iterable[Any], meta: BatchMeta, batch_index: int) -> Iterator[tuple[Any, Receipt]]:
+    """Each item with its receipt. `meta` is that of the whole batch.
+
+    An item that is a pair whose second part is metadata of the batch's lease stands for those rows. The last item
+    stands for all that no other stood for.
+    """
+    left = meta.indexes
+    held: list[Any] = []  # one item: the last is known only when there is no other
+    for item in items:
+        if held:
+            rows = _rows_of(held[0], meta.lease)
+            left = np.setdiff1d(left, rows)
+            yield held.pop(), Receipt(meta.lease, rows.tobytes(), batch_index, False)
+        held.append(item)
+    if held:
+        yield held.pop(), Receipt(meta.lease, left.tobytes(), batch_index, True)
+
+
+def split(
+    client: TransferQueueClient, process: Callable[..., Iterable[Any]], batch: Batch, size: int, batch_index: int
+) -> Iterator[tuple[Any, Receipt]]:
+    """The micro-batches of a batch with their receipts; a batch that `process` makes nothing of counts as used."""
+    data, meta = batch
+    empty = True
+    if len(meta):
+        for found in with_receipts(process(data, meta, micro_batch_size=size), meta, batch_index):
+            empty = False
+            yield found
+    if empty:
+        acknowledge(client, Receipt(meta.lease, meta.indexes.tobytes(), batch_index, True))
+
+
+def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    part = item[1] if isinstance(item, (tuple, list)) and len(item) > 1 else None
+    if isinstance(part, BatchMeta) and part.lease == lease:
+        return part.indexes
+    return np.empty(0, np.int64)
+
+
+def acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
+    """Raises `LeaseExpired` when the rows went to somebody else in the meantime."""
+    if receipt.lease and receipt.rows:
+        client.session.call(Call(m.Ack(client.session.next_rid(), receipt.lease, receipt.rows)))

@@ -1,0 +1,196 @@
+"""StreamingDataLoader: torch's DataLoader over a StreamingDataset, with acknowledgements from the process that uses
+the rows."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.utils.data import DataLoader
+
+from transfer_queue.dataloader.holder import Holder
+from transfer_queue.dataloader.receipts import Receipt, acknowledge
+from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
+from transfer_queue.dataloader.workers import Links
+from transfer_queue.errors import ServiceError
+
+
+def identity(item: Any) -> Any:
+    """The default `collate_fn`."""
+    return item
+
+
+class _CollateEach:
+    """Runs in a worker: `collate` on every micro-batch of a batch."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, batch: tuple[int, list[tuple[Any, Receipt]]]) -> tuple[int, list[tuple[Any, Receipt]]]:
+        index, items = batch
+        return index, [(self._collate(item), receipt) for item, receipt in items]
+
+
+class StreamingDataLoader(DataLoader[Any]):
+    """Iterates over the micro-batches of `dataset`; torch's DataLoader otherwise.
+
+    With workers, each fetches, reads and splits every n-th batch, and the order is the same as without. A worker sends
+    a whole batch at a time, so `prefetch_factor` counts batches. Asking for the next micro-batch acknowledges the one
+    before. When the iterator ends, in whatever way, all that was not acknowledged is offered again; a next one goes on
+    there. `reset` and `step` end it, and count what was delivered as used.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+    ) -> None:
+        collate: Any = collate_fn or identity
+        if num_workers:
+            collate = _CollateEach(collate)
+        device: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
+        self._deliveries: weakref.ref[_Deliveries] | None = None
+        super().__init__(
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=collate,
+            pin_memory=pin_memory,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            **device,
+        )
+        self.stream = dataset
+        if num_workers:
+            context: BaseContext = self.multiprocessing_context or torch.multiprocessing.get_context()
+            dataset.links = Links(context, num_workers)
+
+    def __iter__(self) -> Any:
+        if not self.num_workers:
+            return super().__iter__()
+        self._end()
+        deliveries = _Deliveries(self.stream, super().__iter__)
+        self._deliveries = weakref.ref(deliveries)
+        return deliveries
+
+    def _end(self) -> None:
+        """End the iterator over the workers, if there is one."""
+        deliveries = self._deliveries() if self._deliveries is not None else None
+        if deliveries is not None:
+            deliveries.close()
+
+    def _settle(self) -> None:
+        deliveries = self._deliveries() if self._deliveries is not None else None
+        try:
+            if deliveries is not None:
+                deliveries.settle()
+        finally:
+            self._end()
+
+    def reset(self) -> None:
+        """Start over, see `StreamingDataset.reset`. With workers there is no buffer: batch numbers start over, and a
+        sampler that remembers them gives the same rows again."""
+        self._settle()
+        self.stream.reset()
+
+    def step(self, partition_id: str) -> None:
+        """Go on with another partition, see `StreamingDataset.step`."""
+        self._settle()
+        self.stream.step(partition_id)
+
+    def get_buffer(self) -> list[Any]:
+        """The fetched batches, (TensorDict, BatchMeta) each; empty with workers."""
+        return self.stream.buffer
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StreamingDataset.state_dict`."""
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `StreamingDataset.load_state_dict`; takes effect with the next iterator."""
+        self._settle()
+        self.stream.load_state_dict(state)
+
+
+class _Deliveries(Iterator[Any]):
+    """The parent's side of one iteration with workers. Its holder has all leases, also of what workers fetch ahead."""
+
+    def __init__(self, dataset: StreamingDataset, start: Callable[[], Any]) -> None:
+        assert dataset.links is not None
+        self._dataset = dataset
+        self._client = dataset.client()
+        self._links = dataset.links
+        self._items: deque[tuple[Any, Receipt]] = deque()
+        self._in_hand: Receipt | None = None
+        self._closed = threading.Event()
+        self._batches = start()
+        holder = self._holder = Holder(self._client)  # after the workers were forked
+        terms = (holder, dataset.lease_s or LEASE_S, self._closed)
+        self._renewer = threading.Thread(target=_renew, args=terms, name="tq-renew", daemon=True)
+        self._renewer.start()
+        place = dataset.state_dict()
+        self._links.begin(place["partition_id"], place["batch_index"], frozenset(place["used_rows"]), holder.ident)
+
+    def __next__(self) -> Any:
+        if self._closed.is_set():
+            raise StopIteration
+        try:
+            self.settle()
+            while not self._items:
+                index, items = next(self._batches)
+                self._items.extend(items)
+                if not items:
+                    self._dataset.begin(index + 1)
+            item, self._in_hand = self._items.popleft()
+            return item
+        except BaseException:  # torch raises anywhere when it learns that a worker died
+            self.close()
+            raise
+
+    def settle(self) -> None:
+        """The micro-batch that was delivered last was used. Raises `LeaseExpired`."""
+        receipt, self._in_hand = self._in_hand, None
+        if receipt is not None:
+            acknowledge(self._client, receipt)
+            if receipt.is_last:
+                self._dataset.begin(receipt.batch_index + 1)
+            else:
+                self._dataset.begin(receipt.batch_index)
+                self._dataset.note_used(receipt)
+
+    def close(self) -> None:
+        """End: the holder goes first, so that workers that wait for rows do so no longer."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._renewer is not threading.current_thread():
+            self._renewer.join()
+        self._holder.close()
+        self._links.turn.begin(0)
+        self._batches = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_renewer"):
+            self.close()
+
+
+def _renew(holder: Holder, lease_s: float, closed: threading.Event) -> None:
+    while not closed.wait(lease_s / 3):
+        with contextlib.suppress(ServiceError):  # the next ack tells
+            holder.renew(lease_s)

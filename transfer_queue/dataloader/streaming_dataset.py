@@ -1,0 +1,318 @@
+"""StreamingDataset: an iterable over a partition that others are still filling."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from tensordict import TensorDict
+from torch.utils.data import IterableDataset, get_worker_info
+
+from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.dataloader.chunking import chunk_batch_fn
+from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
+from transfer_queue.dataloader.holder import Holder, client_for
+from transfer_queue.dataloader.receipts import Receipt, acknowledge, split
+from transfer_queue.dataloader.workers import Links, Plan, WorkerFeed, batches
+from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
+from transfer_queue.metadata import BatchMeta
+
+__all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
+
+LEASE_S = 60.0
+
+
+def default_fetch_batch_fn(
+    tq_client: TransferQueueClient,
+    data_fields: list[str],
+    batch_size: int,
+    partition_id: str,
+    task_name: str,
+    sampling_config: dict[str, Any],
+    batch_index: int,
+) -> tuple[TensorDict | None, BatchMeta]:
+    """(data, metadata) of a batch that counts as used at once; (None, empty) under `polling_mode` without rows.
+
+    For functions of your own to call. A dataset without one fetches on lease instead.
+    """
+    config = {**sampling_config, "batch_index": batch_index, "partition_id": partition_id}
+    meta = tq_client.get_meta(data_fields, batch_size, partition_id, task_name=task_name, sampling_config=config)
+    return (tq_client.get_data(meta) if len(meta) else None), meta
+
+
+class StreamingDataset(IterableDataset[Any]):
+    """(TensorDict, BatchMeta) micro-batches of one task, as their rows become ready.
+
+    A batch of `batch_size` rows is fetched when all of them are ready, then split by `process_batch_fn(td, meta,
+    micro_batch_size=)`. The stream is endless, or ends once the task has used the whole partition
+    (`should_check_consumption_status`). Fetched batches stay in `buffer` until `step`.
+
+    Rows are on lease while they are worked on: asking for the next micro-batch acknowledges the one before, and so do
+    `step` and `reset`. What was not acknowledged is offered again when the process ends, when the dataset is collected,
+    or when the consumer was frozen for `lease_s`; then its next call raises `LeaseExpired`. `lease_s=None` takes rows
+    for good as soon as their batch is started. With `prefetch` the next batch is fetched meanwhile. One thread at a
+    time may iterate. An own `fetch_batch_fn` decides itself how it takes rows; it runs in the iterating thread.
+
+    `config` is what `transfer_queue.init` returned, or anything: without an `address` in it, this process's client or
+    the service at TQ_ADDRESS is used. Processes that get a copy make clients of their own.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        micro_batch_size: int,
+        data_fields: list[str],
+        partition_id: str,
+        task_name: str,
+        dp_rank: int,
+        should_check_consumption_status: bool = False,
+        fetch_batch_fn: Callable[..., Any] | None = None,
+        process_batch_fn: Callable[..., Iterable[Any]] | None = None,
+        *,
+        lease_s: float | None = LEASE_S,
+        prefetch: bool = True,
+    ) -> None:
+        """Raises `InvalidInput` (a ValueError) for a size, rank or lease out of range, or no fields."""
+        if micro_batch_size < 1:
+            raise InvalidInput(f"micro_batch_size must be >= 1, got {micro_batch_size}")
+        if len(data_fields) < 1:
+            raise InvalidInput(f"data_fields must be a list with at least one field name, got {data_fields}")
+        if dp_rank < 0:
+            raise InvalidInput(f"dp_rank {dp_rank} must be greater than or equal to 0")
+        if lease_s is not None and not 0 < lease_s < float("inf"):
+            raise InvalidInput(f"lease_s must be above 0 seconds, got {lease_s}")
+        self.config = config
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.data_fields = data_fields
+        self.partition_id = partition_id
+        self.task_name = task_name
+        self.dp_rank = dp_rank
+        self.should_check_consumption_status = should_check_consumption_status
+        self.fetch_batch_fn = fetch_batch_fn or default_fetch_batch_fn
+        self.process_batch_fn = process_batch_fn or chunk_batch_fn
+        self.sampling_config = {"dp_rank": dp_rank, "task_name": task_name}
+        self.lease_s = lease_s
+        self.prefetch = prefetch
+        self.buffer: list[Any] = []
+        self.batch_index = 0  # the batch that is started next; the first in `buffer` is number `_first`
+        self._first = 0
+        self._stride = 1
+        self._used: list[int] = []  # rows of the batch being worked on, or started next, that were used
+        self.links: Links | None = None  # set by a loader with workers
+        self._detach()
+
+    def _detach(self) -> None:
+        """Without what belongs to one process."""
+        self._pid = 0
+        self._client: TransferQueueClient | None = None
+        self._holder: Holder | None = None
+        self._feed: Feed | Calling | None = None
+        self._items: Iterator[tuple[Any, Receipt]] | None = None
+        self._in_hand: Receipt | None = None  # of the micro-batch the consumer works on
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = dict(vars(self))
+        if multiprocessing.context.get_spawning_popen() is None:
+            kept["links"] = None  # these reach other processes only when they are started
+        for name in ("_client", "_holder", "_feed", "_items", "_in_hand"):
+            kept[name] = None
+        return {**kept, "_pid": 0, "buffer": []}
+
+    def client(self) -> TransferQueueClient:
+        """The client of this process; a forked copy leaves what its parent works on alone."""
+        if self._client is None or self._pid != os.getpid():
+            self._detach()
+            self._client = client_for(self.config, self)
+            self._pid = os.getpid()
+        return self._client
+
+    def __iter__(self) -> Iterator[Any]:
+        client = self.client()
+        worker = get_worker_info()
+        if worker is not None and self.links is not None:
+            return self._worker_batches(client, worker.id, self.links)
+        if worker is not None and self._stride == 1:  # a plain DataLoader: workers share the batches between them
+            self._stride = worker.num_workers
+            self._first = self.batch_index = self.batch_index + worker.id
+        return self._stream(client)
+
+    def _worker_batches(self, client: TransferQueueClient, worker: int, links: Links) -> Iterator[Any]:
+        """(number, (micro-batch, receipt) of each) of the batches of one worker; the loader's iterator acknowledges."""
+        plan = links.plan(worker)
+        self.partition_id, self.batch_index, self._used = plan.partition, plan.first, list(plan.skip)
+        return self._delegated(client, plan, worker, links)
+
+    def _delegated(self, client: TransferQueueClient, plan: Plan, worker: int, links: Links) -> Iterator[Any]:
+        feed: WorkerFeed | Calling = WorkerFeed(client, self._terms(plan.holder), plan, links.turn)
+        if self.fetch_batch_fn is not default_fetch_batch_fn:
+            feed = self._calling(client)
+        for index, batch in batches(feed, plan, worker, links.num_workers):
+            if self._keep(client, batch[1]):
+                size = min(self.micro_batch_size, max(1, len(batch[1]))) if plan.skip else self.micro_batch_size
+                yield index, list(split(client, self.process_batch_fn, batch, size, index))
+
+    def _stream(self, client: TransferQueueClient) -> Iterator[Any]:
+        feed = self._feed = self._open(client)
+        try:
+            while (found := self._next(client, feed)) is not None:
+                yield found[0]
+        except ServiceError:
+            self._holder = None  # it may be gone, with what it held
+            raise
+        finally:
+            feed.close()
+            if self._feed is feed:
+                self._feed = None
+
+    def _open(self, client: TransferQueueClient) -> Feed | Calling:
+        if self.fetch_batch_fn is not default_fetch_batch_fn:
+            return self._calling(client)
+        if self._holder is None:
+            self._holder = Holder(client)
+        holder, terms = self._holder, self._terms(self._holder.ident)
+        return Feed(client, terms, lambda: holder.renew(terms.lease_s))
+
+    def _terms(self, holder: bytes) -> Terms:
+        return Terms(
+            data_fields=self.data_fields,
+            batch_size=self.batch_size,
+            task_name=self.task_name,
+            sampling_config=self.sampling_config,
+            lease_s=self.lease_s or LEASE_S,
+            until_done=self.should_check_consumption_status,
+            holder=holder,
+            skip=frozenset(self._used),
+            skip_in=self.batch_index,
+        )
+
+    def _calling(self, client: TransferQueueClient) -> Calling:
+        def fetch(key: Key) -> Any:
+            return self.fetch_batch_fn(
+                tq_client=client,
+                data_fields=self.data_fields,
+                batch_size=self.batch_size,
+                partition_id=key.partition,
+                task_name=self.task_name,
+                sampling_config=self.sampling_config,
+                batch_index=key.batch_index,
+            )
+
+        def done(partition: str) -> bool:
+            return self.should_check_consumption_status and client.check_consumption_status(self.task_name, partition)
+
+        return Calling(fetch, done)
+
+    def _next(self, client: TransferQueueClient, feed: Feed | Calling) -> tuple[Any, Receipt] | None:
+        """The next micro-batch; the one before was used. None at the end."""
+        self._settle(client)
+        while True:
+            if self._items is not None:
+                for found in self._items:
+                    self._in_hand = found[1]
+                    return found
+                self._items = None
+                self._used = []
+                self.batch_index += self._stride
+            batch = self._started(client, feed)
+            if isinstance(batch, End):
+                return None
+            size = self.micro_batch_size
+            if self._used:
+                size = min(size, max(1, len(batch[1])))  # the rest of a batch that was begun before
+            self._items = split(client, self.process_batch_fn, batch, size, self.batch_index)
+
+    def _started(self, client: TransferQueueClient, feed: Feed | Calling) -> Batch | End:
+        """The batch `batch_index`, from the buffer or the service."""
+        position = (self.batch_index - self._first) // self._stride
+        if position == len(self.buffer):
+            found = feed.get(Key(self.partition_id, self.batch_index))
+            while not isinstance(found, End) and not self._keep(client, found[1]):
+                found = feed.get(Key(self.partition_id, self.batch_index))
+            if isinstance(found, End):
+                return found
+            self.buffer.append(found)
+        if self.prefetch and position + 1 == len(self.buffer):
+            feed.expect(Key(self.partition_id, self.batch_index + self._stride))
+        batch: Batch = self.buffer[position]
+        return batch
+
+    def _keep(self, client: TransferQueueClient, meta: BatchMeta) -> bool:
+        """Without leases, rows are taken for good when their batch starts; False when they are lost to others."""
+        if self.lease_s is None and meta.lease and len(meta):
+            try:
+                client.ack(meta)
+            except LeaseExpired:
+                return False
+            meta.lease = 0
+        return True
+
+    def _settle(self, client: TransferQueueClient) -> None:
+        """The micro-batch in the consumer's hands was used."""
+        receipt, self._in_hand = self._in_hand, None
+        if receipt is None:
+            return
+        try:
+            acknowledge(client, receipt)
+        except LeaseExpired:
+            self._items = iter(())  # the rest of the batch is lost as well
+            raise
+        self.note_used(receipt)
+
+    def begin(self, batch_index: int) -> None:
+        """The loader's iterator delivers from this batch now."""
+        if batch_index != self.batch_index:
+            self.batch_index = batch_index
+            self._used = []
+
+    def note_used(self, receipt: Receipt) -> None:
+        """Follow what was acknowledged, here or by the loader's iterator."""
+        self._used += memoryview(receipt.rows).cast("q").tolist()
+
+    def reset(self) -> None:
+        """Start over: the batches in `buffer` come again, then new ones. What was delivered counts as used.
+
+        A batch that was fetched ahead is offered again.
+        """
+        try:
+            self._leave()
+        finally:
+            self.batch_index = self._first
+            self._used = []
+
+    def step(self, partition_id: str) -> None:
+        """Go on with another partition, with an empty buffer. What was delivered counts as used, the rest of the
+        batch and what was fetched ahead are offered again."""
+        position = (self.batch_index - self._first) // self._stride
+        current = self.buffer[position : position + 1] if self._items is not None else []
+        try:
+            self._leave()
+        finally:
+            self.partition_id = partition_id
+            self.buffer = []
+            self.batch_index = self._first = 0
+            self._used = []
+        for _, meta in current:
+            give_back(self.client(), meta)
+
+    def _leave(self) -> None:
+        """The consumer is done with what it was given, and wants nothing that was fetched ahead."""
+        self._items = None
+        if self._feed is not None:
+            self._feed.give_back()
+        if self._in_hand is not None:
+            self._settle(self.client())
+            self._items = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, as plain data: the batch being worked on, and which of its rows were acknowledged."""
+        return {"partition_id": self.partition_id, "batch_index": self.batch_index, "used_rows": list(self._used)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the first micro-batch that was not acknowledged when `state` was made."""
+        self.step(str(state["partition_id"]))
+        self.batch_index = self._first = int(state["batch_index"])
+        self._used = [int(row) for row in state["used_rows"]]
