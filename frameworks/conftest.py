@@ -45,18 +45,14 @@ def service(
 ) -> Iterator[DictConfig]:
     """The queue, started the way verl's task runner does: with the section of verl's configuration.
 
-    Modules with ON_RAY get a Ray of two processors beside it.
+    Modules with ON_RAY get it on a Ray of two processors, where workers find it by its actor's name.
     """
     os.environ.pop("TQ_ADDRESS", None)
     section = new_config(model, tmp_path_factory.mktemp("out")).transfer_queue
-    config = tq.init(section)
     on_ray = getattr(request.module, "ON_RAY", False)
     if on_ray:
-        # Tests and verl call init() without arguments. A service that Ray itself can find needs no address: then Ray
-        # starts first, and runtime_env goes.
-        address = {"TQ_ADDRESS": os.environ["TQ_ADDRESS"]}
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": address})
-    yield config
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield tq.init(section)
     tq.close()
     if on_ray:
         ray.shutdown()

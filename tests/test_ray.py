@@ -342,8 +342,8 @@ def test_a_node_that_joined_later(shared: Ray, driver: Driver) -> None:
         workers = [Worker.options(scheduling_strategy=OnNode({node!r}, soft=False)).remote() for _ in range(2)]
         code = "tq.init(); tq.kv_put(str(os.getpid()), 'q', {{'x': torch.arange(3)}}); out = os.getpid()"
         pids = ray.get([w.do.remote(code) for w in workers], timeout=60)
-        units = {do(w, "out = tq.get_client().session.is_local and tq.get_client().stats()['unit']") for w in workers}
-        assert units == {1}, units
+        where = "out = tq.get_client().session.is_local and tq.get_client().stats()['unit']"
+        assert [do(worker, where) for worker in workers] == [1, 1]
         for worker in (*workers, Worker.remote()):
             assert do(worker, "out = float(tq.kv_batch_get('a', 'p')['x'].values().sum())") == 1 << 20
             assert do(worker, "out = set(tq.kv_list('q')['q'])") == {{str(pid) for pid in pids}}

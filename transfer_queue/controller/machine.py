@@ -11,12 +11,11 @@ from transfer_queue.controller.checkpointing import capture, restore
 from transfer_queue.controller.fetching import Fetching, check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
-from transfer_queue.controller.locating import located
 from transfer_queue.controller.parking import Parked, ParkingLot
+from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
-from transfer_queue.controller.status import status, unknown
 from transfer_queue.controller.table import Table, indexes_of, rows_bytes
-from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode, UnknownRows
+from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
 
@@ -46,11 +45,9 @@ class Controller:
         self._leases = self._fetching.leases
         self._crowded: ParkingLot[Any] = ParkingLot()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
-            m.Commit: self._commit, m.Insert: self._insert, m.Scan: self._scan, m.Find: self._find,
-            m.NameRows: self._name_rows, m.Get: self._get, m.Clear: self._clear, m.SetTags: self._set_tags,
-            m.ListKeys: self._list_keys, m.Consumption: self._consumption, m.Production: self._production,
-            m.ResetConsumption: self._reset, m.ListPartitions: self._list_partitions,
-            m.SetPartition: self._set_partition, m.GetPartition: self._get_partition,
+            m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
+            m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
+            **Queries(self.tables).rules,
         }  # fmt: skip
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
@@ -170,7 +167,7 @@ class Controller:
                 raise InvalidInput("row indexes repeat or do not fit the number of rows")
             if table is None:
                 raise RowCleared(f"partition {message.partition!r} does not exist any more")
-            return table, self._known(table, indexes)
+            return table, known_slots(table, indexes)
         if message.keys is None:
             table = table or self._open(message.partition, message.count)
             return table, self._new_rows(table, message.count)
@@ -201,7 +198,7 @@ class Controller:
             raise InvalidInput(f"{len(indexes)} rows with {len(message.tags)} tags")
         table = self.tables.get(message.partition)
         if table is not None:
-            table.merge_tags(self._known(table, indexes), message.tags, message.replace)
+            table.merge_tags(known_slots(table, indexes), message.tags, message.replace)
         return m.Done(message.rid)
 
     def _open(self, name: str, count: int) -> Table:
@@ -244,84 +241,6 @@ class Controller:
                 return slots
             known = [table.keys[key] for key in keys]
         return np.array(known, np.int64)
-
-    def _known(self, table: Table, indexes: np.ndarray[Any, Any]) -> Slots:
-        slots = table.slots_of(indexes)
-        if len(slots) and slots.min() < 0:
-            gone = indexes[slots < 0]
-            raise RowCleared(f"partition {table.name!r}: rows {gone[:8].tolist()} were cleared or never existed")
-        return slots
-
-    # reading
-
-    def _scan(self, message: m.Scan) -> m.Reply:
-        table = self._table(message.partition)
-        slots = table.live_slots()
-        known = [name for name in message.fields if name in table.fields]
-        ready = table.ready(slots, known) if len(known) == len(message.fields) and known else None
-        status = np.zeros(len(slots), np.int8) if ready is None else ready.astype(np.int8)
-        return row_set(message.rid, table, slots, message.fields, status.tobytes())
-
-    def _get(self, message: m.Get) -> m.Reply:
-        table = self.tables.get(message.partition)
-        if message.keys is not None:
-            return located(message, table, self._slots_of_keys(message, table))
-        indexes = indexes_of(message.rows or b"")
-        if table is None:
-            raise RowCleared(f"partition {message.partition!r} does not exist any more")
-        return located(message, table, self._known(table, indexes))
-
-    def _slots_of_keys(self, message: m.Get, table: Table | None) -> Slots:
-        keys = message.keys or []
-        known = [None] * len(keys) if table is None else list(map(table.keys.get, keys))
-        found = [slot for slot in known if slot is not None]
-        if not found or (message.strict and len(found) < len(keys)):
-            missing = [key for key, slot in zip(keys, known, strict=True) if slot is None]
-            detail = f" ({missing[:8]} in partition {message.partition!r})"
-            raise UnknownRows("keys or partition were not found!" + detail)
-        return np.array(found, np.int64)
-
-    def _name_rows(self, message: m.NameRows) -> m.Reply:
-        table = self._table(message.partition)
-        slots = table.slots_of(indexes_of(message.rows)).tolist()
-        return m.Names(message.rid, [table.names[slot] if slot >= 0 else None for slot in slots])
-
-    def _list_keys(self, message: m.ListKeys) -> m.Reply:
-        wanted = self.tables if message.partition is None else {message.partition}
-        found = {name: self.tables[name] for name in wanted if name in self.tables}
-        unknown = (-1, -1)
-        listing = {name: table.listing(*message.known.get(name, unknown)) for name, table in found.items()}
-        return m.Listing(message.rid, listing)
-
-    def _consumption(self, message: m.Consumption) -> m.Reply:
-        table = self.tables.get(message.partition)
-        if table is None:
-            return unknown(message.rid)
-        live = table.live()
-        return status(message.rid, table, live, table.task(message.task).consumed[live])
-
-    def _production(self, message: m.Production) -> m.Reply:
-        table = self.tables.get(message.partition)
-        if table is None or not message.fields or any(name not in table.fields for name in message.fields):
-            return unknown(message.rid)
-        live = table.live()
-        columns = sorted(table.fields[name].number for name in set(message.fields))
-        return status(message.rid, table, live, (table.cells[columns][:, live] != 0).T)
-
-    def _list_partitions(self, message: m.ListPartitions) -> m.Reply:
-        return m.Names(message.rid, list(self.tables))
-
-    def _get_partition(self, message: m.GetPartition) -> m.Reply:
-        table = self.tables.get(message.partition)
-        if table is None:
-            return m.PartitionInfo(message.rid, False, None, {}, 0)
-        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows)
-
-    def _table(self, name: str) -> Table:
-        try:
-            return self.tables[name]
-        except KeyError:
-            raise UnknownRows(f"partition {name!r} does not exist") from None
 
     # clearing and consumption
 

@@ -28,6 +28,9 @@ from transfer_queue.wire.leases import Ack as Ack
 from transfer_queue.wire.leases import Lent as Lent
 from transfer_queue.wire.leases import Release as Release
 from transfer_queue.wire.leases import Renew as Renew
+from transfer_queue.wire.listings import Changes as Changes
+from transfer_queue.wire.listings import Listing as Listing
+from transfer_queue.wire.listings import ListKeys as ListKeys
 from transfer_queue.wire.units import Blocks as Blocks
 from transfer_queue.wire.units import Cut as Cut
 from transfer_queue.wire.units import Drop as Drop
@@ -198,13 +201,6 @@ class SetTags(Request):
     replace: bool
 
 
-class ListKeys(Request):
-    """Keys and tags of one partition, or of all (None); `known` is the (table, version) the client has of each."""
-
-    partition: str | None
-    known: dict[str, tuple[int, int]]
-
-
 class Consumption(Request):
     partition: str
     task: str
@@ -327,26 +323,6 @@ class Located(Reply):
 
 class Names(Reply):
     names: list[str | None]
-
-
-class Changes(msgspec.Struct, array_like=True, gc=False):
-    """Keys whose row or tags are new since the version the client knows, or all of them when `full`.
-
-    `tags` lie parallel to `keys` (None: all empty); `removed` come before them.
-    """
-
-    table: int
-    version: int
-    full: bool
-    removed: list[str]
-    keys: list[str]
-    tags: list[Tags] | None
-
-
-class Listing(Reply):
-    """Every partition asked for that exists."""
-
-    partitions: dict[str, Changes]
 
 
 class Status(Reply):

@@ -1,0 +1,107 @@
+"""Requests that change nothing: where rows are, which are ready or consumed, what partitions and keys there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.controller.fetching import row_set
+from transfer_queue.controller.locating import located
+from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.status import status, unknown
+from transfer_queue.controller.table import Table, indexes_of
+from transfer_queue.errors import RowCleared, UnknownRows
+from transfer_queue.wire import messages as m
+
+
+class Queries:
+    """`rules` has the method that answers each type of request."""
+
+    def __init__(self, tables: Mapping[str, Table]) -> None:
+        self._tables = tables
+        self.rules: dict[type, Callable[[Any], m.Reply]] = {
+            m.Scan: self.scan, m.Get: self.get, m.NameRows: self.name_rows, m.ListKeys: self.list_keys,
+            m.Consumption: self.consumption, m.Production: self.production,
+            m.ListPartitions: self.list_partitions, m.GetPartition: self.get_partition,
+        }  # fmt: skip
+
+    def scan(self, message: m.Scan) -> m.Reply:
+        table = self._table(message.partition)
+        slots = table.live_slots()
+        known = [name for name in message.fields if name in table.fields]
+        ready = table.ready(slots, known) if len(known) == len(message.fields) and known else None
+        status = np.zeros(len(slots), np.int8) if ready is None else ready.astype(np.int8)
+        return row_set(message.rid, table, slots, message.fields, status.tobytes())
+
+    def get(self, message: m.Get) -> m.Reply:
+        table = self._tables.get(message.partition)
+        if message.keys is not None:
+            return located(message, table, self._slots_of_keys(message, table))
+        indexes = indexes_of(message.rows or b"")
+        if table is None:
+            raise RowCleared(f"partition {message.partition!r} does not exist any more")
+        return located(message, table, known_slots(table, indexes))
+
+    def _slots_of_keys(self, message: m.Get, table: Table | None) -> Slots:
+        keys = message.keys or []
+        known = [None] * len(keys) if table is None else list(map(table.keys.get, keys))
+        found = [slot for slot in known if slot is not None]
+        if not found or (message.strict and len(found) < len(keys)):
+            missing = [key for key, slot in zip(keys, known, strict=True) if slot is None]
+            detail = f" ({missing[:8]} in partition {message.partition!r})"
+            raise UnknownRows("keys or partition were not found!" + detail)
+        return np.array(found, np.int64)
+
+    def name_rows(self, message: m.NameRows) -> m.Reply:
+        table = self._table(message.partition)
+        slots = table.slots_of(indexes_of(message.rows)).tolist()
+        return m.Names(message.rid, [table.names[slot] if slot >= 0 else None for slot in slots])
+
+    def list_keys(self, message: m.ListKeys) -> m.Reply:
+        wanted = self._tables if message.partition is None else {message.partition}
+        found = {name: self._tables[name] for name in wanted if name in self._tables}
+        unknown = (-1, -1)
+        listing = {name: table.listing(*message.known.get(name, unknown)) for name, table in found.items()}
+        return m.Listing(message.rid, listing)
+
+    def consumption(self, message: m.Consumption) -> m.Reply:
+        table = self._tables.get(message.partition)
+        if table is None:
+            return unknown(message.rid)
+        live = table.live()
+        return status(message.rid, table, live, table.task(message.task).consumed[live])
+
+    def production(self, message: m.Production) -> m.Reply:
+        table = self._tables.get(message.partition)
+        if table is None or not message.fields or any(name not in table.fields for name in message.fields):
+            return unknown(message.rid)
+        live = table.live()
+        columns = sorted(table.fields[name].number for name in set(message.fields))
+        return status(message.rid, table, live, (table.cells[columns][:, live] != 0).T)
+
+    def list_partitions(self, message: m.ListPartitions) -> m.Reply:
+        return m.Names(message.rid, list(self._tables))
+
+    def get_partition(self, message: m.GetPartition) -> m.Reply:
+        table = self._tables.get(message.partition)
+        if table is None:
+            return m.PartitionInfo(message.rid, False, None, {}, 0)
+        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows)
+
+    def _table(self, name: str) -> Table:
+        try:
+            return self._tables[name]
+        except KeyError:
+            raise UnknownRows(f"partition {name!r} does not exist") from None
+
+
+def known_slots(table: Table, indexes: NDArray[Any]) -> Slots:
+    """The slots of rows. Raises `RowCleared` when one of them is not there."""
+    slots = table.slots_of(indexes)
+    if len(slots) and slots.min() < 0:
+        gone = indexes[slots < 0]
+        raise RowCleared(f"partition {table.name!r}: rows {gone[:8].tolist()} were cleared or never existed")
+    return slots
