@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from transfer_queue.codec.nested import jagged
+from transfer_queue.codec.nested import Offsets, jagged
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 
@@ -49,4 +49,5 @@ def _rows(whole: Any, start: int, stop: int) -> torch.Tensor:
         return torch.nested.as_nested_tensor(rows, layout=whole.layout)
     offsets = whole._offsets[start : stop + 1]
     first, last = int(offsets[0]), int(offsets[-1])
-    return jagged(whole._values.narrow(whole._ragged_idx - 1, first, last - first), offsets - first, whole._ragged_idx)
+    values = whole._values.narrow(whole._ragged_idx - 1, first, last - first)
+    return jagged(values, Offsets.of((offsets - first).numpy()), whole._ragged_idx)
