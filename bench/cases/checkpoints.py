@@ -14,14 +14,15 @@ from bench.result import Row, Samples
 from bench.rounds import Bench
 
 ROUNDS = 3
+ROWS = 256
 MEMORY = Path("/dev/shm")
 ROOM = 4
 """Times the payload that a directory has to have free: two checkpoints, one of which is being replaced."""
 
 
 def checkpoints(bench: Bench) -> list[Row]:
-    """Case 21: 1.07 GB, to a directory on disk and to one in memory."""
-    spec = dense_spec(8, 8192 if bench.options.quick else 32768)
+    """Case 21: 1.07 GB in puts of one row, to a directory on disk and to one in memory."""
+    spec = dense_spec(8, 32768 if bench.options.quick else 131072, ROWS)
     rows: list[Row] = []
     for name, parent in (("disk", bench.options.out), ("/dev/shm", MEMORY)):
         if not has_room(parent, ROOM * dense_nbytes(spec)):
@@ -50,7 +51,7 @@ def saved_and_loaded(bench: Bench, spec: dict[str, Any], directory: str) -> Samp
 
     def prepare(pair: Pair, system: str) -> None:
         load(pair, system)
-        pair.writer.call("bulk.put", LONG_S, spec=spec, partition="kept")
+        pair.writer.call("checkpoints.fill", LONG_S, spec=spec, partition="kept")
 
     def body(pair: Pair, system: str, number: int) -> dict[str, Any]:
         del number

@@ -64,6 +64,7 @@ def crowded(agents: Sequence[Agent], threads: int, partition: str) -> dict[str, 
     return {
         "ops": sum(one["ops"] for one in found) / elapsed,
         "failures": sum(one["failures"] for one in found),
+        "cpu_s": sum(one["cpu_s"] for one in found) / max(1, sum(one["ops"] for one in found)),
         "p99": taken[int(0.99 * len(taken))],
         "reasons": reasons[:1],
     }
@@ -73,6 +74,9 @@ def crowd_rows(samples: Samples, threads: int) -> list[Row]:
     what = f"{PROCESSES * threads} clients, one-row put, get, list, clear"
     ops = samples.row(17, what, f"ops_{threads}", unit="ops/s").faster_than("tq", 10)
     ops.notes.append(f"{PROCESSES} processes of {threads} threads, each thread a client with a session of its own")
+    for system in samples.by_system:
+        if (spent := samples.quantile(system, f"cpu_s_{threads}")) is not None:
+            ops.notes.append(f"{system}: {spent * 1e6:.0f} us of a client's processor time an operation")
     failed = samples.row(17, f"{what}: failures", f"failures_{threads}", unit="count", share=1.0).at_most("0", 0.0)
     for system in samples.by_system:
         failed.notes += [f"{system}: {reason}" for reason in samples.of(system, f"reasons_{threads}")[:1]]

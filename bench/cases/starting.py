@@ -58,8 +58,9 @@ def one_start(bench: Bench, system: str, busy: bool) -> dict[str, Any]:
         if busy:
             agent.call("starting.occupy", LONG_S)
         found = agent.call("starting.first_round_trip", LONG_S, patience_s=PATIENCE_S)
-        if found:
-            agent.call("starting.leave")
+        agent.call("starting.leave", joined=bool(found))
+        if not found:
+            agent.kill()  # its thread still waits, and would for ever
         return found
     finally:
         agent.end()

@@ -77,10 +77,11 @@ def first_round_trip(session: Session, patience_s: float) -> dict[str, Any]:
     return dict(found)
 
 
-def leave(session: Session) -> dict[str, Any]:
-    """Close what was started; the actors first."""
+def leave(session: Session, joined: bool) -> dict[str, Any]:
+    """Close what was started: the system, if it was `joined`, then the cluster with its actors."""
     found = session.scratch.pop("actors", None)
-    session.tq.close()
+    if joined:
+        session.tq.close()
     if found is not None:
         import ray
 
