@@ -25,8 +25,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-def said(error: Any, call: Callable[[], Any], within_s: float = 5.0) -> str:
-    """The message `call` raises `error` with, promptly."""
+def said(error: Any, call: Callable[[], Any], within_s: float = 20.0) -> str:
+    """The message `call` raises `error` with, promptly (asking Ray takes seconds on a busy machine)."""
     started = time.monotonic()
     try:
         call()

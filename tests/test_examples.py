@@ -1,0 +1,44 @@
+"""The examples, as a person runs them, with little data."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TQ_")}
+    command = [sys.executable, "-m", f"examples.{name}", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_single_controller() -> None:
+    done = run("single_controller", "--steps", "2", "--prompts", "3", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    head, *steps, last = done.stdout.splitlines()
+    assert head.split()[:2] == ["step", "rows"]
+    assert [line.split()[:2] for line in steps] == [["0", "12"], ["1", "12"]]
+    assert last == "2 steps, 24 rows: every row went through rollout, reward, log_prob, train exactly once"
+
+
+def test_disaggregated_streaming() -> None:
+    done = run("disaggregated_streaming", "--rows", "32", "--rollouts", "1", "--batch", "4", "--micro-batch", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "32 rows: 2 dp ranks disjoint and complete, 2 tp peers each identical"
+
+
+def test_sizes_that_do_not_divide_are_named() -> None:
+    done = run("disaggregated_streaming", "--rows", "33")
+    assert done.returncode == 1
+    assert done.stderr.strip() == "--rows must be a multiple of --batch x --rollouts, 16"
+
+
+def test_a_worker_that_fails_ends_the_example_with_its_error() -> None:
+    done = run("single_controller", "--max-len", "0")
+    assert done.returncode != 0
+    assert "worker 'Rollout 0' ended" in done.stderr
+    assert "in respond" in done.stderr
