@@ -19,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10.0
+FROM_REPOSITORY = ("ours", "ours-ray", "plain")
 
 
 def find_packages(system: str) -> None:
@@ -28,7 +29,7 @@ def find_packages(system: str) -> None:
     this script, which holds modules of other names' sakes, goes altogether.
     """
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "bench")]
-    if system in ("ours", "plain"):
+    if system in FROM_REPOSITORY:
         sys.path.insert(0, str(ROOT))
     else:
         sys.path.append(str(ROOT))

@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     for old in logs.glob("*.log"):
         old.unlink()
     fleet = Fleet(None if asked.no_peers else lambda: peers(asked.peer_python, logs), logs)
-    bench = Bench(fleet, Options(repeat=repeat, quick=asked.quick, peers=not asked.no_peers))
+    options = Options(repeat=repeat, quick=asked.quick, peers=not asked.no_peers, out=asked.out.absolute())
+    bench = Bench(fleet, options)
     machine = report.machine_facts() | {"repeat": repeat, "versions": {}}
     rows: list[Row] = []
     interrupted = False

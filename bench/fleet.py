@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.agent import FROM_REPOSITORY, ROOT
 from bench.process import Agent, AgentError
 
 PEERS = ("tq", "ray")
@@ -52,12 +54,15 @@ class Fleet:
         self._cwd = tempfile.TemporaryDirectory(prefix="tqb-cwd-")
         self._token = secrets.token_hex(32)
 
-    def agent(self, name: str, system: str) -> Agent:
-        """Start one agent of a system; the caller ends it."""
-        python = Path(sys.executable) if system in ("ours", "plain") else self._peers()
+    def agent(
+        self, name: str, system: str, prefix: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> Agent:
+        """Start one agent of a system, with these variables besides; the caller ends it. May raise Unavailable."""
+        python = self._python(system)
         self._num_started += 1
         log = self._logs / f"{self._num_started:02d}-{name}.log"
-        return Agent(name, system, python, self._environment(system), Path(self._cwd.name), log)
+        variables = self._environment(system) | dict(environment or {})
+        return Agent(name, system, python, variables, Path(self._cwd.name), log, prefix)
 
     def pair(self, system: str, config: dict[str, Any] | None = None) -> Pair:
         """The system's writer and reader, started if there are none or one was lost.
@@ -90,6 +95,22 @@ class Fleet:
             yield self.pair(system, config)
         finally:
             self.discard(system)
+
+    @contextmanager
+    def crew(self, system: str, num: int) -> Iterator[list[Agent]]:
+        """`num` more processes that joined the system of `pair`; ended afterwards."""
+        agents: list[Agent] = []
+        try:
+            for number in range(num):
+                agents.append(self.agent(f"{system}-{number}", system))
+            connection = self.connections[system]
+            joining = [agent.send("life.attach", connection=connection) for agent in agents]
+            for agent, operation in zip(agents, joining, strict=True):
+                agent.receive(operation, START_DEADLINE_S)
+            yield agents
+        finally:
+            for agent in agents:
+                agent.end()
 
     def plain(self) -> Agent:
         """An agent of our interpreter that joins no system: it copies memory and builds payloads."""
@@ -144,6 +165,11 @@ class Fleet:
             )
         return str(self.connections["ray-head"]["cluster"])
 
+    def _python(self, system: str) -> Path:
+        if system == "ours-ray" and importlib.util.find_spec("ray") is None:
+            raise Unavailable(f"{sys.executable} does not have ray")
+        return Path(sys.executable) if system in FROM_REPOSITORY else self._peers()
+
     def _peers(self) -> Path:
         if self._find_peer_python is None:
             raise Unavailable("peers were switched off")
@@ -160,6 +186,8 @@ class Fleet:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         if system in ("ours", "plain"):
             return kept
+        if system == "ours-ray":
+            kept["PYTHONPATH"] = str(ROOT)  # for the workers of Ray
         return kept | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,

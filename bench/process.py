@@ -9,7 +9,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,28 @@ class AgentGone(AgentError):
 
 
 class Agent:
-    """A child process running agent.py, in a session of its own so that it can be ended with what it left behind."""
+    """A child process running agent.py, in a session of its own so that it can be ended with what it left behind.
 
-    def __init__(self, name: str, system: str, python: Path, env: Mapping[str, str], cwd: Path, log: Path) -> None:
+    `prefix` is a command that becomes the one after it, such as `ip netns exec NAME`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        system: str,
+        python: Path,
+        env: Mapping[str, str],
+        cwd: Path,
+        log: Path,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.name = name
         self._buffer = b""
         self._ended = False
         self._next_id = 0
         self._sink = log.open("wb")
         self._process = subprocess.Popen(
-            [python, AGENT, system],
+            [*prefix, python, AGENT, system],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._sink,

@@ -29,6 +29,10 @@ def number(value: float | None, unit: str) -> str:
         return ""
     if unit == "s":
         return duration(value)
+    if unit == "B/s":
+        return f"{value / 1e9:.3g} GB/s"
+    if unit == "count":
+        return f"{value:,.0f}"
     return f"{value:,.0f} /s" if unit == "ops/s" else f"{value:.3g} x"
 
 
@@ -44,7 +48,9 @@ def target_text(target: Target) -> str:
 def cells(row: Row) -> tuple[str, ...]:
     """One row as text."""
     shown = {
-        system: number(row.values.get(system), row.unit) or ("failed" if system in row.failures else "-")
+        system: row.words.get(system)
+        or number(row.values.get(system), row.unit)
+        or ("failed" if system in row.failures else "-")
         for system in ("ours", "tq", "ray")
     }
     timed = row.unit == "s" and row.memcpy is not None
@@ -56,8 +62,8 @@ def cells(row: Row) -> tuple[str, ...]:
         shown["ray"],
         number(row.memcpy, "s"),
         quotient(ratio(row.memcpy, row.values.get("ours"))) if timed else "",
-        quotient(row.versus("tq")) if row.unit != "x" else "",
-        quotient(row.versus("ray")) if row.unit != "x" else "",
+        quotient(row.versus("tq")) if row.unit not in ("x", "count") else "",
+        quotient(row.versus("ray")) if row.unit not in ("x", "count") else "",
         "; ".join(target_text(target) for target in row.targets),
         row.verdict,
     )
@@ -82,6 +88,8 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     for row in ordered(rows):
         for note in row.notes:
             found[f"{row.case}: {row.what}: {note}"] = None
+        if row.skipped:
+            found[f"{row.case}: {row.what}: skipped: {row.skipped}"] = None
         for system, reason in row.failures.items():
             found[f"{row.case}: {system} failed: {reason}"] = None
     return list(found)

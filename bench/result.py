@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Unit = Literal["s", "ops/s", "x"]
+Unit = Literal["s", "ops/s", "B/s", "x", "count"]
+RATES = ("ops/s", "B/s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,17 @@ class Row:
     notes: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Why a system has no number."""
+    words: dict[str, str] = field(default_factory=dict)
+    """What is shown in place of a system's number."""
+    skipped: str = ""
+    """Why this was not measured at all, where that is nobody's failure."""
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
         """failed when ours has no number, else met or missed by the targets, those without a number said apart."""
+        if self.skipped:
+            return "skipped"
         if "ours" in self.failures:
             return "failed"
         outcomes = [target.met for target in self.targets]
@@ -77,10 +84,15 @@ class Row:
         self.targets.append(Target(text=text, value=self.versus(system), bound=times, at_least=True))
         return self
 
+    def against(self, text: str, value: float | None, bound: float) -> Row:
+        """Add the target that `value`, some quotient of our number, is at least this; returns self."""
+        self.targets.append(Target(text=text, value=value, bound=bound, at_least=True))
+        return self
+
     def versus(self, system: str) -> float | None:
         """How many times better ours is than this system, by the row's unit."""
         ours, other = self.values.get("ours"), self.values.get(system)
-        return ratio(ours, other) if self.unit == "ops/s" else ratio(other, ours)
+        return ratio(ours, other) if self.unit in RATES else ratio(other, ours)
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

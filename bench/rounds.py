@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from bench.environments import ROOT
 from bench.fleet import PEERS, Fleet, Pair, Unavailable
 from bench.process import AgentError
 from bench.result import Samples
@@ -26,6 +28,8 @@ class Options:
     quick: bool = False
     peers: bool = True
     """False: only ours is measured."""
+    out: Path = ROOT / "bench-out"
+    """Where results go, and what a case writes to disk meanwhile."""
 
 
 @dataclass
@@ -53,19 +57,21 @@ class Bench:
         cleanup: Prepare | None = None,
         memcpy_nbytes: int = 0,
         warm_up: int = 1,
+        at_most: int | None = None,
     ) -> Samples:
         """Run `body(pair, system, round)` for every system in turn, `repeat` rounds after `warm_up` uncounted ones.
 
-        `prepare` runs once a system before, `cleanup` once after. A memory copy of `memcpy_nbytes` takes its turn in
-        every round (system "plain", metric "memcpy"). A system that fails is left out from there on, its error is in
-        `failures` and its processes are ended; the others go on.
+        `at_most` bounds the rounds. `prepare` runs once a system before, `cleanup` once after. A memory copy of
+        `memcpy_nbytes` takes its turn in every round (system "plain", metric "memcpy"). A system that fails is left out
+        from there on, its error is in `failures` and its processes are ended; the others go on.
         """
         samples = Samples()
         pairs: dict[str, Pair] = {}
         for system in self.systems(systems):
             self.guard(samples, system, partial(self._open, pairs, system, prepare))
         turns = [*pairs, "plain"] if memcpy_nbytes else list(pairs)
-        for number in range(-warm_up, self.options.repeat):
+        repeat = min(self.options.repeat, at_most or self.options.repeat)
+        for number in range(-warm_up, repeat):
             for system in turns[number % len(turns) :] + turns[: number % len(turns)] if turns else []:
                 if system in samples.failures:
                     continue

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 ADAPTERS = {
     "ours": "bench.systems:Ours",
+    "ours-ray": "bench.systems:Ours",
     "tq": "bench.systems:Released",
     "ray": "bench.ray_store:RayStore",
     "ray-head": "bench.ray_store:RayHead",

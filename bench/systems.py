@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
+import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,7 +58,17 @@ class TransferQueueApi:
         import transfer_queue
 
         self.tq: Any = transfer_queue
+        self.config: Any = None
+        """What the system was started with, for its datasets."""
         self._serving = False
+
+    def _started(self, config: Any) -> str:
+        """Keep the merged configuration; the text that `_joined` takes in another process."""
+        self.config = config
+        return base64.b64encode(pickle.dumps(config)).decode()
+
+    def _joined(self, connection: dict[str, Any]) -> None:
+        self.config = pickle.loads(base64.b64decode(connection["config"]))
 
     def _check_origin(self, from_repository: bool) -> None:
         """Raise ImportError when this interpreter found the other implementation."""
@@ -96,11 +108,14 @@ class Ours(TransferQueueApi):
         from omegaconf import OmegaConf
 
         self._check_origin(from_repository=True)
-        self.tq.init(OmegaConf.create(options["config"]))
-        return {"address": os.environ["TQ_ADDRESS"], "server_pid": self.tq.get_client().stats()["pid"]}
+        config = self._started(self.tq.init(OmegaConf.create(options["config"])))
+        stats = self.tq.get_client().stats()
+        address = os.environ["TQ_ADDRESS"]
+        return {"address": address, "tcp": stats.get("tcp", ""), "server_pid": stats["pid"], "config": config}
 
     def attach(self, connection: dict[str, Any]) -> None:
         os.environ["TQ_ADDRESS"] = connection["address"]
+        self._joined(connection)
         self.tq.init()
 
     def get(self, partition: str, keys: list[str], positions: Sequence[int] | None, copy: bool) -> Any:
@@ -125,13 +140,14 @@ class Released(TransferQueueApi):
         origin = workers_transfer_queue()
         if origin != self.tq.__file__:
             raise ImportError(f"the cluster's workers import another transfer_queue: {origin}")
-        self.tq.init(OmegaConf.create(options["config"]))
+        config = self._started(self.tq.init(OmegaConf.create(options["config"])))
         self._serving = True
-        return {"cluster": cluster}
+        return {"cluster": cluster, "config": config}
 
     def attach(self, connection: dict[str, Any]) -> None:
         self._check_origin(from_repository=False)
         join_cluster(connection["cluster"])
+        self._joined(connection)
         self.tq.init()
 
     def get(self, partition: str, keys: list[str], positions: Sequence[int] | None, copy: bool) -> Any:

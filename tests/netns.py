@@ -1,18 +1,15 @@
-"""Hosts of their own on one machine: network namespaces joined by a switch, each with one agent process inside.
-
-Needs iproute2 and the right to make namespaces (root). Addresses are 10.77.0.N and fd77::N; nothing outside sees any of
-it.
-"""
+"""Hosts of their own on one machine (tools/netns.py), each with one agent process inside."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tools.netns import Switch
 
 TOKEN = "a-token-nobody-guesses"
 AGENT = """
@@ -34,27 +31,6 @@ tq.close()
 """
 
 
-def ip(*arguments: str) -> str:
-    """Run the command of that name; what it prints."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def allowed() -> bool:
-    """Whether this process can make network namespaces."""
-    name = f"tq-{os.getpid()}-probe"
-    if shutil.which("ip") is None:
-        return False
-    try:
-        ip("netns", "add", name)
-    except OSError:
-        return False
-    ip("netns", "del", name)
-    return True
-
-
 class AgentError(Exception):
     """What went wrong inside an agent; `kind` is the name of its class."""
 
@@ -63,53 +39,17 @@ class AgentError(Exception):
         self.kind = kind
 
 
-class Network:
+class Network(Switch):
     """A switch and hosts 1..N on it."""
 
-    _made = 0
-
     def __init__(self, hosts: int, run_dir: Path) -> None:
-        Network._made += 1
-        self._prefix = f"tq-{os.getpid()}-{Network._made}"
-        self._switch = self._space("switch")
-        ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "br0", "up")
+        super().__init__()
         self.hosts = [Host(self, number, run_dir / str(number)) for number in range(1, hosts + 1)]
-
-    def _space(self, name: str) -> str:
-        space = f"{self._prefix}-{name}"
-        ip("netns", "add", space)
-        return space
-
-    def plug_in(self, number: int) -> str:
-        """The name of a new namespace with an interface on the switch."""
-        space, port = self._space(str(number)), f"port{number}"
-        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
-        ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
-        ip("-n", space, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
-        ip("-n", space, "addr", "add", f"fd77::{number}/64", "dev", "eth0", "nodad")
-        for name in ("lo", "eth0"):
-            ip("-n", space, "link", "set", name, "up")
-        return space
-
-    def cut(self, number: int) -> None:
-        """Nothing reaches or leaves the host from now on."""
-        ip("-n", self._switch, "link", "set", f"port{number}", "down")
-
-    def mend(self, number: int) -> None:
-        ip("-n", self._switch, "link", "set", f"port{number}", "up")
-
-    def sent_nbytes(self, number: int) -> int:
-        """Bytes the host has sent so far."""
-        links = json.loads(ip("-n", self._switch, "-s", "-j", "link", "show", "dev", f"port{number}"))
-        nbytes: int = links[0]["stats64"]["rx"]["bytes"]
-        return nbytes
 
     def close(self) -> None:
         for host in self.hosts:
             host.close()
-            ip("netns", "del", host.space)
-        ip("netns", "del", self._switch)
+        super().close()
 
 
 class Host:

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import netns
 import pytest
 from conftest import until
 from netns import AgentError, Host, Network
 
-pytestmark = pytest.mark.skipif(not netns.allowed(), reason="making network namespaces needs root")
+from tools.netns import allowed
+
+pytestmark = pytest.mark.skipif(not allowed(), reason="making network namespaces needs root")
 
 MB = 1 << 20
 PUT = "tq.kv_batch_put({keys!r}, {partition!r}, {{'x': torch.full(({count}, {width}), {value})}})"

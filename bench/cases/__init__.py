@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.cases import batches, calls, life, mixed
+from bench.cases import batches, calls, checkpoints, crowd, hosts, life, mixed, starting, streaming
 from bench.result import Row
 from bench.rounds import Bench
 
@@ -20,10 +20,18 @@ CASES: dict[int, Callable[[Bench], list[Row]]] = {
     9: calls.metadata,
     10: calls.waking,
     13: mixed.lists,
+    14: streaming.wait,
+    15: streaming.rate,
+    17: crowd.clients,
+    18: crowd.ranks,
+    19: hosts.two_hosts,
+    20: hosts.relay,
+    21: checkpoints.checkpoints,
     11: life.cold_start,
     12: life.memory,
+    16: starting.start_up,
 }
-"""By the number that `--cases` takes, in the order of running: the last two end the systems that ran before."""
+"""By the number that `--cases` takes, in the order of running: the last three want no other system of ours."""
 
 TITLES: dict[int, str] = {
     1: "dense 302 MB",
@@ -39,4 +47,12 @@ TITLES: dict[int, str] = {
     11: "cold start",
     12: "memory",
     13: "Python lists",
+    14: "StreamingDataLoader, wait",
+    15: "StreamingDataLoader, samples a second",
+    16: "start-up beside busy processors",
+    17: "8 to 128 clients at once",
+    18: "4 ranks read at once",
+    19: "two hosts",
+    20: "one-row operations through a joined unit",
+    21: "checkpoints",
 }

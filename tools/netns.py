@@ -1,0 +1,82 @@
+"""Hosts of their own on one machine: network namespaces joined by a switch.
+
+Needs iproute2 and the right to make namespaces (root). Addresses are 10.77.0.N and fd77::N; nothing outside sees any of
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+
+
+def ip(*arguments: str) -> str:
+    """Run the command of that name; what it prints."""
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def allowed() -> bool:
+    """Whether this process can make network namespaces."""
+    name = f"tq-{os.getpid()}-probe"
+    if shutil.which("ip") is None:
+        return False
+    try:
+        ip("netns", "add", name)
+    except OSError:
+        return False
+    ip("netns", "del", name)
+    return True
+
+
+class Switch:
+    """A bridge in a namespace of its own, and whoever is plugged in. Names hold the maker's process id."""
+
+    _made = 0
+
+    def __init__(self) -> None:
+        Switch._made += 1
+        self._prefix = f"tq-{os.getpid()}-{Switch._made}"
+        self._spaces: list[str] = []
+        self._switch = self._space("switch")
+        ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", self._switch, "link", "set", "br0", "up")
+
+    def _space(self, name: str) -> str:
+        space = f"{self._prefix}-{name}"
+        ip("netns", "add", space)
+        self._spaces.append(space)
+        return space
+
+    def plug_in(self, number: int) -> str:
+        """The name of a new namespace with an interface on the switch."""
+        space, port = self._space(str(number)), f"port{number}"
+        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
+        ip("-n", space, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+        ip("-n", space, "addr", "add", f"fd77::{number}/64", "dev", "eth0", "nodad")
+        for name in ("lo", "eth0"):
+            ip("-n", space, "link", "set", name, "up")
+        return space
+
+    def cut(self, number: int) -> None:
+        """Nothing reaches or leaves the host from now on."""
+        ip("-n", self._switch, "link", "set", f"port{number}", "down")
+
+    def mend(self, number: int) -> None:
+        ip("-n", self._switch, "link", "set", f"port{number}", "up")
+
+    def sent_nbytes(self, number: int) -> int:
+        """Bytes the host has sent so far."""
+        links = json.loads(ip("-n", self._switch, "-s", "-j", "link", "show", "dev", f"port{number}"))
+        nbytes: int = links[0]["stats64"]["rx"]["bytes"]
+        return nbytes
+
+    def close(self) -> None:
+        """Remove every namespace; one lives on without a name until the last process inside it ends."""
+        while self._spaces:
+            ip("netns", "del", self._spaces.pop())
