@@ -20,6 +20,7 @@ from transfer_queue.wire.framing import FrameReader, frame
 _lifting = Lifting()
 decode_reply = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
 JOIN_NBYTES = 256 << 10
+MAX_IN_VAIN, LOOK_AGAIN = 4, 16
 TIMEVAL = struct.Struct("@ll")
 
 
@@ -27,8 +28,8 @@ class Connection:
     """A socket after the handshake. Not for concurrent use; broken for good once a call failed half-way.
 
     Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO, socket(7)): Python's own cost a system call each time. For
-    `spin_s` the receiver asks again and again before it sleeps: waking a sleeping processor takes longer than most
-    answers.
+    `spin_s` the receiver asks again and again before it sleeps, as long as that helps: waking a sleeping processor
+    takes longer than most answers.
     """
 
     def __init__(self, address: Address, session: bytes, timeout_s: float, spin_s: float = 0.0) -> None:
@@ -40,6 +41,7 @@ class Connection:
             raise ServiceUnavailable(f"no server at {address}: {error}") from error
         self._reader = FrameReader(decode_reply, self._destination)
         self._into: memoryview | None = None
+        self._calls = self._in_vain = 0  # how often the answer was looked for, and not found since it last was
         self._timeout_s = 0.0
         try:
             self._socket.settimeout(None)
@@ -70,9 +72,17 @@ class Connection:
 
         Raises `DeadlineExceeded` or `ServiceUnavailable`; close the connection then.
         """
-        self._limit(timeout_s)
         self._into = into
+        self.post(request, payload, timeout_s)
+        return self.answer(request, timeout_s)
+
+    def post(self, request: m.Request, payload: memoryview | None, timeout_s: float) -> None:
+        """Send a request without waiting. Its `answer` has to be taken before the next is posted."""
+        self._limit(timeout_s)
         self._send(m.encode(request), payload)
+
+    def answer(self, request: m.Request, timeout_s: float) -> tuple[Any, memoryview]:
+        """Wait for the answer to what was posted. Raises as `call`."""
         reply, data = self._receive(type(request).__name__, timeout_s)
         if getattr(reply, "rid", None) != request.rid:
             raise ProtocolError(f"answer {reply!r} to another request")
@@ -116,11 +126,20 @@ class Connection:
             nbytes = None
 
     def _spin(self, until: float) -> int | None:
-        """What `_recv` finds without sleeping, by `until`."""
+        """What `_recv` finds without sleeping, by `until`.
+
+        Where that found nothing several times in a row (more processes than processors, or answers that take longer)
+        it only looks again once in a while: looking takes the processor from those who would answer.
+        """
+        self._calls += 1
+        if self._in_vain >= MAX_IN_VAIN and self._calls % LOOK_AGAIN:
+            return None
         while time.monotonic() < until:
             nbytes = self._recv(socket.MSG_DONTWAIT)
             if nbytes is not None:
+                self._in_vain = 0
                 return nbytes
+        self._in_vain += 1
         return None
 
     def _recv(self, flags: int) -> int | None:

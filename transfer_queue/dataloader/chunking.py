@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from transfer_queue.client.reading import new_tensordict
 from transfer_queue.codec.nested import Offsets, jagged
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
@@ -30,20 +31,21 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
         raise InvalidInput(f"micro_batch_size ({micro_batch_size}) exceeds total batch size ({total})")
     if len(batch_meta) != total:
         raise InvalidInput(f"{total} rows of data with {len(batch_meta)} rows of metadata")
-    nested = {key: value for key, value in td.items() if isinstance(value, torch.Tensor) and value.is_nested}
-    plain = td.exclude(*nested) if nested else td
+    if micro_batch_size == total:
+        return [(td.copy(), batch_meta[:])]
+    columns = dict(td.items())
     found = []
     for start in range(0, total, micro_batch_size):
         stop = min(start + micro_batch_size, total)
-        part = plain[start:stop]
-        for key, value in nested.items():
-            part[key] = _rows(value, start, stop)
-        found.append((part, batch_meta[start:stop]))
+        part = {key: _rows(value, start, stop) for key, value in columns.items()}
+        found.append((new_tensordict(part, stop - start), batch_meta[start:stop]))
     return found
 
 
-def _rows(whole: Any, start: int, stop: int) -> torch.Tensor:
-    """Some rows of a nested tensor; a view when it is jagged without gaps."""
+def _rows(whole: Any, start: int, stop: int) -> Any:
+    """Some rows of a column; a view unless it is a nested tensor that is not jagged, or has gaps."""
+    if not getattr(whole, "is_nested", False):
+        return whole[start:stop]
     if whole.layout is not torch.jagged or whole._lengths is not None:
         rows = list(whole.unbind(0)[start:stop])
         return torch.nested.as_nested_tensor(rows, layout=whole.layout)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.connection import Connection
 from transfer_queue.client.effects import Call
+from transfer_queue.client.session import Session
 from transfer_queue.dataloader.feed import Batch
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, error_from_code
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
@@ -66,3 +70,46 @@ def acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
     """Raises `LeaseExpired` when the rows went to somebody else in the meantime."""
     if receipt.lease and receipt.rows:
         client.session.call(Call(m.Ack(client.session.next_rid(), receipt.lease, receipt.rows)))
+
+
+class Acks:
+    """Acknowledgements of one stream: the answer to one is looked at before the next is sent, so that none is waited
+    for. Has a connection of its own; for one thread."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._connection: Connection | None = None
+        self._sent: m.Ack | None = None
+
+    def send(self, receipt: Receipt) -> None:
+        """Acknowledge. Raises `LeaseExpired` when the one before was refused; this one is not sent then."""
+        self.settle()
+        if not receipt.lease or not receipt.rows:
+            return
+        session = self._session
+        self._sent = m.Ack(session.next_rid(), receipt.lease, receipt.rows)
+        with contextlib.suppress(ServiceUnavailable):  # `settle` sends it again
+            if self._connection is None:
+                self._connection = Connection(session.address, session.ident, session.timeout_s)
+            self._connection.post(self._sent, None, session.timeout_s)
+
+    def settle(self) -> None:
+        """Wait for the answer to the last one. Raises `LeaseExpired` when its rows went to somebody else."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        try:
+            if self._connection is None:
+                raise ServiceUnavailable("not sent")
+            reply, _ = self._connection.answer(sent, self._session.timeout_s)
+        except (ServiceUnavailable, DeadlineExceeded):
+            self.close()
+            self._session.call(Call(sent))  # under its number: it has one outcome
+            return
+        if isinstance(reply, m.Failed):
+            raise error_from_code(reply.code, reply.text)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.context
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +16,7 @@ from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
 from transfer_queue.dataloader.holder import Holder, client_for
-from transfer_queue.dataloader.receipts import Receipt, acknowledge, split
+from transfer_queue.dataloader.receipts import Acks, Receipt, split
 from transfer_queue.dataloader.workers import Links, Plan, WorkerFeed, batches
 from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
 from transfer_queue.metadata import BatchMeta
@@ -113,13 +115,15 @@ class StreamingDataset(IterableDataset[Any]):
         self._holder: Holder | None = None
         self._feed: Feed | Calling | None = None
         self._items: Iterator[tuple[Any, Receipt]] | None = None
-        self._in_hand: Receipt | None = None  # of the micro-batch the consumer works on
+        self._acks: Acks | None = None
+        self._in_hand: Receipt | None = None  # of the micro-batch the consumer works on, since `_handed_at`
+        self._handed_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         kept = dict(vars(self))
         if multiprocessing.context.get_spawning_popen() is None:
             kept["links"] = None  # these reach other processes only when they are started
-        for name in ("_client", "_holder", "_feed", "_items", "_in_hand"):
+        for name in ("_client", "_holder", "_feed", "_items", "_acks", "_in_hand"):
             kept[name] = None
         return {**kept, "_pid": 0, "buffer": []}
 
@@ -165,6 +169,8 @@ class StreamingDataset(IterableDataset[Any]):
             self._holder = None  # it may be gone, with what it held
             raise
         finally:
+            with contextlib.suppress(ServiceError):  # the loop ends: its last rows are offered again
+                self._end_acks()
             feed.close()
             if self._feed is feed:
                 self._feed = None
@@ -213,13 +219,14 @@ class StreamingDataset(IterableDataset[Any]):
         while True:
             if self._items is not None:
                 for found in self._items:
-                    self._in_hand = found[1]
+                    self._in_hand, self._handed_at = found[1], time.monotonic()
                     return found
                 self._items = None
                 self._used = []
                 self.batch_index += self._stride
             batch = self._started(client, feed)
             if isinstance(batch, End):
+                self._end_acks()
                 return None
             size = min(self.micro_batch_size, max(1, len(batch[1])))  # fewer rows: the rest of a batch or partition
             self._items = split(client, self.process_batch_fn, batch, size, self.batch_index)
@@ -254,12 +261,25 @@ class StreamingDataset(IterableDataset[Any]):
         receipt, self._in_hand = self._in_hand, None
         if receipt is None:
             return
+        if self._acks is None:
+            self._acks = Acks(client.session)
         try:
-            acknowledge(client, receipt)
+            self._acks.send(receipt)
+            if time.monotonic() - self._handed_at > (self.lease_s or LEASE_S) / 3:
+                self._acks.settle()  # after so long it may be refused: know before going on
         except LeaseExpired:
             self._items = iter(())  # the rest of the batch is lost as well
             raise
         self.note_used(receipt)
+
+    def _end_acks(self) -> None:
+        """Everything that was used is acknowledged. Raises `LeaseExpired` when it went to others."""
+        acks, self._acks = self._acks, None
+        if acks is not None:
+            try:
+                acks.settle()
+            finally:
+                acks.close()
 
     def begin(self, batch_index: int) -> None:
         """The loader's iterator delivers from this batch now."""
@@ -305,9 +325,12 @@ class StreamingDataset(IterableDataset[Any]):
         if self._in_hand is not None:
             self._settle(self.client())
             self._items = None
+        self._end_acks()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, as plain data: the batch being worked on, and which of its rows were acknowledged."""
+        if self._acks is not None:
+            self._acks.settle()
         return {"partition_id": self.partition_id, "batch_index": self.batch_index, "used_rows": list(self._used)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
