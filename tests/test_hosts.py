@@ -15,7 +15,8 @@ import torch
 from conftest import until
 from hosts import CLIENT, TOKEN, Host
 
-from transfer_queue import checkpoint
+import transfer_queue as tq
+from transfer_queue import StreamingDataset, checkpoint
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.session import Session
 from transfer_queue.errors import (
@@ -176,6 +177,31 @@ def test_a_wait_on_one_host_is_ended_by_a_put_on_another(cluster: list[Host]) ->
 
     assert len(asyncio.run(both())) == 2
     cluster[0].client.clear_partition("woken")
+
+
+@pytest.mark.parametrize("width", [4, LARGE], ids=["small", "large"])
+def test_a_stream_on_one_host_has_the_rows_of_all(cluster: list[Host], width: int) -> None:
+    partition = f"streamed-{width}"
+    for number, host in enumerate(cluster):
+        host.kv_put([f"{number}-{row}" for row in range(2)], partition, rows(number, 2, width))
+    dataset = StreamingDataset(
+        {"address": cluster[1].server.address},
+        6,
+        3,
+        ["x", "n"],
+        partition,
+        "t",
+        0,
+        should_check_consumption_status=True,
+    )
+    cluster[0].client.set_partition(partition, size=6)
+    found = [(firsts(data), data["n"].tolist()) for data, _ in dataset]
+    assert found == [([0, 0, 1], [0, 1, 1000]), ([1, 2, 2], [1001, 2000, 2001])]
+    assert cluster[2].client.check_consumption_status("t", partition)
+    del dataset
+    tq.close()
+    cluster[0].client.clear_partition(partition)
+    until(lambda: not cluster[1].client.stats()["pinned_nbytes"], "the release of what was read")
 
 
 def test_a_client_without_a_unit_of_its_own_reads_and_writes_over_tcp(cluster: list[Host]) -> None:

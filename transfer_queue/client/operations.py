@@ -73,21 +73,32 @@ def fetch(
     wait_s: float,
     empty_on_timeout: bool,
     lease_s: float,
-    until_done: bool = False,
-    holder: bytes = b"",
 ) -> Operation[BatchMeta]:
     """Ready rows of a task; see `messages.Fetch`. An empty meta when the answer is empty."""
-    sampling = dict(sampling_config or {})
-    if not is_plain(sampling):
-        raise UnsupportedValue(f"sampling_config {sampling}: only plain numbers, strings, lists and dicts")
+    sampling = checked_sampling(sampling_config)
     if lease_s:
         session.stay()
     request = m.Fetch(
-        session.next_rid(), partition_id, data_fields, batch_size, task_name, sampling, wait_s, empty_on_timeout,
-        lease_s, until_done, holder,
-    )  # fmt: skip
+        session.next_rid(),
+        partition_id,
+        data_fields,
+        batch_size,
+        task_name,
+        sampling,
+        wait_s,
+        empty_on_timeout,
+        lease_s,
+    )
     reply = (yield Call(request, wait_s=wait_s))[0]
     return batch_meta(reply, partition_id) if reply.rows else BatchMeta.empty()
+
+
+def checked_sampling(sampling_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`sampling_config` as it travels. Raises `UnsupportedValue` unless it is plain data."""
+    sampling = dict(sampling_config or {})
+    if not is_plain(sampling):
+        raise UnsupportedValue(f"sampling_config {sampling}: only plain numbers, strings, lists and dicts")
+    return sampling
 
 
 def leased(metadata: BatchMeta) -> tuple[int, bytes]:

@@ -77,8 +77,11 @@ def read(
     copy: bool = False,
     out: Mapping[str, torch.Tensor] | None = None,
     device: torch.device | str | None = None,
+    located: tuple[m.Located, memoryview] | None = None,
 ) -> Operation[TensorDict]:
     """The rows of all requests, one after the other, as a TensorDict whose batch size is their number.
+
+    `located` is the answer to the first request where it came already.
 
     Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the
     result goes.
@@ -87,7 +90,8 @@ def read(
     own = copy or bool(out)
     try:
         for request in requests:
-            replies.append((yield from _located(session, request, own)))
+            replies.append((yield from _located(session, request, own, located)))
+            located = None
         gathers = own or any(len(part.runs) > RUN_NBYTES for reply, _ in replies for part in reply.parts)
         nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if gathers else 0
         found: TensorDict = yield Offload(lambda: _assembled(session, replies, out), nbytes)
@@ -101,11 +105,14 @@ def read(
             yield Notify(m.Unpin(pinned))
 
 
-def _located(session: Session, request: m.Get, own: bool) -> Operation[tuple[m.Located, list[Lying]]]:
+def _located(
+    session: Session, request: m.Get, own: bool, answer: tuple[m.Located, memoryview] | None
+) -> Operation[tuple[m.Located, list[Lying]]]:
     """Where the rows are, and their blocks as memory of this process. Looks again when blocks moved meanwhile."""
     looks = MAX_LOOKS
     while True:
-        reply, payload = yield Call(request)
+        reply, payload = answer or (yield Call(request))
+        answer = None
         try:
             elsewhere = yield from received(session, reply)
             layouts = [decode_layout(data) for data in reply.layouts]

@@ -16,8 +16,11 @@ from tensordict import TensorDict
 
 from transfer_queue.client import operations as ops
 from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.describing import batch_meta
+from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call
-from transfer_queue.client.session import Interrupted
+from transfer_queue.client.reading import read
+from transfer_queue.client.session import Interrupted, Session
 from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
@@ -71,27 +74,35 @@ def take(
     skip = terms.skip if key.batch_index == terms.skip_in else frozenset()
     size = terms.batch_size - len(skip) if len(skip) < terms.batch_size else terms.batch_size
     sampling = {**terms.sampling_config, "batch_index": key.batch_index, "partition_id": key.partition}
-    operation = ops.fetch(
-        client.session, list(terms.data_fields), size, key.partition, terms.task_name, sampling, wait_s,
-        True, terms.lease_s, terms.until_done, terms.holder,
+    session = client.session
+    session.stay()
+    request = m.Fetch(
+        session.next_rid(), key.partition, list(terms.data_fields), size, terms.task_name,
+        ops.checked_sampling(sampling), wait_s, True, terms.lease_s, terms.until_done, terms.holder, True,
     )  # fmt: skip
-    effect = next(operation)
-    assert isinstance(effect, Call)
-    found = (call or client.session.call)(effect)
-    if found[0].lease == m.DONE:
+    reply, payload = (call or session.call)(Call(request, wait_s=wait_s))
+    rows = reply.rows if isinstance(reply, m.Handed) else reply
+    if rows.lease == m.DONE:
         return END
-    try:
-        operation.send(found)
-    except StopIteration as stop:
-        meta: BatchMeta = stop.value
-    if not len(meta):
+    if not rows.rows:
         return None
+    whole = batch_meta(rows, key.partition)
     try:
-        meta = _without(client, meta, skip)
-        return (client.get_data(meta) if len(meta) else TensorDict({}, batch_size=[0])), meta
+        meta = _without(client, whole, skip)
+        if not len(meta):
+            return TensorDict({}, batch_size=[0]), meta
+        if isinstance(reply, m.Handed) and meta is whole:
+            return _received(session, request, reply, payload), meta
+        return client.get_data(meta), meta
     except BaseException:
-        give_back(client, meta)
+        give_back(client, whole)
         raise
+
+
+def _received(session: Session, request: m.Fetch, reply: m.Handed, payload: memoryview) -> TensorDict:
+    """The data that came with the rows."""
+    get = m.Get(session.next_rid(), request.partition, None, reply.rows.rows, request.fields, True)
+    return run(session, read(session, [get], located=(reply.located, payload)))
 
 
 def _without(client: TransferQueueClient, meta: BatchMeta, skip: frozenset[int]) -> BatchMeta:

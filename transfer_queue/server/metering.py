@@ -214,7 +214,13 @@ def _count_named(_service: MeteredService, meter: Meter, message: m.Request, _re
         meter.samples += len(message.tags)
 
 
+def _count_handed(service: MeteredService, meter: Meter, _message: m.Request, reply: Any) -> None:
+    meter.samples += len(reply.rows.rows) // 8
+    service.nbytes_out += sum([piece.nbytes for piece in reply.located.pieces])
+
+
 COUNTS: dict[type, Callable[[MeteredService, Meter, m.Request, Any], None]] = {
     m.Failed: _count_error, m.RowSet: _count_rows, m.Committed: _count_written, m.Located: _count_read,
+    m.Handed: _count_handed,
     m.Done: _count_named,
 }  # fmt: skip

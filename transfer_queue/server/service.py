@@ -10,6 +10,7 @@ import numpy as np
 
 from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.blocks import Answer, Blocks
+from transfer_queue.server.handing import Handing
 from transfer_queue.server.members import Members
 from transfer_queue.server.sessions import Session, Sessions
 from transfer_queue.storage.shm.unit import Block, Unit
@@ -74,6 +75,7 @@ class Service:
         self.num_requests = 0
         self._held: dict[Hashable, list[Held]] = {}
         self._reading: dict[Hashable, Reading] = {}
+        self._handing = Handing(self._present)
         self._rules: dict[type, Callable[[m.Request, Session], Answer]] = {
             m.Read: self.blocks.read, m.Write: self.blocks.write, m.Take: self.blocks.take,
             m.Pin: self.blocks.pin, m.Adopt: self.blocks.adopt, m.Stats: self._stats,
@@ -94,8 +96,9 @@ class Service:
     def _forget(self, tickets: set[Hashable]) -> None:
         self.controller.forget(tickets)
         self.unit.forget_tickets(tickets)
-        for ticket in tickets & self._reading.keys():
-            del self._reading[ticket]
+        for ticket in tickets:
+            self._reading.pop(ticket, None)
+            self._handing.unpark(ticket)
         for ticket in tickets & self._held.keys():
             for held in self._released(ticket):
                 if ticket in self.controller.doubtful:
@@ -190,6 +193,11 @@ class Service:
         if isinstance(message, m.Fetch) and message.holder and message.holder not in self.sessions.by_ident:
             raise LeaseExpired("the session that would hold the rows has ended")
         reply = self.controller.handle(message, ticket, session.ident, now)
+        if isinstance(message, m.Fetch) and message.locate:
+            if reply is None:
+                self._handing.park(message, session, ticket)
+                return None
+            return self._handing.complete(self.controller, message, session, reply, NO_BYTES)
         return None if reply is None else self._complete(reply, self.controller.payloads.pop(ticket, NO_BYTES))
 
     def _complete(self, reply: m.Reply, payload: memoryview) -> Answer:
@@ -331,6 +339,10 @@ class Service:
             payload = self.controller.payloads.pop(ticket, NO_BYTES)
             self.controller.doubtful.discard(ticket)
             reading = self._reading.pop(ticket, None)
+            fetching = self._handing.unpark(ticket)
+            if fetching is not None:
+                yield ticket, self._handing.complete(self.controller, *fetching, reply, payload)
+                continue
             if reading is not None and isinstance(reply, m.Located):
                 answer = self._completed(reading, ticket, reply, payload, now)
             else:

@@ -29,6 +29,8 @@ class Session:
 
     def remember(self, answer: Answer) -> None:
         """Keep the answer for when its request comes again; the oldest go when there are many or they are large."""
+        if isinstance(answer[0], m.Handed):
+            answer = (answer[0].rows, ())  # the data is asked for anew
         self.replies[answer[0].rid] = answer
         self._replies_nbytes += _weight(answer)
         while len(self.replies) > REMEMBERED_REPLIES or (

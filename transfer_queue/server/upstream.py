@@ -100,8 +100,9 @@ class RemoteController:
             reply = m.Failed(message.rid, error.code, f"controller at {self.address}: {error}")
             if isinstance(error, (DeadlineExceeded, ServiceUnavailable)):
                 self.doubtful.add(ticket)
-        if isinstance(reply, (m.Located, m.Captured)):
-            reply.units.setdefault(0, str(self.address))
+        located = reply.located if isinstance(reply, m.Handed) else reply
+        if isinstance(located, (m.Located, m.Captured)):
+            located.units.setdefault(0, str(self.address))
         if answer:
             self.payloads[ticket] = answer
         del self._asking[ticket]

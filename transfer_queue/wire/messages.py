@@ -115,6 +115,7 @@ class Fetch(Request):
 
     With `lease_s` the rows are lent to the session `holder` (b"": the asker's) until they are acknowledged. With
     `until_done` the answer is empty once every row is used or lent to that holder, and there are as many as declared.
+    With `locate` the answer is `Handed`: it has where the cells are as well.
     """
 
     partition: str
@@ -127,6 +128,7 @@ class Fetch(Request):
     lease_s: float = 0.0
     until_done: bool = False
     holder: bytes = b""
+    locate: bool = False
 
 
 class Scan(Request):
@@ -321,6 +323,13 @@ class Located(Reply):
     units: dict[int, str] = {}  # noqa: RUF012  msgspec copies it
 
 
+class Handed(Reply):
+    """Rows of a task, and their cells as a `Get` of them would give; the payload is that of `located`."""
+
+    rows: RowSet
+    located: Located
+
+
 class Names(Reply):
     names: list[str | None]
 
@@ -358,7 +367,7 @@ ClientMessage: TypeAlias = (
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
-    | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured | Lent
+    | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured | Lent | Handed
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,0 +1,51 @@
+"""Fetches that take the data along: the rows of a task and where their cells are in one answer (`Fetch.locate`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeAlias
+
+from transfer_queue.controller import Controller
+from transfer_queue.errors import TransferQueueError
+from transfer_queue.server.sessions import Answer, Session
+from transfer_queue.wire import messages as m
+
+Present: TypeAlias = "Callable[[m.Located, memoryview, Session], Answer]"
+
+
+class Handing:
+    """`present` completes a location with what lies on this host. Where that fails the answer has the rows alone, and
+    the client asks for the data by itself."""
+
+    def __init__(self, present: Present) -> None:
+        self._present = present
+        self._parked: dict[Hashable, tuple[m.Fetch, Session]] = {}
+
+    def park(self, message: m.Fetch, session: Session, ticket: Hashable) -> None:
+        """The fetch waits; its answer will be `complete`d."""
+        self._parked[ticket] = (message, session)
+
+    def unpark(self, ticket: Hashable) -> tuple[m.Fetch, Session] | None:
+        return self._parked.pop(ticket, None)
+
+    def complete(
+        self, controller: object, message: m.Fetch, session: Session, reply: m.Reply, payload: memoryview
+    ) -> Answer:
+        """The answer to a fetch, with the data where there are rows."""
+        if isinstance(reply, m.Handed):  # of the controller's host
+            rows, located = reply.rows, reply.located
+        elif isinstance(reply, m.RowSet) and reply.rows and isinstance(controller, Controller):
+            rows, located = reply, None
+        else:
+            return reply, (payload,) if payload else ()
+        try:
+            if located is None:
+                get = m.Get(message.rid, message.partition, None, rows.rows, message.fields, True)
+                found = controller.handle(get, None, session.ident, 0.0)  # type: ignore[attr-defined]
+                assert isinstance(found, m.Located)
+                located = found
+            answer = self._present(located, payload, session)
+        except TransferQueueError:
+            return rows, ()
+        assert isinstance(answer[0], m.Located)
+        return m.Handed(message.rid, rows, answer[0]), answer[1]
