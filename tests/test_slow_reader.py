@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
+from hosts import TOKEN, Host
 
 import transfer_queue as tq
 from transfer_queue.client.connection import Connection
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address
 from transfer_queue.wire.framing import frame
 
 
@@ -31,3 +35,39 @@ def test_answers_nobody_reads_hold_little_memory_and_delay_nobody(client: tq.Tra
         assert nbytes
         answered += len(list(greedy._reader.advance(nbytes)))
     greedy.close()
+
+
+def test_large_answers_to_other_hosts_come_whole_and_in_order_and_delay_nobody() -> None:
+    host = Host()
+    try:
+        rows = torch.arange(8 << 20, dtype=torch.int64)
+        host.kv_put(["a"], "p", {"x": rows.view(1, -1)})
+        name, _, port = host.server.tcp.rpartition(":")
+        far = Connection(Address(host=name, port=int(port), token=TOKEN), b"far", 20.0)
+        located, _ = far.call(m.Get(1, "p", ["a"], None, None, False), None, 20.0)
+        block = located.pieces[0].block
+        taken, _ = far.call(m.Pin(2, np.array([block], np.int64).tobytes()), None, 20.0)
+        nbytes = taken.pieces[0].nbytes
+        reads = [m.Read(rid, block, 0, nbytes) for rid in range(3, 5)]
+        lists = [m.ListPartitions(rid) for rid in range(5, 105)]
+        far._socket.sendall(b"".join(frame(m.encode(one)) for one in (*reads, *lists)))
+        assert host.kv_get(["a"], "p")["x"].unbind()[0][-1] == rows[-1], "others are served meanwhile"
+        for read in reads:
+            _, data = far.answer(read, 20.0)
+            assert np.frombuffer(data, np.int64)[-len(rows) :].tolist()[-3:] == rows[-3:].tolist()
+            assert len(data) == nbytes
+        answers = [reply.rid for reply in rest_of(far, len(lists))]
+        assert answers == [one.rid for one in lists]
+        far.close()
+    finally:
+        host.close()
+
+
+def rest_of(connection: Connection, count: int) -> list[Any]:
+    """The next replies of a connection on which several requests were sent."""
+    found: list[Any] = []
+    while len(found) < count:
+        nbytes = connection._socket.recv_into(connection._reader.buffer())
+        assert nbytes
+        found += [reply for reply, _ in connection._reader.advance(nbytes)]
+    return found

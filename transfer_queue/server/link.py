@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from transfer_queue.errors import AccessDenied, InternalError, ProtocolError, TransferQueueError
 from transfer_queue.server.blocks import Answer
+from transfer_queue.server.bulk import BulkWriter, Parts
 from transfer_queue.server.sessions import Session
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
@@ -50,6 +51,7 @@ class Link(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle
         self._tickets: set[Hashable] = set()
         self._incoming: Iterator[tuple[m.Message, memoryview]] = iter(())
+        self._bulk: BulkWriter | None = None  # for peers on other hosts
         self._paused = False  # the peer does not read its answers
 
     # asyncio's side
@@ -60,6 +62,7 @@ class Link(asyncio.BufferedProtocol):
         self._timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._transport.abort)
         if not self._local:
             tune(transport.get_extra_info("socket"))
+            self._bulk = BulkWriter(self._transport, self.pause_writing, self.resume_writing)
         if self._local and peer_uid(transport.get_extra_info("socket")) not in (os.getuid(), 0):
             log.warning("refused a peer of another user")
             self._transport.abort()
@@ -200,10 +203,16 @@ class Link(asyncio.BufferedProtocol):
             self._send(reply)
             return
         header = frame(m.encode(reply), sum(len(part) for part in payload))
-        self._transport.writelines([header, *payload])
+        self._write([header, *payload])
 
     def _send(self, message: m.Message) -> None:
-        self._transport.write(frame(m.encode(message)))
+        self._write([frame(m.encode(message))])
+
+    def _write(self, parts: Parts) -> None:
+        if self._bulk is None:
+            self._transport.writelines(parts)
+        else:
+            self._bulk.write(parts)
 
     def close(self) -> None:
         self._transport.close()
