@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from hosts import Host
 
 import transfer_queue as tq
 
@@ -156,3 +158,17 @@ def child() -> Iterator[Callable[[str], Child]]:
         for stream in (one.process.stdin, one.process.stdout):
             if stream is not None and not stream.closed:
                 stream.close()
+
+
+@pytest.fixture
+def start_host() -> Iterator[Callable[..., Host]]:
+    """Starts hosts of a service (see `hosts.Host`); they end with the test."""
+    started: list[Host] = []
+
+    def one(*args: Any, **settings: Any) -> Host:
+        started.append(Host(*args, **settings))
+        return started[-1]
+
+    yield one
+    for host in reversed(started):
+        host.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from transfer_queue.client import kv
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.drivers import run
@@ -18,6 +20,17 @@ CLIENT = {
     "polling_mode": False, "timeout_s": 10.0, "allow_pickle": False, "spin_s": 0.0, "copy_threads": None,
     "pool_nbytes": 1 << 28,
 }  # fmt: skip
+
+
+LARGE = 300_000  # floats of a row: a block of some is never sent along with a reply
+
+
+def rows(value: float, count: int, width: int = 4) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((count, width), value), "n": torch.arange(count) + int(value) * 1000}
+
+
+def firsts(data: Any) -> list[float]:
+    return [row[0].item() for row in data["x"].unbind()]
 
 
 class Host:

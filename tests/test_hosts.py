@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import torch
 from conftest import until
-from hosts import CLIENT, TOKEN, Host
+from hosts import LARGE, TOKEN, Host, firsts, rows
 
 import transfer_queue as tq
 from transfer_queue import StreamingDataset, checkpoint
@@ -21,16 +20,10 @@ from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.session import Session
 from transfer_queue.errors import (
     AccessDenied,
-    DataLost,
-    DeadlineExceeded,
     NotReady,
-    ServiceUnavailable,
     StorageKeyNotFoundError,
-    TransferQueueError,
 )
 from transfer_queue.wire.address import Address
-
-LARGE = 300_000  # floats of a row: a block of some is never sent along with a reply
 
 
 @pytest.fixture(scope="module")
@@ -43,28 +36,6 @@ def cluster() -> Iterator[list[Host]]:
     for host in reversed(hosts):
         host.close()
     assert not {host.server.pid for host in hosts} & {child.pid for child in psutil.Process().children()}
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Host]]:
-    """Starts hosts of a test's own; they end with it."""
-    started: list[Host] = []
-
-    def one(*args: Any, **settings: Any) -> Host:
-        started.append(Host(*args, **settings))
-        return started[-1]
-
-    yield one
-    for host in reversed(started):
-        host.close()
-
-
-def rows(value: float, count: int, width: int = 4) -> dict[str, torch.Tensor]:
-    return {"x": torch.full((count, width), value), "n": torch.arange(count) + int(value) * 1000}
-
-
-def firsts(data: Any) -> list[float]:
-    return [row[0].item() for row in data["x"].unbind()]
 
 
 @pytest.mark.parametrize("width", [4, LARGE], ids=["small", "large"])
@@ -251,106 +222,22 @@ def test_a_unit_with_a_wrong_token_does_not_join(cluster: list[Host]) -> None:
         Host(join=cluster[0].tcp, token="wrong")
 
 
-def test_a_service_over_ipv6(start: Callable[..., Host]) -> None:
-    head = start(host="::1")
-    unit = start(join=head.tcp, host="::1")
+def test_a_service_over_ipv6(start_host: Callable[..., Host]) -> None:
+    head = start_host(host="::1")
+    unit = start_host(join=head.tcp, host="::1")
     unit.kv_put(["a"], "p", rows(3, 1, LARGE))
     assert head.server.tcp.startswith("[::1]:")
     assert firsts(head.kv_get(["a"], "p")) == [3]
 
 
-def test_a_unit_that_listens_everywhere_is_reached_at_the_address_it_comes_from(start: Callable[..., Host]) -> None:
-    head = start()
-    unit = start(join=head.tcp, host="0.0.0.0")
+def test_a_unit_that_listens_everywhere_is_reached_where_it_comes_from(
+    start_host: Callable[..., Host],
+) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp, host="0.0.0.0")
     assert head.client.stats()["units"]["1"]["address"].startswith("127.0.0.1:")
     unit.kv_put(["a"], "p", rows(3, 1, LARGE))
     assert firsts(head.kv_get(["a"], "p")) == [3]
-
-
-# ---- trouble ----
-
-
-def test_a_killed_unit_takes_its_rows_and_that_is_told(start: Callable[..., Host]) -> None:
-    head = start()
-    unit = start(join=head.tcp)
-    address = unit.server.tcp
-    meta = unit.client.put(rows(1, 2, LARGE), partition_id="p")
-    kept = head.client.put(rows(2, 2, LARGE), partition_id="p")
-    os.kill(unit.server.pid, signal.SIGKILL)
-    until(lambda: head.client.stats()["units"]["1"]["away"], "the loss of the unit")
-    with pytest.raises(ServiceUnavailable, match="away"):
-        head.client.get_data(meta)
-    again = start(join=head.tcp, port=int(address.rpartition(":")[2]))
-    with pytest.raises(DataLost, match="gone"):
-        head.client.get_data(meta)
-    assert head.client.get_meta(["x"], 2, "p", task_name="t").global_indexes == kept.global_indexes
-    again.client.put(rows(5, 2, LARGE), metadata=meta)
-    assert firsts(head.client.get_data(meta)) == [5, 5]
-    with pytest.raises(TransferQueueError):
-        unit.client.get_data(meta)
-
-
-def test_a_dead_controller_is_reported_at_once(start: Callable[..., Host]) -> None:
-    head = start()
-    unit = start(join=head.tcp)
-    unit.kv_put(["a"], "p", rows(1, 1))
-    os.kill(head.server.pid, signal.SIGKILL)
-    with pytest.raises(ServiceUnavailable):
-        unit.kv_get(["a"], "p")
-    with pytest.raises(ServiceUnavailable):
-        unit.kv_put(["b"], "p", rows(1, 1, LARGE))
-
-
-def test_a_unit_joins_the_next_controller_at_the_address_and_starts_empty(start: Callable[..., Host]) -> None:
-    head = start()
-    unit = start(join=head.tcp)
-    unit.kv_put(["a"], "p", rows(1, 1, LARGE))
-    os.kill(head.server.pid, signal.SIGKILL)
-    os.waitpid(head.server.pid, 0)
-    head.server._process.returncode = -9
-    second = start(port=int(head.tcp.rpartition(":")[2]))
-    until(lambda: bool(second.client.stats()["units"]), "the unit's return")
-    until(lambda: unit.used() == 0, "the end of the old rows")
-    unit.kv_put(["a"], "p", rows(2, 1, LARGE))
-    assert firsts(second.kv_get(["a"], "p")) == [2]
-
-
-def test_a_stopped_unit_delays_only_its_own_readers_and_until_their_deadline(start: Callable[..., Host]) -> None:
-    head = start(client={**CLIENT, "timeout_s": 1.0})
-    unit = start(join=head.tcp)
-    unit.kv_put(["far"], "p", rows(1, 1, LARGE))
-    head.kv_put(["near"], "p", rows(2, 1, LARGE))
-    os.kill(unit.server.pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(TransferQueueError):
-            head.kv_get(["far"], "p")
-        assert firsts(head.kv_get(["near"], "p")) == [2]
-    finally:
-        os.kill(unit.server.pid, signal.SIGCONT)
-    assert firsts(head.kv_get(["far"], "p")) == [1]
-
-
-def test_a_commit_whose_answer_never_came_is_either_whole_or_leaves_nothing(start: Callable[..., Host]) -> None:
-    head = start(client={**CLIENT, "timeout_s": 0.5})
-    unit = start(join=head.tcp)
-    unit.kv_put(["a"], "p", rows(1, 1))
-    used = unit.used()
-    os.kill(head.server.pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(DeadlineExceeded):
-            unit.kv_put(["b"], "p", rows(2, 1, LARGE))
-    finally:
-        os.kill(head.server.pid, signal.SIGCONT)
-    until(lambda: head.client.stats()["waiting_requests"] == 0, "the head's answers")
-
-    def settled() -> bool:
-        if unit.used() == used:
-            return "b" not in head.client.kv_list("p")["p"]
-        return firsts(head.kv_get(["b"], "p")) == [2]
-
-    until(settled, "the outcome")
-    head.client.clear_partition("p")
-    until(lambda: unit.used() == 0, "the end of all rows")
 
 
 def test_a_client_killed_between_allocation_and_commit_leaves_nothing(cluster: list[Host], child: Any) -> None:
@@ -379,24 +266,24 @@ def test_fields_that_are_not_written_are_not_lost(cluster: list[Host]) -> None:
 
 
 def test_a_checkpoint_has_the_rows_of_all_hosts_and_loads_where_there_is_one(
-    start: Callable[..., Host], tmp_path: Path
+    start_host: Callable[..., Host], tmp_path: Path
 ) -> None:
-    head = start()
-    units = [start(join=head.tcp), start(join=head.tcp)]
+    head = start_host()
+    units = [start_host(join=head.tcp), start_host(join=head.tcp)]
     for number, host in enumerate((head, *units)):
         host.kv_put([f"{number}"], "p", rows(number, 1, LARGE), [{"host": number}])
     checkpoint.save(units[0].client.session, tmp_path / "all")
     head.client.clear_partition("p")
     for host in (head, *units):
         until(lambda host=host: host.used() == 0, "the release of everything")
-    alone = start()
+    alone = start_host()
     checkpoint.load(alone.client.session, tmp_path / "all")
     assert firsts(alone.kv_get(["0", "1", "2"], "p")) == [0, 1, 2]
 
 
-def test_a_checkpoint_loads_from_a_host_without_the_controller(start: Callable[..., Host], tmp_path: Path) -> None:
-    head = start()
-    unit = start(join=head.tcp)
+def test_a_checkpoint_loads_from_a_host_without_the_controller(start_host: Callable[..., Host], tmp_path: Path) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp)
     head.kv_put(["a"], "p", rows(1, 1, LARGE))
     unit.kv_put(["b"], "p", rows(2, 1, 4))
     checkpoint.save(head.client.session, tmp_path / "saved")
