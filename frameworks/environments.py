@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from tools.environments import Environment
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
+REQUIREMENTS = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"])
 TESTS = ("pytest>=8", "pytest-timeout>=2.3", "psutil>=5.9", "hypothesis>=6.100", "packaging>=24")
 
 
 def _with_this_package(name: str, tensordict: str, *packages: str) -> Environment:
-    """torch, one release of tensordict, this package, what its tests need, and `packages`, resolved together."""
-    wanted = (TORCH, tensordict, *packages, *TESTS, "--editable", str(ROOT))
+    """torch, one release of tensordict, this package, what its tests need, and `packages`, resolved together.
+
+    The package's own requirements are named too, so that an environment is made again when they change.
+    """
+    wanted = (TORCH, tensordict, *packages, *TESTS, *REQUIREMENTS, "--editable", str(ROOT))
     versions = [package.partition("==")[::2] for package in (tensordict, *packages)]
     return Environment(
         folder=ROOT / ".venv-frameworks" / name, steps=((TORCH,), wanted), versions=(*versions, ("torch", ""))
