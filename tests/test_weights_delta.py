@@ -49,6 +49,8 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     old = random.integers(0, high, nbytes, np.uint8)
     changed = random.random(nbytes) < draw(st.sampled_from([0, 0.001, 0.01, 0.1, 1]))
     new = np.where(changed, random.integers(0, high, nbytes, np.uint8), old)
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
     a, b = (torch.from_numpy(part.copy()).view(dtype).reshape(shape) for part in (old, new))
     return a, b
 

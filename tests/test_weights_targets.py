@@ -218,7 +218,7 @@ def test_a_commit_waits_for_readers_until_its_deadline_and_may_be_tried_again(ma
     for index in receiver.open(version.manifest, 30):
         receiver.stage(index, version.buckets[index])
     receiver.verify()
-    with pytest.raises(DeadlineExceeded, match="1 forward"):
+    with pytest.raises(DeadlineExceeded, match="2 forward passes"):
         receiver.commit(timeout_s=0.02)
     assert receiver.state is State.READY
     assert receiver.installed().version is None

@@ -20,7 +20,10 @@ Buffer: TypeAlias = "torch.Tensor | Bytes | bytes | bytearray | memoryview"
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as a flat uint8 tensor over the same memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.stride() != (1,):  # of an empty tensor, or one element that was expanded
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def host_bytes(buffer: Buffer) -> Bytes:

@@ -160,6 +160,9 @@ def unpack(bucket: torch.Tensor, specs: Iterable[TensorSpec]) -> dict[str, torch
             found[spec.name] = flat
             continue
         dtype = torch_dtype(spec.dtype)
+        if not spec.nbytes:
+            found[spec.name] = torch.empty(spec.shape, dtype=dtype, device=bucket.device)
+            continue
         if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
             flat = flat.clone()
         found[spec.name] = flat.view(dtype).reshape(spec.shape)

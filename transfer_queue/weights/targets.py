@@ -183,7 +183,12 @@ class Swap(_ModuleTarget):
     def prepare(self, staged: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
         slots = named_weights(self._module)
         same = ties(slots)
-        new = {name: _alike(slots[name], tensor) for name, tensor in _once(staged, same).items()}
+        new: dict[str, torch.Tensor] = {}
+        used: set[int] = set()
+        for name, tensor in _once(staged, same).items():
+            alike = _alike(slots[name], tensor)
+            new[name] = alike.clone() if alike.data_ptr() in used else alike  # tied there, but not in this model
+            used.add(new[name].data_ptr())
         objects = {
             id(slot): (slot, new[same.get(name, name)]) for name, slot in slots.items() if same.get(name, name) in new
         }
