@@ -1,4 +1,4 @@
-"""Any order of calls: what is live is bit for bit one committed version, and `installed` names it. No reader sees two."""
+"""Any order of calls: what is live is, bit for bit, one committed version, and `installed` names it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,16 @@ MODES: dict[str, Callable[[], Target]] = {
     "swap": lambda: Swap(Net()),
     "flip": lambda: Flip(Net(), Net()),
 }
-EXPECTED = (DeadlineExceeded, DigestMismatch, Incomplete, NotOpen, StaleBase, StaleVersion, UpdateInProgress, WrongEpoch)
+EXPECTED = (
+    DeadlineExceeded,
+    DigestMismatch,
+    Incomplete,
+    NotOpen,
+    StaleBase,
+    StaleVersion,
+    UpdateInProgress,
+    WrongEpoch,
+)
 STEPS = st.integers(0, 3)
 
 
@@ -187,7 +196,9 @@ class Wide(torch.nn.Module):
         self.layers = torch.nn.ParameterList(torch.zeros(width) for _ in range(num_layers))
 
     def forward(self) -> torch.Tensor:
-        return torch.stack([layer.detach().min() for layer in self.layers] + [layer.detach().max() for layer in self.layers])
+        return torch.stack(
+            [layer.detach().min() for layer in self.layers] + [layer.detach().max() for layer in self.layers]
+        )
 
 
 @pytest.mark.parametrize("mode", ["in place", "swap", "flip"])
@@ -210,15 +221,17 @@ def test_no_forward_pass_sees_two_versions(mode: str) -> None:
     for reader in readers:
         reader.start()
     names = list(Wide().state_dict())
-    for version in range(1, 151):
-        sent = full({name: torch.full((2048,), float(version)) for name in names}, version, bucket_nbytes=20_000)
-        for index in receiver.open(sent.manifest, 30):
-            receiver.stage(index, sent.buckets[index])
-        receiver.verify()
-        receiver.commit()
-    done.set()
-    for reader in readers:
-        reader.join()
+    try:
+        for version in range(1, 151):
+            sent = full({name: torch.full((2048,), float(version)) for name in names}, version, bucket_nbytes=20_000)
+            for index in receiver.open(sent.manifest, 30):
+                receiver.stage(index, sent.buckets[index])
+            receiver.verify()
+            receiver.commit()
+    finally:
+        done.set()
+        for reader in readers:
+            reader.join()
     assert not torn
     assert all(len(mine) > 1 for mine in seen)
     assert receiver.installed().version == 150

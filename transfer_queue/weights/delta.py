@@ -41,21 +41,19 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
             f"{old.dtype} {list(old.shape)} differs from {new.dtype} {list(new.shape)} in more than values"
         )
     units = _units(new.contiguous())
-    changed = _units(old.contiguous()).to(units.device) != units
-    num_changed = int(changed.count_nonzero())
-    if not num_changed:
+    most = (new.nbytes - HEAD_NBYTES) // (units.element_size() + 1)  # more elements than this need more bytes
+    found = _changes(_units(old.contiguous()).to(units.device), units, most)
+    if found is None:
+        return new
+    indices, values = found
+    if not len(indices):
         return None
-    value_nbytes = units.element_size()
-    if HEAD_NBYTES + num_changed * (value_nbytes + 1) >= new.nbytes:
-        return new
-    indices = changed.nonzero().reshape(-1)
-    width, codes = _gap_codes(indices.cpu().numpy())
+    width, codes = _gap_codes(indices)
     padding = -codes.nbytes % 8
-    if HEAD_NBYTES + codes.nbytes + padding + num_changed * value_nbytes >= new.nbytes:
+    if HEAD_NBYTES + codes.nbytes + padding + values.nbytes >= new.nbytes:
         return new
-    head = np.array([num_changed, len(codes), width], "<i8")
-    values = byte_view(units[indices].cpu()).numpy()
-    parts = [head.view(np.uint8), codes.view(np.uint8), np.zeros(padding, np.uint8), values]
+    head = np.array([len(indices), len(codes), width], "<i8")
+    parts = [head.view(np.uint8), codes.view(np.uint8), np.zeros(padding, np.uint8), values.view(np.uint8)]
     return torch.from_numpy(np.concatenate(parts))
 
 
@@ -78,6 +76,22 @@ def decode(stored: torch.Tensor, onto: torch.Tensor) -> None:
     if len(indices) != num_changed or (num_changed and indices[-1] >= len(units)):
         raise ProtocolError(f"the gaps do not lead to {num_changed} of {len(units)} elements")
     units[indices] = data[start:].copy().view(units.dtype)
+
+
+def _changes(old: torch.Tensor, new: torch.Tensor, most: int) -> tuple[Indices, npt.NDArray[Any]] | None:
+    """Indices of the elements that differ, and their new values; None when they are more than `most` and not 0."""
+    if new.device.type != "cpu":
+        differs = old != new
+        if int(differs.count_nonzero()) > max(0, most):
+            return None
+        indices = differs.nonzero().reshape(-1)
+        return indices.cpu().numpy(), new[indices].cpu().numpy()
+    values = new.numpy()
+    unequal = old.numpy() != values  # numpy finds them several times faster than torch on a CPU
+    if np.count_nonzero(unequal) > max(0, most):
+        return None
+    found = np.flatnonzero(unequal)
+    return found, values[found]
 
 
 def _units(tensor: torch.Tensor) -> torch.Tensor:

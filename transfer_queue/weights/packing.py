@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from transfer_queue.weights.manifest import Entry, Kind, Manifest, TensorSpec, e
 from transfer_queue.weights.sources import TensorMeta, WeightSource
 
 BUCKET_NBYTES = 256 << 20
+NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 class Placement(NamedTuple):
@@ -74,7 +77,7 @@ def plan_vllm(specs: Iterable[TensorMeta], buffer_nbytes: int = 1 << 30) -> Plan
 
 
 def pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor] | None = None) -> Iterator[Packed]:
-    """The filled buckets, in order. While the caller moves one, a thread fills the next into the other buffer.
+    """The filled buckets, in order. While the caller moves one, threads fill the next into the other buffer.
 
     `buffers` are two flat uint8 CPU tensors as large as the largest bucket (made here when None): all memory used.
     Close the generator to stop early; it ends when the bucket in work is filled. Raises `ShapeMismatch` when the
@@ -94,26 +97,55 @@ def _pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor]) ->
     for placement in where.placements:
         by_bucket[placement.bucket].append(placement)
 
-    def fill(bucket: int) -> Packed:
-        data = buffers[bucket % 2][: where.buckets[bucket]]
-        return Packed(bucket, data, {place.name: _place(place, tensors, data) for place in by_bucket[bucket]})
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-pack") as helpers:
 
-    with ThreadPoolExecutor(1, thread_name_prefix="tq-pack") as helper:
-        filling = helper.submit(fill, 0) if by_bucket else None
-        for bucket in range(len(by_bucket)):
-            assert filling is not None
-            packed = filling.result()
+        def fill(bucket: int) -> list[Future[dict[str, str]]]:
+            share = _Share(by_bucket[bucket], tensors, buffers[bucket % 2])
+            return [helpers.submit(share.copy) for _ in range(NUM_THREADS)]
+
+        filling = fill(0) if by_bucket else []
+        for bucket, nbytes in enumerate(where.buckets):
+            found: dict[str, str] = {}
+            for copied in filling:
+                found.update(copied.result())
             if bucket + 1 < len(by_bucket):
-                filling = helper.submit(fill, bucket + 1)
-            yield packed
+                filling = fill(bucket + 1)
+            yield Packed(bucket, buffers[bucket % 2][:nbytes], found)
 
 
-def _place(place: Placement, tensors: Iterator[tuple[str, torch.Tensor]], data: torch.Tensor) -> str:
-    """Copy the next tensor to its place; its digest."""
-    name, tensor = next(tensors, ("no tensor", data))
-    if (name, tensor.dtype, tuple(tensor.shape)) != place[:3]:
-        raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} {list(tensor.shape)} where {place} was planned")
-    into = data[place.offset : place.offset + place.nbytes]
+class _Share:
+    """The tensors of one bucket, which several threads take in turn and copy at the same time."""
+
+    def __init__(
+        self, places: list[Placement], tensors: Iterator[tuple[str, torch.Tensor]], data: torch.Tensor
+    ) -> None:
+        self._places = iter(places)
+        self._tensors = tensors
+        self._data = data
+        self._turn = threading.Lock()
+
+    def copy(self) -> dict[str, str]:
+        """Copy until none is left; the digests of those that this thread copied."""
+        found = {}
+        while (taken := self._take()) is not None:
+            place, tensor = taken
+            found[place.name] = _copy(tensor, self._data[place.offset : place.offset + place.nbytes])
+        return found
+
+    def _take(self) -> tuple[Placement, torch.Tensor] | None:
+        with self._turn:
+            place = next(self._places, None)
+            if place is None:
+                return None
+            places, self._places = self._places, iter(())  # no other thread goes on after an error
+            name, tensor = next(self._tensors, ("no tensor", self._data))
+            if (name, tensor.dtype, tuple(tensor.shape)) != place[:3]:
+                raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} {list(tensor.shape)} instead of {place}")
+            self._places = places
+            return place, tensor
+
+
+def _copy(tensor: torch.Tensor, into: torch.Tensor) -> str:
     if tensor.device.type == "cpu":
         return copy_and_digest(into.numpy(), byte_view(tensor).numpy())
     into.copy_(byte_view(tensor))

@@ -35,7 +35,7 @@ class WeightSource(Protocol):
         """What `tensors` gives, without loading it."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Contiguous tensors, one at a time, on any device; valid until the next one is asked for."""
+        """Contiguous tensors, one at a time, on any device. Each stays as it is while it is referenced."""
 
     def aliases(self) -> dict[str, str]:
         """Further names of the tensors (tied weights): alias -> name."""

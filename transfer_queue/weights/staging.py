@@ -11,6 +11,7 @@ from transfer_queue.weights import delta
 from transfer_queue.weights.digest import Buffer, copy_and_digest, digest_of, digest_tensor, host_bytes
 from transfer_queue.weights.manifest import Manifest, TensorSpec
 from transfer_queue.weights.packing import unpack
+from transfer_queue.weights.room import copies, room
 from transfer_queue.weights.targets import Target, Tensors
 
 
@@ -45,7 +46,7 @@ class Staging:
         nbytes = self.manifest.buckets[index]
         if source.nbytes != nbytes:
             raise DigestMismatch(f"bucket {index} came with {source.nbytes} bytes instead of {nbytes}")
-        place = torch.from_numpy(source) if lend else torch.empty(nbytes, dtype=torch.uint8)
+        place = torch.from_numpy(source) if lend else room(nbytes)
         into = place.numpy()
         for spec in self._specs[index]:
             span = slice(spec.offset, spec.offset + spec.stored.nbytes)
@@ -73,7 +74,7 @@ class Staging:
             return part
         if spec.delta is None:
             return part.clone()  # a small tensor would keep its bucket in memory
-        whole = bases[spec.name].detach().cpu().clone(memory_format=torch.contiguous_format)
+        whole = copies([bases[spec.name].detach().cpu()])[0]
         delta.decode(part, whole)
         if digest_tensor(whole) != spec.digest:
             raise StaleBase(f"{spec.name!r} is not what it was when its version was installed: send a full version")

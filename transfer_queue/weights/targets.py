@@ -22,6 +22,7 @@ from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.errors import CommitFailed, DeadlineExceeded, Incomplete, InvalidInput, ShapeMismatch, UnknownTensor
 from transfer_queue.weights.lock import SharedLock
 from transfer_queue.weights.manifest import Contents
+from transfer_queue.weights.room import copies, write
 from transfer_queue.weights.sources import named_weights, ties
 
 READ_TIMEOUT_S = 60.0
@@ -138,11 +139,11 @@ class InPlace(_ModuleTarget):
 
     def prepare(self, staged: Tensors) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         slots = named_weights(self._module)
-        found = []
-        for name, tensor in _once(staged, ties(slots)).items():
-            live = slots[name].detach()
-            found.append((live, tensor.to(live.device, live.dtype), live.clone() if self._undo else None))
-        return found
+        new = _once(staged, ties(slots))
+        live = [slots[name].detach() for name in new]
+        moved = [tensor.to(slot.device, slot.dtype) for slot, tensor in zip(live, new.values(), strict=True)]
+        old: list[torch.Tensor] | list[None] = copies(live) if self._undo else [None] * len(live)
+        return list(zip(live, moved, old, strict=True))
 
     def commit(self, prepared: Any, tag: Any, timeout_s: float) -> Pause:
         with self._lock.writing(timeout_s) as drain_s:
@@ -278,7 +279,7 @@ class Flip(_ModuleTarget):
 
 
 def _write(live: torch.Tensor, new: torch.Tensor) -> None:
-    live.copy_(new)
+    write(live, new)
 
 
 def _point(live: torch.Tensor, new: torch.Tensor) -> None:
