@@ -11,7 +11,7 @@ from transfer_queue.weights import delta
 from transfer_queue.weights.digest import Buffer, copy_and_digest, digest_of, digest_tensor, host_bytes
 from transfer_queue.weights.manifest import Manifest, TensorSpec
 from transfer_queue.weights.packing import unpack
-from transfer_queue.weights.room import copies, room
+from transfer_queue.weights.room import room
 from transfer_queue.weights.targets import Target, Tensors
 
 
@@ -74,7 +74,7 @@ class Staging:
             return part
         if spec.delta is None:
             return part.clone()  # a small tensor would keep its bucket in memory
-        whole = copies([bases[spec.name].detach().cpu()])[0]
+        whole = bases[spec.name].detach().cpu().clone(memory_format=torch.contiguous_format)
         delta.decode(part, whole)
         if digest_tensor(whole) != spec.digest:
             raise StaleBase(f"{spec.name!r} is not what it was when its version was installed: send a full version")
