@@ -15,6 +15,15 @@
     │   ├── CheckpointMissing          (FileNotFoundError) no checkpoint there, or a file of it is missing
     │   ├── CheckpointCorrupt          (ValueError)      a file of a checkpoint is not what was saved
     │   ├── CheckpointUnsupported      (ValueError)      a checkpoint of another format, or pickled
+    │   ├── BadManifest                (ValueError)      a version of weights is described wrongly or unreadably
+    │   ├── UnknownTensor              (KeyError)        the model, or the base of a delta, has no such tensor
+    │   ├── ShapeMismatch              (ValueError)      a tensor's dtype, shape or tying is not the model's
+    │   ├── Incomplete                 (ValueError)      buckets of an update, or tensors of the model, are missing
+    │   ├── StaleVersion               (ValueError)      not newer than the installed version
+    │   ├── StaleBase                  (ValueError)      a delta on other weights than those installed
+    │   ├── WrongEpoch                 (ValueError)      from a trainer that was replaced, or one that must begin anew
+    │   ├── NotOpen                    (RuntimeError)    no update is open, or it has not come this far
+    │   ├── UpdateInProgress           (RuntimeError)    another update is open
     │   └── ConfigError                (ValueError)      a setting has a bad value
     ├── ServiceError                   the other side failed: try again later or elsewhere
     │   ├── DeadlineExceeded           (TimeoutError)    no answer, or no rows, in time
@@ -23,6 +32,8 @@
     │   ├── DataLost                   (RuntimeError)    the host that held the rows is gone for good
     │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
+    │   ├── DigestMismatch             (ValueError)      bytes of weights were damaged on their way
+    │   ├── CommitFailed               (RuntimeError)    new weights could not be made live
     │   ├── AccessDenied               (PermissionError) wrong user, or missing or wrong token
     │   └── ProtocolError              (RuntimeError)    bytes that are not this protocol
     └── InternalError                  (RuntimeError)    a defect of ours: please report it
@@ -129,6 +140,61 @@ class CheckpointUnsupported(CallerError, ValueError):
     code = "checkpoint_unsupported"
 
 
+class BadManifest(CallerError, ValueError):
+    """A manifest does not describe a version of weights: malformed, inconsistent, or of a format not known here."""
+
+    code = "bad_manifest"
+
+
+class UnknownTensor(CallerError, KeyError):
+    """An update names a tensor that the model, or the base of the delta, does not have. Nothing changed."""
+
+    code = "unknown_tensor"
+
+
+class ShapeMismatch(CallerError, ValueError):
+    """A tensor of an update has another dtype or shape than the model's, or differs where the model ties. Nothing
+    changed."""
+
+    code = "shape_mismatch"
+
+
+class Incomplete(CallerError, ValueError):
+    """Buckets of the update are not staged yet, or the version lacks tensors that the model has. Nothing changed."""
+
+    code = "incomplete"
+
+
+class StaleVersion(CallerError, ValueError):
+    """The version is not above the installed one of its epoch. Nothing changed."""
+
+    code = "stale_version"
+
+
+class StaleBase(CallerError, ValueError):
+    """The delta is one on other weights than those installed: send the versions between, or a full one."""
+
+    code = "stale_base"
+
+
+class WrongEpoch(CallerError, ValueError):
+    """The epoch was superseded by another, or it begins with a delta on weights that are not installed."""
+
+    code = "wrong_epoch"
+
+
+class NotOpen(CallerError, RuntimeError):
+    """There is no open update, or it has not reached the step that this call needs."""
+
+    code = "not_open"
+
+
+class UpdateInProgress(CallerError, RuntimeError):
+    """Another update is open, or is being committed: it ends by commit, abort or its deadline."""
+
+    code = "update_in_progress"
+
+
 class ConfigError(CallerError, ValueError):
     """A configuration value is of the wrong type or out of range."""
 
@@ -173,6 +239,19 @@ class ServiceUnavailable(ServiceError, ConnectionError, RuntimeError):
     """The server went away or cannot be reached."""
 
     code = "unavailable"
+
+
+class DigestMismatch(ServiceError, ValueError):
+    """Bytes are not those that were described. They were dropped and may be sent again."""
+
+    code = "digest_mismatch"
+
+
+class CommitFailed(ServiceError, RuntimeError):
+    """New weights could not be made live. The old ones are live still, unless the receiver says that it is dirty:
+    then it serves nothing until a version is committed."""
+
+    code = "commit_failed"
 
 
 class AccessDenied(ServiceError, PermissionError):

@@ -1,0 +1,254 @@
+"""How staged tensors become live: all three modes, all or nothing, dtypes, ties, strides, partial versions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from weights import Net, Tied, copy_of, drawn, full, install, same
+
+from transfer_queue.errors import CommitFailed, DeadlineExceeded, Incomplete, InvalidInput, ShapeMismatch, UnknownTensor
+from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, State, Swap, targets
+from transfer_queue.weights.targets import Target
+
+MODES = {"in place": InPlace, "swap": Swap, "flip": lambda module, **more: Flip(module, type(module)(), **more)}
+Make = Callable[..., Target]
+
+
+@pytest.fixture(params=MODES.values(), ids=MODES)
+def make(request: pytest.FixtureRequest) -> Make:
+    found: Make = request.param
+    return found
+
+
+def live(receiver: Receiver) -> dict[str, torch.Tensor]:
+    with receiver.reading() as found:
+        return copy_of(found.module)
+
+
+def test_a_version_becomes_live(make: Make) -> None:
+    receiver = Receiver(make(Net()))
+    for version in (1, 2, 3):
+        weights = drawn(Net(), version)
+        install(receiver, full(weights, version))
+        assert same(live(receiver), weights)
+
+
+def test_a_failure_in_the_middle_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = Receiver(make(Net()))
+    old, new = drawn(Net(), 1), drawn(Net(), 2)
+    install(receiver, full(old, 1))
+    good = {"_write": targets._write, "_point": targets._point}
+    calls = []
+
+    def failing(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        def step(into: torch.Tensor, tensor: torch.Tensor) -> None:
+            calls.append(name)
+            if len(calls) == 3:
+                raise OSError("the device fell off")
+            good[name](into, tensor)
+
+        return step
+
+    for name in good:
+        monkeypatch.setattr(targets, name, failing(name))
+    with pytest.raises(CommitFailed, match="fell off"):
+        install(receiver, full(new, 2))
+    assert len(calls) == 3
+    assert same(live(receiver), old)
+    assert (receiver.installed().version, receiver.state) == (1, State.INSTALLED)
+    install(receiver, full(new, 2))
+    assert same(live(receiver), new)
+
+
+def test_a_failure_that_cannot_be_undone_fences_until_a_whole_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Net()
+    receiver = Receiver(InPlace(module, undo=False, strict=False))
+    old, new = drawn(module, 1), drawn(module, 2)
+    install(receiver, full(old, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(targets, "_write", lambda into, tensor: 1 / 0)
+        with pytest.raises(CommitFailed, match="division"):
+            install(receiver, full(new, 2))
+    assert receiver.state is State.DIRTY
+    assert receiver.installed().dirty
+    with pytest.raises(CommitFailed, match="mixture"), receiver.reading():
+        pass
+    with pytest.raises(Incomplete, match="mixture"):
+        receiver.open(full({"steps": new["steps"]}, 3).manifest, 1)
+    install(receiver, full(old, 1))  # the version that it names, again
+    assert same(live(receiver), old)
+    assert not receiver.installed().dirty
+
+
+def test_what_does_not_fit_is_refused_at_once(make: Make) -> None:
+    receiver = Receiver(make(Net()))
+    weights = drawn(Net(), 1)
+    before = live(receiver)
+    for error, bad in (
+        (UnknownTensor, {**weights, "third": torch.ones(1)}),
+        (ShapeMismatch, {**weights, "steps": torch.zeros(1, dtype=torch.int64)}),
+        (ShapeMismatch, {**weights, "first.bias": weights["first.bias"].double()}),
+        (Incomplete, {"steps": weights["steps"]}),
+    ):
+        with pytest.raises(error):
+            receiver.open(full(bad, 1).manifest, 1)
+    assert receiver.state is State.IDLE
+    assert same(live(receiver), before)
+
+
+def test_a_partial_version_leaves_the_rest(make: Make) -> None:
+    receiver = Receiver(make(Net(), strict=False))
+    first, second = drawn(Net(), 1), drawn(Net(), 2)
+    install(receiver, full(first, 1))
+    install(receiver, full({"first.bias": second["first.bias"]}, 2))
+    assert same(live(receiver), {**first, "first.bias": second["first.bias"]})
+    install(receiver, full({"steps": second["steps"]}, 3))
+    assert same(live(receiver), {**first, "first.bias": second["first.bias"], "steps": second["steps"]})
+
+
+def test_casting_is_by_choice_and_among_floats(make: Make) -> None:
+    weights = drawn(Net(), 1)
+    wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    receiver = Receiver(make(Net(), cast=True))
+    install(receiver, full(wide, 1))
+    assert same(live(receiver), weights)
+    with pytest.raises(ShapeMismatch, match="steps"):
+        receiver.open(full({**wide, "steps": weights["steps"].double()}, 2).manifest, 1)
+
+
+@pytest.mark.parametrize("source_tied", [True, False])
+@pytest.mark.parametrize("target_tied", [True, False])
+def test_ties_on_either_side(make: Make, source_tied: bool, target_tied: bool) -> None:
+    trainer = Tied(source_tied)
+    with torch.no_grad():
+        trainer.head.weight.copy_(trainer.embed.weight)
+    target = make(Tied()) if target_tied else (
+        Flip(Tied(False), Tied(False)) if make is MODES["flip"] else make(Tied(False))
+    )  # fmt: skip
+    receiver = Receiver(target)
+    install(receiver, full(ModuleSource(trainer), 1))
+    assert same(live(receiver), copy_of(trainer))
+    with receiver.reading() as found:
+        assert (found.module.head.weight.data_ptr() == found.module.embed.weight.data_ptr()) == target_tied
+
+
+def test_weights_tied_by_memory_only_stay_tied() -> None:
+    module = Tied(False)
+    module.head.weight.data = module.embed.weight.data
+    weights = {"embed.weight": torch.ones(5, 3)}
+    install(Receiver(Swap(module)), full(weights, 1))
+    assert torch.equal(module.head.weight, torch.ones(5, 3))
+    assert module.head.weight.data_ptr() == module.embed.weight.data_ptr()
+
+
+def test_different_values_for_a_tied_weight_are_refused(make: Make) -> None:
+    weights = {"embed.weight": torch.zeros(5, 3), "head.weight": torch.ones(5, 3)}
+    with pytest.raises(ShapeMismatch, match="one tensor for both"):
+        Receiver(make(Tied())).open(full(weights, 1).manifest, 1)
+
+
+def test_in_place_keeps_addresses_and_swap_keeps_parameters() -> None:
+    for make, kept in ((InPlace, True), (Swap, False)):
+        module = Net()
+        parameters = list(module.parameters())
+        addresses = [one.data_ptr() for one in parameters]
+        install(Receiver(make(module)), full(drawn(module, 1), 1))
+        assert [id(one) for one in module.parameters()] == [id(one) for one in parameters]
+        assert ([one.data_ptr() for one in parameters] == addresses) == kept
+        assert all(one.requires_grad and one.is_leaf for one in parameters)
+
+
+def test_strides_are_kept(make: Make) -> None:
+    class Image(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
+
+    weights = {"conv.weight": torch.randn(4, 3, 3, 3)}
+    receiver = Receiver(make(Image()))
+    install(receiver, full(weights, 1))
+    assert same(live(receiver), weights)
+    with receiver.reading() as found:
+        assert found.module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_flip_does_not_wait_for_readers_but_for_stragglers_in_the_module_to_write() -> None:
+    receiver = Receiver(Flip(Net(), Net()))
+    states = [drawn(Net(), seed) for seed in range(4)]
+    install(receiver, full(states[1], 1))
+    with receiver.reading() as old:
+        assert install(receiver, full(states[2], 2)).drain_s == 0
+        with receiver.reading() as new:
+            assert (old.tag.version, new.tag.version) == (1, 2)
+            assert same(copy_of(old.module), states[1])
+            assert same(copy_of(new.module), states[2])
+        with pytest.raises(DeadlineExceeded):
+            install(receiver, full(states[3], 3), timeout_s=0.05)
+        assert receiver.state is State.INSTALLED
+        assert receiver.installed().version == 2
+    install(receiver, full(states[3], 3))
+    assert same(live(receiver), states[3])
+
+
+def test_flip_wants_two_alike_and_apart() -> None:
+    module = Net()
+    for spare in (module, Net(4), Tied()):
+        with pytest.raises(InvalidInput):
+            Flip(module, spare)
+
+
+@pytest.mark.parametrize("make", [InPlace, Swap])
+def test_a_commit_waits_for_readers_until_its_deadline_and_may_be_tried_again(make: Make) -> None:
+    receiver = Receiver(make(Net()))
+    weights = drawn(Net(), 1)
+    version = full(weights, 1)
+    entered, leave = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with receiver.reading(), receiver.reading():
+            entered.set()
+            leave.wait(10)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert entered.wait(10)
+    for index in receiver.open(version.manifest, 30):
+        receiver.stage(index, version.buckets[index])
+    receiver.verify()
+    with pytest.raises(DeadlineExceeded, match="2 forward passes"):
+        receiver.commit(timeout_s=0.02)
+    assert receiver.state is State.READY
+    assert receiver.installed().version is None
+    leave.set()
+    receiver.commit()
+    reader.join()
+    assert same(live(receiver), weights)
+
+
+def test_a_thread_that_reads_cannot_commit() -> None:
+    receiver = Receiver(InPlace(Net()))
+    with receiver.reading(), pytest.raises(InvalidInput, match="reading"):
+        install(receiver, full(drawn(Net(), 1), 1))
+    assert receiver.state is State.READY
+    receiver.commit()
+
+
+def test_readers_wait_for_a_writer_until_their_deadline() -> None:
+    target = InPlace(Net())
+    found: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            with target.reading(0.02):
+                pass
+        except DeadlineExceeded as error:
+            found.append(error)
+
+    with target.exclusive(1):
+        reader = threading.Thread(target=read)
+        reader.start()
+        reader.join()
+    assert len(found) == 1

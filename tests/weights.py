@@ -1,0 +1,96 @@
+"""Models, sources and whole updates for the tests of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from transfer_queue.weights import InPlace, Manifest, Receiver, StateDictSource, WeightSource, pack, plan, seal
+from transfer_queue.weights.delta import DeltaSource
+from transfer_queue.weights.manifest import root_of
+from transfer_queue.weights.receiver import CommitInfo
+from transfer_queue.weights.sources import named_weights
+
+Weights = dict[str, torch.Tensor]
+ROOM_S = 30.0
+
+
+class Net(torch.nn.Module):
+    """Several dtypes, a buffer, and two linear layers."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(width, width)
+        self.second = torch.nn.Linear(width, 1, dtype=torch.bfloat16)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def copy_of(module: torch.nn.Module) -> Weights:
+    return {name: tensor.detach().clone() for name, tensor in named_weights(module).items()}
+
+
+def drawn(module: torch.nn.Module, seed: int) -> Weights:
+    """Random weights for the module."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(-99, 99, tensor.shape, generator=generator).to(tensor.dtype)
+        for name, tensor in named_weights(module).items()
+    }
+
+
+def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Version:
+    """A manifest with its buckets."""
+
+    def __init__(self, manifest: Manifest, buckets: list[torch.Tensor]) -> None:
+        self.manifest = manifest
+        self.buckets = buckets
+
+
+def full(weights: Mapping[str, torch.Tensor] | WeightSource, version: int, epoch: str = "e", **more: Any) -> Version:
+    source = StateDictSource(weights) if isinstance(weights, Mapping) else weights
+    where = plan(source.specs(), more.pop("bucket_nbytes", 128))
+    buckets, digests = [], {}
+    for packed in pack(source, where):
+        buckets.append(packed.data.clone())
+        digests.update(packed.digests)
+    return Version(seal(where, digests, version=version, epoch=epoch, aliases=source.aliases(), **more), buckets)
+
+
+def delta(old: Weights, new: Weights, version: int, base: int, epoch: str = "e") -> Version:
+    source = DeltaSource(old, root(old), StateDictSource(new))
+    where = plan(source.specs(), 128)
+    buckets, digests = [], {}
+    for packed in pack(source, where):
+        buckets.append(packed.data.clone())
+        digests.update(packed.digests)
+    return Version(source.manifest(where, digests, version=version, epoch=epoch, base=base), buckets)
+
+
+def root(weights: Mapping[str, torch.Tensor]) -> str:
+    return root_of(full(weights, 1).manifest.contents())
+
+
+def install(receiver: Receiver, version: Version, timeout_s: float = ROOM_S) -> CommitInfo:
+    for index in receiver.open(version.manifest, timeout_s):
+        receiver.stage(index, version.buckets[index])
+    receiver.verify()
+    return receiver.commit()
+
+
+def receiver_of(module: torch.nn.Module, **more: Any) -> Receiver:
+    return Receiver(InPlace(module), **more)

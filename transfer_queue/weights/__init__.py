@@ -1,0 +1,69 @@
+"""Weights reach running modules whole, verified and fast. Nothing here opens a socket: transports move the buckets.
+
+WeightSource    ModuleSource, StateDictSource, SafetensorsSource: named tensors in a fixed order
+ └─ plan, pack  where each tensor lies in which bucket; buckets filled while the one before is moved
+     └─ Manifest    a version, as canonical JSON: tensors, their digests, the root that names the content
+DeltaSource     a source of the exact differences to an earlier version; Chain says which versions lead to the newest
+Receiver        open(manifest), stage(bucket, bytes)..., verify(), commit(); abort at any time; installed(); reading()
+ ├─ Staging     the buckets that arrived, each byte checked; differences applied to copies
+ └─ Target      InPlace, Swap, Flip: how verified tensors become the live ones of a module, all or none
+A publisher packs and hands buckets to a transport; that calls the receiver; forward passes run in `receiver.reading()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transfer_queue.weights.chain import Chain as Chain
+    from transfer_queue.weights.delta import DeltaSource as DeltaSource
+    from transfer_queue.weights.manifest import Manifest as Manifest
+    from transfer_queue.weights.manifest import TensorSpec as TensorSpec
+    from transfer_queue.weights.packing import Packed as Packed
+    from transfer_queue.weights.packing import Plan as Plan
+    from transfer_queue.weights.packing import digests as digests
+    from transfer_queue.weights.packing import pack as pack
+    from transfer_queue.weights.packing import plan as plan
+    from transfer_queue.weights.packing import plan_vllm as plan_vllm
+    from transfer_queue.weights.packing import seal as seal
+    from transfer_queue.weights.packing import unpack as unpack
+    from transfer_queue.weights.receiver import CommitInfo as CommitInfo
+    from transfer_queue.weights.receiver import Receiver as Receiver
+    from transfer_queue.weights.receiver import State as State
+    from transfer_queue.weights.receiver import VersionInfo as VersionInfo
+    from transfer_queue.weights.sources import ModuleSource as ModuleSource
+    from transfer_queue.weights.sources import SafetensorsSource as SafetensorsSource
+    from transfer_queue.weights.sources import StateDictSource as StateDictSource
+    from transfer_queue.weights.sources import WeightSource as WeightSource
+    from transfer_queue.weights.targets import Flip as Flip
+    from transfer_queue.weights.targets import InPlace as InPlace
+    from transfer_queue.weights.targets import Swap as Swap
+    from transfer_queue.weights.targets import Target as Target
+
+_HOMES = {
+    "chain": ("Chain",),
+    "delta": ("DeltaSource",),
+    "manifest": ("Manifest", "TensorSpec"),
+    "packing": ("Packed", "Plan", "digests", "pack", "plan", "plan_vllm", "seal", "unpack"),
+    "receiver": ("CommitInfo", "Receiver", "State", "VersionInfo"),
+    "sources": ("ModuleSource", "SafetensorsSource", "StateDictSource", "WeightSource"),
+    "targets": ("Flip", "InPlace", "Swap", "Target"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = list(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOME_OF[name]
+    except KeyError:
+        raise AttributeError(f"module 'transfer_queue.weights' has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(f"transfer_queue.weights.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,47 @@
+"""Memory for what is staged, and copying at the speed of memory.
+
+Fresh small pages take bytes eight times slower than huge or touched ones (docs/benchmarks.md). So staging memory is
+huge-page-advised, and up to `KEEP_NBYTES` of it stay with the process for the next update.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from transfer_queue.codec.layout import ALIGN
+from transfer_queue.codec.memory import Mover, Pool
+
+KEEP_NBYTES = 1 << 30
+_pool = Pool(KEEP_NBYTES)
+_mover = Mover()
+
+
+def room(nbytes: int) -> torch.Tensor:
+    """Uninitialised bytes; they go back to the pool with the last tensor over them."""
+    return torch.from_numpy(_pool.allocate(nbytes))
+
+
+def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous copies, each on its device; those on the CPU together in one piece of staging memory."""
+    sizes = [-(-one.nbytes // ALIGN) * ALIGN if one.device.type == "cpu" else 0 for one in tensors]
+    parts = room(sum(sizes)).split(sizes)
+    found = []
+    for one, part in zip(tensors, parts, strict=True):
+        if one.nbytes and one.device.type == "cpu":
+            made = part[: one.nbytes].view(one.dtype).reshape(one.shape)
+            write(made, one.detach())
+            found.append(made)
+        else:
+            found.append(one.detach().clone(memory_format=torch.contiguous_format))
+    return found
+
+
+def write(into: torch.Tensor, source: torch.Tensor) -> None:
+    """`into.copy_(source)`; large plain copies on the CPU by several threads."""
+    plain = (
+        into.device.type == source.device.type == "cpu" and into.dtype == source.dtype and into.shape == source.shape
+    )
+    if plain and into.is_contiguous() and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+        _mover.move([(into.data_ptr(), source.data_ptr(), into.nbytes)])
+    else:
+        into.copy_(source)

@@ -1,0 +1,164 @@
+"""Where weights come from: a module, a state dict, or a folder of safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from transfer_queue.errors import InvalidInput, UnsupportedValue
+
+EXTRA_STATE = "_extra_state"  # what torch's `Module.get_extra_state` gives; not weights
+INDEX = "model.safetensors.index.json"
+_SAFETENSORS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
+
+
+class TensorMeta(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightSource(Protocol):
+    """Named tensors in an order that is the same every time. The weights must not change while they are read."""
+
+    def specs(self) -> list[TensorMeta]:
+        """What `tensors` gives, without loading it."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Contiguous tensors, one at a time, on any device. Each stays as it is while it is referenced."""
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of the tensors (tied weights): alias -> name."""
+
+
+class StateDictSource:
+    """The tensors of a mapping, in its order. Those that share all their memory are given once, under their first name.
+
+    Raises `UnsupportedValue` for what is no plain dense tensor with memory: a sharded, quantized, sparse or meta one.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            _check_plain(name, tensor)
+        self._aliases = ties(tensors)
+        self._tensors = {name: tensor for name, tensor in tensors.items() if name not in self._aliases}
+
+    def specs(self) -> list[TensorMeta]:
+        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors.items():
+            yield name, tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+    def aliases(self) -> dict[str, str]:
+        return dict(self._aliases)
+
+
+class ModuleSource(StateDictSource):
+    """The parameters and persistent buffers of a module as they are now (later in-place updates are seen)."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(named_weights(module))
+
+
+class SafetensorsSource:
+    """The tensors of a folder: those its index names, or its only *.safetensors file. Mapped, never all in memory."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._names: list[tuple[Path, str]] = []
+        self._specs: list[TensorMeta] = []
+        for file, wanted in sorted(_shards(self._folder).items()):
+            try:
+                self._read_header(self._folder / file, wanted)
+            except (SafetensorError, OSError) as error:
+                raise InvalidInput(f"{self._folder / file}: {error}") from None
+
+    def _read_header(self, path: Path, wanted: set[str] | None) -> None:
+        with safe_open(path, framework="pt") as file:
+            names = sorted(file.keys())
+            if wanted is not None and not wanted <= set(names):
+                raise InvalidInput(f"{path} lacks {sorted(wanted - set(names))[:3]}, which the index names")
+            for name in names:
+                if wanted is None or name in wanted:
+                    found = file.get_slice(name)
+                    self._specs.append(TensorMeta(name, _dtype(name, found.get_dtype()), tuple(found.get_shape())))
+                    self._names.append((path, name))
+
+    def specs(self) -> list[TensorMeta]:
+        return list(self._specs)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for path in dict.fromkeys(path for path, _ in self._names):
+            with safe_open(path, framework="pt") as file:
+                for name in [name for where, name in self._names if where == path]:
+                    yield name, file.get_tensor(name)
+
+    def aliases(self) -> dict[str, str]:
+        return {}
+
+
+def named_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name; tied ones under each of their names. They are the module's own."""
+    found = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in found.items() if name.rpartition(".")[2] != EXTRA_STATE}
+
+
+def ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """alias -> first name, for tensors that are the same memory seen the same way. Empty tensors are never tied."""
+    first: dict[tuple[object, ...], str] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            if first.setdefault(key, name) != name:
+                found[name] = first[key]
+    return found
+
+
+def _check_plain(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedValue(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise UnsupportedValue(f"{name!r} is not a plain dense tensor with memory ({type(tensor.data).__name__})")
+
+
+def _shards(folder: Path) -> dict[str, set[str] | None]:
+    """File name -> names of its tensors (None: all)."""
+    if (folder / INDEX).exists():
+        return _indexed(folder / INDEX)
+    files = [path.name for path in folder.glob("*.safetensors")]
+    if len(files) != 1:
+        raise InvalidInput(f"{folder} has no {INDEX}, and {len(files)} safetensors files")
+    return {files[0]: None}
+
+
+def _indexed(path: Path) -> dict[str, set[str] | None]:
+    found: dict[str, set[str] | None] = {}
+    try:
+        for name, file in dict(json.loads(path.read_bytes())["weight_map"]).items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise InvalidInput(f"{path} leads to {file!r}, outside of its folder")
+            wanted = found.setdefault(file, set())
+            assert wanted is not None
+            wanted.add(name)
+    except (TypeError, KeyError, ValueError) as error:
+        raise InvalidInput(f"{path} is not an index of safetensors: {error}") from None
+    return found
+
+
+def _dtype(name: str, spelled: str) -> torch.dtype:
+    try:
+        return _SAFETENSORS[spelled]
+    except KeyError:
+        raise UnsupportedValue(f"{name!r} is of safetensors' dtype {spelled}, which is not read") from None
