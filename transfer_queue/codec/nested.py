@@ -14,13 +14,14 @@ from transfer_queue.codec.layout import Ints
 class Offsets:
     """Where the rows of a jagged tensor begin and end, with the length of the shortest and the longest.
 
-    torch keeps such a length as the shape of an empty tensor.
+    torch keeps such a length as the shape of an empty tensor, which torch.compile has to take as changing.
     """
 
     def __init__(self, marks: torch.Tensor, shortest: int, longest: int) -> None:
         self.marks = marks
-        self.shortest = torch.empty(shortest, 0)
-        self.longest = torch.empty(longest, 0)
+        self.lengths = {"min_seqlen": torch.empty(shortest, 0), "max_seqlen": torch.empty(longest, 0)}
+        for length in self.lengths.values():
+            length._dynamo_propagated_dynamic_indices = {0}  # type: ignore[attr-defined]
 
     @classmethod
     def of(cls, marks: Ints) -> Offsets:
@@ -38,11 +39,12 @@ def jagged(values: torch.Tensor, offsets: Offsets, ragged: int) -> torch.Tensor:
     """The jagged NestedTensor over `values` whose dimension `ragged` (counted with the batch) differs.
 
     It knows its longest row, as those of `torch.nested.nested_tensor` do: without, `to_padded_tensor` pads to the
-    length of all rows together. The constructor costs 14 microseconds; `torch.nested.nested_tensor_from_jagged` with
-    its checks, 42.
+    length of all rows together. The constructor costs 13 microseconds, and 17 when it is given the lengths: it marks
+    them for torch.compile every time. `torch.nested.nested_tensor_from_jagged` with its checks costs 42.
     """
-    lengths = {"min_seqlen": offsets.shortest, "max_seqlen": offsets.longest}
-    return NestedTensor(values, offsets=offsets.marks, _ragged_idx=ragged, _metadata_cache=lengths)
+    found: torch.Tensor = NestedTensor(values, offsets=offsets.marks, _ragged_idx=ragged)
+    found._metadata_cache = dict(offsets.lengths)  # type: ignore[attr-defined]
+    return found
 
 
 def nested(values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
