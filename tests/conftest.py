@@ -53,8 +53,9 @@ def _threads() -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    """Names in /dev/shm, without the semaphores of anybody's multiprocessing."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+    """Names in /dev/shm, without those of multiprocessing's semaphores and of torch's: it unlinks the file of a tensor
+    as soon as it is open, but a worker can be killed in between."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_"))}
 
 
 @pytest.fixture(autouse=True)

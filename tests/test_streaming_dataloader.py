@@ -152,6 +152,24 @@ def test_a_killed_worker_loses_nothing(client: Client) -> None:
     assert client.get_meta(["x"], left, "p", task_name="t", timeout_s=10).size == left
 
 
+def test_a_close_that_a_signal_interrupted_can_be_repeated(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(client, 16)
+    running = iter(Loader(dataset(), num_workers=1, multiprocessing_context="fork"))
+    next(running)
+    join, interruptions = running._renewer.join, iter(["a worker died"])
+
+    def interrupted() -> None:
+        for text in interruptions:
+            raise RuntimeError(text)
+        join()
+
+    monkeypatch.setattr(running._renewer, "join", interrupted)
+    with pytest.raises(RuntimeError, match="a worker died"):
+        running.close()
+    running.close()
+    assert client.get_meta(["x"], 16, "p", task_name="t", timeout_s=10).size == 16
+
+
 def remember(worker: int) -> None:
     tq.kv_put(str(worker), "w", {"n": torch.tensor(worker)}, {"pid": os.getpid()})
 

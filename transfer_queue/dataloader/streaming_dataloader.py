@@ -139,6 +139,7 @@ class _Deliveries(Iterator[Any]):
         self._items: deque[tuple[Any, Receipt]] = deque()
         self._in_hand: Receipt | None = None
         self._closed = threading.Event()
+        self._ended = False
         self._batches = start()
         holder = self._holder = Holder(self._client)  # after the workers were forked
         terms = (holder, dataset.lease_s or LEASE_S, self._closed)
@@ -159,8 +160,11 @@ class _Deliveries(Iterator[Any]):
                     self._dataset.begin(index + 1)
             item, self._in_hand = self._items.popleft()
             return item
-        except BaseException:  # torch raises anywhere when it learns that a worker died
-            self.close()
+        except BaseException:  # torch raises anywhere when it learns that a worker died, also within `close`
+            try:
+                self.close()
+            finally:
+                self.close()
             raise
 
     def settle(self) -> None:
@@ -175,8 +179,11 @@ class _Deliveries(Iterator[Any]):
                 self._dataset.note_used(receipt)
 
     def close(self) -> None:
-        """End: the holder goes first, so that workers that wait for rows do so no longer."""
-        if self._closed.is_set():
+        """End: the holder goes first, so that workers that wait for rows do so no longer.
+
+        Where a signal handler raised in the midst of it, the next call does all of it again.
+        """
+        if self._ended:
             return
         self._closed.set()
         if self._renewer is not threading.current_thread():
@@ -184,6 +191,7 @@ class _Deliveries(Iterator[Any]):
         self._holder.close()
         self._links.turn.begin(0)
         self._batches = None
+        self._ended = True
 
     def __del__(self) -> None:
         if hasattr(self, "_renewer"):
