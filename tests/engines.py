@@ -68,16 +68,17 @@ class Process:
     def answer(self, number: int, timeout_s: float = 20.0) -> Any:
         """Raises what the child answers, or `DeadlineExceeded`, or `ServiceUnavailable` when it is dead."""
         end = time.monotonic() + timeout_s
+        found, ok, value = 0, False, None
         try:
-            while self.conn.poll(max(end - time.monotonic(), 0.0)):
+            while found != number:
+                if not self.conn.poll(max(end - time.monotonic(), 0.0)):
+                    raise DeadlineExceeded("the process does not answer")
                 found, ok, value = self.conn.recv()
-                if found == number:
-                    if ok:
-                        return value
-                    raise error_from_code(*value)
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             raise ServiceUnavailable("the process is dead") from None
-        raise DeadlineExceeded("the process does not answer")
+        if not ok:
+            raise error_from_code(*value)
+        return value
 
     def call(self, command: str, *args: Any, timeout_s: float = 20.0) -> Any:
         return self.answer(self.send(command, *args), timeout_s)
@@ -116,7 +117,7 @@ def receive(conn: Connection, _calls: Connection, name: str, rank: int, target: 
         "fds": lambda: len(os.listdir("/proc/self/fd")),
         "installed": lambda: engine.receiver.installed(),
         "outcome": lambda: engine.outcome,
-        "spoil": lambda: module.first.weight.data.add_(1) and None,
+        "spoil": lambda: module.first.weight.data.add_(1).sum().item(),
         "join": lambda **more: engine.join(**more).version,
         "join_peers": lambda peers, timeout_s: engine.join_peers(peers, timeout_s=timeout_s).version,  # type: ignore[attr-defined]
     }
@@ -183,7 +184,7 @@ def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) 
 
     def lent() -> int:
         ring = made[0].shelf  # type: ignore[attr-defined]
-        return sum(one.lenders for one in [*ring._idle, *(memory for _, memory in ring._held.values())])
+        return sum(one.num_borrowers for one in [*ring._idle, *(memory for _, memory in ring._held.values())])
 
     _serve(conn, {"start": start, "send": send, "lent": lent, "shutdown": lambda: made[0].shutdown()}.__getitem__)
 
@@ -265,7 +266,7 @@ class Site:
                 trainer.calls.send(fault)
             found, ok, value = trainer.conn.recv()
             assert found == number
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # also of a pipe that was closed here
             raise ServiceUnavailable("the trainer is dead") from None
         if not ok:
             raise error_from_code(*value)

@@ -200,7 +200,7 @@ def test_where_nothing_may_raise_the_trainer_learns_of_faults(engine: str, site:
     one.call("update_weights", {"version": "not a number"})
     assert one.call("outcome").code == "invalid_input"
     one.call("finish_weight_update")
-    with pytest.raises(DigestMismatch, match="rank 0"):
+    with pytest.raises(DigestMismatch, match="rank"):
         here.send(2, fault="corrupt")
     assert here.roots() == [expected(1)] * 2
     here.send(3)

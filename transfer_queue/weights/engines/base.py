@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -125,7 +125,8 @@ class Engine(ABC):
                 raise NotOpen("no update was started")
             self.outcome = replace(self.outcome, version=info.version, epoch=info.epoch)
             self._receive(info, Deadline(info.timeout_s))
-        self._report(Deadline(5 * REPORT_S))
+        if not self.outcome.code:
+            self._report(Deadline(5 * REPORT_S))
 
     def receive_weights(self, update_info: Info) -> None:
         """The same, by its older name."""
@@ -152,12 +153,7 @@ class Engine(ABC):
     def join(self, *, timeout_s: float) -> VersionInfo:
         """Install the newest version there is, without a trainer's call: for a replica that comes late."""
         with self._busy:
-            deadline = Deadline(timeout_s)
-            self._drop("joining")
-            self._stage(self._newest(deadline), deadline)
-            assert self._manifest is not None
-            self._commit(self._manifest, deadline)
-            return self.receiver.installed()
+            return self._install(self._newest, Deadline(timeout_s))
 
     # for transports
 
@@ -187,6 +183,19 @@ class Engine(ABC):
         return
 
     # steps
+
+    def _install(self, find: Callable[[Deadline], Manifest], deadline: Deadline) -> VersionInfo:
+        self._drop("joining")
+        try:
+            manifest = find(deadline)
+            self._stage(manifest, deadline)
+            self._commit(manifest, deadline)
+        except BaseException as error:
+            self._drop("joining failed")
+            if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
+                raise as_typed(error) from error
+            raise
+        return self.receiver.installed()
 
     def _receive(self, info: Any, deadline: Deadline) -> None:
         manifest = self._find(info, deadline)
@@ -222,7 +231,7 @@ class Engine(ABC):
         """Whatever is raised within ends the update and is recorded, as a typed error."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 where faults are recorded nothing may leave
             typed = as_typed(error)
             if not self.outcome.code:
                 log.warning("rank %s: %s", self.rank, typed)
@@ -233,7 +242,7 @@ class Engine(ABC):
             if not isinstance(typed, ServiceUnavailable):
                 self._report(Deadline(REPORT_S))
             if not self._records:
-                raise typed from error
+                raise typed from (None if typed is error else error)
 
     def _report(self, deadline: Deadline) -> None:
         try:
@@ -243,6 +252,7 @@ class Engine(ABC):
 
 
 def as_typed(error: Exception) -> TransferQueueError:
+    """The error itself, or one of ours that says the same."""
     if isinstance(error, TransferQueueError):
         return error
     if isinstance(error, OSError):

@@ -10,6 +10,7 @@ come in the update's info, and receivers compute the digests themselves and comp
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
@@ -81,6 +82,7 @@ class Group:
 
     def __init__(self, info: CollectiveInfo, rank: int, store: Any, deadline: Deadline) -> None:
         self.device = torch.device(info.device)
+        self._works: deque[Any] = deque()  # in no local variable: an error's traceback would keep connections open
         timeout = timedelta(seconds=deadline.left("the rendezvous"))
         prefixed = dist.PrefixStore(f"round-{info.round}", store)
         try:
@@ -99,29 +101,47 @@ class Group:
         except (RuntimeError, OSError) as error:
             raise _typed(error) from error
 
-    def begin(self, tensor: torch.Tensor, deadline: Deadline) -> Any:
+    def begin(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Start to broadcast from rank 0; `end` waits for it."""
         try:
-            return self._group.broadcast(tensor, 0, timedelta(seconds=deadline.left("the broadcast")))
+            self._works.append(self._live().broadcast(tensor, 0, timedelta(seconds=deadline.left("the broadcast"))))
         except RuntimeError as error:
             raise _typed(error) from error
 
-    def end(self, work: Any, deadline: Deadline) -> None:
+    def end(self, deadline: Deadline) -> None:
+        """Wait for the broadcast that began first."""
+        self._live()
         try:
-            work.wait(timedelta(seconds=deadline.left("the broadcast")))
+            self._works[0].wait(timedelta(seconds=deadline.left("the broadcast")))
+            self._works.popleft()
             if self.device.type != "cpu":
                 torch.accelerator.synchronize(self.device)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             raise _typed(error) from error
 
     def broadcast(self, tensor: torch.Tensor, deadline: Deadline) -> None:
-        self.end(self.begin(tensor, deadline), deadline)
+        self.begin(tensor, deadline)
+        self.end(deadline)
+
+    def _live(self) -> Any:
+        if self._group is None:
+            raise ServiceUnavailable("the group was given up")
+        return self._group
 
     def close(self) -> None:
         """Break connections, so that whoever waits for us fails. Does not wait."""
-        group, self._group = self._group, None
-        if group is not None:
-            Call(group.abort)
+        held = [self._group, *self._works]
+        self._group = None
+        self._works.clear()
+        if held[0] is not None:
+            Call(_discard, held)
+
+
+def _discard(held: list[Any]) -> None:
+    """Connections are broken when nothing refers to the group any more; the last reference waits for what still runs,
+    so it must not be the caller's."""
+    held[0].abort()
+    held.clear()
 
 
 def _typed(error: Exception) -> TransferQueueError:
@@ -340,15 +360,16 @@ def _received(group: Group, buckets: tuple[int, ...], deadline: Deadline) -> Ite
     """Each bucket, on the CPU, while the next one arrives."""
     on_cpu = group.device.type == "cpu"
 
-    def begin(index: int) -> tuple[torch.Tensor, Any]:
+    def begin(index: int) -> torch.Tensor:
         nbytes = buckets[index]
         place = room(nbytes) if on_cpu else torch.empty(nbytes, dtype=torch.uint8, device=group.device)
-        return place, group.begin(place, deadline)
+        group.begin(place, deadline)
+        return place
 
     coming = begin(0) if buckets else None
     for index in range(len(buckets)):
         assert coming is not None
-        place, work = coming
-        group.end(work, deadline)
+        place = coming
+        group.end(deadline)
         coming = begin(index + 1) if index + 1 < len(buckets) else None
         yield index, place if on_cpu else place.cpu()

@@ -179,8 +179,9 @@ def _index(where: Plan, manifest: Manifest) -> bytes:
 @contextlib.contextmanager
 def _leased(folder: Path, kind: int) -> Iterator[None]:
     """Hold the lease of a version while within; `VersionGone` when it is being deleted, or was."""
+    flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
     try:
-        fd = os.open(folder / LEASE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise VersionGone(f"no version in {folder}: {error.strerror}") from None
     try:
@@ -255,11 +256,12 @@ class DiskEngine(Engine):
             raise InvalidInput(f"{name!r} is no version's folder")
         self._leases.close()
         folder = self._root / name
-        if not folder.is_dir():
-            raise VersionGone(f"no version in {folder}")
         self._leases.enter_context(_leased(folder, fcntl.LOCK_SH))
         self._folder = folder
-        return Manifest.decode((folder / MANIFEST).read_bytes())
+        try:
+            return Manifest.decode((folder / MANIFEST).read_bytes())
+        except OSError as error:  # deleted just before we had the lease
+            raise VersionGone(f"no version in {folder}: {error.strerror}") from None
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
         assert self._folder is not None

@@ -56,9 +56,10 @@ class Server:
         self._accepting.start()
 
     def outcomes(self, version: int) -> list[Outcome]:
-        """The last report of each rank on this version."""
+        """The last report of each rank on this version that came since this was asked last."""
         with self._lock:
-            return list({one.rank: one for one in self._outcomes if one.version == version}.values())
+            found, self._outcomes = self._outcomes, []
+        return list({one.rank: one for one in found if one.version == version}.values())
 
     def close(self) -> None:
         """Show everybody out and wait for the threads. Repeatable."""
@@ -89,7 +90,7 @@ class Server:
                     sock.close()
                     continue
                 self._peers[thread] = sock
-            thread.start()
+                thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         visit = _Visit(p.Stream(sock, p.decode_client), self._shelf)

@@ -64,7 +64,7 @@ def _starts(buckets: tuple[int, ...]) -> list[int]:
 
 
 class Memory:
-    """A memfd, mapped here. `lenders` counts who may be reading it."""
+    """A memfd, mapped here. `num_borrowers` may be reading it."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-max(nbytes, 1) // HUGE_NBYTES) * HUGE_NBYTES
@@ -78,7 +78,7 @@ class Memory:
             os.close(fd)
         self.data = torch.frombuffer(self._mapped, dtype=torch.uint8)
         advise(self.data.data_ptr(), self.nbytes, MADV_POPULATE_WRITE)  # a fault for each page costs more
-        self.lenders = 0
+        self.num_borrowers = 0
 
     def close(self) -> None:
         os.close(self.fd)
@@ -98,7 +98,9 @@ class Ring:
     def take(self, nbytes: int) -> Memory:
         """Memory that nobody reads."""
         with self._lock:
-            fits = [one for one in self._idle if not one.lenders and nbytes <= one.nbytes <= 2 * nbytes + HUGE_NBYTES]
+            fits = [
+                one for one in self._idle if not one.num_borrowers and nbytes <= one.nbytes <= 2 * nbytes + HUGE_NBYTES
+            ]
             if fits:
                 self._idle.remove(fits[0])
                 return fits[0]
@@ -137,12 +139,12 @@ class Ring:
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:
         with self._lock:
             memory = self._find(key)[1]
-            memory.lenders += 1
+            memory.num_borrowers += 1
             return memory.fd, lambda: self._returned(memory)
 
     def _returned(self, memory: Memory) -> None:
         with self._lock:
-            memory.lenders -= 1
+            memory.num_borrowers -= 1
 
     def close(self) -> None:
         with self._lock:

@@ -149,19 +149,14 @@ class TcpEngine(Engine):
         """Install the newest version that these replicas (`serve_installed`) have, whether the trainer lives or not.
 
         Of several epochs, the one that most of them have. `ServiceUnavailable` when none has a version."""
+        addresses = [p.address_of(one, self._token) for one in peers]
+
+        def find(deadline: Deadline) -> Manifest:
+            manifest, self._sources = newest_of(addresses, deadline, self._stall_s)
+            return manifest
+
         with self._busy:
-            deadline = Deadline(timeout_s)
-            self._drop("joining")
-            manifest, self._sources = newest_of(
-                [p.address_of(one, self._token) for one in peers], deadline, self._stall_s
-            )
-            try:
-                self._stage(manifest, deadline)
-                self._commit(manifest, deadline)
-            except BaseException:
-                self._drop("joining failed")
-                raise
-            return self.receiver.installed()
+            return self._install(find, Deadline(timeout_s))
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
         fetch(manifest, wanted, self._sources * self._streams, self.receiver.stage, deadline, self._stall_s)

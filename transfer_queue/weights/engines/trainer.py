@@ -15,7 +15,7 @@ import msgspec
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from transfer_queue.errors import InvalidInput, StaleBase, StaleVersion, error_from_code
+from transfer_queue.errors import InvalidInput, StaleBase, StaleVersion, TransferQueueError, error_from_code
 from transfer_queue.weights.delta import DeltaSource
 from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, Outcome, as_typed, parse
 from transfer_queue.weights.engines.waiting import Call, Deadline
@@ -114,7 +114,10 @@ class TrainerEngine(ABC):
     @classmethod
     def trainer_init(cls: type[Self], init_info: Info, *, client: Client, source: WeightSource) -> Self:
         """Open the transport and introduce the receivers to it, within the `timeout_s` of `init_info`."""
-        made = cls(parse(init_info, cls.init_form), client, source)
+        try:
+            made = cls(parse(init_info, cls.init_form), client, source)
+        except OSError as error:
+            raise as_typed(error) from error
         try:
             made._meet(Deadline(made.info.timeout_s))
         except BaseException:
@@ -125,8 +128,9 @@ class TrainerEngine(ABC):
     def send_weights(self, version: int | None = None, *, deadline_s: float, full: bool = False) -> SyncReport:
         """Bring the weights as they are now to every receiver, as `version` (default: the next number).
 
-        Returns once all have committed; raises what went wrong, at most 2 s after `deadline_s`, and then none
-        has unless `finish` itself failed. Receivers without the base of a difference are sent a full version.
+        Returns once all have committed; raises what went wrong, at most 2 s after `deadline_s` (packing is not
+        interrupted), and then none has unless `finish` itself failed. Receivers without the base of a difference are
+        sent a full version.
         """
         with self._busy:
             deadline = Deadline(deadline_s)
@@ -160,7 +164,7 @@ class TrainerEngine(ABC):
     def _close(self) -> None: ...
 
     def _outcomes(self, version: int) -> list[Outcome]:
-        """What receivers reported of this version."""
+        """What receivers reported of this version since this was asked last."""
         return []
 
     def _meet(self, deadline: Deadline) -> None:
@@ -188,7 +192,7 @@ class TrainerEngine(ABC):
             self._check_outcomes(number)
         except BaseException as error:
             self._call_off(number)
-            if isinstance(error, Exception):
+            if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
                 raise as_typed(error) from error
             raise
         times.append(time.monotonic())
