@@ -32,7 +32,7 @@
     │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
     │   ├── DigestMismatch             (ValueError)      bytes of weights were damaged on their way
-    │   ├── VersionGone                (LookupError)     that version of the weights is not there, or no more
+    │   ├── VersionGone                (RuntimeError)    that version of the weights is not there, or no more
     │   ├── CommitFailed               (RuntimeError)    new weights could not be made live
     │   ├── AccessDenied               (PermissionError) wrong user, or missing or wrong token
     │   └── ProtocolError              (RuntimeError)    bytes that are not this protocol
@@ -241,7 +241,7 @@ class DigestMismatch(ServiceError, ValueError):
     code = "digest_mismatch"
 
 
-class VersionGone(ServiceError, LookupError):
+class VersionGone(ServiceError, RuntimeError):
     """Who was asked does not have that version of the weights, or no longer: ask for the newest, or elsewhere."""
 
     code = "version_gone"
