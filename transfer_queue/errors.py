@@ -33,6 +33,7 @@
     │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
     │   ├── DigestMismatch             (ValueError)      bytes of weights were damaged on their way
+    │   ├── VersionGone                (RuntimeError)    that version of the weights is not there, or no more
     │   ├── CommitFailed               (RuntimeError)    new weights could not be made live
     │   ├── AccessDenied               (PermissionError) wrong user, or missing or wrong token
     │   └── ProtocolError              (RuntimeError)    bytes that are not this protocol
@@ -245,6 +246,12 @@ class DigestMismatch(ServiceError, ValueError):
     """Bytes are not those that were described. They were dropped and may be sent again."""
 
     code = "digest_mismatch"
+
+
+class VersionGone(ServiceError, RuntimeError):
+    """Who was asked does not have that version of the weights, or no longer: ask for the newest, or elsewhere."""
+
+    code = "version_gone"
 
 
 class CommitFailed(ServiceError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Weights reach running modules whole, verified and fast. Nothing here opens a socket: transports move the buckets.
+"""Weights reach running modules whole, verified and fast. Only `engines` opens sockets.
 
 WeightSource    ModuleSource, StateDictSource, SafetensorsSource: named tensors in a fixed order
  └─ plan, pack  where each tensor lies in which bucket; buckets filled while the one before is moved
@@ -7,6 +7,7 @@ DeltaSource     a source of the exact differences to an earlier version; Chain s
 Receiver        open(manifest), stage(bucket, bytes)..., verify(), commit(); abort at any time; installed(); reading()
  ├─ Staging     the buckets that arrived, each byte checked; differences applied to copies
  └─ Target      InPlace, Swap, Flip: how verified tensors become the live ones of a module, all or none
+engines         move versions between processes: shm, tcp, disk, collective
 A publisher packs and hands buckets to a transport; that calls the receiver; forward passes run in `receiver.reading()`.
 """
 

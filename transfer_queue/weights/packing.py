@@ -113,6 +113,18 @@ def _pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor]) ->
             yield Packed(bucket, buffers[bucket % 2][:nbytes], found)
 
 
+def pack_into(source: WeightSource, where: Plan, places: Sequence[torch.Tensor]) -> dict[str, str]:
+    """Fill all buckets, each into its own flat uint8 CPU tensor; the digests. Raises as `pack` does."""
+    tensors = iter(source.tensors())
+    found: dict[str, str] = {}
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-pack") as helpers:
+        for bucket, data in enumerate(places):
+            share = _Share([place for place in where.placements if place.bucket == bucket], tensors, data)
+            for copied in [helpers.submit(share.copy) for _ in range(NUM_THREADS)]:
+                found.update(copied.result())
+    return found
+
+
 class _Share:
     """The tensors of one bucket, which several threads take in turn and copy at the same time."""
 

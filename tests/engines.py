@@ -1,0 +1,307 @@
+"""A trainer and receivers in processes of their own; the test is the control plane between them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from conftest import until
+from weights import Net, Weights, copy_of, drawn, root
+
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, error_from_code
+from transfer_queue.weights import InPlace, Receiver, StateDictSource, Swap
+from transfer_queue.weights.engines import registry
+from transfer_queue.weights.engines import trainer as trainer_module
+
+Hook = Callable[[str, str], None]
+REMOTE = {
+    "init_weight_transfer_engine": "init_transfer_engine",
+    "start_weight_update": "start_weight_update",
+    "update_weights": "update_weights",
+    "finish_weight_update": "finish_weight_update",
+}
+BUCKET_NBYTES = 128
+PRELOADED = ["engines", *(f"transfer_queue.weights.engines.{name}" for name in ("shm", "tcp", "disk", "collective"))]
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[Any]:
+    """The context that starts children quickly: they are forked from a process that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    starter = context.Process(target=int)  # the imports take seconds, not those of the first test
+    starter.start()
+    starter.join()
+    yield context
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+class Process:
+    """A child that answers commands."""
+
+    def __init__(self, context: Any, target: Callable[..., None], *args: Any) -> None:
+        self.conn, theirs = context.Pipe()
+        self.calls, their_calls = context.Pipe()  # what the child asks for
+        self.process = context.Process(target=target, args=(theirs, their_calls, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+        their_calls.close()
+        self._number = 0
+
+    def send(self, command: str, *args: Any) -> int:
+        self._number += 1
+        with contextlib.suppress(OSError):
+            self.conn.send((self._number, command, args))
+        return self._number
+
+    def answer(self, number: int, timeout_s: float = 20.0) -> Any:
+        """Raises what the child answers, or `DeadlineExceeded`, or `ServiceUnavailable` when it is dead."""
+        end = time.monotonic() + timeout_s
+        found, ok, value = 0, False, None
+        try:
+            while found != number:
+                if not self.conn.poll(max(end - time.monotonic(), 0.0)):
+                    raise DeadlineExceeded("the process does not answer")
+                found, ok, value = self.conn.recv()
+        except (EOFError, ConnectionError):
+            raise ServiceUnavailable("the process is dead") from None
+        if not ok:
+            raise error_from_code(*value)
+        return value
+
+    def call(self, command: str, *args: Any, timeout_s: float = 20.0) -> Any:
+        return self.answer(self.send(command, *args), timeout_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:  # takes effect in one thread after the other
+            tasks = f"/proc/{self.process.pid}/task"
+            until(lambda: all(_stopped(f"{tasks}/{task}") for task in os.listdir(tasks)), "the stop of all threads")
+
+    def kill(self) -> None:
+        """kill -9, and wait for the end. Repeatable."""
+        if not self.conn.closed:
+            self.process.kill()
+            self.process.join()
+            self.process.close()
+            self.conn.close()
+            self.calls.close()
+
+
+def _stopped(task: str) -> bool:
+    with open(f"{task}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+# in the children
+
+
+def receive(conn: Connection, _calls: Connection, name: str, rank: int, target: str, on_fault: str) -> None:
+    torch.set_num_threads(1)
+    module = Net()
+    kind = {"in_place": InPlace, "swap": Swap}[target]
+    engine = registry.engine(name)(Receiver(kind(module)), rank=rank, on_fault=on_fault)  # type: ignore[arg-type]
+    extra = {
+        "root": lambda: root(copy_of(module)),
+        "fds": lambda: len(os.listdir("/proc/self/fd")),
+        "installed": lambda: engine.receiver.installed(),
+        "outcome": lambda: engine.outcome,
+        "spoil": lambda: module.first.weight.data.add_(1).sum().item(),
+        "join": lambda **more: engine.join(**more).version,
+        "join_peers": lambda peers, timeout_s: engine.join_peers(peers, timeout_s=timeout_s).version,  # type: ignore[attr-defined]
+    }
+    _serve(conn, lambda command: extra.get(command) or getattr(engine, command))
+
+
+class Changing:
+    """The source of a trainer whose weights the test chooses. `stop` is called in the middle of reading."""
+
+    def __init__(self) -> None:
+        self.weights: Weights = {}
+        self.stop: Callable[[], object] = lambda: None
+
+    def specs(self) -> Any:
+        return StateDictSource(self.weights).specs()
+
+    def tensors(self) -> Any:
+        for name, tensor in StateDictSource(self.weights).tensors():
+            yield name, tensor
+            self.stop()
+
+    def aliases(self) -> dict[str, str]:
+        return {}
+
+
+class PipeClient:
+    """Asks the test to make the call."""
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._turn = threading.Lock()
+
+    def ask(self, name: str, *args: Any) -> None:
+        with self._turn:
+            self._conn.send((name, args))
+            fault = self._conn.recv()
+        if fault:
+            raise error_from_code(*fault)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.ask(
+            name, *(args if name in ("init_weight_transfer_engine", "update_weights") else ())
+        )
+
+
+def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    source, client = Changing(), PipeClient(calls)
+    trainer_module.ABORT_S = 0.3
+    seal = trainer_module.Draft.seal
+    made: list[trainer_module.TrainerEngine] = []
+
+    def start() -> dict[str, Any]:
+        made.append(registry.trainer(name).trainer_init(info, client=client, source=source))
+        return made[0].receivers_info()
+
+    def send(seed: int, deadline_s: float, fault: str = "", version: int | None = None) -> Any:
+        source.weights = drawn(Net(), seed)
+        if fault == "unknown":
+            source.weights["unheard_of"] = torch.ones(3)
+        source.stop = (lambda: client.ask("packing")) if fault == "packing" else (lambda: None)
+        trainer_module.Draft.seal = _lying(seal) if fault == "corrupt" else seal  # type: ignore[method-assign]
+        return made[0].send_weights(version, deadline_s=deadline_s)
+
+    def lent() -> int:
+        ring = made[0].shelf  # type: ignore[attr-defined]
+        return sum(one.num_borrowers for one in [*ring._idle, *(memory for _, memory in ring._held.values())])
+
+    _serve(conn, {"start": start, "send": send, "lent": lent, "shutdown": lambda: made[0].shutdown()}.__getitem__)
+
+
+def _lying(seal: Any) -> Any:
+    """Makes manifests in which one tensor's bytes are others than those that are sent."""
+
+    def lie(self: Any, where: Any, digests: dict[str, str]) -> Any:
+        return seal(self, where, {**digests, "first.bias": "0" * 32})
+
+    return lie
+
+
+def _serve(conn: Connection, find: Callable[[str], Callable[..., Any]]) -> None:
+    while True:
+        try:
+            number, command, args = conn.recv()
+        except EOFError:
+            return
+        more = args[-1] if args and isinstance(args[-1], dict) and command == "join" else None
+        try:
+            value = find(command)(*args) if more is None else find(command)(**more)
+            conn.send((number, True, value))
+        except Exception as error:  # noqa: BLE001 the test judges it
+            conn.send((number, False, (getattr(error, "code", "internal"), f"{type(error).__name__}: {error}")))
+
+
+# in the test
+
+
+class Site:
+    """One trainer and its receivers."""
+
+    def __init__(
+        self, context: Any, engine: str, folder: Any, num: int = 2, on_fault: str = "raise", **info: Any
+    ) -> None:
+        self._context = context
+        self.name, _, packing = engine.partition("-")
+        self.info = {"bucket_nbytes": BUCKET_NBYTES, **info}
+        if self.name == "disk":
+            self.info.update(folder=str(folder), sync=False)
+        if self.name == "collective":
+            self.info.update(world_size=num + 1, packing=packing or "tq")
+        self.on_fault = on_fault
+        self.patience_s = 20.0
+        self.receivers = [self.receiver(rank) for rank in range(num)]
+        self.updates: list[dict[str, Any]] = []
+        self.trainer: Process | None = None
+
+    def receiver(self, rank: int) -> Process:
+        target = "swap" if rank % 2 else "in_place"
+        return Process(self._context, receive, self.name, rank, target, self.on_fault)
+
+    def start_trainer(self) -> dict[str, Any]:
+        self.end_trainer()
+        self.trainer = Process(self._context, train, self.name, self.info)
+        self.init_info = self._lead("start")
+        return self.init_info
+
+    def end_trainer(self) -> None:
+        if self.trainer is not None:
+            self.trainer.kill()
+            self.trainer = None
+
+    def send(self, seed: int, *, deadline_s: float = 20.0, fault: str = "", hook: Hook | None = None) -> Any:
+        """The trainer's report. `hook(call, when)` is called "before" each call, and while it is "underway"."""
+        return self._lead("send", seed, deadline_s, fault, hook=hook)
+
+    def _lead(self, command: str, *args: Any, hook: Hook | None = None) -> Any:
+        """Have the trainer do something, and make the calls that it asks for."""
+        trainer = self.trainer
+        assert trainer is not None
+        number = trainer.send(command, *args)
+        try:
+            while trainer.conn not in (ready := wait([trainer.conn, trainer.calls], self.patience_s)):
+                if not ready:
+                    raise DeadlineExceeded("the trainer does not answer")
+                fault = self._call_all(*trainer.calls.recv(), hook)
+                trainer.calls.send(fault)
+            found, ok, value = trainer.conn.recv()
+            assert found == number
+        except (EOFError, OSError):  # also of a pipe that was closed here
+            raise ServiceUnavailable("the trainer is dead") from None
+        if not ok:
+            raise error_from_code(*value)
+        return value
+
+    def _call_all(self, name: str, args: Any, hook: Hook | None) -> tuple[str, str] | None:
+        if hook:
+            hook(name, "before")
+        if name not in REMOTE or self.trainer is None:
+            return None
+        if name == "update_weights":
+            self.updates.append(args[0])
+        asked = [(one, one.send(REMOTE[name], *args)) for one in self.receivers]
+        if hook:
+            hook(name, "underway")
+        fault = None
+        for one, number in asked:
+            try:
+                one.answer(number, self.patience_s)
+            except Exception as error:  # noqa: BLE001 the trainer is told
+                fault = fault or (getattr(error, "code", "internal"), str(error))
+        return fault
+
+    def roots(self) -> list[str]:
+        """What the receivers' weights really are."""
+        return [one.call("root") for one in self.receivers]
+
+    def versions(self) -> list[int | None]:
+        return [one.call("installed").version for one in self.receivers]
+
+    def close(self) -> None:
+        self.end_trainer()
+        for one in self.receivers:
+            one.kill()
+
+
+def expected(seed: int) -> str:
+    return root(drawn(Net(), seed))

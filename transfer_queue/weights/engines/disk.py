@@ -1,0 +1,289 @@
+"""One folder per version, as safetensors loaders read it, on a file system that trainer and receivers share.
+
+    v000000000007-EPOCH/  model-00001-of-00003.safetensors ..., model.safetensors.index.json, manifest.json, lease
+    LATEST                the newest one's name
+
+A version is written to a folder called `.tmp-...`, synced, and renamed: it is there whole or not at all. Readers hold a
+shared lock on `lease` (flock(2)); versions beyond `keep` are deleted once nobody holds theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import mmap
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from transfer_queue.errors import BadManifest, DigestMismatch, InvalidInput, StaleVersion, VersionGone
+from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo
+from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
+from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.manifest import Manifest
+from transfer_queue.weights.packing import Placement, Plan, pack, plan
+from transfer_queue.weights.receiver import Receiver
+from transfer_queue.weights.sources import _SAFETENSORS, INDEX, TensorMeta, WeightSource
+
+LATEST, LEASE, MANIFEST, TEMPORARY = "LATEST", "lease", "manifest.json", ".tmp-"
+_SPELLED = {dtype: spelled for spelled, dtype in _SAFETENSORS.items()}
+LENGTH = struct.Struct("<Q")
+
+
+class DiskTrainerInfo(TrainerInfo, kw_only=True):
+    """`sync=False` leaves writing out to the kernel: a version may be lost when the machine stops."""
+
+    folder: str
+    keep: int = 2
+    sync: bool = True
+
+
+class DiskInfo(InitInfo, kw_only=True):
+    folder: str
+
+
+class Aligned:
+    """A source with its tensors of larger elements first: without gaps, each is then aligned. A source with several
+    sizes of elements is read once for each."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def specs(self) -> list[TensorMeta]:
+        return sorted(self._source.specs(), key=lambda spec: -spec.dtype.itemsize)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for size in dict.fromkeys(spec.dtype.itemsize for spec in self.specs()):
+            for name, tensor in self._source.tensors():
+                if tensor.dtype.itemsize == size:
+                    yield name, tensor
+
+    def aliases(self) -> dict[str, str]:
+        return self._source.aliases()
+
+
+def shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def _header(places: list[Placement]) -> bytes:
+    """The beginning of a safetensors file (its length is a multiple of 64, so the tensors are aligned in the file)."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for place in places:
+        if place.dtype not in _SPELLED:
+            raise InvalidInput(f"{place.name!r} is {place.dtype}, which safetensors files do not have")
+        span = [place.offset, place.offset + place.nbytes]
+        entries[place.name] = {"dtype": _SPELLED[place.dtype], "shape": list(place.shape), "data_offsets": span}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + LENGTH.size) % 64)
+    return LENGTH.pack(len(text)) + text
+
+
+class DiskTrainer(TrainerEngine):
+    init_form = DiskTrainerInfo
+
+    def __init__(self, info: DiskTrainerInfo, client: Client, source: WeightSource) -> None:
+        if info.anchor_every > 1:
+            raise InvalidInput("versions on disk are full ones: other loaders could not read differences")
+        super().__init__(info, client, Aligned(source))
+        self.root = Path(info.folder)
+        self.root.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(self.root)
+
+    def receivers_info(self) -> dict[str, Any]:
+        return {"folder": str(self.root.resolve())}
+
+    def folder_of(self, version: int) -> Path:
+        return self.root / f"v{version:012}-{self.epoch}"
+
+    def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
+        return {**super().update_info(manifest, deadline), "name": self.folder_of(manifest.version).name}
+
+    def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
+        final = self.folder_of(draft.version)
+        if os.sep in self.epoch or final.exists():
+            raise StaleVersion(f"{final} exists already")
+        temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
+        temporary.mkdir()
+        with _leased(temporary, fcntl.LOCK_EX):
+            try:
+                manifest = self._write(draft, temporary, deadline)
+                os.rename(temporary, final)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+        self._sync(self.root)
+        self._point(final.name)
+        _retain(self.root, self.info.keep)
+        return manifest
+
+    def _write(self, draft: Draft, folder: Path, deadline: Deadline) -> Manifest:
+        where = plan(draft.source.specs(), self.info.bucket_nbytes, align=1)
+        digests: dict[str, str] = {}
+        for packed in pack(draft.source, where):
+            deadline.left("writing the version")
+            places = [place for place in where.placements if place.bucket == packed.bucket]
+            with open(folder / shard_name(packed.bucket, len(where.buckets)), "wb") as file:
+                file.write(_header(places))
+                file.write(packed.data.numpy().data)
+                self._flush(file)
+            digests.update(packed.digests)
+        manifest = draft.seal(where, digests)
+        for name, body in ((MANIFEST, manifest.encode()), (INDEX, _index(where, manifest))):
+            with open(folder / name, "wb") as file:
+                file.write(body)
+                self._flush(file)
+        self._sync(folder)
+        return manifest
+
+    def _point(self, name: str) -> None:
+        """Have LATEST name it."""
+        temporary = self.root / f"{TEMPORARY}{LATEST}"
+        with open(temporary, "wb") as file:
+            file.write(name.encode())
+            self._flush(file)
+        os.rename(temporary, self.root / LATEST)
+        self._sync(self.root)
+
+    def _flush(self, file: Any) -> None:
+        file.flush()
+        if self.info.sync:
+            os.fsync(file.fileno())
+
+    def _sync(self, folder: Path) -> None:
+        if self.info.sync:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _close(self) -> None:
+        """Versions stay on the disk."""
+
+
+def _index(where: Plan, manifest: Manifest) -> bytes:
+    files = {place.name: shard_name(place.bucket, len(where.buckets)) for place in where.placements}
+    return json.dumps({"metadata": {"total_size": manifest.nbytes}, "weight_map": files}, indent=1).encode()
+
+
+@contextlib.contextmanager
+def _leased(folder: Path, kind: int) -> Iterator[None]:
+    """Hold the lease of a version while within; `VersionGone` when it is being deleted, or was."""
+    flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
+    try:
+        fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise VersionGone(f"no version in {folder}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise VersionGone(f"{folder} is in use, or being deleted") from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def _retain(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` versions, as far as nobody reads them."""
+    found = sorted((path for path in root.glob("v*-*") if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+    for folder in found[: -max(keep, 1)]:
+        _remove(folder)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Delete what writers that died have left, and nothing of those that live."""
+    for folder in root.glob(f"{TEMPORARY}*"):
+        if folder.is_dir():
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(VersionGone), _leased(folder, fcntl.LOCK_EX):
+        doomed = folder.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+        os.rename(folder, doomed)  # nobody opens it half deleted
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+class DiskUpdate(UpdateInfo, kw_only=True):
+    name: str = ""
+
+
+class DiskEngine(Engine):
+    trainer = DiskTrainer
+    init_form = DiskInfo
+    update_form = DiskUpdate
+
+    def __init__(self, receiver: Receiver, **more: Any) -> None:
+        super().__init__(receiver, **more)
+        self._root: Path | None = None
+        self._folder: Path | None = None
+        self._leases = contextlib.ExitStack()
+
+    def _connect(self, info: DiskInfo) -> None:
+        self._root = Path(info.folder)
+        if not self._root.is_dir():
+            raise InvalidInput(f"there is no folder {info.folder}")
+
+    def _find(self, info: DiskUpdate, deadline: Deadline) -> Manifest:
+        manifest = self._open(info.name)
+        if key_of(manifest) != info.key:
+            raise DigestMismatch(f"the manifest in {info.name} is not the one that was announced")
+        return manifest
+
+    def _newest(self, deadline: Deadline) -> Manifest:
+        try:
+            name = (self._root or Path()).joinpath(LATEST).read_text()
+        except OSError as error:
+            raise VersionGone(f"no version there yet: {error}") from None
+        return self._open(name)
+
+    def _open(self, name: str) -> Manifest:
+        """Lease a version's folder until the update ends."""
+        if self._root is None:
+            raise InvalidInput("the folder is not known: init_transfer_engine first")
+        if Path(name).name != name or not name.startswith("v"):
+            raise InvalidInput(f"{name!r} is no version's folder")
+        self._leases.close()
+        folder = self._root / name
+        self._leases.enter_context(_leased(folder, fcntl.LOCK_SH))
+        self._folder = folder
+        try:
+            return Manifest.decode((folder / MANIFEST).read_bytes())
+        except OSError as error:  # deleted just before we had the lease
+            raise VersionGone(f"no version in {folder}: {error.strerror}") from None
+
+    def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
+        assert self._folder is not None
+        for index in wanted:
+            deadline.left()
+            path = self._folder / shard_name(index, len(manifest.buckets))
+            read_shard(path, manifest.buckets[index], functools.partial(self.receiver.stage, index))
+
+    def _ended(self) -> None:
+        self._leases.close()
+
+    def _close(self) -> None:
+        self._root = None
+
+
+def read_shard(path: Path, nbytes: int, take: Callable[[Any], None]) -> None:
+    """Give the tensors' bytes, all of them, to `take`, straight from the page cache. They may be damaged."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < LENGTH.size:
+            raise BadManifest(f"{path} is no safetensors file")
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)  # unmapped with the last array over it
+    start = LENGTH.size + LENGTH.unpack_from(mapped)[0]
+    if len(mapped) - start != nbytes:
+        raise DigestMismatch(f"{path} has {len(mapped) - start} bytes of tensors instead of {nbytes}")
+    take(np.frombuffer(mapped, np.uint8)[start:])

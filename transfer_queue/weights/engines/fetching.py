@@ -1,0 +1,184 @@
+"""Fetching versions from servers: the manifest from the trainer, buckets from as many as have them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    DigestMismatch,
+    Incomplete,
+    InvalidInput,
+    NotOpen,
+    ProtocolError,
+    ServiceUnavailable,
+    TransferQueueError,
+)
+from transfer_queue.weights.engines import protocol as p
+from transfer_queue.weights.engines.base import Outcome
+from transfer_queue.weights.engines.protocol import Peer
+from transfer_queue.weights.engines.trainer import key_of
+from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.manifest import MAX_NBYTES, Manifest
+from transfer_queue.weights.room import room
+from transfer_queue.wire.address import Address
+
+STALL_S = 10.0  # a bucket that has not come by then, and by its bytes at `SLOWEST`, is asked for elsewhere
+SLOWEST = 20e6
+MAX_FAULTS = 3  # of one peer in one fetch
+
+
+class Control:
+    """The connection to the trainer for what is small; made anew after it broke."""
+
+    def __init__(self) -> None:
+        self.address: Address | None = None
+        self._peer: Peer | None = None
+
+    def ask(self, message: Any, deadline: Deadline, limit: int = 0) -> memoryview:
+        if self.address is None:
+            raise NotOpen("the trainer's address is not known: init_transfer_engine first")
+        for last in (False, True):
+            fresh = self._peer is None
+            try:
+                self._peer = self._peer or p.Peer(self.address, deadline.left())
+                return self._peer.ask(message, deadline.left(), p.fresh(limit))
+            except (ServiceUnavailable, DeadlineExceeded, ProtocolError) as error:
+                self.close()
+                if fresh or last or not isinstance(error, ServiceUnavailable):
+                    raise
+        raise AssertionError
+
+    def manifest(self, key: str, deadline: Deadline) -> Manifest:
+        return Manifest.decode(bytes(self.ask(p.GetManifest(key), deadline, MAX_NBYTES)))
+
+    def tell(self, outcome: Outcome, deadline: Deadline) -> None:
+        if self.address is not None:
+            self.ask(p.Report(msgspec.json.encode(outcome)), deadline)
+
+    def close(self) -> None:
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+
+def newest_of(peers: list[Address], deadline: Deadline, stall_s: float) -> tuple[Manifest, list[Address]]:
+    """The newest version among the peers, and who has it."""
+    found: list[tuple[Manifest, Address]] = []
+    last: TransferQueueError = InvalidInput("no peers to join from")
+    for address in peers:
+        try:
+            peer = Peer(address, min(stall_s, deadline.left()))
+            try:
+                body = peer.ask(p.GetManifest(""), min(stall_s, deadline.left()), p.fresh(MAX_NBYTES))
+            finally:
+                peer.close()
+            found.append((Manifest.decode(bytes(body)), address))
+        except TransferQueueError as error:
+            last = error
+    if not found:
+        raise ServiceUnavailable(f"none of {len(peers)} peers has a version: {last}") from last
+    epoch = Counter(manifest.epoch for manifest, _ in found).most_common(1)[0][0]
+    newest = max((one for one, _ in found if one.epoch == epoch), key=lambda one: one.version)
+    return newest, [address for manifest, address in found if manifest == newest]
+
+
+def fetch(
+    manifest: Manifest,
+    wanted: list[int],
+    sources: Sequence[Address],
+    stage: Callable[..., None],
+    deadline: Deadline,
+    stall_s: float = STALL_S,
+) -> None:
+    """Every wanted bucket, from any of the sources (one connection each), into `stage`.
+
+    Raises the last fault when no source is left that has not failed too often.
+    """
+    work = _Work(manifest, wanted, stage, deadline, stall_s)
+    threads = [
+        threading.Thread(target=work.run, args=(address,), name="tq-weights-fetch", daemon=True)
+        for address in sources[: max(1, len(wanted))]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if work.stopped is not None:
+        raise work.stopped
+    if work.num_left:
+        raise work.last or Incomplete(f"{work.num_left} buckets did not come")
+
+
+class _Work:
+    """The buckets that are still to be fetched, which connections take in turn."""
+
+    def __init__(
+        self, manifest: Manifest, wanted: list[int], stage: Callable[..., None], deadline: Deadline, stall_s: float
+    ) -> None:
+        self._stall_s = stall_s
+        self._manifest = manifest
+        self._key = key_of(manifest)
+        self._stage = stage
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._todo = list(wanted)
+        self._faults: Counter[Address] = Counter()
+        self.num_left = len(wanted)
+        self.last: TransferQueueError | None = None
+        self.stopped: TransferQueueError | None = None
+
+    def run(self, address: Address) -> None:
+        """Fetch from one source until nothing is left to do, or it failed too often."""
+        peer: Peer | None = None
+        while (index := self._take(address)) is not None:
+            try:
+                peer = peer or Peer(address, min(self._stall_s, self._deadline.left()))
+                self._bring(peer, index)
+            except (TransferQueueError, OSError) as error:
+                if peer is not None:
+                    peer.close()
+                peer = None
+                self._failed(address, index, error)
+        if peer is not None:
+            peer.close()
+
+    def _take(self, address: Address) -> int | None:
+        """A bucket to fetch; waits while others fetch the last ones, which may fail."""
+        with self._changed:
+            while self.num_left and not self._todo and self.stopped is None and self._faults[address] < MAX_FAULTS:
+                self._changed.wait()
+            if not self._todo or self.stopped is not None or self._faults[address] >= MAX_FAULTS:
+                return None
+            return self._todo.pop(0)
+
+    def _bring(self, peer: Peer, index: int) -> None:
+        nbytes = self._manifest.buckets[index]
+        timeout_s = min(self._stall_s + nbytes / SLOWEST, self._deadline.left())
+        place = room(nbytes)
+        got = peer.ask(p.GetBucket(self._key, index), timeout_s, p.exactly(place.numpy()))
+        if len(got) != nbytes:
+            raise DigestMismatch(f"bucket {index} came with {len(got)} bytes instead of {nbytes}")
+        self._stage(index, place, lend=True)
+        with self._changed:
+            self.num_left -= 1
+            self._changed.notify_all()
+
+    def _failed(self, address: Address, index: int, error: TransferQueueError | OSError) -> None:
+        typed = error if isinstance(error, TransferQueueError) else ServiceUnavailable(str(error))
+        with self._changed:
+            self._todo.append(index)
+            self._faults[address] += 1
+            self.last = typed
+            if isinstance(typed, NotOpen):
+                self.stopped = typed  # the update is over, whoever ended it
+            try:
+                self._deadline.left()
+            except DeadlineExceeded as late:
+                self.stopped = late
+            self._changed.notify_all()

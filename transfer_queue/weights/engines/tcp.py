@@ -1,0 +1,220 @@
+"""Buckets over TCP, from the trainer or from replicas that have installed the version.
+
+A replica that comes late loads from all peers at once: it asks each for what it has, takes the newest version, and
+fetches every bucket from whoever is free. Bytes are received straight into staging memory and checked there; damaged or
+late buckets are asked for elsewhere. Nobody has to trust a peer's bytes, but whoever knows the token may serve.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from transfer_queue.errors import DigestMismatch, InvalidInput
+from transfer_queue.weights.digest import byte_view, copy_and_digest
+from transfer_queue.weights.engines import protocol as p
+from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
+from transfer_queue.weights.engines.fetching import STALL_S, Control, fetch, newest_of
+from transfer_queue.weights.engines.serving import Server, gone, listen_tcp
+from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
+from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.manifest import Manifest
+from transfer_queue.weights.packing import pack_into, plan
+from transfer_queue.weights.receiver import Receiver, VersionInfo
+from transfer_queue.weights.room import room
+from transfer_queue.weights.sources import WeightSource, named_weights
+from transfer_queue.wire.address import Address
+
+NUM_STREAMS = 2
+
+
+class TcpTrainerInfo(TrainerInfo, kw_only=True):
+    """`keep`: versions held in memory. `token`: made up when empty; the control plane brings it to the receivers."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str = ""
+    keep: int = 2
+
+
+class TcpInfo(InitInfo, kw_only=True):
+    """`address` may be empty for a replica that only joins through peers. A bucket that stalls for `stall_s` is asked
+    for again, elsewhere if there is another peer."""
+
+    address: str = ""
+    token: str
+    streams: int = NUM_STREAMS
+    stall_s: float = STALL_S
+
+
+class Held:
+    """The newest versions, packed, in this process's memory."""
+
+    def __init__(self, keep: int) -> None:
+        if keep < 1:
+            raise InvalidInput(f"{keep} versions to keep")
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[bytes, list[torch.Tensor]]] = {}
+
+    def add(self, manifest: Manifest, buckets: list[torch.Tensor]) -> None:
+        with self._lock:
+            self._held[key_of(manifest)] = (manifest.encode(), buckets)
+            for key in list(self._held)[: -self._keep]:
+                del self._held[key]
+
+    def _find(self, key: str) -> tuple[bytes, list[torch.Tensor]]:
+        with self._lock:
+            found = self._held.get(key or next(reversed(self._held), ""))
+        if found is None:
+            raise gone(key)
+        return found
+
+    def manifest(self, key: str) -> bytes:
+        return self._find(key)[0]
+
+    def bucket(self, key: str, index: int) -> torch.Tensor:
+        buckets = self._find(key)[1]
+        if not 0 <= index < len(buckets):
+            raise InvalidInput(f"bucket {index} of {len(buckets)}")
+        return buckets[index]
+
+    def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        raise InvalidInput("memory is not lent over TCP")
+
+
+class TcpTrainer(TrainerEngine):
+    init_form = TcpTrainerInfo
+
+    def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
+        super().__init__(info, client, source)
+        self.token = info.token or secrets.token_urlsafe(24)
+        self.shelf = Held(info.keep)
+        listening, self.address = listen_tcp(info.host, info.port)
+        self._server = Server(listening, self.token, self.shelf)
+
+    def receivers_info(self) -> dict[str, Any]:
+        return {"address": self.address, "token": self.token}
+
+    def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
+        where = plan(draft.source.specs(), self.info.bucket_nbytes)
+        buckets = [room(nbytes) for nbytes in where.buckets]
+        manifest = draft.seal(where, pack_into(draft.source, where, buckets))
+        self.shelf.add(manifest, buckets)
+        return manifest
+
+    def _outcomes(self, version: int) -> list[Outcome]:
+        return self._server.outcomes(version)
+
+    def _close(self) -> None:
+        self._server.close()
+
+
+class TcpEngine(Engine):
+    trainer = TcpTrainer
+    init_form = TcpInfo
+
+    def __init__(self, receiver: Receiver, **more: Any) -> None:
+        super().__init__(receiver, **more)
+        self._control = Control()
+        self._token = ""
+        self._streams, self._stall_s = NUM_STREAMS, STALL_S
+        self._sources: list[Address] = []
+        self._serving: Server | None = None
+
+    def _connect(self, info: TcpInfo) -> None:
+        self._control.close()
+        self._token, self._streams, self._stall_s = info.token, info.streams, info.stall_s
+        self._control.address = p.address_of(info.address, info.token) if info.address else None
+        if info.address:
+            p.Peer(p.address_of(info.address, info.token), info.timeout_s).close()
+
+    def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
+        manifest = self._control.manifest(info.key, deadline)
+        assert self._control.address is not None
+        self._sources = [self._control.address]
+        return manifest
+
+    def _newest(self, deadline: Deadline) -> Manifest:
+        manifest = self._control.manifest("", deadline)
+        assert self._control.address is not None
+        self._sources = [self._control.address]
+        return manifest
+
+    def join_peers(self, peers: Sequence[str], *, timeout_s: float) -> VersionInfo:
+        """Install the newest version that these replicas (`serve_installed`) have, whether the trainer lives or not.
+
+        Of several epochs, the one that most of them have. `ServiceUnavailable` when none has a version."""
+        addresses = [p.address_of(one, self._token) for one in peers]
+
+        def find(deadline: Deadline) -> Manifest:
+            manifest, self._sources = newest_of(addresses, deadline, self._stall_s)
+            return manifest
+
+        with self._busy:
+            return self._install(find, Deadline(timeout_s))
+
+    def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
+        fetch(manifest, wanted, self._sources * self._streams, self.receiver.stage, deadline, self._stall_s)
+
+    def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
+        self._control.tell(outcome, deadline)
+
+    def serve_installed(self, host: str = "127.0.0.1", port: int = 0, token: str = "") -> str:
+        """Give what is installed, now and later, to other replicas, until `shutdown`; the address to give them.
+
+        A bucket is copied out of the live weights between commits, and checked: weights that were changed since are
+        not sent."""
+        if self._serving is None:
+            self._token = token or self._token
+            listening, self._served_at = listen_tcp(host, port)
+            self._serving = Server(listening, self._token, Installed(self))
+        return self._served_at
+
+    def _close(self) -> None:
+        self._control.close()
+        if self._serving is not None:
+            self._serving.close()
+            self._serving = None
+
+
+class Installed:
+    """The live weights of an engine, packed when asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def _whole(self, key: str) -> Manifest:
+        found = self._engine._whole
+        info = self._engine.receiver.installed()
+        if found is None or info.dirty or (found.version, found.root) != (info.version, info.root):
+            raise gone(key)
+        if key not in ("", key_of(found)):
+            raise gone(key)
+        return found
+
+    def manifest(self, key: str) -> bytes:
+        return self._whole(key).encode()
+
+    def bucket(self, key: str, index: int) -> torch.Tensor:
+        manifest = self._whole(key)
+        if not 0 <= index < len(manifest.buckets):
+            raise InvalidInput(f"bucket {index} of {len(manifest.buckets)}")
+        place = room(manifest.buckets[index])
+        with self._engine.receiver.reading() as live:
+            if live.tag.root != manifest.root:
+                raise gone(key)
+            weights = named_weights(live.module)
+            for spec in manifest.in_bucket(index):
+                source = byte_view(weights[spec.name].detach().contiguous().cpu()).numpy()
+                into = place[spec.offset : spec.offset + spec.nbytes].numpy()
+                if source.nbytes != spec.nbytes or copy_and_digest(into, source) != spec.digest:
+                    raise DigestMismatch(f"{spec.name!r} is not what was installed any more")
+        return place
+
+    def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        raise InvalidInput("memory is not lent over TCP")
