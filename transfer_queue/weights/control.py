@@ -109,7 +109,6 @@ class Control:
         self._checking = threading.Lock()
         self._initialised = False
         self._deadline: float | None = None  # of the open update
-        self._num_parts = 0
         self._abort_reason = ""  # set by an abort while another call runs
         self._named: tuple[_Bytes, str] | None = None  # the label, and what it was given to
         self._naming: tuple[_Bytes, str] | None = None  # what a commit that runs replaces, and the label after it
@@ -133,7 +132,6 @@ class Control:
             self._expect_closed()
             engine.start_weight_update()
             self._deadline = self._clock() + self._update_timeout_s
-            self._num_parts = 0
 
     def start_draft_weight_update(self) -> None:
         """Always `NotSupported`: there is one model."""
@@ -144,7 +142,6 @@ class Control:
         with self._turn() as engine, self._step():
             with _caller_errors("update_info"):
                 engine.update_weights(self._part(update_info))
-            self._num_parts += 1
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Commit, and label what is live now `weight_version` (None: the version's own label, or its number).
@@ -153,10 +150,13 @@ class Control:
         be tried again. Any other error ends it.
         """
         with self._turn() as engine, self._step():
+            before, was_open = self._bytes(), self._is_open()
             if weight_version is not None:
-                self._naming = (self._bytes(), weight_version)
+                self._naming = (before, weight_version)
             engine.finish_weight_update()
-            if weight_version is not None and self._num_parts:
+            # An engine may finish without a commit, when the trainer gave the update up: that gives no label.
+            committed = self._bytes() != before or (was_open and not self._is_open())
+            if weight_version is not None and committed:
                 self._named = (self._bytes(), weight_version)
             self._deadline = None
 
@@ -299,6 +299,9 @@ class Control:
         if self._rank >= len(update_info):
             raise InvalidInput(f"update_info has parts for {len(update_info)} ranks, this is rank {self._rank}")
         return dict(update_info[self._rank])
+
+    def _is_open(self) -> bool:
+        return self._receiver.state in (State.OPEN, State.STAGED, State.READY)
 
     def _bytes(self) -> _Bytes:
         info = self._receiver.installed()
