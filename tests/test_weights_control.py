@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -368,6 +369,8 @@ def test_a_reset_makes_the_receiver_dirty_until_a_whole_version() -> None:
 def test_updates_by_rank() -> None:
     tiny = started(rank=1)
     parts = infos(numbered(1))
+    tiny.control.update_weights({"update_info": parts[0]})  # as vLLM's own methods wrap it
+    tiny.control.update_weights(SimpleNamespace(update_info=parts[0]))  # type: ignore[arg-type]
     for part in parts:
         tiny.control.update_weights([{"for": "another rank"}, part])
     tiny.control.finish_weight_update()

@@ -109,7 +109,7 @@ class Control:
         self._checking = threading.Lock()
         self._initialised = False
         self._deadline: float | None = None  # of the open update
-        self._abort_reason = ""  # set by an abort while another call runs
+        self._abort_reason = ""  # set by an abort that came while another call ran
         self._named: tuple[_Bytes, str] | None = None  # the label, and what it was given to
         self._naming: tuple[_Bytes, str] | None = None  # what a commit that runs replaces, and the label after it
 
@@ -117,11 +117,10 @@ class Control:
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Raises `UpdateInProgress` when an update is open, or what the engine has against `init_info`."""
-        with self._turn() as engine:
+        with self._turn() as engine, _caller_errors("init_info"):
             self._expect_closed()
             self._initialised = False
-            with _caller_errors("init_info"):
-                engine.init_transfer_engine(dict(init_info))
+            engine.init_transfer_engine(dict(_inner(init_info, "init_info")))
             self._initialised = True
 
     def start_weight_update(self) -> None:
@@ -130,7 +129,9 @@ class Control:
             if not self._initialised:
                 raise NotInitialized("the weight transfer engine is not initialised")
             self._expect_closed()
+            self._abort_reason = ""
             engine.start_weight_update()
+            self._expect_wanted()
             self._deadline = self._clock() + self._update_timeout_s
 
     def start_draft_weight_update(self) -> None:
@@ -141,7 +142,7 @@ class Control:
         """Take a part of the update. Any error ends it: the old weights serve on. `NotOpen` without a start."""
         with self._turn() as engine, self._step():
             with _caller_errors("update_info"):
-                engine.update_weights(self._part(update_info))
+                engine.update_weights(self._part(_inner(update_info, "update_info")))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Commit, and label what is live now `weight_version` (None: the version's own label, or its number).
@@ -161,8 +162,8 @@ class Control:
             self._deadline = None
 
     def abort_weight_update(self, reason: str = "somebody asked to") -> bool:
-        """End the open update, also while `update_weights` runs: the old weights serve on. Whether there was one.
-        `UpdateInProgress` when it is being committed."""
+        """End the open update; the old weights serve on. Whether there was one. While another call runs, that or the
+        next one ends with `Aborted`. `UpdateInProgress` when it is being committed."""
         self._receiver.abort(reason)
         if not self._busy.acquire(blocking=False):
             self._abort_reason = reason
@@ -272,11 +273,11 @@ class Control:
         """A step of the open update, which ends with any error."""
         if self._deadline is None:
             raise NotOpen("no weight update is open: start one")
-        self._abort_reason = ""
         try:
+            self._expect_wanted()
             yield
-            if self._abort_reason and self._deadline is not None:
-                raise Aborted(f"the update was aborted: {self._abort_reason}")
+            if self._deadline is not None:
+                self._expect_wanted()
         except BaseException as error:
             if not (isinstance(error, DeadlineExceeded) and self._receiver.state is State.READY):
                 self._drop(repr(error))
@@ -292,6 +293,10 @@ class Control:
     def _expect_closed(self) -> None:
         if self._deadline is not None:
             raise UpdateInProgress("a weight update is open: finish it first")
+
+    def _expect_wanted(self) -> None:
+        if self._abort_reason:
+            raise Aborted(f"the update was aborted: {self._abort_reason}")
 
     def _part(self, update_info: UpdateInfo) -> dict[str, Any]:
         if isinstance(update_info, Mapping):
@@ -320,6 +325,13 @@ class Control:
             yield
         finally:
             self._checking.release()
+
+
+def _inner(info: Any, name: str) -> Any:
+    """vLLM's own methods take the info in a request object, or in a dict with this one key."""
+    if isinstance(info, Mapping) and set(info) == {name}:
+        return info[name]
+    return getattr(info, name, info)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from transfer_queue.errors import (
     AccessDenied,
     CallerError,
     CommitFailed,
+    ConfigError,
     DeadlineExceeded,
     DigestMismatch,
     Incomplete,
@@ -113,6 +114,12 @@ def parse(data: bytes, kind: type[B]) -> B:
         raise Refusal(InvalidInput(str(error)), _param(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refusal(InvalidInput(f"the body is not JSON: {error}"), "body") from None
+
+
+def check_token(token: str) -> None:
+    """`ConfigError` for what no header can carry unchanged."""
+    if not (token.isascii() and token.isprintable() and token == token.strip()):
+        raise ConfigError("a token has printable ASCII characters, and no spaces at its ends")
 
 
 def flag(text: str | None, default: bool, name: str) -> bool:

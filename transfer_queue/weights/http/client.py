@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,17 +20,21 @@ from transfer_queue.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidInput,
+    NotInitialized,
     NotOpen,
     NotSupported,
     ProtocolError,
     ServiceUnavailable,
     TransferQueueError,
+    UpdateInProgress,
     error_from_code,
 )
 from transfer_queue.weights.checker import Comparison
 from transfer_queue.weights.control import UpdateInfo
 from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.http.bodies import check_token
 
+_REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenied)
 MAX_ANSWER_NBYTES = 256 << 20  # checksums of a million tensors
 TIMEOUT_S = 300.0
 ABORT_TIMEOUT_S = 10.0
@@ -44,8 +49,8 @@ _BY_STATUS: dict[int, type[TransferQueueError]] = {
 class WeightSyncClient:
     """Calls one server, or all of several at the same time. Every call ends within `timeout_s`.
 
-    With several, a call that fails anywhere raises the first server's error, naming each; `failures` then has them by
-    URL, and the other servers have done it. An update that fails on one of them is aborted on all. `token` is sent to
+    With several, a call that fails anywhere raises the first server's error, naming each, and the other servers have
+    done it; `failures` has the errors by URL. A `start` or `update` that fails on one of them is aborted on all. `token` is sent to
     every server ("": none; vLLM wants none, or its API key). Raises the typed errors of our servers; for vLLM's,
     `InternalError` where it answers 500, and `NotSupported` for routes that its version does not have. Thread-safe
     but for `failures`.
@@ -56,6 +61,7 @@ class WeightSyncClient:
         found = [urls] if isinstance(urls, str) else list(urls)
         if not found or len(set(found)) != len(found):
             raise ConfigError(f"urls of different servers are needed, not {found}")
+        check_token(token)
         self._peers = [_Peer.of(url, token) for url in found]
         self._timeout_s = timeout_s
 
@@ -144,12 +150,12 @@ class WeightSyncClient:
         try:
             self._post(path, body)
         except TransferQueueError:
-            failures, started = self.failures, path != "/start_weight_update"
-            peers = [peer for peer in self._peers if started or peer.url not in failures]
-            for peer in peers if len(self._peers) > 1 else []:
-                with suppress(TransferQueueError):
-                    peer.optional("/tqw/abort_weight_update", ABORT_TIMEOUT_S)
-            self.failures = failures
+            failures = self.failures
+            for peer in self._peers:
+                # A server that refused has no update of ours: one that is open there is somebody else's.
+                if not isinstance(failures.get(peer.url), _REFUSED):
+                    with suppress(TransferQueueError):
+                        peer.optional("/tqw/abort_weight_update", min(self._timeout_s, ABORT_TIMEOUT_S))
             raise
 
     def _post(self, path: str, body: Answer | None = None) -> None:
@@ -171,8 +177,6 @@ class WeightSyncClient:
     def _all(self, ask: Callable[[_Peer], T]) -> dict[str, T]:
         found: dict[str, T] = {}
         self.failures = {}
-        if len(self._peers) == 1:
-            return {self._peers[0].url: ask(self._peers[0])}
         with ThreadPoolExecutor(len(self._peers), thread_name_prefix="tq-weights-client") as threads:
             calls = {peer.url: threads.submit(ask, peer) for peer in self._peers}
             for url, call in calls.items():
@@ -181,6 +185,8 @@ class WeightSyncClient:
                 except TransferQueueError as error:
                     self.failures[url] = error
         if self.failures:
+            if len(self._peers) == 1:
+                raise self.failures[self._peers[0].url]
             said = "; ".join(f"{url}: {error}" for url, error in self.failures.items())
             first = next(iter(self.failures.values()))
             raise type(first)(f"{len(self.failures)} of {len(self._peers)} servers: {said}")
@@ -222,31 +228,42 @@ class _Peer(NamedTuple):
         kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
         link = kind(self.host, self.port, timeout=timeout_s)
         late = threading.Event()
-        timer = threading.Timer(timeout_s, _cut, (link, late))
-        timer.start()
         try:
-            link.request(method, self.prefix + path, data, headers)
-            response = link.getresponse()
-            text = response.read(MAX_ANSWER_NBYTES + 1)
+            status, text = _exchange(link, method, self.prefix + path, data, headers, timeout_s, late)
         except (OSError, http.client.HTTPException) as error:
-            if late.is_set() or isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"{self.url}{path}: no answer within {timeout_s} s") from None
-            raise ServiceUnavailable(f"{self.url}{path}: {error!r}") from None
+            if not late.is_set() and not isinstance(error, TimeoutError):
+                raise ServiceUnavailable(f"{self.url}{path}: {error!r}") from None
+            late.set()
         finally:
-            timer.cancel()
-            timer.join()
             link.close()
         if late.is_set():
             raise DeadlineExceeded(f"{self.url}{path}: no answer within {timeout_s} s")
-        return _read(response.status, text, path)
+        return _read(status, text, path)
 
 
-def _cut(link: http.client.HTTPConnection, late: threading.Event) -> None:
-    """The socket's own timeout is one for each read: a peer that drips bytes would never meet it."""
+def _exchange(
+    link: http.client.HTTPConnection, method: str, path: str, data: str | None, headers: dict[str, str],
+    timeout_s: float, late: threading.Event,
+) -> tuple[int, bytes]:  # fmt: skip
+    """Status and body. The socket's own timeout is one for each read, which a peer that drips bytes never meets: a timer
+    sets `late` and ends the connection."""
+    deadline = time.monotonic() + timeout_s
+    link.connect()
+    timer = threading.Timer(deadline - time.monotonic(), _cut, (link.sock, late))
+    timer.start()
+    try:
+        link.request(method, path, data, headers)
+        with link.getresponse() as response:
+            return response.status, response.read(MAX_ANSWER_NBYTES + 1)
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _cut(sock: socket.socket, late: threading.Event) -> None:
     late.set()
     with suppress(OSError):
-        if link.sock is not None:
-            link.sock.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _read(status: int, text: bytes, path: str) -> Answer:

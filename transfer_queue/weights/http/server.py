@@ -41,6 +41,7 @@ def control_app(
     Every request needs `Authorization: Bearer <token>`; "" lets everybody in. A call that has no answer within
     `call_timeout_s` gets 504 and may still take effect. Blocking work runs in threads.
     """
+    bodies.check_token(token)
     routes = _Routes(control if isinstance(control, AsyncControl) else AsyncControl(control), max_body_nbytes,
                      body_timeout_s, call_timeout_s)  # fmt: skip
     return Starlette(
