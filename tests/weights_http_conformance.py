@@ -30,16 +30,18 @@ class Said(NamedTuple):
 
 class Subject:
     """The server under test. `make(n)` gives the parts of an update to version n, each higher than the one before;
-    `bad(n)` updates that must be refused, by name; `generate(num_steps, request_id)` blocks until the answer."""
+    `bad(n)` updates that must be refused, by name; `generate(num_steps, request_id)` blocks until
+    the answer; `num_running` requests are within, `num_steps` were made since the server began."""
 
     def __init__(
         self, url: str, token: str, init_info: dict[str, Any], make: Callable[[int], Update],
         bad: Callable[[int], dict[str, Update]], generate: Callable[[int, str], Said], num_running: Callable[[], int],
-        *, typed: bool = True, may_reset: bool = True, world_size: tuple[int, int] = (6, 2), steps: int = 300,
+        num_steps: Callable[[], int], *, typed: bool = True, may_reset: bool = True, world_size: tuple[int, int] = (6, 2), steps: int = 600,
         long: int = 100_000,
     ) -> None:  # fmt: skip
         self.url, self.token, self.init_info = url, token, init_info
-        self.make, self.bad, self.generate, self.num_running = make, bad, generate, num_running
+        self.make, self.bad, self.generate = make, bad, generate
+        self.num_running, self.num_steps = num_running, num_steps
         self.typed, self.may_reset, self.world_size = typed, may_reset, world_size
         self.steps, self.long = steps, long  # of a request that a pause can meet, and of one that somebody has to end
         self.numbers = itertools.count(1)
@@ -203,16 +205,22 @@ def malformed_requests_are_400(subject: Subject) -> None:
 
 def keep_freezes_requests_and_they_go_on_with_new_weights(subject: Subject) -> None:
     old = subject.install()
+    begin = subject.num_steps()
     load = Load(subject, subject.steps)
+    until(lambda: subject.num_steps() > begin + 5, "steps with the old weights")
     assert subject.good("POST", "/pause?mode=keep") == {"status": "paused"}
     assert subject.good("GET", "/is_paused") == {"is_paused": True}
+    frozen = subject.num_steps()
     with ThreadPoolExecutor(1) as threads:
         queued = threads.submit(subject.generate, 2, "")
         new = subject.install()
         assert not queued.done()
+        assert subject.num_steps() == frozen
         assert subject.good("POST", "/resume") == {"status": "resumed"}
         assert queued.result(30) == Said(200, "length", [new, new])
-    for said in load.ends():
+    found = load.ends()
+    assert any(old in said.versions for said in found)
+    for said in found:
         assert (said.status, said.reason, len(said.versions)) == (200, "length", subject.steps)
         assert said.versions == sorted(said.versions)
         assert set(said.versions) <= {old, new}

@@ -80,11 +80,35 @@ def numbered(version: int, weights: dict[str, torch.Tensor] | None = None) -> Ve
     return full(weights or filled(version), version, bucket_nbytes=2048)
 
 
+def faults(number: int) -> dict[str, list[dict[str, Any]]]:
+    """Updates to version `number` that must be refused, by name."""
+    good = infos(numbered(number))
+    weights = filled(number)
+    renamed = {("ghost" if name == "0.bias" else name): tensor for name, tensor in weights.items()}
+    damaged = bytearray(base64.b64decode(good[0]["buckets"]["0"]))
+    damaged[5] ^= 1
+    return {
+        "unknown tensor": infos(numbered(number, renamed)),
+        "other shape": infos(numbered(number, {**weights, "0.bias": weights["0.weight"]})),
+        "old version": infos(numbered(0)),
+        "half of it": good[:1],
+        "damaged": [{**good[0], "buckets": {"0": base64.b64encode(damaged).decode()}}, *good[1:]],
+        "no manifest": [{"buckets": {}}],
+        "odd types": [{"manifest": 3, "buckets": []}],
+    }
+
+
+def address(url: str) -> tuple[str, int]:
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
 class TinyServer:
     """Generates by looking at the weights, a step at a time: what it "says" is which values it saw in them."""
 
     def __init__(self, **more: Any) -> None:
         self.gate = Gate()
+        self.num_steps = 0
         self.receiver = Receiver(InPlace(model()))
         self.control = Control(Inline(self.receiver), self.receiver, generation=self.gate, **more)
 
@@ -97,7 +121,7 @@ class TinyServer:
         return Starlette(routes=routes)
 
     async def health(self, _request: Request) -> JSONResponse:
-        return JSONResponse({"running": self.gate.running})
+        return JSONResponse({"running": self.gate.running, "num_steps": self.num_steps})
 
     async def generate(self, request: Request) -> JSONResponse:
         body = await request.json()
@@ -108,6 +132,7 @@ class TinyServer:
                 while len(said) < body["num_steps"]:
                     async with running.step():
                         said.append(await asyncio.to_thread(self.look))
+                        self.num_steps += 1
         except Aborted:
             reason = "abort"
         except TransferQueueError as error:

@@ -140,9 +140,8 @@ class Control:
 
     def update_weights(self, update_info: UpdateInfo) -> None:
         """Take a part of the update. Any error ends it: the old weights serve on. `NotOpen` without a start."""
-        with self._turn() as engine, self._step():
-            with _caller_errors("update_info"):
-                engine.update_weights(self._part(_inner(update_info, "update_info")))
+        with self._turn() as engine, self._step(), _caller_errors("update_info"):
+            engine.update_weights(self._part(_inner(update_info, "update_info")))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Commit, and label what is live now `weight_version` (None: the version's own label, or its number).

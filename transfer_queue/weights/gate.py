@@ -150,13 +150,13 @@ class Gate:
                     return
                 waiter = (loop, loop.create_future())
                 self._waiters.append(waiter)
-            try:
-                await asyncio.wait_for(waiter[1], deadline - time.monotonic())
-            except asyncio.TimeoutError:
-                raise DeadlineExceeded(f"generation was frozen for {timeout_s} s") from None
+            try:  # not `wait_for`, which before Python 3.12 loses a cancellation that comes together with the result
+                woken, _ = await asyncio.wait([waiter[1]], timeout=deadline - time.monotonic())
             finally:
                 with self._changed:
                     self._waiters = [one for one in self._waiters if one is not waiter]
+            if not woken:
+                raise DeadlineExceeded(f"generation was frozen for {timeout_s} s")
 
     def end_step(self) -> None:
         with self._changed:

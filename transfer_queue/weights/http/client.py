@@ -50,10 +50,10 @@ class WeightSyncClient:
     """Calls one server, or all of several at the same time. Every call ends within `timeout_s`.
 
     With several, a call that fails anywhere raises the first server's error, naming each, and the other servers have
-    done it; `failures` has the errors by URL. A `start` or `update` that fails on one of them is aborted on all. `token` is sent to
-    every server ("": none; vLLM wants none, or its API key). Raises the typed errors of our servers; for vLLM's,
-    `InternalError` where it answers 500, and `NotSupported` for routes that its version does not have. Thread-safe
-    but for `failures`.
+    done it; `failures` has the errors by URL. A `start` or `update` that fails on one of them is aborted on all.
+    `token` is sent to every server ("": none; vLLM wants none, or its API key). Raises the typed errors of our
+    servers; for vLLM's, `InternalError` where it answers 500, and `NotSupported` for routes that its version does not
+    have. Thread-safe but for `failures`.
     """
 
     def __init__(self, urls: str | Sequence[str], token: str = "", timeout_s: float = TIMEOUT_S) -> None:
@@ -245,8 +245,8 @@ def _exchange(
     link: http.client.HTTPConnection, method: str, path: str, data: str | None, headers: dict[str, str],
     timeout_s: float, late: threading.Event,
 ) -> tuple[int, bytes]:  # fmt: skip
-    """Status and body. The socket's own timeout is one for each read, which a peer that drips bytes never meets: a timer
-    sets `late` and ends the connection."""
+    """Status and body. The socket's own timeout is one for each read, which a peer that drips bytes never meets: a
+    timer sets `late` and ends the connection."""
     deadline = time.monotonic() + timeout_s
     link.connect()
     timer = threading.Timer(deadline - time.monotonic(), _cut, (link.sock, late))
