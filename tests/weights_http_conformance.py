@@ -36,8 +36,9 @@ class Subject:
     def __init__(
         self, url: str, token: str, init_info: dict[str, Any], make: Callable[[int], Update],
         bad: Callable[[int], dict[str, Update]], generate: Callable[[int, str], Said], num_running: Callable[[], int],
-        num_steps: Callable[[], int], *, typed: bool = True, may_reset: bool = True, world_size: tuple[int, int] = (6, 2), steps: int = 600,
-        long: int = 100_000,
+        num_steps: Callable[[], int], *, typed: bool = True, may_reset: bool = True,
+        world_size: tuple[int, int] = (6, 2),
+        steps: int = 600, long: int = 100_000,
     ) -> None:  # fmt: skip
         self.url, self.token, self.init_info = url, token, init_info
         self.make, self.bad, self.generate = make, bad, generate
