@@ -24,6 +24,7 @@
     │   ├── WrongEpoch                 (ValueError)      from a trainer that was replaced, or one that must begin anew
     │   ├── NotOpen                    (RuntimeError)    no update is open, or it has not come this far
     │   ├── UpdateInProgress           (RuntimeError)    another update is open
+    │   ├── NotSupported               (RuntimeError)    this server, or its version, cannot do that
     │   └── ConfigError                (ValueError)      a setting has a bad value
     ├── ServiceError                   the other side failed: try again later or elsewhere
     │   ├── DeadlineExceeded           (TimeoutError)    no answer, or no rows, in time
@@ -35,6 +36,8 @@
     │   ├── DigestMismatch             (ValueError)      bytes of weights were damaged on their way
     │   ├── VersionGone                (RuntimeError)    that version of the weights is not there, or no more
     │   ├── CommitFailed               (RuntimeError)    new weights could not be made live
+    │   ├── GenerationPaused           (RuntimeError)    no new requests are taken until generation is resumed
+    │   ├── Aborted                    (RuntimeError)    ended by a call of somebody else before it was done
     │   ├── AccessDenied               (PermissionError) wrong user, or missing or wrong token
     │   └── ProtocolError              (RuntimeError)    bytes that are not this protocol
     └── InternalError                  (RuntimeError)    a defect of ours: please report it
@@ -196,6 +199,12 @@ class UpdateInProgress(CallerError, RuntimeError):
     code = "update_in_progress"
 
 
+class NotSupported(CallerError, NotImplementedError):
+    """The server was not made, not configured, or is too old for this call. Nothing changed."""
+
+    code = "not_supported"
+
+
 class ConfigError(CallerError, ValueError):
     """A configuration value is of the wrong type or out of range."""
 
@@ -259,6 +268,18 @@ class CommitFailed(ServiceError, RuntimeError):
     then it serves nothing until a version is committed."""
 
     code = "commit_failed"
+
+
+class GenerationPaused(ServiceError, RuntimeError):
+    """Generation is paused and takes no new requests: try again after it was resumed."""
+
+    code = "paused"
+
+
+class Aborted(ServiceError, RuntimeError):
+    """Somebody else's call ended this one before it was done: a request was aborted, a pause overtaken by a resume."""
+
+    code = "aborted"
 
 
 class AccessDenied(ServiceError, PermissionError):

@@ -7,7 +7,8 @@ DeltaSource     a source of the exact differences to an earlier version; Chain s
 Receiver        open(manifest), stage(bucket, bytes)..., verify(), commit(); abort at any time; installed(); reading()
  ├─ Staging     the buckets that arrived, each byte checked; differences applied to copies
  └─ Target      InPlace, Swap, Flip: how verified tensors become the live ones of a module, all or none
-engines         move versions between processes: shm, tcp, disk, collective
+engines         move versions between processes: shm, tcp, disk, collective (`engines.registry`)
+Control         the calls that a trainer may make on a server, over HTTP too (`weights.http`); Gate pauses generation
 A publisher packs and hands buckets to a transport; that calls the receiver; forward passes run in `receiver.reading()`.
 """
 
@@ -18,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transfer_queue.weights.chain import Chain as Chain
+    from transfer_queue.weights.control import Control as Control
+    from transfer_queue.weights.control_async import AsyncControl as AsyncControl
     from transfer_queue.weights.delta import DeltaSource as DeltaSource
+    from transfer_queue.weights.gate import Gate as Gate
     from transfer_queue.weights.manifest import Manifest as Manifest
     from transfer_queue.weights.manifest import TensorSpec as TensorSpec
     from transfer_queue.weights.packing import Packed as Packed
@@ -44,7 +48,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "chain": ("Chain",),
+    "control": ("Control",),
+    "control_async": ("AsyncControl",),
     "delta": ("DeltaSource",),
+    "gate": ("Gate",),
     "manifest": ("Manifest", "TensorSpec"),
     "packing": ("Packed", "Plan", "digests", "pack", "plan", "plan_vllm", "seal", "unpack"),
     "receiver": ("CommitInfo", "Receiver", "State", "VersionInfo"),

@@ -34,6 +34,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.digest import Buffer
 from transfer_queue.weights.manifest import Contents, Manifest, root_of
+from transfer_queue.weights.sources import named_weights
 from transfer_queue.weights.staging import Staging
 from transfer_queue.weights.targets import READ_TIMEOUT_S, Broken, Live, Pause, Target
 
@@ -227,6 +228,23 @@ class Receiver:
             if self._update is not None and self._update.committing:
                 raise UpdateInProgress(f"too late to abort ({reason}): the update is being committed")
             self._update = None
+
+    def scramble(self, timeout_s: float) -> None:
+        """Overwrite the live weights with noise: dirty until a version of all of them is committed. A check that
+        versions replace everything; `UpdateInProgress` when an update is open."""
+        with self._lock:
+            self._expire()
+            if self._update is not None:
+                raise UpdateInProgress(f"version {self._update.manifest.version} is {self._update.state.value}")
+            self._target.scramble(timeout_s)
+            with self._target.inspecting(timeout_s) as module:
+                self._mixed |= set(named_weights(module))
+
+    @contextmanager
+    def inspecting(self, timeout_s: float = READ_TIMEOUT_S) -> Iterator[torch.nn.Module]:
+        """The live module, of which no weight changes within, whatever it holds: to look at, not to serve from."""
+        with self._target.inspecting(timeout_s) as module:
+            yield module
 
     # what may be installed
 

@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 import torch
 
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
-from transfer_queue.errors import CommitFailed, DeadlineExceeded, Incomplete, InvalidInput, ShapeMismatch, UnknownTensor
+from transfer_queue.errors import (
+    CommitFailed,
+    DeadlineExceeded,
+    Incomplete,
+    InvalidInput,
+    NotSupported,
+    ShapeMismatch,
+    UnknownTensor,
+)
 from transfer_queue.weights.lock import SharedLock
 from transfer_queue.weights.manifest import Contents
 from transfer_queue.weights.room import copies, write
@@ -79,6 +87,15 @@ class Target(ABC):
     def exclusive(self, timeout_s: float) -> AbstractContextManager[float]:
         """Within it nobody reads."""
 
+    @abstractmethod
+    def scramble(self, timeout_s: float) -> None:
+        """Overwrite the live weights with noise; they are `broken` then. `NotSupported` where a commit may not write
+        all of them."""
+
+    @abstractmethod
+    def inspecting(self, timeout_s: float) -> AbstractContextManager[torch.nn.Module]:
+        """The live module, for a look at weights that do not change meanwhile and may be a mixture."""
+
 
 class _ModuleTarget(Target):
     """What the modes share: one lock, and names resolved against the module.
@@ -124,6 +141,19 @@ class _ModuleTarget(Target):
 
     def exclusive(self, timeout_s: float) -> AbstractContextManager[float]:
         return self._lock.writing(timeout_s)
+
+    def scramble(self, timeout_s: float) -> None:
+        with self.exclusive(timeout_s):
+            self.broken = True
+            for tensor in named_weights(self._module).values():
+                top = 2 if tensor.dtype is torch.bool else 256
+                noise = torch.randint(top, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8)
+                _write(tensor.detach(), noise.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
+
+    @contextmanager
+    def inspecting(self, timeout_s: float) -> Iterator[torch.nn.Module]:
+        with self._lock.reading(timeout_s):
+            yield self._module
 
 
 class InPlace(_ModuleTarget):
@@ -263,6 +293,14 @@ class Flip(_ModuleTarget):
             self._module, self._spare, self.tag = self._spare, self._module, tag
         self._behind = set(prepared)
         return Pause(time.monotonic() - start, 0.0)
+
+    def scramble(self, timeout_s: float) -> None:
+        raise NotSupported("two modules in turn: the next version may be one that changes little of the other module")
+
+    @contextmanager
+    def inspecting(self, timeout_s: float) -> Iterator[torch.nn.Module]:
+        with self._reading(timeout_s) as live:
+            yield live.module
 
     @contextmanager
     def _reading(self, timeout_s: float) -> Iterator[Live]:

@@ -1,0 +1,292 @@
+"""Drives inference servers over HTTP: ours, and vLLM's (development mode). It has the methods of vLLM's
+`VLLMWeightSyncClient`, so a vLLM trainer engine takes it, and those for pauses, versions and checks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+from transfer_queue.errors import (
+    AccessDenied,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidInput,
+    NotInitialized,
+    NotOpen,
+    NotSupported,
+    ProtocolError,
+    ServiceUnavailable,
+    TransferQueueError,
+    UpdateInProgress,
+    error_from_code,
+)
+from transfer_queue.weights.checker import Comparison
+from transfer_queue.weights.control import UpdateInfo
+from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.http.bodies import check_token
+
+_REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenied)
+MAX_ANSWER_NBYTES = 256 << 20  # checksums of a million tensors
+TIMEOUT_S = 300.0
+ABORT_TIMEOUT_S = 10.0
+T = TypeVar("T")
+Answer = dict[str, Any]
+_BY_STATUS: dict[int, type[TransferQueueError]] = {
+    401: AccessDenied, 403: AccessDenied, 404: NotSupported, 405: NotSupported, 408: DeadlineExceeded, 409: NotOpen,
+    500: InternalError, 501: NotSupported, 502: ServiceUnavailable, 503: ServiceUnavailable, 504: DeadlineExceeded,
+}  # fmt: skip
+
+
+class WeightSyncClient:
+    """Calls one server, or all of several at the same time. Every call ends within `timeout_s`.
+
+    With several, a call that fails anywhere raises the first server's error, naming each, and the other servers have
+    done it; `failures` has the errors by URL. A `start` or `update` that fails on one of them is aborted on all.
+    `token` is sent to every server ("": none; vLLM wants none, or its API key). Raises the typed errors of our
+    servers; for vLLM's, `InternalError` where it answers 500, and `NotSupported` for routes that its version does not
+    have. Thread-safe but for `failures`.
+    """
+
+    def __init__(self, urls: str | Sequence[str], token: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        self.failures: dict[str, TransferQueueError] = {}
+        found = [urls] if isinstance(urls, str) else list(urls)
+        if not found or len(set(found)) != len(found):
+            raise ConfigError(f"urls of different servers are needed, not {found}")
+        check_token(token)
+        self._peers = [_Peer.of(url, token) for url in found]
+        self._timeout_s = timeout_s
+
+    # updates
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    def start_weight_update(self) -> None:
+        self._in_update("/start_weight_update")
+
+    def update_weights(self, update_info: UpdateInfo) -> None:
+        """The same for every server; a list has one part for each rank."""
+        self._in_update("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Commit. When that fails on some servers, the others have the new weights: see `failures`."""
+        self._post("/finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
+
+    def abort_weight_update(self) -> None:
+        """End the open update. Servers without the route (vLLM) are left as they are."""
+        self._all(lambda peer: peer.optional("/tqw/abort_weight_update", min(self._timeout_s, ABORT_TIMEOUT_S)))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Servers without the route (vLLM before 0.32) are left as they are."""
+        self._all(lambda peer: peer.optional("/shutdown_weight_transfer_engine", self._timeout_s))
+
+    # versions and checks
+
+    def get_weight_version(self) -> str:
+        """The label that all have. `InvalidInput` when they differ: ask `get_weight_versions`."""
+        found = self.get_weight_versions()
+        if len(set(found.values())) > 1:
+            raise InvalidInput(f"the servers have different versions: {found}")
+        return next(iter(found.values()))
+
+    def get_weight_versions(self) -> dict[str, str]:
+        """Labels by URL."""
+        return self._get("/weight_info", lambda answer: str(answer["weight_version"]))
+
+    def update_weight_version(self, new_version: str) -> None:
+        self._post("/update_weight_version", {"new_version": new_version})
+
+    def compute_weight_checksums(self) -> dict[str, dict[str, str]]:
+        """SHA-256 of every tensor, by URL."""
+        body = {"action": "checksum"}
+        return self._ask("POST", "/weight_checker", body, lambda answer: dict(answer["checksums"]))
+
+    def reset_weights(self) -> None:
+        self._post("/weight_checker", {"action": "reset"})
+
+    def compare_weights(self, baseline: Mapping[str, str]) -> dict[str, Comparison]:
+        """By URL."""
+        body = {"action": "compare", "baseline": dict(baseline)}
+        return self._ask("POST", "/weight_checker", body, lambda found: Comparison(found["match"], found["mismatches"]))
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Of all servers together."""
+        path = f"/get_world_size?include_dp={str(include_dp).lower()}"
+        return sum(self._get(path, lambda answer: int(answer["world_size"])).values())
+
+    def status(self) -> dict[str, Answer]:
+        """What our servers say about themselves, by URL. `NotSupported` by vLLM."""
+        return self._get("/tqw/status", lambda answer: answer)
+
+    # generation
+
+    def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> None:
+        self._post("/pause?" + urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()}))
+
+    def resume_generation(self) -> None:
+        self._post("/resume")
+
+    def is_paused(self) -> bool:
+        """Whether all are."""
+        return all(self._get("/is_paused", lambda answer: bool(answer["is_paused"])).values())
+
+    def abort_requests(self, request_ids: Collection[str] = ()) -> int:
+        """End these requests (none given: all) wherever they run; how many."""
+        body = {"request_ids": list(request_ids)} if request_ids else {}
+        return sum(self._ask("POST", "/abort_requests", body, lambda answer: int(answer["aborted"])).values())
+
+    # calls
+
+    def _in_update(self, path: str, body: Answer | None = None) -> None:
+        try:
+            self._post(path, body)
+        except TransferQueueError:
+            failures = self.failures
+            for peer in self._peers:
+                # A server that refused has no update of ours: one that is open there is somebody else's.
+                if not isinstance(failures.get(peer.url), _REFUSED):
+                    with suppress(TransferQueueError):
+                        peer.optional("/tqw/abort_weight_update", min(self._timeout_s, ABORT_TIMEOUT_S))
+            raise
+
+    def _post(self, path: str, body: Answer | None = None) -> None:
+        self._ask("POST", path, body, lambda _: None)
+
+    def _get(self, path: str, take: Callable[[Answer], T]) -> dict[str, T]:
+        return self._ask("GET", path, None, take)
+
+    def _ask(self, method: str, path: str, body: Answer | None, take: Callable[[Answer], T]) -> dict[str, T]:
+        def ask(peer: _Peer) -> T:
+            answer = peer.call(method, path, body, self._timeout_s)
+            try:
+                return take(answer)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ProtocolError(f"{path} was answered with {str(answer)[:200]}: {error!r}") from None
+
+        return self._all(ask)
+
+    def _all(self, ask: Callable[[_Peer], T]) -> dict[str, T]:
+        found: dict[str, T] = {}
+        self.failures = {}
+        with ThreadPoolExecutor(len(self._peers), thread_name_prefix="tq-weights-client") as threads:
+            calls = {peer.url: threads.submit(ask, peer) for peer in self._peers}
+            for url, call in calls.items():
+                try:
+                    found[url] = call.result()
+                except TransferQueueError as error:
+                    self.failures[url] = error
+        if self.failures:
+            if len(self._peers) == 1:
+                raise self.failures[self._peers[0].url]
+            said = "; ".join(f"{url}: {error}" for url, error in self.failures.items())
+            first = next(iter(self.failures.values()))
+            raise type(first)(f"{len(self.failures)} of {len(self._peers)} servers: {said}")
+        return found
+
+
+class _Peer(NamedTuple):
+    url: str
+    host: str
+    port: int
+    secure: bool
+    prefix: str
+    token: str
+
+    @staticmethod
+    def of(url: str, token: str) -> _Peer:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is not the URL of a server")
+        secure = parts.scheme == "https"
+        return _Peer(url, parts.hostname, parts.port or (443 if secure else 80), secure, parts.path.rstrip("/"), token)
+
+    def optional(self, path: str, timeout_s: float) -> None:
+        """POST to a route that the server need not have."""
+        with suppress(NotSupported):
+            self.call("POST", path, None, timeout_s)
+
+    def call(self, method: str, path: str, body: Answer | None, timeout_s: float) -> Answer:
+        """The JSON object answered with 200. A typed error for everything else; `DeadlineExceeded` in time."""
+        headers = {"Connection": "close"}
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        try:
+            data = None if body is None else json.dumps(body)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"{path}: {error}") from None
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        link = kind(self.host, self.port, timeout=timeout_s)
+        late = threading.Event()
+        try:
+            status, text = _exchange(link, method, self.prefix + path, data, headers, timeout_s, late)
+        except (OSError, http.client.HTTPException) as error:
+            if not late.is_set() and not isinstance(error, TimeoutError):
+                raise ServiceUnavailable(f"{self.url}{path}: {error!r}") from None
+            late.set()
+        finally:
+            link.close()
+        if late.is_set():
+            raise DeadlineExceeded(f"{self.url}{path}: no answer within {timeout_s} s")
+        return _read(status, text, path)
+
+
+def _exchange(
+    link: http.client.HTTPConnection, method: str, path: str, data: str | None, headers: dict[str, str],
+    timeout_s: float, late: threading.Event,
+) -> tuple[int, bytes]:  # fmt: skip
+    """Status and body. The socket's own timeout is one for each read, which a peer that drips bytes never meets: a
+    timer sets `late` and ends the connection."""
+    deadline = time.monotonic() + timeout_s
+    link.connect()
+    timer = threading.Timer(deadline - time.monotonic(), _cut, (link.sock, late))
+    timer.start()
+    try:
+        link.request(method, path, data, headers)
+        with link.getresponse() as response:
+            return response.status, response.read(MAX_ANSWER_NBYTES + 1)
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _cut(sock: socket.socket, late: threading.Event) -> None:
+    late.set()
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _read(status: int, text: bytes, path: str) -> Answer:
+    if len(text) > MAX_ANSWER_NBYTES:
+        raise ProtocolError(f"{path}: an answer of more than {MAX_ANSWER_NBYTES} bytes")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = text.decode(errors="replace")[:2000]
+    if status == 200 and isinstance(found, dict):
+        return found
+    if status == 200:
+        raise ProtocolError(f"{path}: the answer is no JSON object")
+    raise _error(status, found, path)
+
+
+def _error(status: int, found: Any, path: str) -> TransferQueueError:
+    """What a refusal says: in our envelope with a `reason`, in vLLM's, in older ones, or in plain text."""
+    inner = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
+    message = inner.get("message", inner) if isinstance(inner, dict) else inner
+    reason = inner.get("reason") if isinstance(inner, dict) else None
+    said = f"{path}: {message}" if message else f"{path}: {status}"
+    if isinstance(reason, str) and reason and status not in (404, 405):
+        return error_from_code(reason, said)
+    kind = _BY_STATUS.get(status, InvalidInput if 400 <= status < 500 else InternalError)
+    return kind(f"{said} ({status})")

@@ -1,0 +1,115 @@
+"""The control surface on a port of its own, served by a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from transfer_queue.errors import ConfigError, DeadlineExceeded
+from transfer_queue.weights.control import Control
+from transfer_queue.weights.control_async import AsyncControl
+from transfer_queue.weights.http.server import control_app
+from transfer_queue.wire.address import token_from_environment
+
+LOOPBACK = "127.0.0.1"
+HEAD_TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 64
+STOP_TIMEOUT_S = 5.0
+
+
+class HttpServer:
+    """A running server: `url`, and the `token` it asks for. `close` it, or use it as a context."""
+
+    def __init__(self, app: Any, host: str, port: int, token: str) -> None:
+        self.token = token
+        self._socket = _listen(host, port)
+        bound = self._socket.getsockname()
+        self.url = f"http://[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"http://{bound[0]}:{bound[1]}"
+        config = uvicorn.Config(
+            app, http=_PatientHttp, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
+            headers=[("Connection", "close")],
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="tq-weights-http", daemon=True)
+        self._thread.start()
+        self._wait()
+
+    def close(self) -> None:
+        """Stop taking requests, give the running ones a few seconds, and end. May be repeated."""
+        self._server.should_exit = True
+        self._thread.join(2 * STOP_TIMEOUT_S)
+        self._socket.close()
+
+    def __enter__(self) -> HttpServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve([self._socket]))
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while not self._server.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                self.close()
+                raise DeadlineExceeded(f"the server did not start within {STOP_TIMEOUT_S} s")
+            time.sleep(0.001)
+
+
+def serve(
+    control: Control | AsyncControl, host: str = LOOPBACK, port: int = 0, token: str | None = None, **limits: Any
+) -> HttpServer:
+    """Serve until `close` (port 0: any free one). `limits` are those of `control_app`.
+
+    `token` None: the one of the environment (`TQ_TOKEN`, `TQ_TOKEN_FILE`), or a random one. "": none, on the loopback
+    interface only. `ConfigError` when it cannot listen there.
+    """
+    if token is None:
+        token = token_from_environment() or secrets.token_urlsafe(32)
+    if not token and not _is_loopback(host):
+        raise ConfigError(f"{host} can be reached by others: serving there needs a token")
+    return HttpServer(control_app(control, token, **limits), host, port, token)
+
+
+class _PatientHttp(H11Protocol):
+    """uvicorn waits for a request's head for ever; here it has `HEAD_TIMEOUT_S`. One request per connection."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self._expect_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._patience.cancel()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        begun: Any = self.cycle  # None until there is a request, whatever uvicorn's annotation says
+        if begun is None:
+            self.transport.abort()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
