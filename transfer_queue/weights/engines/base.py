@@ -45,6 +45,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
+    """`replica`: what a fleet calls this server; its outcomes carry it."""
+
+    replica: str = ""
     timeout_s: float = INIT_TIMEOUT_S
 
 
@@ -63,6 +66,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """How an update went at one replica. `code` and `text` describe the fault, "" when there was none."""
 
     rank: int
+    replica: str = ""
     version: int | None = None
     epoch: str = ""
     installed: bool = False
@@ -92,6 +96,7 @@ class Engine(ABC):
         self.receiver = receiver
         self.rank = rank
         self.outcome = Outcome(rank)
+        self._replica = ""
         self._records = on_fault == "record"
         self._busy = threading.Lock()
         self._started = False
@@ -104,12 +109,14 @@ class Engine(ABC):
     def init_transfer_engine(self, init_info: Info) -> None:
         """Meet the trainer. May be repeated, also with another trainer."""
         with self._busy, self._fault():
-            self._connect(parse(init_info, self.init_form))
+            info = parse(init_info, self.init_form)
+            self._replica = info.replica
+            self._connect(info)
 
     def start_weight_update(self) -> None:
         with self._busy, self._fault():
             self._drop("another update started")
-            self.outcome = Outcome(self.rank)
+            self.outcome = Outcome(self.rank, self._replica)
             self._started = True
 
     def update_weights(self, update_info: Info) -> None:
@@ -216,7 +223,7 @@ class Engine(ABC):
 
     def _commit(self, manifest: Manifest, deadline: Deadline) -> None:
         self.receiver.commit(deadline.left())
-        self.outcome = Outcome(self.rank, manifest.version, manifest.epoch, True)
+        self.outcome = replace(self.outcome, version=manifest.version, epoch=manifest.epoch, installed=True)
         self._whole = whole_of(self._whole, manifest)
         self._started, self._deadline, self._manifest = False, None, None
         self._ended()

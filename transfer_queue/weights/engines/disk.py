@@ -1,7 +1,7 @@
 """One folder per version, as safetensors loaders read it, on a file system that trainer and receivers share.
 
     v000000000007-EPOCH/  model-00001-of-00003.safetensors ..., model.safetensors.index.json, manifest.json, lease
-    LATEST                the newest one's name
+    LATEST                the name of the newest one that every receiver verified
 
 A version is written to a folder called `.tmp-...`, synced, and renamed: it is there whole or not at all. Readers hold a
 shared lock on `lease` (flock(2)); versions beyond `keep` are deleted once nobody holds theirs.
@@ -122,9 +122,14 @@ class DiskTrainer(TrainerEngine):
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
         self._sync(self.root)
-        self._point(final.name)
-        _retain(self.root, self.info.keep)
         return manifest
+
+    def _decide(self, manifest: Manifest) -> None:
+        self._point(self.folder_of(manifest.version).name)
+        _retain(self.root, self.info.keep)
+
+    def _withdraw(self, manifest: Manifest) -> None:
+        _remove(self.folder_of(manifest.version))
 
     def _write(self, draft: Draft, folder: Path, deadline: Deadline) -> Manifest:
         where = plan(draft.source.specs(), self.info.bucket_nbytes, align=1)

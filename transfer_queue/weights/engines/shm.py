@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailabl
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
 from transfer_queue.weights.engines.fetching import Control
-from transfer_queue.weights.engines.serving import Server, gone, listen_unix
+from transfer_queue.weights.engines.serving import Server, Versions, listen_unix
 from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
@@ -84,15 +83,11 @@ class Memory:
         os.close(self.fd)
 
 
-class Ring:
+class Ring(Versions[Memory]):
     """Versions in memory, and memory to be written next."""
 
     def __init__(self, keep: int) -> None:
-        if keep < 1:
-            raise InvalidInput(f"{keep} versions to keep")
-        self._keep = keep
-        self._lock = threading.Lock()
-        self._held: dict[str, tuple[bytes, Memory]] = {}
+        super().__init__(keep)
         self._idle: list[Memory] = []  # nobody may fetch them any more; some may be lent still
 
     def take(self, nbytes: int) -> Memory:
@@ -106,39 +101,19 @@ class Ring:
                 return fits[0]
         return Memory(nbytes)
 
-    def add(self, manifest: Manifest, memory: Memory) -> None:
+    def put_back(self, memories: list[Memory]) -> None:
+        """Let go of idle memory beyond as much as is kept; what is lent lives on with its borrowers."""
         with self._lock:
-            self._held[key_of(manifest)] = (manifest.encode(), memory)
-            for key in list(self._held)[: -self._keep]:
-                self._idle.append(self._held.pop(key)[1])
-            self._trim(self._keep)
-
-    def put_back(self, memory: Memory) -> None:
-        """`take`n, and not used."""
-        with self._lock:
-            self._idle.append(memory)
-
-    def _trim(self, num_kept: int) -> None:
-        """Let go of idle memory beyond `num_kept`; what is lent lives on with its borrowers."""
-        while len(self._idle) > num_kept:
-            self._idle.pop(0).close()
-
-    def _find(self, key: str) -> tuple[bytes, Memory]:
-        found = self._held.get(key or next(reversed(self._held), ""))
-        if found is None:
-            raise gone(key)
-        return found
-
-    def manifest(self, key: str) -> bytes:
-        with self._lock:
-            return self._find(key)[0]
+            self._idle += memories
+            while len(self._idle) > self._keep:
+                self._idle.pop(0).close()
 
     def bucket(self, key: str, index: int) -> bytes:
         raise InvalidInput("shared memory is lent, not sent")
 
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        memory = self.content(key)
         with self._lock:
-            memory = self._find(key)[1]
             memory.num_borrowers += 1
             return memory.fd, lambda: self._returned(memory)
 
@@ -147,15 +122,14 @@ class Ring:
             memory.num_borrowers -= 1
 
     def close(self) -> None:
-        with self._lock:
-            for _, memory in self._held.values():
-                memory.close()
-            self._held.clear()
-            self._trim(0)
+        for memory in self.clear() + self._idle:
+            memory.close()
+        self._idle.clear()
 
 
 class ShmTrainer(TrainerEngine):
     init_form = ShmTrainerInfo
+    hears = True
 
     def __init__(self, info: ShmTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
@@ -176,13 +150,19 @@ class ShmTrainer(TrainerEngine):
             places = [memory.data[at : at + size] for at, size in zip(starts, where.buckets, strict=False)]
             manifest = draft.seal(where, pack_into(draft.source, where, places))
         except BaseException:
-            self.shelf.put_back(memory)
+            self.shelf.put_back([memory])
             raise
         self.shelf.add(manifest, memory)
         return manifest
 
-    def _outcomes(self, version: int) -> list[Outcome]:
-        return self._server.outcomes(version)
+    def take_outcomes(self, replica: str) -> list[Outcome]:
+        return self._server.take_outcomes(replica)
+
+    def _decide(self, manifest: Manifest) -> None:
+        self.shelf.put_back(self.shelf.decide(manifest))
+
+    def _withdraw(self, manifest: Manifest) -> None:
+        self.shelf.put_back(self.shelf.withdraw(manifest))
 
     def _close(self) -> None:
         self._server.close()

@@ -8,7 +8,6 @@ late buckets are asked for elsewhere. Nobody has to trust a peer's bytes, but wh
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from transfer_queue.weights.digest import byte_view, copy_and_digest
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
 from transfer_queue.weights.engines.fetching import STALL_S, Control, fetch, newest_of
-from transfer_queue.weights.engines.serving import Server, gone, listen_tcp
+from transfer_queue.weights.engines.serving import Server, Versions, gone, listen_tcp
 from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
@@ -51,34 +50,11 @@ class TcpInfo(InitInfo, kw_only=True):
     stall_s: float = STALL_S
 
 
-class Held:
+class Held(Versions[list[torch.Tensor]]):
     """The newest versions, packed, in this process's memory."""
 
-    def __init__(self, keep: int) -> None:
-        if keep < 1:
-            raise InvalidInput(f"{keep} versions to keep")
-        self._keep = keep
-        self._lock = threading.Lock()
-        self._held: dict[str, tuple[bytes, list[torch.Tensor]]] = {}
-
-    def add(self, manifest: Manifest, buckets: list[torch.Tensor]) -> None:
-        with self._lock:
-            self._held[key_of(manifest)] = (manifest.encode(), buckets)
-            for key in list(self._held)[: -self._keep]:
-                del self._held[key]
-
-    def _find(self, key: str) -> tuple[bytes, list[torch.Tensor]]:
-        with self._lock:
-            found = self._held.get(key or next(reversed(self._held), ""))
-        if found is None:
-            raise gone(key)
-        return found
-
-    def manifest(self, key: str) -> bytes:
-        return self._find(key)[0]
-
     def bucket(self, key: str, index: int) -> torch.Tensor:
-        buckets = self._find(key)[1]
+        buckets = self.content(key)
         if not 0 <= index < len(buckets):
             raise InvalidInput(f"bucket {index} of {len(buckets)}")
         return buckets[index]
@@ -89,6 +65,7 @@ class Held:
 
 class TcpTrainer(TrainerEngine):
     init_form = TcpTrainerInfo
+    hears = True
 
     def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
@@ -107,8 +84,14 @@ class TcpTrainer(TrainerEngine):
         self.shelf.add(manifest, buckets)
         return manifest
 
-    def _outcomes(self, version: int) -> list[Outcome]:
-        return self._server.outcomes(version)
+    def take_outcomes(self, replica: str) -> list[Outcome]:
+        return self._server.take_outcomes(replica)
+
+    def _decide(self, manifest: Manifest) -> None:
+        self.shelf.decide(manifest)
+
+    def _withdraw(self, manifest: Manifest) -> None:
+        self.shelf.withdraw(manifest)
 
     def _close(self) -> None:
         self._server.close()

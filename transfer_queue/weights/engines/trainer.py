@@ -8,20 +8,28 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from transfer_queue.errors import InvalidInput, StaleBase, StaleVersion, TransferQueueError, error_from_code
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    StaleBase,
+    StaleVersion,
+    TransferQueueError,
+    VersionGone,
+    error_from_code,
+)
 from transfer_queue.weights.delta import DeltaSource
 from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, Outcome, as_typed, parse
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import BUCKET_NBYTES, Plan, seal
-from transfer_queue.weights.sources import WeightSource
+from transfer_queue.weights.sources import TensorMeta, WeightSource
 
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
 Self = TypeVar("Self", bound="TrainerEngine")
@@ -63,12 +71,31 @@ class SyncReport(msgspec.Struct, frozen=True):
     commit_s: float
 
 
-class Base:
-    """An earlier version with its weights, for differences."""
+class Follower(ABC):
+    """A client that looks after its receivers: it judges what they report, and brings late ones up by itself."""
 
-    def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    @abstractmethod
+    def follow(self, publisher: TrainerEngine) -> None:
+        """The trainer engine whose versions these are."""
+
+
+class Base:
+    """An earlier version with its weights: for differences, and as a source for receivers that lack theirs."""
+
+    def __init__(self, manifest: Manifest, source: WeightSource) -> None:
         self.manifest = manifest
-        self.tensors = tensors
+        self.weights = {name: tensor.clone() for name, tensor in source.tensors()}
+        self._specs = source.specs()
+        self._aliases = source.aliases()
+
+    def specs(self) -> list[TensorMeta]:
+        return self._specs
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights.items()
+
+    def aliases(self) -> dict[str, str]:
+        return self._aliases
 
 
 class Draft:
@@ -78,7 +105,7 @@ class Draft:
         self.version = version
         self.epoch = epoch
         self._base = base
-        self._delta = DeltaSource(base.tensors, base.manifest.root, source) if base else None
+        self._delta = DeltaSource(base.weights, base.manifest.root, source) if base else None
         self.source: WeightSource = self._delta or source
 
     def seal(self, where: Plan, digests: Mapping[str, str]) -> Manifest:
@@ -98,6 +125,7 @@ class TrainerEngine(ABC):
     """Sends the versions of one source, by one thread at a time."""
 
     init_form: ClassVar[type[TrainerInfo]] = TrainerInfo
+    hears: ClassVar[bool] = False  # whether receivers report outcomes
 
     def __init__(self, info: Any, client: Client, source: WeightSource) -> None:
         if info.anchor_every < 1:
@@ -109,6 +137,7 @@ class TrainerEngine(ABC):
         self._source = source
         self._busy = threading.Lock()
         self._base: Base | None = None
+        self._newest: Manifest | None = None  # that was decided
         self._num_deltas = 0
 
     @classmethod
@@ -119,6 +148,8 @@ class TrainerEngine(ABC):
         except OSError as error:
             raise as_typed(error) from error
         try:
+            if isinstance(client, Follower):
+                client.follow(made)
             made._meet(Deadline(made.info.timeout_s))
         except BaseException:
             made.shutdown()
@@ -145,6 +176,30 @@ class TrainerEngine(ABC):
                     raise
                 return self._send(number, None, deadline)
 
+    def catch_up_info(self, timeout_s: float) -> dict[str, Any]:
+        """The `update_info` of the newest version as a full one, for a receiver that has another or none.
+
+        Waits for a version that is being sent. `VersionGone` when there is none; `DeadlineExceeded`.
+        """
+        deadline = Deadline(timeout_s)
+        if not self._busy.acquire(timeout=timeout_s):
+            raise DeadlineExceeded(f"another version was being sent for {timeout_s} s")
+        try:
+            if self._newest is None:
+                raise VersionGone("no version was sent yet")
+            if self._newest.kind == "delta":
+                assert self._base is not None
+                whole = self._publish(Draft(self._base, self._newest.version, self.epoch, None), deadline)
+                self._decide(whole)
+                self._newest = whole
+            return self.update_info(self._newest, deadline)
+        finally:
+            self._busy.release()
+
+    def take_outcomes(self, replica: str) -> list[Outcome]:
+        """What a replica's ranks reported since this was asked last, once each. Without a fleet its name is ""."""
+        return []
+
     def shutdown(self) -> None:
         """Free what the transport holds. Receivers keep their weights. Repeatable."""
         self._base = None
@@ -163,9 +218,13 @@ class TrainerEngine(ABC):
     @abstractmethod
     def _close(self) -> None: ...
 
-    def _outcomes(self, version: int) -> list[Outcome]:
-        """What receivers reported of this version since this was asked last."""
-        return []
+    def _decide(self, manifest: Manifest) -> None:
+        """The receivers have verified it: from now on it is what late ones get."""
+        return
+
+    def _withdraw(self, manifest: Manifest) -> None:
+        """It was given up: nobody is to get it."""
+        return
 
     def _meet(self, deadline: Deadline) -> None:
         self._call(self._client.init_weight_transfer_engine, deadline, self.receivers_info())
@@ -182,16 +241,23 @@ class TrainerEngine(ABC):
         manifest = self._publish(draft, deadline)
         self.version = number
         times.append(time.monotonic())
-        self._base = None  # until all have it
+        earlier, self._base = self._base, None  # until all have it
         try:
             self._call(self._client.start_weight_update, deadline)
             self._lead(manifest, self.update_info(manifest, deadline), deadline)
             self._check_outcomes(number)
+            self._newest = manifest
+            self._decide(manifest)
             times.append(time.monotonic())
             self._call(self._client.finish_weight_update, deadline, str(number))
             self._check_outcomes(number)
         except BaseException as error:
             self._call_off(number)
+            if self._newest is manifest:
+                self._keep(manifest)
+            else:
+                self._withdraw(manifest)
+                self._base = earlier
             if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
                 raise as_typed(error) from error
             raise
@@ -209,11 +275,13 @@ class TrainerEngine(ABC):
 
     def _keep(self, manifest: Manifest) -> None:
         if self.info.anchor_every > 1:
-            self._base = Base(manifest, {name: tensor.clone() for name, tensor in self._source.tensors()})
+            self._base = Base(manifest, self._source)
 
     def _check_outcomes(self, version: int) -> None:
-        for outcome in self._outcomes(version):
-            if outcome.code:
+        if isinstance(self._client, Follower):
+            return
+        for outcome in self.take_outcomes(""):
+            if outcome.code and outcome.version == version:
                 raise error_from_code(outcome.code, f"rank {outcome.rank}: {outcome.text}")
 
     def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:

@@ -1,0 +1,301 @@
+"""Versions to all replicas of a trainer, in two phases: every replica stages and verifies, then all commit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    NotOpen,
+    StaleVersion,
+    TransferQueueError,
+    WrongEpoch,
+)
+from transfer_queue.weights.engines.base import Outcome
+from transfer_queue.weights.engines.trainer import Follower
+from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, gathered
+from transfer_queue.weights.fleet.rounds import Round
+from transfer_queue.weights.fleet.tending import Tending
+from transfer_queue.weights.gate import Mode
+
+CALL_TIMEOUT_S = 30.0
+HEARTBEAT_S = 2.0
+CATCH_UP_TIMEOUT_S = 600.0
+ABORT_S = 1.5  # to tell replicas that an update is off: less than the trainer gives
+
+
+class Publisher(Protocol):
+    """What a fleet needs of the trainer engine for replicas that come late, or missed a version."""
+
+    @property
+    def hears(self) -> bool:
+        """Whether replicas report outcomes to it."""
+
+    def catch_up_info(self, timeout_s: float) -> dict[str, Any]: ...
+
+    def take_outcomes(self, replica: str) -> list[Outcome]: ...
+
+
+class RoundReport(NamedTuple):
+    """`missed`: who was fenced for it, and why. `pause_s`: from the first pause to the last resume."""
+
+    version: int
+    committed: tuple[str, ...]
+    missed: dict[str, str]
+    prepare_s: float
+    commit_s: float
+    pause_s: float
+
+
+class Fleet(Follower):
+    """The client of a trainer engine, for any number of replicas, which join and leave at any time. Thread-safe.
+
+    A version is decided when at least `min_ready` of those that are ready have verified it (None: all of them); those
+    that did not are fenced, and catch up by themselves. Otherwise it is given up, and all serve the old one. `pause`:
+    how generation is paused around the commit (None: not). `fence`: how it is paused at a replica while it is fenced.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, Member] | None = None,
+        *,
+        min_ready: int | None = 1,
+        pause: Mode | None = None,
+        clear_cache: bool = True,
+        fence: Mode | None = "keep",
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        catch_up_timeout_s: float = CATCH_UP_TIMEOUT_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        if min_ready is not None and min_ready < 1:
+            raise InvalidInput(f"at least {min_ready} replicas ready")
+        self.pause, self.clear_cache, self.fence_mode = pause, clear_cache, fence
+        self.call_timeout_s, self.catch_up_timeout_s, self.heartbeat_s = call_timeout_s, catch_up_timeout_s, heartbeat_s
+        self.publisher: Publisher | None = None
+        self.init_info: dict[str, Any] | None = None
+        self.last: RoundReport | None = None
+        self._min_ready = min_ready
+        self._changed = threading.Condition()
+        self._replicas: dict[str, Replica] = {}
+        self._tending: dict[str, Tending] = {}
+        self._newest: Decided | None = None
+        self._past: set[str] = set()
+        self._turn = threading.Lock()  # the trainer's calls, one at a time
+        self._round: Round | None = None
+        for name, member in (members or {}).items():
+            self.join(name, member)
+
+    # members
+
+    def join(self, name: str, member: Member, *, wait_s: float | None = None) -> None:
+        """Add a replica. It is brought to the newest version at once, if there is one; `wait_s`: until it is ready.
+
+        `DeadlineExceeded` when it is not ready by then: it is a member all the same.
+        """
+        with self._changed:
+            if not name or name in self._replicas:
+                raise InvalidInput(f"a replica {name!r} is a member already" if name else "a replica needs a name")
+            replica = self._replicas[name] = Replica(name, member)
+            self._tending[name] = Tending(self, replica)
+        if wait_s is not None:
+            self.wait_ready([name], wait_s)
+
+    def leave(self, name: str) -> None:
+        """Forget a replica, which keeps what it serves. Waits for a call to it to end, `call_timeout_s` at most."""
+        with self._changed:
+            if name not in self._replicas:
+                raise InvalidInput(f"no replica {name!r}")
+            self._replicas.pop(name).left = True
+            tending = self._tending.pop(name)
+            self._changed.notify_all()
+        tending.close(self.call_timeout_s)
+
+    def ready(self) -> list[str]:
+        """Who serves the newest version: where requests may go."""
+        with self._changed:
+            return [name for name, one in self._replicas.items() if one.ready]
+
+    def status(self) -> list[ReplicaStatus]:
+        with self._changed:
+            return [one.status() for one in self._replicas.values()]
+
+    def newest(self) -> Decided | None:
+        """The version that was decided last."""
+        with self._changed:
+            return self._newest
+
+    def wait_ready(self, names: list[str], timeout_s: float) -> None:
+        """Block until these are ready. `DeadlineExceeded` says why they are not."""
+
+        def lacking() -> dict[str, str]:
+            known = self._replicas
+            return {
+                name: known[name].reason if name in known else "no member"
+                for name in names
+                if name not in known or not known[name].ready
+            }
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: not lacking(), timeout_s):
+                raise DeadlineExceeded(f"not ready within {timeout_s} s: {lacking()}")
+
+    def close(self) -> None:
+        """Leave all replicas as they are. Repeatable."""
+        for name in list(self._replicas):
+            self.leave(name)
+
+    # the trainer engine's calls
+
+    def follow(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Introduce the trainer to all, and later to those that join. Raises when none of them took it."""
+        with self._turn:
+            self.init_info = dict(init_info)
+            deadline = Deadline(self.call_timeout_s)
+            failed: dict[Replica, TransferQueueError] = {}
+            members = self._idle()
+            try:
+                for one in members:
+                    try:
+                        one.meet(self.init_info, deadline)
+                    except TransferQueueError as error:
+                        failed[one] = error
+                        self.fence(one, f"it did not meet the trainer: {error}")
+            finally:
+                self._release(members)
+            if members and len(failed) == len(members):
+                raise gathered("nobody met the trainer", failed)
+
+    def start_weight_update(self) -> None:
+        with self._turn:
+            self._end_round()
+            members = [one for one in self._idle() if self._takes_part(one)]
+            self._round = Round(members, self.call_timeout_s)
+            self._round.start(self.publisher)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Phase one. Raises, with nothing decided, when too few have verified the version."""
+        with self._turn:
+            if update_info.get("abort"):
+                self._end_round(update_info)
+                return
+            if self._round is None:
+                raise NotOpen("no update was started")
+            self._check_follows(int(update_info["version"]), str(update_info.get("epoch", "")))
+            self._round.prepare(update_info, self.publisher)
+            with self._changed:
+                num_members = len(self._replicas)
+            wanted = len(self._round.members) if self._min_ready is None else self._min_ready
+            if num_members and len(self._round.prepared) < max(wanted, 1):
+                raise self._round.error(f"{len(self._round.prepared)} of {num_members} replicas have verified it")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Phase two: from here on this is the version. Raises when nobody committed, though some were to."""
+        with self._turn:
+            found = self._round
+            if found is None:
+                return
+            if found.info is None:
+                raise NotOpen("nothing was sent since the update was started")
+            label = weight_version or str(found.info["version"])
+            self._decide(Decided(int(found.info["version"]), str(found.info.get("epoch", "")), label), found)
+            begun = time.monotonic()
+            pause_s = found.commit(label, self.pause, self.clear_cache, self.publisher)
+            self._conclude(found, time.monotonic() - begun, pause_s)
+
+    # steps
+
+    def _idle(self) -> list[Replica]:
+        """The replicas to whom nobody talks, for us alone."""
+        with self._changed:
+            return [one for one in self._replicas.values() if one.busy.acquire(blocking=False)]
+
+    def _takes_part(self, one: Replica) -> bool:
+        with self._changed:
+            takes_part = one.met and (one.ready or self._newest is None)
+        if not takes_part:
+            one.busy.release()
+        return takes_part
+
+    def _release(self, members: list[Replica]) -> None:
+        for one in members:
+            one.busy.release()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _check_follows(self, version: int, epoch: str) -> None:
+        newest = self.newest()
+        if epoch in self._past:
+            raise WrongEpoch(f"epoch {epoch!r} is over")
+        if newest is not None and newest.epoch == epoch and version <= newest.version:
+            raise StaleVersion(f"version {version} does not follow {newest.version}")
+
+    def _decide(self, newest: Decided, found: Round) -> None:
+        """Fence first, so that nobody is sent to the old version while others have the new one."""
+        with self._changed:
+            if self._newest is not None and self._newest.epoch != newest.epoch:
+                self._past.add(self._newest.epoch)
+            self._newest = newest
+            for one in self._replicas.values():
+                if one not in found.prepared:
+                    one.fence(found.reason(one) or f"it missed version {newest.version}")
+            self._changed.notify_all()
+
+    def _conclude(self, found: Round, commit_s: float, pause_s: float) -> None:
+        newest = self._newest
+        assert newest is not None
+        with self._changed:
+            for one in found.prepared:
+                if reason := found.reason(one):
+                    one.fence(reason)
+                elif not one.left:
+                    one.admit(Serving(newest.version, newest.epoch, newest.label))
+            committed = tuple(one.name for one in found.prepared if not found.reason(one))
+            missed = {one.name: one.reason for one in self._replicas.values() if not one.ready}
+        self.last = RoundReport(newest.version, committed, missed, found.prepare_s, commit_s, pause_s)
+        error = found.error("nobody has committed it") if found.prepared and not committed else None
+        self._round = None
+        self._release(found.members)
+        if error is not None:
+            raise error
+
+    def _end_round(self, update_info: dict[str, Any] | None = None) -> None:
+        found, self._round = self._round, None
+        if found is not None:
+            found.abort(update_info or {}, Deadline(ABORT_S))
+            self._release(found.members)
+
+    # the replicas' threads
+
+    def fence(self, one: Replica, reason: str) -> None:
+        with self._changed:
+            one.fence(reason)
+            self._changed.notify_all()
+
+    def admit(self, one: Replica, serving: Serving) -> bool:
+        """Whether what it serves is the newest version still; then it is ready."""
+        with self._changed:
+            if self._newest is None or not serving.is_newest(self._newest):
+                one.serving = serving
+                return False
+            one.admit(serving)
+            self._changed.notify_all()
+            return True
+
+    def rest(self, one: Replica, timeout_s: float, seen: Decided | None) -> None:
+        """Sleep until there is something to do for a replica: another version, a fence, leaving, or the time is up."""
+        was_ready = one.ready
+
+        def wanted() -> bool:
+            changed = self._newest != seen or one.ready != was_ready
+            return one.left or (changed and not one.busy.locked())
+
+        with self._changed:
+            self._changed.wait_for(wanted, timeout_s)

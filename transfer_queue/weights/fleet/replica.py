@@ -1,0 +1,182 @@
+"""One inference server of a fleet, as its trainer sees it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from transfer_queue.errors import NotSupported, ServiceUnavailable, TransferQueueError, error_from_code
+from transfer_queue.weights.engines.base import as_typed
+from transfer_queue.weights.engines.waiting import Call, Deadline
+from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.receiver import VersionInfo
+
+
+class Member(Protocol):
+    """What a server answers: `weights.http.WeightSyncClient` with one URL, or a `Control` of this process.
+
+    Without `status` (vLLM: `NotSupported`) the label tells the versions apart.
+    """
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> object: ...
+
+    def start_weight_update(self) -> object: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> object: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> object: ...
+
+    def get_weight_version(self) -> str: ...
+
+    def status(self) -> Any: ...
+
+    def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> object: ...
+
+    def resume_generation(self) -> object: ...
+
+    def get_world_size(self) -> int: ...
+
+
+class Decided(NamedTuple):
+    """A version that the fleet has, or is coming to."""
+
+    version: int
+    epoch: str
+    label: str
+
+
+class Serving(NamedTuple):
+    """What a server says it serves. `version` None: nothing that was sent, or it only has labels (`epoch` None)."""
+
+    version: int | None
+    epoch: str | None
+    label: str
+
+    def is_newest(self, newest: Decided) -> bool:
+        if self.epoch is None:
+            return self.label == newest.label
+        return (self.version, self.epoch) == (newest.version, newest.epoch)
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """`reason`: why it is fenced, "" while it is ready. Seconds: since it is so, and since it was last heard of."""
+
+    name: str
+    ready: bool
+    version: int | None
+    label: str
+    reason: str
+    since_s: float
+    heard_s: float | None
+
+
+class Replica:
+    """`state` belongs to the fleet's lock; calls to whoever holds `busy`: a round, or the replica's own thread."""
+
+    def __init__(self, name: str, member: Member) -> None:
+        self.name = name
+        self.member = member
+        self.busy = threading.Lock()
+        self.ready = False
+        self.reason = "it has joined just now"
+        self.left = False
+        self.fenced_by_pause = False
+        self.met = False  # the trainer's transport
+        self.serving: Serving | None = None
+        self._since = time.monotonic()
+        self._heard: float | None = None
+        self._call: Call[Any] | None = None
+
+    # the fleet's view
+
+    def admit(self, serving: Serving) -> None:
+        if not self.ready:
+            self._since = time.monotonic()
+        self.ready, self.reason, self.serving = True, "", serving
+
+    def fence(self, reason: str) -> None:
+        if self.ready:
+            self._since = time.monotonic()
+        self.ready, self.reason = False, reason
+
+    def status(self) -> ReplicaStatus:
+        now, found = time.monotonic(), self.serving
+        heard_s = None if self._heard is None else now - self._heard
+        version, label = (found.version, found.label) if found else (None, "")
+        return ReplicaStatus(self.name, self.ready, version, label, self.reason, now - self._since, heard_s)
+
+    @property
+    def labels_only(self) -> bool:
+        """Whether it cannot say which bytes it serves."""
+        return self.serving is not None and self.serving.epoch is None
+
+    # calls
+
+    def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
+        """What the server answers. Typed errors only; `ServiceUnavailable` while an earlier call is not over."""
+        self.begin(method, *args)
+        return self.end(deadline)
+
+    def begin(self, method: str, *args: Any) -> None:
+        if self._call is not None and not self._call.ended(0.0):
+            raise ServiceUnavailable(f"{self.name} has not answered an earlier call")
+        self._call = Call(getattr(self.member, method), *args)
+        self._method = method
+
+    def end(self, deadline: Deadline) -> Any:
+        assert self._call is not None
+        try:
+            found = self._call.result(deadline, f"{self._method} of {self.name}")
+        except Exception as error:  # noqa: BLE001 of an in-process server
+            raise as_typed(error) from None
+        self._heard = time.monotonic()
+        return found
+
+    def meet(self, init_info: dict[str, Any], deadline: Deadline) -> None:
+        """Introduce the trainer."""
+        self.met = False
+        self.call("init_weight_transfer_engine", {**init_info, "replica": self.name}, deadline=deadline)
+        self.serving = self.ask(deadline)
+        self.met = True
+
+    def ask(self, deadline: Deadline) -> Serving:
+        """What it serves now."""
+        try:
+            found = self.call("status", deadline=deadline)
+        except NotSupported:
+            return Serving(None, None, self.call("get_weight_version", deadline=deadline))
+        if isinstance(found, dict):  # by URL
+            (one,) = found.values()
+            info, label = msgspec.convert(one["installed"], VersionInfo), one["label"]
+        else:
+            info, label = found.installed, found.label
+        return Serving(None if info.dirty else info.version, info.epoch, label)
+
+
+def gathered(text: str, failed: Mapping[Replica, TransferQueueError]) -> TransferQueueError:
+    """One error that says what all of them say, of the kind of the first."""
+    said = "; ".join(f"{one.name}: {error}" for one, error in failed.items())
+    return error_from_code(next(iter(failed.values())).code, f"{text}: {said}")
+
+
+def each(
+    replicas: Iterable[Replica], method: str, *args: Any, deadline: Deadline
+) -> dict[Replica, TransferQueueError | None]:
+    """The call at all of them at once: who failed, and how."""
+    found: dict[Replica, TransferQueueError | None] = {}
+    for one in replicas:
+        found[one] = None
+        try:
+            one.begin(method, *args)
+        except TransferQueueError as error:
+            found[one] = error
+    for one in [one for one, error in found.items() if error is None]:
+        try:
+            one.end(deadline)
+        except TransferQueueError as error:
+            found[one] = error
+    return found

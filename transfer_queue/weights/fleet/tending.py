@@ -1,0 +1,112 @@
+"""The thread that looks after one replica."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from transfer_queue.errors import NotSupported, TransferQueueError
+from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.fleet.replica import Decided, Replica
+from transfer_queue.weights.fleet.rounds import judge
+
+if TYPE_CHECKING:
+    from transfer_queue.weights.fleet.fleet import Fleet
+
+log = logging.getLogger("transfer_queue.weights")
+MAX_REST_S = 30.0
+
+
+class Tending:
+    """Asks a ready replica how it is, every heartbeat; brings a fenced one to the newest version, and tries again."""
+
+    def __init__(self, fleet: Fleet, replica: Replica) -> None:
+        self._fleet = fleet
+        self._replica = replica
+        self._thread = threading.Thread(target=self._run, name=f"tq-fleet-{replica.name}", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """The replica has left: wait for the thread."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        fleet, one = self._fleet, self._replica
+        rest_s = fleet.heartbeat_s
+        seen: Decided | None = None
+        while not one.left:
+            newest = fleet.newest()
+            if one.busy.acquire(blocking=False):  # otherwise a round has it
+                try:
+                    well = self._look_after(newest)
+                finally:
+                    one.busy.release()
+                rest_s = fleet.heartbeat_s if well else min(2 * rest_s, max(MAX_REST_S, fleet.heartbeat_s))
+                seen = newest
+            fleet.rest(one, rest_s, seen)
+
+    def _look_after(self, newest: Decided | None) -> bool:
+        """Whether all is well with it."""
+        fleet, one = self._fleet, self._replica
+        try:
+            if one.ready:
+                if not fleet.admit(one, one.ask(Deadline(fleet.call_timeout_s))):
+                    fleet.fence(one, f"it serves {one.serving}")
+            elif newest is not None:
+                self._catch_up(newest)
+            elif fleet.init_info is not None and not one.met:
+                self._meet()
+                fleet.fence(one, "no version was sent yet")
+        except TransferQueueError as error:
+            log.info("replica %s: %s", one.name, error)
+            fleet.fence(one, str(error))
+        return one.ready or newest is None
+
+    def _meet(self) -> None:
+        fleet, one = self._fleet, self._replica
+        one.meet(fleet.init_info or {}, Deadline(fleet.call_timeout_s))
+
+    def _catch_up(self, newest: Decided) -> None:
+        """Bring it to the newest version, as often as there is another one meanwhile."""
+        fleet, one = self._fleet, self._replica
+        self._pause()
+        while not one.left:
+            if fleet.admit(one, one.ask(Deadline(fleet.call_timeout_s))):
+                break
+            self._meet()  # it may have been started anew
+            self._install(newest)
+            if not fleet.admit(one, one.ask(Deadline(fleet.call_timeout_s))) and newest == fleet.newest():
+                fleet.fence(one, f"it serves {one.serving} after version {newest.version} was sent to it")
+                return
+            newest = fleet.newest() or newest
+        self._resume()
+
+    def _install(self, newest: Decided) -> None:
+        fleet, one = self._fleet, self._replica
+        publisher = fleet.publisher
+        if publisher is None:
+            raise NotSupported(f"nobody can send version {newest.version} again")
+        info = publisher.catch_up_info(fleet.catch_up_timeout_s)
+        deadline = Deadline(fleet.catch_up_timeout_s)
+        publisher.take_outcomes(one.name)
+        one.call("start_weight_update", deadline=deadline)
+        one.call("update_weights", info, deadline=deadline)
+        judge(one, publisher, deadline, expects=True)
+        one.call("finish_weight_update", newest.label, deadline=deadline)
+        judge(one, publisher, deadline, expects=False)
+
+    def _pause(self) -> None:
+        fleet, one = self._fleet, self._replica
+        if fleet.fence_mode is None or one.fenced_by_pause:
+            return
+        try:
+            one.call("pause_generation", fleet.fence_mode, deadline=Deadline(fleet.call_timeout_s))
+            one.fenced_by_pause = True
+        except NotSupported:
+            log.debug("replica %s cannot be paused: only routers leave it out", one.name)
+
+    def _resume(self) -> None:
+        if self._replica.fenced_by_pause:
+            self._replica.call("resume_generation", deadline=Deadline(self._fleet.call_timeout_s))
+            self._replica.fenced_by_pause = False
