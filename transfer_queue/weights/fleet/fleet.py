@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from transfer_queue.errors import (
@@ -20,7 +20,7 @@ from transfer_queue.weights.engines.trainer import Follower
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, gathered
 from transfer_queue.weights.fleet.rounds import Round
-from transfer_queue.weights.fleet.tending import Tending
+from transfer_queue.weights.fleet.tending import PROBE_TIMEOUT_S, Tending
 from transfer_queue.weights.gate import Mode
 
 CALL_TIMEOUT_S = 30.0
@@ -157,34 +157,29 @@ class Fleet(Follower):
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Introduce the trainer to all, and later to those that join. Raises when none of them took it."""
         with self._turn:
+            self._end_round()
             self.init_info = dict(init_info)
-            deadline = Deadline(self.call_timeout_s)
-            failed: dict[Replica, TransferQueueError] = {}
-            members = self._idle()
-            try:
-                for one in members:
-                    try:
-                        one.meet(self.init_info, deadline)
-                    except TransferQueueError as error:
-                        failed[one] = error
-                        self.fence(one, f"it did not meet the trainer: {error}")
-            finally:
-                self._release(members)
+            members = self._take(lambda one: True)
+            failed = self._meet(members)
+            self._release(members)
             if members and len(failed) == len(members):
                 raise gathered("nobody met the trainer", failed)
 
     def start_weight_update(self) -> None:
+        """With those that are ready; when none is, with all."""
         with self._turn:
             self._end_round()
-            members = [one for one in self._idle() if self._takes_part(one)]
-            self._round = Round(members, self.call_timeout_s)
-            self._round.start(self.publisher)
+            members = self._take(lambda one: one.ready) or self._take(lambda one: True)
+            self._meet([one for one in members if not one.met])
+            self._round = Round([one for one in members if one.met], self.call_timeout_s)
+            self._release([one for one in members if not one.met])
+            self._round.start(self.publisher, self.init_info or {})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Phase one. Raises, with nothing decided, when too few have verified the version."""
         with self._turn:
             if update_info.get("abort"):
-                self._end_round(update_info)
+                self._end_round()
                 return
             if self._round is None:
                 raise NotOpen("no update was started")
@@ -212,17 +207,22 @@ class Fleet(Follower):
 
     # steps
 
-    def _idle(self) -> list[Replica]:
-        """The replicas to whom nobody talks, for us alone."""
+    def _take(self, wanted: Callable[[Replica], bool]) -> list[Replica]:
+        """The replicas that are wanted, for us alone; not those that are busy for longer than a heartbeat."""
+        deadline = time.monotonic() + PROBE_TIMEOUT_S
         with self._changed:
-            return [one for one in self._replicas.values() if one.busy.acquire(blocking=False)]
+            members = [one for one in self._replicas.values() if wanted(one)]
+        return [one for one in members if one.busy.acquire(timeout=max(deadline - time.monotonic(), 0.0))]
 
-    def _takes_part(self, one: Replica) -> bool:
-        with self._changed:
-            takes_part = one.met and (one.ready or self._newest is None)
-        if not takes_part:
-            one.busy.release()
-        return takes_part
+    def _meet(self, members: list[Replica]) -> dict[Replica, TransferQueueError]:
+        failed: dict[Replica, TransferQueueError] = {}
+        for one in members:
+            try:
+                one.meet(self.init_info or {}, Deadline(self.call_timeout_s))
+            except TransferQueueError as error:
+                failed[one] = error
+                self.fence(one, f"it did not meet the trainer: {error}")
+        return failed
 
     def _release(self, members: list[Replica]) -> None:
         for one in members:
@@ -261,15 +261,14 @@ class Fleet(Follower):
             missed = {one.name: one.reason for one in self._replicas.values() if not one.ready}
         self.last = RoundReport(newest.version, committed, missed, found.prepare_s, commit_s, pause_s)
         error = found.error("nobody has committed it") if found.prepared and not committed else None
-        self._round = None
-        self._release(found.members)
+        self._end_round()
         if error is not None:
             raise error
 
-    def _end_round(self, update_info: dict[str, Any] | None = None) -> None:
+    def _end_round(self) -> None:
         found, self._round = self._round, None
         if found is not None:
-            found.abort(update_info or {}, Deadline(ABORT_S))
+            found.abort(found.members, Deadline(ABORT_S))
             self._release(found.members)
 
     # the replicas' threads

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from transfer_queue.errors import NotSupported, ServiceUnavailable, TransferQueueError, error_from_code
+from transfer_queue.errors import (
+    NotOpen,
+    NotSupported,
+    ServiceUnavailable,
+    TransferQueueError,
+    UpdateInProgress,
+    error_from_code,
+)
 from transfer_queue.weights.engines.base import as_typed
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.gate import Mode
@@ -39,6 +46,8 @@ class Member(Protocol):
     def resume_generation(self) -> object: ...
 
     def get_world_size(self) -> int: ...
+
+    def abort_weight_update(self) -> object: ...
 
 
 class Decided(NamedTuple):
@@ -86,6 +95,7 @@ class Replica:
         self.left = False
         self.fenced_by_pause = False
         self.met = False  # the trainer's transport
+        self.open = False  # an update was started there, and not finished
         self.serving: Serving | None = None
         self._since = time.monotonic()
         self._heard: float | None = None
@@ -124,6 +134,7 @@ class Replica:
     def begin(self, method: str, *args: Any) -> None:
         if self._call is not None and not self._call.ended(0.0):
             raise ServiceUnavailable(f"{self.name} has not answered an earlier call")
+        self.open = (self.open or method == "start_weight_update") and method != "abort_weight_update"
         self._call = Call(getattr(self.member, method), *args)
         self._method = method
 
@@ -134,12 +145,18 @@ class Replica:
         except Exception as error:  # noqa: BLE001 of an in-process server
             raise as_typed(error) from None
         self._heard = time.monotonic()
+        self.open = self.open and self._method != "finish_weight_update"
         return found
 
     def meet(self, init_info: dict[str, Any], deadline: Deadline) -> None:
         """Introduce the trainer."""
         self.met = False
-        self.call("init_weight_transfer_engine", {**init_info, "replica": self.name}, deadline=deadline)
+        info = {**init_info, "replica": self.name}
+        try:
+            self.call("init_weight_transfer_engine", info, deadline=deadline)
+        except UpdateInProgress:  # that a trainer before has left
+            self.call("abort_weight_update", deadline=deadline)
+            self.call("init_weight_transfer_engine", info, deadline=deadline)
         self.serving = self.ask(deadline)
         self.met = True
 
@@ -155,6 +172,16 @@ class Replica:
         else:
             info, label = found.installed, found.label
         return Serving(None if info.dirty else info.version, info.epoch, label)
+
+    def call_off(self, deadline: Deadline) -> None:
+        """End what is open there. vLLM's session ends with a finish only; after an abort ours do nothing in it."""
+        if not self.open:
+            return
+        try:
+            self.call("update_weights", {"abort": True}, deadline=deadline)
+            self.call("finish_weight_update", deadline=deadline)
+        except NotOpen:
+            self.open = False
 
 
 def gathered(text: str, failed: Mapping[Replica, TransferQueueError]) -> TransferQueueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.errors import Incomplete, ServiceUnavailable, TransferQueueError, error_from_code
+from transfer_queue.errors import Incomplete, NotInitialized, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.fleet.replica import Replica, each, gathered
 from transfer_queue.weights.gate import Mode
@@ -27,11 +27,21 @@ class Round:
         self._call_timeout_s = call_timeout_s
         self._failed: dict[Replica, TransferQueueError] = {}
 
-    def start(self, publisher: Publisher | None) -> None:
+    def start(self, publisher: Publisher | None, init_info: dict[str, Any]) -> None:
+        """Servers that were started anew are introduced to the trainer first."""
+        deadline = Deadline(self._call_timeout_s)
         for one in self.members:
             if publisher is not None:
                 publisher.take_outcomes(one.name)  # of an earlier try
-        self._each(self.members, "start_weight_update", deadline=Deadline(self._call_timeout_s))
+        self._each(self.members, "start_weight_update", deadline=deadline)
+        forgot = [one for one, error in self._failed.items() if isinstance(error, NotInitialized)]
+        for one in forgot:
+            try:
+                one.meet(init_info, deadline)
+                del self._failed[one]
+            except TransferQueueError as error:
+                self._failed[one] = error
+        self._each([one for one in forgot if one.met], "start_weight_update", deadline=deadline)
 
     def prepare(self, info: dict[str, Any], publisher: Publisher | None) -> None:
         """Have all stage and verify the version."""
@@ -58,11 +68,10 @@ class Round:
         self._judge(self._well(self.prepared), publisher, deadline, first=False)
         return pause_s
 
-    def abort(self, info: dict[str, Any], deadline: Deadline) -> None:
-        """Tell all that it is off. One that cannot be told drops the update when its time is up."""
-        version = (self.info or info).get("version", 0)
-        told = each(self.members, "update_weights", {"version": version, "abort": True}, deadline=deadline)
-        # vLLM's session ends with a finish only; after the abort ours do nothing there.
+    def abort(self, members: list[Replica], deadline: Deadline) -> None:
+        """Tell them that it is off (see `Replica.call_off`). One that cannot be told drops the update by itself when
+        its time is up, and is told again before the next one."""
+        told = each([one for one in members if one.open], "update_weights", {"abort": True}, deadline=deadline)
         each([one for one, error in told.items() if error is None], "finish_weight_update", deadline=deadline)
 
     def reason(self, one: Replica) -> str:

@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from transfer_queue.errors import NotSupported, TransferQueueError
+from transfer_queue.errors import NotSupported, TransferQueueError, VersionGone
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.fleet.replica import Decided, Replica
 from transfer_queue.weights.fleet.rounds import judge
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transfer_queue.weights")
 MAX_REST_S = 30.0
+PROBE_TIMEOUT_S = 5.0  # for the answer to a heartbeat
 
 
 class Tending:
@@ -51,10 +52,10 @@ class Tending:
         fleet, one = self._fleet, self._replica
         try:
             if one.ready:
-                if not fleet.admit(one, one.ask(Deadline(fleet.call_timeout_s))):
+                if not fleet.admit(one, one.ask(Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s)))):
                     fleet.fence(one, f"it serves {one.serving}")
             elif newest is not None:
-                self._catch_up(newest)
+                self._catch_up()
             elif fleet.init_info is not None and not one.met:
                 self._meet()
                 fleet.fence(one, "no version was sent yet")
@@ -67,27 +68,36 @@ class Tending:
         fleet, one = self._fleet, self._replica
         one.meet(fleet.init_info or {}, Deadline(fleet.call_timeout_s))
 
-    def _catch_up(self, newest: Decided) -> None:
+    def _catch_up(self) -> None:
         """Bring it to the newest version, as often as there is another one meanwhile."""
         fleet, one = self._fleet, self._replica
-        self._pause()
-        while not one.left:
-            if fleet.admit(one, one.ask(Deadline(fleet.call_timeout_s))):
-                break
-            self._meet()  # it may have been started anew
-            self._install(newest)
-            if not fleet.admit(one, one.ask(Deadline(fleet.call_timeout_s))) and newest == fleet.newest():
-                fleet.fence(one, f"it serves {one.serving} after version {newest.version} was sent to it")
+        installed: Decided | None = None
+        while not one.left and (newest := fleet.newest()) is not None:
+            before, found = one.serving, one.ask(Deadline(fleet.call_timeout_s))
+            if found.is_newest(newest):
+                self._resume()
+                if fleet.admit(one, found):
+                    return
+                continue
+            if installed == newest:
+                fleet.fence(one, f"it serves {found} after version {newest.version} was sent to it")
                 return
-            newest = fleet.newest() or newest
-        self._resume()
+            one.open = one.open and found == before  # otherwise it was started anew
+            self._pause()
+            one.call_off(Deadline(fleet.call_timeout_s))
+            self._meet()
+            installed = self._install()
 
-    def _install(self, newest: Decided) -> None:
+    def _install(self) -> Decided:
+        """Send it what the trainer has now; which version that is."""
         fleet, one = self._fleet, self._replica
         publisher = fleet.publisher
         if publisher is None:
-            raise NotSupported(f"nobody can send version {newest.version} again")
+            raise NotSupported("nobody can send the newest version again")
         info = publisher.catch_up_info(fleet.catch_up_timeout_s)
+        newest = fleet.newest()
+        if newest is None or (info["version"], info["epoch"]) != newest[:2]:
+            raise VersionGone("the trainer does not have the newest version")
         deadline = Deadline(fleet.catch_up_timeout_s)
         publisher.take_outcomes(one.name)
         one.call("start_weight_update", deadline=deadline)
@@ -95,6 +105,7 @@ class Tending:
         judge(one, publisher, deadline, expects=True)
         one.call("finish_weight_update", newest.label, deadline=deadline)
         judge(one, publisher, deadline, expects=False)
+        return newest
 
     def _pause(self) -> None:
         fleet, one = self._fleet, self._replica
