@@ -1,4 +1,4 @@
-"""Whatever happens to a fleet, every replica serves one decided version, the ready ones the newest, and all come back."""
+"""Whatever happens to a fleet: every replica serves one decided version, the ready ones the newest; all come back."""
 
 from __future__ import annotations
 
