@@ -124,12 +124,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(call=st.integers(0, 4))
     def commit_fails(self, call: int) -> None:
-        good, calls = {name: getattr(targets, name) for name in ("_write", "_point")}, []
+        good, calls = {name: getattr(targets, name) for name in ("_put", "_point")}, []
 
         def failing(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
             def step(into: torch.Tensor, tensor: torch.Tensor) -> None:
                 calls.append(name)
-                if len(calls) > call:
+                if len(calls) == call + 1:
                     raise OSError("full")
                 good[name](into, tensor)
 

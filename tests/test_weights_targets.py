@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from weights import Net, Tied, copy_of, drawn, full, install, same
+from weights import Net, Tied, copy_of, delta, drawn, full, install, same
 
 from transfer_queue.errors import CommitFailed, DeadlineExceeded, Incomplete, InvalidInput, ShapeMismatch, UnknownTensor
 from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, State, Swap, targets
@@ -36,11 +36,12 @@ def test_a_version_becomes_live(make: Make) -> None:
         assert same(live(receiver), weights)
 
 
-def test_a_failure_in_the_middle_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    receiver = Receiver(make(Net()))
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_in_the_middle_changes_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = Receiver(MODES[mode](Net(), **({"undo": True} if mode == "in place" else {})))
     old, new = drawn(Net(), 1), drawn(Net(), 2)
     install(receiver, full(old, 1))
-    good = {"_write": targets._write, "_point": targets._point}
+    good = {"_put": targets._put, "_point": targets._point}
     calls = []
 
     def failing(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -56,20 +57,40 @@ def test_a_failure_in_the_middle_changes_nothing(make: Make, monkeypatch: pytest
         monkeypatch.setattr(targets, name, failing(name))
     with pytest.raises(CommitFailed, match="fell off"):
         install(receiver, full(new, 2))
-    assert len(calls) == 3
     assert same(live(receiver), old)
     assert (receiver.installed().version, receiver.state) == (1, State.INSTALLED)
     install(receiver, full(new, 2))
     assert same(live(receiver), new)
 
 
+def test_a_copy_that_was_interrupted_is_done_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = Receiver(InPlace(Net()))
+    old, new, newest = (drawn(Net(), seed) for seed in (1, 2, 3))
+    install(receiver, full(old, 1))
+    put, calls = targets._put, []
+
+    def interrupted(into: torch.Tensor, tensor: torch.Tensor) -> None:
+        calls.append(into)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        put(into, tensor)
+
+    monkeypatch.setattr(targets, "_put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        install(receiver, full(new, 2))
+    assert (receiver.installed().version, receiver.state) == (2, State.INSTALLED)
+    assert same(live(receiver), new)
+    install(receiver, delta(new, newest, 3, 2))
+    assert same(live(receiver), newest)
+
+
 def test_a_failure_that_cannot_be_undone_fences_until_a_whole_version(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Net()
-    receiver = Receiver(InPlace(module, undo=False, strict=False))
+    receiver = Receiver(InPlace(module, strict=False))
     old, new = drawn(module, 1), drawn(module, 2)
     install(receiver, full(old, 1))
     with monkeypatch.context() as patch:
-        patch.setattr(targets, "_write", lambda into, tensor: 1 / 0)
+        patch.setattr(targets, "_put", lambda into, tensor: 1 / 0)
         with pytest.raises(CommitFailed, match="division"):
             install(receiver, full(new, 2))
     assert receiver.state is State.DIRTY

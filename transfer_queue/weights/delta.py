@@ -13,61 +13,110 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from xxhash import xxh3_128
 
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.errors import ProtocolError, ShapeMismatch, StaleBase, UnknownTensor
-from transfer_queue.weights.digest import byte_view, digest_tensor
+from transfer_queue.weights.digest import STEP_NBYTES, byte_view, digest_tensor
 from transfer_queue.weights.manifest import Contents, Entry, Manifest, Stored, TensorSpec, expand, root_of
-from transfer_queue.weights.packing import Placement, Plan
+from transfer_queue.weights.packing import NUM_THREADS, Placement, Plan
 from transfer_queue.weights.sources import TensorMeta, WeightSource
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CODES: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_NUMPY: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 HEAD_NBYTES = 24
 Indices = npt.NDArray[np.int64]
 
 
+class Difference(NamedTuple):
+    """`stored` is what `read` takes, or the new tensor itself when that is not larger, or None when nothing changed.
+    `digest` is the new tensor's."""
+
+    stored: torch.Tensor | None
+    digest: str
+
+
+class Patch(NamedTuple):
+    """New values (as integers of the elements' size) for some elements of a flat tensor, by ascending indices."""
+
+    indices: Indices
+    values: npt.NDArray[Any]
+
+    def apply(self, onto: torch.Tensor) -> None:
+        """Write them into a contiguous CPU tensor, by several threads."""
+        _units(onto)[torch.from_numpy(self.indices)] = torch.from_numpy(self.values)
+
+    def before(self, onto: torch.Tensor) -> Patch:
+        """What takes `apply` back."""
+        return Patch(self.indices, _units(onto).numpy()[self.indices])
+
+    def result(self, base: torch.Tensor, into: torch.Tensor | None = None) -> str:
+        """Write the contiguous CPU tensor `base`, changed by this, to `into` (None: nowhere); the result's digest.
+
+        Both are done in steps that stay in a core's cache, so that memory is read once."""
+        units = _units(base).numpy()
+        place = None if into is None else _units(into).numpy()
+        step = STEP_NBYTES // units.itemsize
+        scratch = np.empty(min(step, len(units)), units.dtype)
+        ends = np.searchsorted(self.indices, np.arange(0, len(units) + step, step))
+        state = xxh3_128()
+        for number, start in enumerate(range(0, len(units), step)):
+            part = units[start : start + step]
+            target = scratch[: len(part)] if place is None else place[start : start + step]
+            np.copyto(target, part)
+            span = slice(ends[number], ends[number + 1])
+            target[self.indices[span] - start] = self.values[span]
+            state.update(target.data)
+        return state.hexdigest()
+
+
 def encode(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-    """What `decode` needs to make `new` out of `old` (flat uint8, on the CPU), or `new` itself when that is not larger,
-    or None when they are equal. `old` and `new` have the same dtype and shape."""
+    """See `Difference.stored`: flat uint8, on the CPU. `old` and `new` have the same dtype and shape."""
+    return difference(old, new).stored
+
+
+def difference(old: torch.Tensor, new: torch.Tensor) -> Difference:
+    """What leads from `old` to `new`, which have the same dtype and shape (otherwise `ShapeMismatch`)."""
     if old.dtype != new.dtype or old.shape != new.shape:
         raise ShapeMismatch(
             f"{old.dtype} {list(old.shape)} differs from {new.dtype} {list(new.shape)} in more than values"
         )
-    units = _units(new.contiguous())
-    most = (new.nbytes - HEAD_NBYTES) // (units.element_size() + 1)  # more elements than this need more bytes
-    found = _changes(_units(old.contiguous()).to(units.device), units, most)
+    before, units = _units(old.contiguous()), _units(new.contiguous())
+    # With more changed elements than this the difference needs more bytes, or hardly fewer.
+    most = max(0, min((new.nbytes - HEAD_NBYTES) // (units.element_size() + 1), len(units) // 4))
+    if units.device.type == "cpu":
+        found, digest = _scan(before.cpu().numpy(), units.numpy(), most)
+    else:
+        found, digest = _changes(before.to(units.device), units, most), digest_tensor(new)
     if found is None:
-        return new
-    indices, values = found
-    if not len(indices):
-        return None
-    width, codes = _gap_codes(indices)
+        return Difference(new, digest)
+    if not len(found.indices):
+        return Difference(None, digest)
+    width, codes = _gap_codes(found.indices)
     padding = -codes.nbytes % 8
-    if HEAD_NBYTES + codes.nbytes + padding + values.nbytes >= new.nbytes:
-        return new
-    head = np.array([len(indices), len(codes), width], "<i8")
-    parts = [head.view(np.uint8), codes.view(np.uint8), np.zeros(padding, np.uint8), values.view(np.uint8)]
-    return torch.from_numpy(np.concatenate(parts))
+    if HEAD_NBYTES + codes.nbytes + padding + found.values.nbytes >= new.nbytes:
+        return Difference(new, digest)
+    head = np.array([len(found.indices), len(codes), width], "<i8")
+    parts = [head.view(np.uint8), codes.view(np.uint8), np.zeros(padding, np.uint8), found.values.view(np.uint8)]
+    return Difference(torch.from_numpy(np.concatenate(parts)), digest)
 
 
-def decode(stored: torch.Tensor, onto: torch.Tensor) -> None:
-    """Turn the old tensor `onto` (contiguous, on the CPU) into the new one, in place.
-
-    Raises `ProtocolError`, with `onto` unchanged, when `stored` is not a difference to a tensor of this size.
-    """
+def read(stored: torch.Tensor, base: torch.Tensor) -> Patch:
+    """The changes to a tensor like `base`. `ProtocolError` when `stored` is not a difference to one of its size."""
     data = stored.numpy()
-    units = _units(onto).numpy()
+    units = _units(base)
     num_changed, num_codes, width = _head(data)
     start = HEAD_NBYTES + num_codes * width
     start += -start % 8
-    if start + num_changed * units.itemsize != data.nbytes:
+    if start + num_changed * units.element_size() != data.nbytes:
         raise ProtocolError(
             f"a difference of {data.nbytes} bytes cannot have {num_changed} elements, {num_codes} codes"
         )
@@ -75,23 +124,51 @@ def decode(stored: torch.Tensor, onto: torch.Tensor) -> None:
     indices = _indices(codes)
     if len(indices) != num_changed or (num_changed and indices[-1] >= len(units)):
         raise ProtocolError(f"the gaps do not lead to {num_changed} of {len(units)} elements")
-    units[indices] = data[start:].copy().view(units.dtype)
+    return Patch(indices, data[start:].copy().view(_NUMPY[units.element_size()]))
 
 
-def _changes(old: torch.Tensor, new: torch.Tensor, most: int) -> tuple[Indices, npt.NDArray[Any]] | None:
-    """Indices of the elements that differ, and their new values; None when they are more than `most` and not 0."""
-    if new.device.type != "cpu":
-        differs = old != new
-        if int(differs.count_nonzero()) > max(0, most):
-            return None
-        indices = differs.nonzero().reshape(-1)
-        return indices.cpu().numpy(), new[indices].cpu().numpy()
-    values = new.numpy()
-    unequal = old.numpy() != values  # numpy finds them several times faster than torch on a CPU
-    if np.count_nonzero(unequal) > max(0, most):
+def decode(stored: torch.Tensor, onto: torch.Tensor) -> None:
+    """Turn the old tensor `onto` (contiguous, on the CPU) into the new one, in place. Raises as `read` does, with
+    `onto` unchanged."""
+    read(stored, onto).apply(onto)
+
+
+def _scan(old: npt.NDArray[Any], new: npt.NDArray[Any], most: int) -> tuple[Patch | None, str]:
+    """The changes (None: more than `most`, and not 0) and the digest of `new`, reading both once."""
+    step = STEP_NBYTES // new.itemsize
+    unequal = np.empty(min(step, len(new)), np.bool_)
+    state = xxh3_128()
+    found: list[Indices] = []
+    count = 0
+    for start in range(0, len(new), step):
+        part = new[start : start + step]
+        state.update(part.data)
+        if count <= most:
+            differs = np.not_equal(old[start : start + step], part, out=unequal[: len(part)])
+            found.append(_true(differs) + start)
+            count += len(found[-1])
+    if count > most:
+        return None, state.hexdigest()
+    indices = np.concatenate(found) if found else np.empty(0, np.int64)
+    return Patch(indices, new[indices]), state.hexdigest()
+
+
+def _true(flags: npt.NDArray[np.bool_]) -> Indices:
+    """Where they are true. Eight at a time first: mostly none of them is."""
+    if len(flags) % 8:
+        return np.flatnonzero(flags)
+    eights = np.flatnonzero(flags.view(np.uint64))
+    rows, columns = np.nonzero(flags.reshape(-1, 8)[eights])
+    return eights[rows] * 8 + columns
+
+
+def _changes(old: torch.Tensor, new: torch.Tensor, most: int) -> Patch | None:
+    """As `_scan`, on a device."""
+    differs = old != new
+    if int(differs.count_nonzero()) > most:
         return None
-    found = np.flatnonzero(unequal)
-    return found, values[found]
+    indices = differs.nonzero().reshape(-1)
+    return Patch(indices.cpu().numpy(), new[indices].cpu().numpy())
 
 
 def _units(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,24 +210,36 @@ class DeltaSource:
     """The difference of a source to the tensors of an earlier version (`base`, by name), ready to be packed.
 
     Holds the encoded differences, and reads both sides once, when made. It gives what is stored, so its tensors may be
-    flat bytes; `manifest` says what they mean. A version that adds or drops tensors, or changes their dtype, shape or
-    ties, has no difference: `UnknownTensor`, `ShapeMismatch` or `StaleBase`.
+    flat bytes; `manifest` says what they mean. `base_digests` spares reading the base for them. A version that adds or
+    drops tensors, or changes their dtype, shape or ties, has no difference: `UnknownTensor`, `ShapeMismatch` or
+    `StaleBase`.
     """
 
-    def __init__(self, base: Mapping[str, torch.Tensor], base_root: str, new: WeightSource) -> None:
+    def __init__(
+        self,
+        base: Mapping[str, torch.Tensor],
+        base_root: str,
+        new: WeightSource,
+        base_digests: Mapping[str, str] | None = None,
+    ) -> None:
         self._aliases = new.aliases()
         self._contents: Contents = {}
         self._stored: dict[str, torch.Tensor] = {}
         old: Contents = {}
-        for name, tensor in new.tensors():
+
+        def compare(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor, Difference]:
+            name, tensor = item
             if name not in base:
                 raise UnknownTensor(f"the base has no {name!r}: send a full version")
-            stored = encode(base[name], tensor)
-            if stored is not None:
-                self._stored[name] = stored.clone() if stored is tensor else stored
-            digest = digest_tensor(tensor)
-            self._contents[name] = Entry(dtype_name(tensor.dtype), tuple(tensor.shape), digest)
-            old[name] = self._contents[name]._replace(digest=digest if stored is None else digest_tensor(base[name]))
+            return name, tensor, difference(base[name], tensor)
+
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-delta") as helpers:
+            for name, tensor, (stored, digest) in helpers.map(compare, new.tensors()):
+                if stored is not None:
+                    self._stored[name] = stored.clone() if stored is tensor else stored
+                self._contents[name] = Entry(dtype_name(tensor.dtype), tuple(tensor.shape), digest)
+                was = digest if stored is None else (base_digests or {}).get(name) or digest_tensor(base[name])
+                old[name] = self._contents[name]._replace(digest=was)
         self._base_root = base_root
         if root_of(expand(old, self._aliases)) != base_root:
             raise StaleBase("the base does not have that root: send a full version")

@@ -168,15 +168,16 @@ class Receiver:
                 raise UpdateInProgress(f"version {self._update.manifest.version} is {self._update.state.value}")
             return [] if self._update.repeated else self._update.staging.missing
 
-    def stage(self, bucket: int, data: Buffer, lend: bool = False) -> None:
+    def stage(self, bucket: int, data: Buffer, lend: bool = False, vouched: bool = False) -> None:
         """Take the bytes of a bucket: in any order, from any thread; one that is here already is ignored.
 
         They are copied, unless lent: then the caller leaves that memory (writable, on the CPU) alone until the update
-        ends, and with `Swap` for good. `DigestMismatch`: the bytes were dropped, send them again.
+        ends, and with `Swap` for good. `vouched`: lent memory is the very one that the digests were made of, and nobody
+        can have written it since; it is not read again. `DigestMismatch`: the bytes were dropped, send them again.
         """
         update = self._current()
         if not update.repeated:
-            update.staging.stage(bucket, data, lend)
+            update.staging.stage(bucket, data, lend, vouched)
         self._current(update)
 
     def verify(self) -> Report:
@@ -217,7 +218,7 @@ class Receiver:
                 self._expire()
             raise
         except BaseException as error:
-            self._end(update, mixed=isinstance(error, Broken))
+            self._end(update, committed=self._is_live(manifest), mixed=isinstance(error, Broken))
             raise error
         self._end(update, committed=True)
         return CommitInfo(manifest.version, manifest.root, *pause)
@@ -348,6 +349,12 @@ class Receiver:
             one = AdapterInfo(m.version, m.epoch, m.root, m.base_root)
             self._target.tag = replace(info, adapters={**info.adapters, m.label: one})
             return Pause(time.monotonic() - start, drain_s)
+
+    def _is_live(self, m: Manifest) -> bool:
+        """An interrupt may have come when it was."""
+        info = self.installed()
+        same = (info.version, info.epoch, info.root) == (m.version, m.epoch, m.root)
+        return same and m.kind != "adapter" and not info.dirty
 
     def _end(self, update: _Update, *, committed: bool = False, mixed: bool = False) -> None:
         with self._lock:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 
 import torch
 
 from transfer_queue.errors import DigestMismatch, InvalidInput, StaleBase
 from transfer_queue.weights import delta
-from transfer_queue.weights.digest import Buffer, copy_and_digest, digest_of, digest_tensor, host_bytes
+from transfer_queue.weights.digest import Buffer, copy_and_digest, digest_of, host_bytes
 from transfer_queue.weights.manifest import Manifest, TensorSpec
-from transfer_queue.weights.packing import unpack
+from transfer_queue.weights.packing import NUM_THREADS, unpack
 from transfer_queue.weights.room import room
-from transfer_queue.weights.targets import Target, Tensors
+from transfer_queue.weights.targets import Staged, Target, Tensors
 
 
 class Staging:
@@ -35,7 +37,7 @@ class Staging:
         with self._lock:
             return [index for index in range(len(self._specs)) if index not in self._buckets]
 
-    def stage(self, index: int, data: Buffer, lend: bool = False) -> None:
+    def stage(self, index: int, data: Buffer, lend: bool, vouched: bool) -> None:
         """Take a bucket; one that is here already is ignored. `DigestMismatch` when a byte of a tensor is wrong."""
         if not 0 <= index < len(self._specs):
             raise InvalidInput(f"bucket {index} of {len(self._specs)}")
@@ -48,7 +50,7 @@ class Staging:
             raise DigestMismatch(f"bucket {index} came with {source.nbytes} bytes instead of {nbytes}")
         place = torch.from_numpy(source) if lend else room(nbytes)
         into = place.numpy()
-        for spec in self._specs[index]:
+        for spec in () if lend and vouched else self._specs[index]:
             span = slice(spec.offset, spec.offset + spec.stored.nbytes)
             found = digest_of(into[span]) if lend else copy_and_digest(into[span], source[span])
             if found != spec.stored.digest:
@@ -56,26 +58,33 @@ class Staging:
         with self._lock:
             self._buckets.setdefault(index, place)
 
-    def tensors(self, target: Target) -> dict[str, torch.Tensor]:
-        """Every name of the manifest, aliases too, with its new value. Differences are applied to copies of what lives.
+    def tensors(self, target: Target) -> dict[str, Staged]:
+        """Every name of the manifest, aliases too, with its new value; differences are applied to copies of what lives,
+        or, where the target takes them, only checked.
 
         `StaleBase` when the result is not the described one: the live weights were changed by somebody else.
         """
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Staged] = {}
         bases = target.bases() if self.has_differences else {}
-        for index, specs in enumerate(self._specs):
-            parts = unpack(self._buckets[index], specs)
-            found.update({spec.name: self._whole(spec, parts[spec.name], bases) for spec in specs})
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-stage") as helpers:
+            for index, specs in enumerate(self._specs):
+                parts = unpack(self._buckets[index], specs)
+                lying = [parts[spec.name] for spec in specs]
+                values = helpers.map(self._value, specs, lying, repeat(bases), repeat(target))
+                found.update(zip((spec.name for spec in specs), values, strict=True))
         found.update({alias: found[name] for alias, name in self.manifest.aliases.items()})
         return found
 
-    def _whole(self, spec: TensorSpec, part: torch.Tensor, bases: Tensors) -> torch.Tensor:
+    def _value(self, spec: TensorSpec, part: torch.Tensor, bases: Tensors, target: Target) -> Staged:
         if self.manifest.kind != "delta":
             return part
         if spec.delta is None:
             return part.clone()  # a small tensor would keep its bucket in memory
-        whole = bases[spec.name].detach().cpu().clone(memory_format=torch.contiguous_format)
-        delta.decode(part, whole)
-        if digest_tensor(whole) != spec.digest:
+        live = bases[spec.name].detach()
+        base = live.cpu().contiguous()
+        patch = delta.read(part, base)
+        in_place = target.takes_patches and base.data_ptr() == live.data_ptr()
+        whole = None if in_place else room(base.nbytes).view(base.dtype).reshape(base.shape)
+        if patch.result(base, whole) != spec.digest:
             raise StaleBase(f"{spec.name!r} is not what it was when its version was installed: send a full version")
-        return whole
+        return patch if whole is None else whole

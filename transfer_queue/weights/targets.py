@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,6 +28,7 @@ from transfer_queue.errors import (
     ShapeMismatch,
     UnknownTensor,
 )
+from transfer_queue.weights.delta import Patch
 from transfer_queue.weights.lock import SharedLock
 from transfer_queue.weights.manifest import Contents
 from transfer_queue.weights.room import copies, write
@@ -35,6 +36,7 @@ from transfer_queue.weights.sources import named_weights, ties
 
 READ_TIMEOUT_S = 60.0
 Tensors = Mapping[str, torch.Tensor]
+Staged: TypeAlias = "torch.Tensor | Patch"
 
 
 class Live(NamedTuple):
@@ -59,6 +61,7 @@ class Target(ABC):
     """A module whose weights are replaced as a whole. Anything but `reading` and `tag` is for one thread at a time."""
 
     tag: Any = None
+    takes_patches = False  # `prepare` may be given differences for tensors on the CPU
     broken = False  # the live weights are a mixture
 
     @abstractmethod
@@ -70,7 +73,7 @@ class Target(ABC):
         """The live tensors, which differences apply to. `ShapeMismatch` when their bytes may not be those received."""
 
     @abstractmethod
-    def prepare(self, staged: Tensors) -> Any:
+    def prepare(self, staged: Mapping[str, Any]) -> Any:
         """What `commit` needs. Nothing live changes."""
 
     @abstractmethod
@@ -148,7 +151,7 @@ class _ModuleTarget(Target):
             for tensor in named_weights(self._module).values():
                 top = 2 if tensor.dtype is torch.bool else 256
                 noise = torch.randint(top, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8)
-                _write(tensor.detach(), noise.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
+                _put(tensor.detach(), noise.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
 
     @contextmanager
     def inspecting(self, timeout_s: float) -> Iterator[torch.nn.Module]:
@@ -156,52 +159,88 @@ class _ModuleTarget(Target):
             yield self._module
 
 
+class _Change(NamedTuple):
+    """New bytes for a live tensor, and what takes them back."""
+
+    live: torch.Tensor
+    new: Staged
+    old: Staged | None
+
+    def write(self) -> None:
+        _put(self.live, self.new)
+
+    def take_back(self) -> None:
+        assert self.old is not None
+        _put(self.live, self.old)
+
+
 class InPlace(_ModuleTarget):
     """Copies into the live tensors: the pause is a memcpy of what changed.
 
-    `undo`: the old values are copied before the pause, so that a failure in the middle is undone (as much memory again
-    as changes, until the commit ends). Without it such a failure leaves the receiver dirty.
+    A copy that fails in the middle is done again from the start; when that fails too the receiver is dirty. `undo`: the
+    old values are copied before the pause (as much memory again as changes, until the commit ends), and put back.
     """
 
-    def __init__(self, module: torch.nn.Module, *, strict: bool = True, cast: bool = False, undo: bool = True) -> None:
+    takes_patches = True
+
+    def __init__(self, module: torch.nn.Module, *, strict: bool = True, cast: bool = False, undo: bool = False) -> None:
         super().__init__(module, strict=strict, cast=cast)
         self._undo = undo
 
-    def prepare(self, staged: Tensors) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    def prepare(self, staged: Mapping[str, Any]) -> list[_Change]:
         slots = named_weights(self._module)
         new = _once(staged, ties(slots))
-        live = [slots[name].detach() for name in new]
-        moved = [tensor.to(slot.device, slot.dtype) for slot, tensor in zip(live, new.values(), strict=True)]
-        old: list[torch.Tensor] | list[None] = copies(live) if self._undo else [None] * len(live)
-        return list(zip(live, moved, old, strict=True))
+        whole = [name for name, value in new.items() if isinstance(value, torch.Tensor)]
+        lives = [slots[name].detach() for name in whole]
+        old: list[Any] = copies(lives) if self._undo else [None] * len(lives)
+        found = [
+            _Change(live, new[name].to(live.device, live.dtype), before)
+            for name, live, before in zip(whole, lives, old, strict=True)
+        ]
+        for name, patch in new.items():
+            if isinstance(patch, Patch):
+                live = slots[name].detach()
+                found.append(_Change(live, patch, patch.before(live) if self._undo else None))
+        return found
 
-    def commit(self, prepared: Any, tag: Any, timeout_s: float) -> Pause:
+    def commit(self, prepared: list[_Change], tag: Any, timeout_s: float) -> Pause:
         with self._lock.writing(timeout_s) as drain_s:
             start = time.monotonic()
-            _synchronize(live for live, _, _ in prepared)
+            interrupt: BaseException | None = None
+            _synchronize(change.live for change in prepared)
             try:
-                for live, new, _ in prepared:
-                    _write(live, new)
-                _synchronize(live for live, _, _ in prepared)
-            except BaseException as error:
-                self._restore(prepared, error)
-                if not isinstance(error, Exception):
-                    raise
-                raise CommitFailed(f"copying failed and was undone: {error!r}") from error
+                self._write(prepared)
+            except BaseException as error:  # noqa: BLE001 an interrupt is raised once the weights are whole
+                self._mend(prepared, error)
+                interrupt = error if not isinstance(error, Exception) else None
             self.tag, self.broken = tag, False
-            return Pause(time.monotonic() - start, drain_s)
+            pause = Pause(time.monotonic() - start, drain_s)
+        if interrupt is not None:
+            raise interrupt
+        return pause
 
-    def _restore(self, prepared: Any, error: BaseException) -> None:
+    def _write(self, prepared: list[_Change]) -> None:
+        for change in prepared:
+            change.write()
+        _synchronize(change.live for change in prepared)
+
+    def _mend(self, prepared: list[_Change], error: BaseException) -> None:
+        """Return with the new bytes in place, or raise: with the old ones there, or `Broken`."""
         was_broken, self.broken = self.broken, True
-        if not self._undo:
-            raise Broken(f"copying failed in the middle: {error!r}") from error
         try:
-            for live, _, old in prepared:
-                live.copy_(old)
-            _synchronize(live for live, _, _ in prepared)
+            if self._undo:
+                for change in prepared:
+                    change.take_back()
+                _synchronize(change.live for change in prepared)
+            else:
+                self._write(prepared)
         except BaseException as worse:
-            raise Broken(f"copying failed ({error!r}) and could not be undone: {worse!r}") from worse
+            raise Broken(f"copying failed ({error!r}) and could not be mended: {worse!r}") from worse
         self.broken = was_broken
+        if self._undo:
+            if not isinstance(error, Exception):
+                raise error
+            raise CommitFailed(f"copying failed and was undone: {error!r}") from error
 
 
 class Swap(_ModuleTarget):
@@ -280,9 +319,9 @@ class Flip(_ModuleTarget):
         self._behind |= set(prepared)
         try:
             for name in behind:
-                _write(spare[name].detach(), live[name].detach())
+                _put(spare[name].detach(), live[name].detach())
             for name, tensor in prepared.items():
-                _write(spare[name].detach(), tensor)
+                _put(spare[name].detach(), tensor)
             _synchronize(spare.values())
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -316,8 +355,11 @@ class Flip(_ModuleTarget):
                     self._entered.notify_all()
 
 
-def _write(live: torch.Tensor, new: torch.Tensor) -> None:
-    write(live, new)
+def _put(live: torch.Tensor, new: Staged) -> None:
+    if isinstance(new, Patch):
+        new.apply(live)
+    else:
+        write(live, new)
 
 
 def _point(live: torch.Tensor, new: torch.Tensor) -> None:
@@ -331,7 +373,7 @@ def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
             torch.accelerator.synchronize(device)
 
 
-def _once(staged: Tensors, same: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def _once(staged: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:
     """The staged tensors under the first name that the model has for each."""
     return {same.get(name, name): tensor for name, tensor in staged.items()}
 

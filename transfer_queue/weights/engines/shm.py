@@ -1,9 +1,11 @@
 """Versions in shared memory, for receivers on the trainer's host.
 
 The trainer packs a version into a memfd (memfd_create(2): it has no name, and vanishes with the last process that has
-it) and hands read-only descriptors over a unix socket. Receivers map it privately and stage it where it lies: the only
-copy is the one into the live weights, and with `Swap` there is none. A connection is the lease on the memory: it is
-closed with the last tensor there, also by kill -9; only memory without leases is written again.
+it), digests it where it lies, takes from itself the right to write it (mprotect(2)), and hands read-only descriptors
+over a unix socket. Receivers map it privately and stage it where it lies: they read no byte of what the trainer has
+digested and nobody can have written since (unless told to `recheck`). So the only copy is the one into the live
+weights, with `Swap` there is none, and more receivers cost next to nothing. A connection is the lease on the memory:
+it is closed with the last tensor there, also by kill -9; only memory without leases is written again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from transfer_queue.client.mapping import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise
+from transfer_queue.client.mapping import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages, protect
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.memory import Anchor
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
@@ -34,20 +36,23 @@ from transfer_queue.weights.receiver import Receiver
 from transfer_queue.weights.sources import WeightSource
 
 HUGE_NBYTES = 2 << 20
+NUM_MAPPED = 4  # more than a trainer has in turn, with its default settings
 
 
 class ShmTrainerInfo(TrainerInfo, kw_only=True):
     """`keep`: versions that can be fetched, and pieces of memory kept for the next. `socket`: a path, or `@NAME`
-    (default: a name made up) for one without a file."""
+    (default: a name made up) for one without a file. `recheck`: receivers read everything again to check it."""
 
     socket: str = ""
     token: str = ""
     keep: int = 2
+    recheck: bool = False
 
 
 class ShmInfo(InitInfo, kw_only=True):
     address: str
     token: str
+    recheck: bool = False
 
 
 def starts_of(manifest: Manifest) -> list[int]:
@@ -79,6 +84,10 @@ class Memory:
         advise(self.data.data_ptr(), self.nbytes, MADV_POPULATE_WRITE)  # a fault for each page costs more
         self.num_borrowers = 0
 
+    def protect(self, writable: bool) -> None:
+        """Whether this process can write it; others never can."""
+        protect(self.data.data_ptr(), self.nbytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+
     def close(self) -> None:
         os.close(self.fd)
 
@@ -98,6 +107,7 @@ class Ring(Versions[Memory]):
             ]
             if fits:
                 self._idle.remove(fits[0])
+                fits[0].protect(writable=True)
                 return fits[0]
         return Memory(nbytes)
 
@@ -140,7 +150,7 @@ class ShmTrainer(TrainerEngine):
         self._server = Server(listening, self.token, self.shelf)
 
     def receivers_info(self) -> dict[str, Any]:
-        return {"address": self.address, "token": self.token}
+        return {"address": self.address, "token": self.token, "recheck": self.info.recheck}
 
     def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
         where = plan(draft.source.specs(), self.info.bucket_nbytes)
@@ -152,6 +162,7 @@ class ShmTrainer(TrainerEngine):
         except BaseException:
             self.shelf.put_back([memory])
             raise
+        memory.protect(writable=False)
         self.shelf.add(manifest, memory)
         return manifest
 
@@ -179,8 +190,12 @@ class ShmEngine(Engine):
     def __init__(self, receiver: Receiver, **more: Any) -> None:
         super().__init__(receiver, **more)
         self._control = Control()
+        self._mappings = Mappings()
+        self._recheck = False
 
     def _connect(self, info: ShmInfo) -> None:
+        self._recheck = info.recheck
+        self._mappings.clear()
         self._control.close()
         self._control.address = p.address_of(info.address, info.token)
         p.Peer(self._control.address, info.timeout_s).close()
@@ -194,34 +209,57 @@ class ShmEngine(Engine):
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
         starts = starts_of(manifest)
         assert self._control.address is not None
-        memory = borrow(p.Peer(self._control.address, deadline.left()), key_of(manifest), starts[-1], deadline)
+        peer = p.Peer(self._control.address, deadline.left())
+        memory = self._mappings.borrow(peer, key_of(manifest), starts[-1], deadline)
         for index in wanted:
             deadline.left()
             start = starts[index]
-            self.receiver.stage(index, memory[start : start + manifest.buckets[index]], lend=True)
+            self.receiver.stage(
+                index, memory[start : start + manifest.buckets[index]], lend=True, vouched=not self._recheck
+            )
 
     def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
         self._control.tell(outcome, deadline)
 
     def _close(self) -> None:
         self._control.close()
+        self._mappings.clear()
 
 
-def borrow(peer: p.Peer, key: str, nbytes: int, deadline: Deadline) -> Bytes:
-    """The memory of a version, mapped: what is written here is seen only here. The connection is closed with the last
-    array or tensor over it."""
-    try:
-        peer.ask(p.GetMemory(key), deadline.left())
-        if len(peer.stream.fds) != 1:
-            raise ServiceUnavailable("the trainer sent no memory")
-        fd = peer.stream.fds[0]
-        if os.fstat(fd).st_size < nbytes:
-            raise ProtocolError(f"memory of {os.fstat(fd).st_size} bytes instead of {nbytes}")
-        mapped = mmap.mmap(fd, max(nbytes, 1), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        os.close(peer.stream.fds.pop())
-    except BaseException:
-        peer.close()
-        raise
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    advise(address, nbytes, MADV_POPULATE_READ)
-    return Anchor(address, nbytes, mapped, peer.close).array()
+class Mappings:
+    """The trainer's memory in this process, mapped privately: what is written here is seen only here.
+
+    The trainer writes versions to the same few pieces of memory in turn, so they stay mapped."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, mmap.mmap] = {}  # by inode: the one used last is the last
+
+    def borrow(self, peer: p.Peer, key: str, nbytes: int, deadline: Deadline) -> Bytes:
+        """The memory of a version. The connection is closed with the last array or tensor over it."""
+        try:
+            peer.ask(p.GetMemory(key), deadline.left())
+            if len(peer.stream.fds) != 1:
+                raise ServiceUnavailable("the trainer sent no memory")
+            found = os.fstat(peer.stream.fds[0])
+            if found.st_size < nbytes:
+                raise ProtocolError(f"memory of {found.st_size} bytes instead of {nbytes}")
+            mapped = self._mapped.pop(found.st_ino, None) or _map(peer.stream.fds[0], found.st_size)
+            self._mapped[found.st_ino] = mapped
+            while len(self._mapped) > NUM_MAPPED:
+                del self._mapped[next(iter(self._mapped))]
+            os.close(peer.stream.fds.pop())
+        except BaseException:
+            peer.close()
+            raise
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        drop_written_pages(address, nbytes)  # of an earlier version that was here
+        return Anchor(address, nbytes, mapped, peer.close).array()
+
+    def clear(self) -> None:
+        self._mapped.clear()
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    advise(ctypes.addressof(ctypes.c_char.from_buffer(mapped)), nbytes, MADV_POPULATE_READ)
+    return mapped

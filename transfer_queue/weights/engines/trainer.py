@@ -29,6 +29,7 @@ from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, Outcome, a
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import BUCKET_NBYTES, Plan, seal
+from transfer_queue.weights.room import write
 from transfer_queue.weights.sources import TensorMeta, WeightSource
 
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
@@ -84,9 +85,19 @@ class Base:
 
     def __init__(self, manifest: Manifest, source: WeightSource) -> None:
         self.manifest = manifest
+        self.digests = {spec.name: spec.digest for spec in manifest.tensors}
         self.weights = {name: tensor.clone() for name, tensor in source.tensors()}
         self._specs = source.specs()
         self._aliases = source.aliases()
+
+    def follow(self, manifest: Manifest, source: WeightSource) -> None:
+        """These are the weights now. Copies what changed."""
+        changed = {spec.name for spec in manifest.tensors}
+        for name, tensor in source.tensors():
+            if name in changed:
+                write(self.weights[name], tensor.detach())
+        self.manifest = manifest
+        self.digests.update((spec.name, spec.digest) for spec in manifest.tensors)
 
     def specs(self) -> list[TensorMeta]:
         return self._specs
@@ -105,7 +116,7 @@ class Draft:
         self.version = version
         self.epoch = epoch
         self._base = base
-        self._delta = DeltaSource(base.weights, base.manifest.root, source) if base else None
+        self._delta = DeltaSource(base.weights, base.manifest.root, source, base.digests) if base else None
         self.source: WeightSource = self._delta or source
 
     def seal(self, where: Plan, digests: Mapping[str, str]) -> Manifest:
@@ -254,7 +265,7 @@ class TrainerEngine(ABC):
         except BaseException as error:
             self._call_off(number)
             if self._newest is manifest:
-                self._keep(manifest)
+                self._keep(manifest, earlier)
             else:
                 self._withdraw(manifest)
                 self._base = earlier
@@ -263,7 +274,7 @@ class TrainerEngine(ABC):
             raise
         times.append(time.monotonic())
         self._num_deltas = self._num_deltas + 1 if base else 0
-        self._keep(manifest)
+        self._keep(manifest, earlier)
         spans = [after - before for before, after in itertools.pairwise(times)]
         return SyncReport(number, self.epoch, manifest.root, manifest.kind, manifest.nbytes, *spans)
 
@@ -273,9 +284,14 @@ class TrainerEngine(ABC):
             "version": manifest.version, "epoch": manifest.epoch, "key": key_of(manifest), "timeout_s": deadline.left()
         }  # fmt: skip
 
-    def _keep(self, manifest: Manifest) -> None:
-        if self.info.anchor_every > 1:
-            self._base = Base(manifest, self._source)
+    def _keep(self, manifest: Manifest, earlier: Base | None) -> None:
+        if self.info.anchor_every <= 1:
+            return
+        if earlier is None:
+            earlier = Base(manifest, self._source)
+        else:
+            earlier.follow(manifest, self._source)
+        self._base = earlier
 
     def _check_outcomes(self, version: int) -> None:
         if isinstance(self._client, Follower):
