@@ -184,7 +184,7 @@ def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) 
 
     def lent() -> int:
         ring = made[0].shelf  # type: ignore[attr-defined]
-        return sum(one.num_borrowers for one in [*ring._idle, *(memory for _, memory in ring._held.values())])
+        return sum(one.num_borrowers for one in [*ring._idle, *ring._held.things()])
 
     _serve(conn, {"start": start, "send": send, "lent": lent, "shutdown": lambda: made[0].shutdown()}.__getitem__)
 

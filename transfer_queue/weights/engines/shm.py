@@ -26,7 +26,8 @@ from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailabl
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
 from transfer_queue.weights.engines.fetching import Control
-from transfer_queue.weights.engines.serving import Server, gone, listen_unix
+from transfer_queue.weights.engines.serving import Server, listen_unix
+from transfer_queue.weights.engines.shelf import Kept, newest_key
 from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
@@ -88,11 +89,9 @@ class Ring:
     """Versions in memory, and memory to be written next."""
 
     def __init__(self, keep: int) -> None:
-        if keep < 1:
-            raise InvalidInput(f"{keep} versions to keep")
         self._keep = keep
         self._lock = threading.Lock()
-        self._held: dict[str, tuple[bytes, Memory]] = {}
+        self._held: Kept[Memory] = Kept(keep)
         self._idle: list[Memory] = []  # nobody may fetch them any more; some may be lent still
 
     def take(self, nbytes: int) -> Memory:
@@ -108,9 +107,7 @@ class Ring:
 
     def add(self, manifest: Manifest, memory: Memory) -> None:
         with self._lock:
-            self._held[key_of(manifest)] = (manifest.encode(), memory)
-            for key in list(self._held)[: -self._keep]:
-                self._idle.append(self._held.pop(key)[1])
+            self._idle += self._held.add(manifest, memory)
             self._trim(self._keep)
 
     def put_back(self, memory: Memory) -> None:
@@ -123,22 +120,16 @@ class Ring:
         while len(self._idle) > num_kept:
             self._idle.pop(0).close()
 
-    def _find(self, key: str) -> tuple[bytes, Memory]:
-        found = self._held.get(key or next(reversed(self._held), ""))
-        if found is None:
-            raise gone(key)
-        return found
-
     def manifest(self, key: str) -> bytes:
         with self._lock:
-            return self._find(key)[0]
+            return self._held.find(key)[0]
 
     def bucket(self, key: str, index: int) -> bytes:
         raise InvalidInput("shared memory is lent, not sent")
 
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:
         with self._lock:
-            memory = self._find(key)[1]
+            memory = self._held.find(key)[1]
             memory.num_borrowers += 1
             return memory.fd, lambda: self._returned(memory)
 
@@ -148,7 +139,7 @@ class Ring:
 
     def close(self) -> None:
         with self._lock:
-            for _, memory in self._held.values():
+            for memory in self._held.things():
                 memory.close()
             self._held.clear()
             self._trim(0)
@@ -208,8 +199,8 @@ class ShmEngine(Engine):
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         return self._control.manifest(info.key, deadline)
 
-    def _newest(self, deadline: Deadline) -> Manifest:
-        return self._control.manifest("", deadline)
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
+        return self._control.manifest(newest_key(label), deadline)
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
         starts = starts_of(manifest)

@@ -20,6 +20,7 @@ from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
 from transfer_queue.weights.engines.fetching import STALL_S, Control, fetch, newest_of
 from transfer_queue.weights.engines.serving import Server, gone, listen_tcp
+from transfer_queue.weights.engines.shelf import Kept, newest_key
 from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
@@ -55,24 +56,16 @@ class Held:
     """The newest versions, packed, in this process's memory."""
 
     def __init__(self, keep: int) -> None:
-        if keep < 1:
-            raise InvalidInput(f"{keep} versions to keep")
-        self._keep = keep
         self._lock = threading.Lock()
-        self._held: dict[str, tuple[bytes, list[torch.Tensor]]] = {}
+        self._held: Kept[list[torch.Tensor]] = Kept(keep)
 
     def add(self, manifest: Manifest, buckets: list[torch.Tensor]) -> None:
         with self._lock:
-            self._held[key_of(manifest)] = (manifest.encode(), buckets)
-            for key in list(self._held)[: -self._keep]:
-                del self._held[key]
+            self._held.add(manifest, buckets)
 
     def _find(self, key: str) -> tuple[bytes, list[torch.Tensor]]:
         with self._lock:
-            found = self._held.get(key or next(reversed(self._held), ""))
-        if found is None:
-            raise gone(key)
-        return found
+            return self._held.find(key)
 
     def manifest(self, key: str) -> bytes:
         return self._find(key)[0]
@@ -139,8 +132,8 @@ class TcpEngine(Engine):
         self._sources = [self._control.address]
         return manifest
 
-    def _newest(self, deadline: Deadline) -> Manifest:
-        manifest = self._control.manifest("", deadline)
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
+        manifest = self._control.manifest(newest_key(label), deadline)
         assert self._control.address is not None
         self._sources = [self._control.address]
         return manifest

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.errors import InvalidInput, StaleBase, StaleVersion, TransferQueueError, error_from_code
@@ -21,8 +23,10 @@ from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, Outcome, a
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import BUCKET_NBYTES, Plan, seal
-from transfer_queue.weights.sources import WeightSource
+from transfer_queue.weights.sources import StateDictSource, WeightSource
 
+ADAPTER_CONFIG = "adapter_config"  # in an adapter's `meta`: its configuration, as JSON text (there may be floats)
+MAX_LABEL = 80  # characters: labels become file names, percent-encoded
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
 Self = TypeVar("Self", bound="TrainerEngine")
 
@@ -51,7 +55,7 @@ class TrainerInfo(msgspec.Struct, kw_only=True):
 
 class SyncReport(msgspec.Struct, frozen=True):
     """A version that every receiver committed. `pack_s`: until it could be fetched; `update_s`: until all had verified
-    it; `commit_s`: until all had committed."""
+    it; `commit_s`: until all had committed. `outdated`: adapters sent before that were for the weights it replaced."""
 
     version: int
     epoch: str
@@ -61,6 +65,15 @@ class SyncReport(msgspec.Struct, frozen=True):
     pack_s: float
     update_s: float
     commit_s: float
+    outdated: tuple[str, ...] = ()
+
+
+class Adapter(NamedTuple):
+    """What makes a version one of the adapter `label`: for the weights with `base_root`, or for any."""
+
+    label: str
+    base_root: str | None
+    meta: dict[str, Any]
 
 
 class Base:
@@ -74,17 +87,24 @@ class Base:
 class Draft:
     """A version about to be packed."""
 
-    def __init__(self, source: WeightSource, version: int, epoch: str, base: Base | None) -> None:
+    def __init__(
+        self, source: WeightSource, version: int, epoch: str, base: Base | None = None, adapter: Adapter | None = None
+    ) -> None:
         self.version = version
         self.epoch = epoch
+        self.adapter = adapter
+        self.label = adapter.label if adapter else ""
         self._base = base
         self._delta = DeltaSource(base.tensors, base.manifest.root, source) if base else None
         self.source: WeightSource = self._delta or source
 
     def seal(self, where: Plan, digests: Mapping[str, str]) -> Manifest:
         if self._delta is None or self._base is None:
-            aliases = self.source.aliases()
-            return seal(where, digests, version=self.version, epoch=self.epoch, aliases=aliases)
+            label, base_root, meta = self.adapter or Adapter("", None, {})
+            return seal(
+                where, digests, version=self.version, epoch=self.epoch, aliases=self.source.aliases(),
+                kind="adapter" if self.adapter else "full", base_root=base_root, label=label, meta=meta,
+            )  # fmt: skip
         base = self._base.manifest.version
         return self._delta.manifest(where, digests, version=self.version, epoch=self.epoch, base=base)
 
@@ -104,7 +124,9 @@ class TrainerEngine(ABC):
             raise InvalidInput(f"a full version every {info.anchor_every}")
         self.info = info
         self.epoch: str = info.epoch or secrets.token_hex(8)
-        self.version = 0
+        self._numbers: dict[str, int] = {}  # the last versions of the weights ("") and of adapters, taken or not
+        self._root: str | None = None  # of the weights that all receivers committed last
+        self._adapters: dict[str, str | None] = {}  # label -> base_root, of those that all receivers have
         self._client = client
         self._source = source
         self._busy = threading.Lock()
@@ -134,16 +156,44 @@ class TrainerEngine(ABC):
         """
         with self._busy:
             deadline = Deadline(deadline_s)
-            number = self.version + 1 if version is None else version
-            if number <= self.version:
-                raise StaleVersion(f"version {number} after {self.version}")
+            number = self._number("", version)
             base = None if full or self._num_deltas + 1 >= self.info.anchor_every else self._base
             try:
-                return self._send(number, base, deadline)
+                return self._send_version(number, base, deadline)
             except StaleBase:
                 if base is None:
                     raise
-                return self._send(number, None, deadline)
+                return self._send_version(number, None, deadline)
+
+    def send_adapter(
+        self,
+        label: str,
+        source: WeightSource,
+        config: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        for_base: bool = True,
+        deadline_s: float,
+    ) -> SyncReport:
+        """Bring an adapter to every receiver, as `version` of `label` (default: the next number of that label).
+
+        Until all have committed, and when anything fails, the one before serves, as with `send_weights`. `config` is
+        JSON, such as PEFT's adapter_config.json. `for_base`: it is for the weights that were sent last, and no others
+        (`InvalidInput` when none were); else receivers take it whatever their weights are.
+        """
+        if for_base and self._root is None:
+            raise InvalidInput("no weights were sent that the adapter could be for: for_base=False")
+        try:
+            meta = {ADAPTER_CONFIG: json.dumps(dict(config), sort_keys=True)}
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"the adapter's configuration is not JSON: {error}") from None
+        if not source.specs():
+            raise InvalidInput(f"the adapter {label!r} has no tensors")
+        return self._send_adapter(source, Adapter(label, self._root if for_base else None, meta), version, deadline_s)
+
+    def remove_adapter(self, label: str, *, version: int | None = None, deadline_s: float) -> SyncReport:
+        """Have every receiver drop it: a version of it without tensors. Receivers that have none take that too."""
+        return self._send_adapter(StateDictSource({}), Adapter(label, None, {}), version, deadline_s)
 
     def shutdown(self) -> None:
         """Free what the transport holds. Receivers keep their weights. Repeatable."""
@@ -176,19 +226,54 @@ class TrainerEngine(ABC):
 
     # steps
 
-    def _send(self, number: int, base: Base | None, deadline: Deadline) -> SyncReport:
+    @property
+    def version(self) -> int:
+        """The last number that was given to weights."""
+        return self._numbers.get("", 0)
+
+    def _number(self, label: str, asked: int | None) -> int:
+        last = self._numbers.get(label, 0)
+        if asked is not None and asked <= last:
+            raise StaleVersion(f"version {asked} after {last}")
+        return last + 1 if asked is None else asked
+
+    def _send_version(self, number: int, base: Base | None, deadline: Deadline) -> SyncReport:
+        report, manifest = self._send(Draft(self._source, number, self.epoch, base), deadline)
+        self._num_deltas = self._num_deltas + 1 if base else 0
+        self._root = manifest.root
+        self._keep(manifest)
+        outdated = [label for label, root in self._adapters.items() if root not in (None, self._root)]
+        return replace(report, outdated=tuple(outdated))
+
+    def _send_adapter(
+        self, source: WeightSource, adapter: Adapter, version: int | None, deadline_s: float
+    ) -> SyncReport:
+        label = adapter.label
+        if not 0 < len(label) <= MAX_LABEL:
+            raise InvalidInput(f"an adapter's label of {len(label)} characters, at most {MAX_LABEL}")
+        with self._busy:
+            draft = Draft(source, self._number(label, version), self.epoch, adapter=adapter)
+            report, manifest = self._send(draft, Deadline(deadline_s))
+            self._adapters.pop(label, None)
+            if manifest.tensors:
+                self._adapters[label] = adapter.base_root
+            return report
+
+    def _send(self, draft: Draft, deadline: Deadline) -> tuple[SyncReport, Manifest]:
         times = [time.monotonic()]
-        draft = Draft(self._source, number, self.epoch, base)
+        number = draft.version
         manifest = self._publish(draft, deadline)
-        self.version = number
+        self._numbers[draft.label] = number
         times.append(time.monotonic())
-        self._base = None  # until all have it
+        if draft.adapter is None:
+            self._base = None  # until all have it
+        self._outcomes(number)  # what came late from an update that failed
         try:
             self._call(self._client.start_weight_update, deadline)
             self._lead(manifest, self.update_info(manifest, deadline), deadline)
             self._check_outcomes(number)
             times.append(time.monotonic())
-            self._call(self._client.finish_weight_update, deadline, str(number))
+            self._call(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
             self._check_outcomes(number)
         except BaseException as error:
             self._call_off(number)
@@ -196,10 +281,9 @@ class TrainerEngine(ABC):
                 raise as_typed(error) from error
             raise
         times.append(time.monotonic())
-        self._num_deltas = self._num_deltas + 1 if base else 0
-        self._keep(manifest)
-        spans = [after - before for before, after in itertools.pairwise(times)]
-        return SyncReport(number, self.epoch, manifest.root, manifest.kind, manifest.nbytes, *spans)
+        pack_s, update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
+        told = (number, self.epoch, manifest.root, manifest.kind, manifest.nbytes)
+        return SyncReport(*told, pack_s, update_s, commit_s), manifest
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         """What receivers are told of a version."""
