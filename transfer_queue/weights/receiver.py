@@ -352,7 +352,7 @@ class Receiver:
             return update, update.deadline - self._clock()
 
     def _install(self, update: _Update, timeout_s: float) -> Pause:
-        m, info = update.manifest, self.installed()
+        m, info = update.manifest, self._target.tag
         if m.kind != "adapter":
             new = VersionInfo(m.version, m.epoch, m.root, m.label, info.adapters)
             return self._target.commit(update.prepared, new, timeout_s)
