@@ -13,6 +13,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 from conftest import until
 from weights import Net, Weights, copy_of, drawn, lora, merged, root
@@ -41,7 +42,9 @@ def processes() -> Iterator[Any]:
     """The context that starts children quickly: they are forked from a process that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 preloads silently nothing that only `sys.path` leads to
+        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        forkserver.ensure_running()
     starter = context.Process(target=int)  # the imports take seconds, not those of the first test
     starter.start()
     starter.join()
