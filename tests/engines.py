@@ -34,7 +34,8 @@ REMOTE = {
 BUCKET_NBYTES = 128
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["first"], "lora_dropout": 0.05}
 GIVEN = torch.arange(8.0)
-PRELOADED = ["engines", *(f"transfer_queue.weights.engines.{name}" for name in ("shm", "tcp", "disk", "collective"))]
+NAMES = ("shm", "tcp", "disk", "collective", "cuda_ipc")
+PRELOADED = ["engines", *(f"transfer_queue.weights.engines.{name}" for name in NAMES)]
 
 
 @contextlib.contextmanager
@@ -113,9 +114,11 @@ def _stopped(task: str) -> bool:
 # in the children
 
 
-def receive(conn: Connection, _calls: Connection, name: str, rank: int, target: str, on_fault: str) -> None:
+def receive(
+    conn: Connection, _calls: Connection, name: str, rank: int, target: str, on_fault: str, device: str
+) -> None:
     torch.set_num_threads(1)
-    module = Net()
+    module = Net().to(device)
     kind = {"in_place": InPlace, "swap": Swap}[target]
     adapters = Lora(module)
     receiver = Receiver(kind(module), adapter=adapters)
@@ -123,7 +126,7 @@ def receive(conn: Connection, _calls: Connection, name: str, rank: int, target: 
 
     def infer(label: str) -> Any:
         with receiver.reading() as live, adapters.active(label, live.tag) if label else contextlib.nullcontext():
-            return module.first(GIVEN).tolist()
+            return module.first(GIVEN.to(device)).tolist()
 
     extra = {
         "infer": infer,
@@ -189,7 +192,7 @@ def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) 
         return made[0].receivers_info()
 
     def send(seed: int, deadline_s: float, fault: str = "", version: int | None = None) -> Any:
-        source.weights = drawn(Net(), seed)
+        source.weights = {name: tensor.to(info.get("device", "cpu")) for name, tensor in drawn(Net(), seed).items()}
         if fault == "unknown":
             source.weights["unheard_of"] = torch.ones(3)
         source.stop = (lambda: client.ask("packing")) if fault == "packing" else (lambda: None)
@@ -220,8 +223,8 @@ def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) 
 def _lying(seal: Any) -> Any:
     """Makes manifests in which one tensor's bytes are others than those that are sent."""
 
-    def lie(self: Any, where: Any, digests: dict[str, str]) -> Any:
-        return seal(self, where, {**digests, next(iter(digests)) if self.adapter else "first.bias": "0" * 32})
+    def lie(self: Any, where: Any, digests: dict[str, str], *more: Any) -> Any:
+        return seal(self, where, {**digests, next(iter(digests)) if self.adapter else "first.bias": "0" * 32}, *more)
 
     return lie
 
@@ -256,6 +259,8 @@ class Site:
             self.info.update(folder=str(folder), sync=False)
         if self.name == "collective":
             self.info.update(world_size=num + 1, packing=packing or "tq")
+        if self.name == "cuda_ipc":
+            self.info = {"device": "cpu", "num_receivers": num, "algo": packing or "mix64x2", **self.info}
         self.on_fault = on_fault
         self.patience_s = 20.0
         self.receivers = [self.receiver(rank) for rank in range(num)]
@@ -264,7 +269,7 @@ class Site:
 
     def receiver(self, rank: int) -> Process:
         target = "swap" if rank % 2 else "in_place"
-        return Process(self._context, receive, self.name, rank, target, self.on_fault)
+        return Process(self._context, receive, self.name, rank, target, self.on_fault, self.info.get("device", "cpu"))
 
     def start_trainer(self) -> dict[str, Any]:
         self.end_trainer()

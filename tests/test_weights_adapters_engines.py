@@ -19,7 +19,7 @@ from transfer_queue.errors import (
     VersionGone,
 )
 
-ENGINES = ["shm", "tcp", "disk", "collective", "collective-vllm"]
+ENGINES = ["shm", "tcp", "disk", "collective", "collective-vllm", "cuda_ipc"]
 Start = Callable[..., Site]
 
 

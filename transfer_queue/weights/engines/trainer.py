@@ -19,6 +19,7 @@ from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.errors import InvalidInput, StaleBase, StaleVersion, TransferQueueError, error_from_code
 from transfer_queue.weights.delta import DeltaSource
+from transfer_queue.weights.digest import ALGO
 from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, Outcome, as_typed, parse
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
@@ -98,12 +99,13 @@ class Draft:
         self._delta = DeltaSource(base.tensors, base.manifest.root, source) if base else None
         self.source: WeightSource = self._delta or source
 
-    def seal(self, where: Plan, digests: Mapping[str, str]) -> Manifest:
+    def seal(self, where: Plan, digests: Mapping[str, str], algo: str = ALGO) -> Manifest:
         if self._delta is None or self._base is None:
             label, base_root, meta = self.adapter or Adapter("", None, {})
             return seal(
                 where, digests, version=self.version, epoch=self.epoch, aliases=self.source.aliases(),
                 kind="adapter" if self.adapter else "full", base_root=base_root, label=label, meta=meta,
+                algo=algo,
             )  # fmt: skip
         base = self._base.manifest.version
         return self._delta.manifest(where, digests, version=self.version, epoch=self.epoch, base=base)
