@@ -276,6 +276,7 @@ class Flip(_ModuleTarget):
             if not self._entered.wait_for(lambda: not self._num_readers[id(self._spare)], timeout_s):
                 raise DeadlineExceeded(f"forward passes in the module to write did not end within {timeout_s} s")
         live, spare = named_weights(self._module), named_weights(self._spare)
+        _synchronize(spare.values())  # forward passes that left it may have kernels in a queue that read it still
         behind = self._behind - set(prepared)
         self._behind |= set(prepared)
         try:
