@@ -27,8 +27,9 @@ from transfer_queue.errors import (
     StaleVersion,
     UnknownTensor,
 )
-from transfer_queue.weights import Flip, InPlace, Receiver, StateDictSource, Swap, Target
+from transfer_queue.weights import Control, Flip, InPlace, Receiver, StateDictSource, Swap, Target
 from transfer_queue.weights.adapters import Lora, load, save
+from transfer_queue.weights.engines.shm import ShmEngine, ShmTrainer
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["first"]}
 GIVEN = torch.arange(16.0).reshape(2, 8)
@@ -283,6 +284,30 @@ def test_a_removed_adapter_comes_back_as_a_newer_version_only() -> None:
     assert (info.adapters["math"].version, info.dirty) == (4, True)
     install(server.receiver, full(drawn(Net(), 2), 2))
     assert not server.receiver.installed().dirty
+
+
+def test_an_adapter_gives_the_weights_no_other_label() -> None:
+    module = Net()
+    lora_of = Lora(module)
+    receiver = Receiver(Swap(module), adapter=lora_of)
+    control = Control(ShmEngine(receiver), receiver)
+    trainer = ShmTrainer.trainer_init({}, client=control, source=StateDictSource(drawn(module, 1)))
+    trainer.send_weights(7, deadline_s=ROOM_S)
+    trainer.send_adapter("math", StateDictSource(lora(1)), CONFIG, version=3, deadline_s=ROOM_S)
+    with pytest.raises(StaleVersion, match="after 3"):
+        trainer.send_adapter("math", StateDictSource(lora(1)), CONFIG, version=3, deadline_s=ROOM_S)
+    assert control.get_weight_version() == "7"
+    assert (lora_of.labels, trainer.version) == (["math"], 7)
+    with pytest.raises(UnknownTensor):
+        trainer.send_adapter("math", StateDictSource({"a": torch.ones(1)}), CONFIG, deadline_s=ROOM_S)
+    refused: list[tuple[str, Weights, Any]] = [("", lora(1), CONFIG), ("x" * 99, lora(1), CONFIG), ("x", {}, CONFIG)]
+    for label, weights, config in [*refused, ("x", lora(1), {"r": {1}})]:
+        with pytest.raises(InvalidInput):
+            trainer.send_adapter(label, StateDictSource(weights), config, deadline_s=ROOM_S)
+    assert trainer.remove_adapter("math", deadline_s=ROOM_S).version == 5
+    assert (lora_of.labels, control.get_weight_version()) == ([], "7")
+    control.shutdown_weight_transfer_engine()
+    trainer.shutdown()
 
 
 def test_folders_are_those_of_peft(tmp_path: Path) -> None:

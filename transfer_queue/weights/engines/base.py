@@ -235,7 +235,7 @@ class Engine(ABC):
         except Exception as error:  # noqa: BLE001 where faults are recorded nothing may leave
             typed = as_typed(error)
             if not self.outcome.code:
-                log.warning("rank %s: %s", self.rank, typed)
+                log.warning("rank %s: %s", self.rank, str(typed))  # records that are kept would keep staged memory
             self.outcome = replace(self.outcome, code=typed.code, text=str(typed))
             self._deadline, self._manifest = None, None
             self.receiver.abort(str(typed))
