@@ -199,6 +199,11 @@ def test_layers_whose_hooks_are_never_called_are_refused() -> None:
     weights = {name.replace("first", "out_proj"): tensor for name, tensor in lora(1).items()}
     with pytest.raises(NotSupported, match="out_proj"):
         one.prepare(weights, adapter(weights, 1, config={"r": 2}).manifest)
+    module = Net()
+    two = Lora(module)
+    module.first = torch.nn.Linear(8, 8)
+    with pytest.raises(NotSupported, match="from the start"):
+        two.prepare(lora(1), adapter(lora(1), 1).manifest)
     twice = torch.nn.ModuleDict({"first": torch.nn.Linear(8, 8)})
     twice["other"] = twice["first"]
     both = {**lora(1), **{name.replace("first", "other"): tensor for name, tensor in lora(2).items()}}

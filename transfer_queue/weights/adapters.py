@@ -210,8 +210,10 @@ def _layer(path: str, module: torch.nn.Module) -> torch.nn.Linear:
         found = module.get_submodule(path)
     except AttributeError as error:
         raise UnknownTensor(f"the model has no {path!r}: {error}") from None
-    if not (isinstance(found, torch.nn.Linear) and _is_linear(found)):
-        raise NotSupported(f"{path!r} is a {type(found).__name__}: adapters are for torch.nn.Linear")
+    if not (isinstance(found, torch.nn.Linear) and _add in found._forward_hooks.values()):
+        raise NotSupported(
+            f"{path!r} is a {type(found).__name__}: adapters are for torch.nn.Linear there from the start"
+        )
     return found
 
 

@@ -16,7 +16,7 @@ from transfer_queue.weights.digest import ALGO, DEVICE_ALGO, Buffer, byte_view, 
 from transfer_queue.weights.manifest import TensorSpec
 from transfer_queue.weights.room import room
 
-STEP = 4 << 20  # words at a time: about four times as many bytes as these have are needed meanwhile
+STEP = 4 << 20  # words at a time: twice as many bytes as these have are needed meanwhile
 
 
 def digest_at(tensor: torch.Tensor, algo: str) -> str:
