@@ -53,9 +53,9 @@ def _threads() -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    """Names in /dev/shm, without those of multiprocessing's semaphores and of torch's: it unlinks the file of a tensor
-    as soon as it is open, but a worker can be killed in between."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_"))}
+    """Names in /dev/shm, without those of anybody's multiprocessing, and torch's: it unlinks a tensor's file as soon
+    as it is open, but a worker can be killed in between."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "psm_", "torch_"))}
 
 
 @pytest.fixture(autouse=True)

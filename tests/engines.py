@@ -13,12 +13,14 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 from conftest import until
-from weights import Net, Weights, copy_of, drawn, root
+from weights import Net, Weights, copy_of, drawn, lora, merged, root
 
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, error_from_code
 from transfer_queue.weights import InPlace, Receiver, StateDictSource, Swap
+from transfer_queue.weights.adapters import Lora
 from transfer_queue.weights.engines import registry
 from transfer_queue.weights.engines import trainer as trainer_module
 
@@ -30,7 +32,10 @@ REMOTE = {
     "finish_weight_update": "finish_weight_update",
 }
 BUCKET_NBYTES = 128
-PRELOADED = ["engines", *(f"transfer_queue.weights.engines.{name}" for name in ("shm", "tcp", "disk", "collective"))]
+CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["first"], "lora_dropout": 0.05}
+GIVEN = torch.arange(8.0)
+NAMES = ("shm", "tcp", "disk", "collective", "cuda_ipc")
+PRELOADED = ["engines", *(f"transfer_queue.weights.engines.{name}" for name in NAMES)]
 
 
 @contextlib.contextmanager
@@ -38,7 +43,9 @@ def processes() -> Iterator[Any]:
     """The context that starts children quickly: they are forked from a process that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 preloads silently nothing that only `sys.path` leads to
+        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        forkserver.ensure_running()
     starter = context.Process(target=int)  # the imports take seconds, not those of the first test
     starter.start()
     starter.join()
@@ -107,12 +114,22 @@ def _stopped(task: str) -> bool:
 # in the children
 
 
-def receive(conn: Connection, _calls: Connection, name: str, rank: int, target: str, on_fault: str) -> None:
+def receive(
+    conn: Connection, _calls: Connection, name: str, rank: int, target: str, on_fault: str, device: str
+) -> None:
     torch.set_num_threads(1)
-    module = Net()
+    module = Net().to(device)
     kind = {"in_place": InPlace, "swap": Swap}[target]
-    engine = registry.engine(name)(Receiver(kind(module)), rank=rank, on_fault=on_fault)  # type: ignore[arg-type]
+    adapters = Lora(module)
+    receiver = Receiver(kind(module), adapter=adapters)
+    engine = registry.engine(name)(receiver, rank=rank, on_fault=on_fault)  # type: ignore[arg-type]
+
+    def infer(label: str) -> Any:
+        with receiver.reading() as live, adapters.active(label, live.tag) if label else contextlib.nullcontext():
+            return module.first(GIVEN.to(device)).tolist()
+
     extra = {
+        "infer": infer,
         "root": lambda: root(copy_of(module)),
         "fds": lambda: len(os.listdir("/proc/self/fd")),
         "installed": lambda: engine.receiver.installed(),
@@ -175,25 +192,39 @@ def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) 
         return made[0].receivers_info()
 
     def send(seed: int, deadline_s: float, fault: str = "", version: int | None = None) -> Any:
-        source.weights = drawn(Net(), seed)
+        source.weights = {name: tensor.to(info.get("device", "cpu")) for name, tensor in drawn(Net(), seed).items()}
         if fault == "unknown":
             source.weights["unheard_of"] = torch.ones(3)
         source.stop = (lambda: client.ask("packing")) if fault == "packing" else (lambda: None)
         trainer_module.Draft.seal = _lying(seal) if fault == "corrupt" else seal  # type: ignore[method-assign]
         return made[0].send_weights(version, deadline_s=deadline_s)
 
+    def send_adapter(label: str, seed: int, deadline_s: float, fault: str = "", for_base: bool = True) -> Any:
+        chosen = Changing()
+        chosen.weights = lora(seed)
+        chosen.stop = (lambda: client.ask("packing")) if fault == "packing" else (lambda: None)
+        trainer_module.Draft.seal = _lying(seal) if fault == "corrupt" else seal  # type: ignore[method-assign]
+        return made[0].send_adapter(label, chosen, CONFIG, for_base=for_base, deadline_s=deadline_s)
+
+    def remove_adapter(label: str) -> Any:
+        return made[0].remove_adapter(label, deadline_s=20.0)
+
     def lent() -> int:
         ring = made[0].shelf  # type: ignore[attr-defined]
-        return sum(one.num_borrowers for one in [*ring._idle, *(memory for _, memory in ring._held.values())])
+        return sum(one.num_borrowers for one in [*ring._idle, *ring.contents()])
 
-    _serve(conn, {"start": start, "send": send, "lent": lent, "shutdown": lambda: made[0].shutdown()}.__getitem__)
+    commands = {
+        "start": start, "send": send, "send_adapter": send_adapter, "remove_adapter": remove_adapter, "lent": lent,
+        "shutdown": lambda: made[0].shutdown(),
+    }  # fmt: skip
+    _serve(conn, commands.__getitem__)
 
 
 def _lying(seal: Any) -> Any:
     """Makes manifests in which one tensor's bytes are others than those that are sent."""
 
-    def lie(self: Any, where: Any, digests: dict[str, str]) -> Any:
-        return seal(self, where, {**digests, "first.bias": "0" * 32})
+    def lie(self: Any, where: Any, digests: dict[str, str], *more: Any) -> Any:
+        return seal(self, where, {**digests, next(iter(digests)) if self.adapter else "first.bias": "0" * 32}, *more)
 
     return lie
 
@@ -224,10 +255,14 @@ class Site:
         self._context = context
         self.name, _, packing = engine.partition("-")
         self.info = {"bucket_nbytes": BUCKET_NBYTES, **info}
+        if self.name == "shm":
+            self.info.setdefault("recheck", True)  # the faults here are manifests that lie
         if self.name == "disk":
             self.info.update(folder=str(folder), sync=False)
         if self.name == "collective":
             self.info.update(world_size=num + 1, packing=packing or "tq")
+        if self.name == "cuda_ipc":
+            self.info = {"device": "cpu", "num_receivers": num, "algo": packing or "mix64x2", **self.info}
         self.on_fault = on_fault
         self.patience_s = 20.0
         self.receivers = [self.receiver(rank) for rank in range(num)]
@@ -236,7 +271,7 @@ class Site:
 
     def receiver(self, rank: int) -> Process:
         target = "swap" if rank % 2 else "in_place"
-        return Process(self._context, receive, self.name, rank, target, self.on_fault)
+        return Process(self._context, receive, self.name, rank, target, self.on_fault, self.info.get("device", "cpu"))
 
     def start_trainer(self) -> dict[str, Any]:
         self.end_trainer()
@@ -252,6 +287,18 @@ class Site:
     def send(self, seed: int, *, deadline_s: float = 20.0, fault: str = "", hook: Hook | None = None) -> Any:
         """The trainer's report. `hook(call, when)` is called "before" each call, and while it is "underway"."""
         return self._lead("send", seed, deadline_s, fault, hook=hook)
+
+    def send_adapter(
+        self, label: str, seed: int, *, fault: str = "", for_base: bool = True, hook: Hook | None = None
+    ) -> Any:
+        return self._lead("send_adapter", label, seed, 20.0, fault, for_base, hook=hook)
+
+    def remove_adapter(self, label: str) -> Any:
+        return self._lead("remove_adapter", label)
+
+    def answers(self, label: str = "") -> list[Any]:
+        """What the receivers' first layers make of `GIVEN`."""
+        return [one.call("infer", label) for one in self.receivers]
 
     def _lead(self, command: str, *args: Any, hook: Hook | None = None) -> Any:
         """Have the trainer do something, and make the calls that it asks for."""
@@ -301,6 +348,14 @@ class Site:
         self.end_trainer()
         for one in self.receivers:
             one.kill()
+
+
+def answer(seed: int, adapter: int | None = None) -> Any:
+    """What a receiver's first layer makes of `GIVEN`."""
+    weights = drawn(Net(), seed)
+    if adapter is not None:
+        weights = merged(weights, lora(adapter), 2.0)
+    return torch.nn.functional.linear(GIVEN, weights["first.weight"], weights["first.bias"]).tolist()
 
 
 def expected(seed: int) -> str:

@@ -228,7 +228,7 @@ def test_a_receiver_cannot_change_what_others_see() -> None:
 
 
 def test_engines_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert registry.names() == ["collective", "disk", "shm", "tcp"]
+    assert registry.names() == ["collective", "cuda_ipc", "disk", "shm", "tcp"]
     assert registry.engine() is ShmEngine
     assert registry.trainer("disk") is DiskTrainer
     with pytest.raises(InvalidInput, match="no engine 'rdma'"):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from conftest import until
 from fleets import Server, Site, expected
 
@@ -19,6 +20,7 @@ from transfer_queue.errors import (
     UnknownTensor,
     WrongEpoch,
 )
+from transfer_queue.weights import StateDictSource
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
 
@@ -234,6 +236,25 @@ def test_requests_see_one_version_over_a_pause(site: Start) -> None:
     assert not a.gate.is_paused()
     assert here.fleet.last is not None
     assert here.fleet.last.pause_s > 0
+
+
+def test_adapters_are_versions_of_the_fleet_too(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    trainer = here.trainer
+    assert trainer is not None
+    for label, for_base in (("bound", True), ("free", False)):
+        trainer.send_adapter(label, StateDictSource({"x": torch.ones(2)}), {}, for_base=for_base, deadline_s=10)
+    assert here.fleet.ready() == ["a", "b"]
+    late = here.add("late")
+    assert sorted(late.receiver.installed().adapters) == ["bound", "free"]
+    here.send(2)
+    later = here.add("later")
+    assert sorted(later.receiver.installed().adapters) == ["free"], "the other is for weights that are gone"
+    here.servers["a"].faults["update_weights"] = DigestMismatch("damaged")
+    trainer.remove_adapter("free", deadline_s=10)
+    here.fleet.wait_ready(["a", "b", "late", "later"], 10)
+    assert here.add("last").receiver.installed().adapters == {}
 
 
 def test_over_http(site: Start) -> None:

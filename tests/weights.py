@@ -49,6 +49,22 @@ def drawn(module: torch.nn.Module, seed: int) -> Weights:
     }
 
 
+def lora(seed: int, rank: int = 2, width: int = 8) -> Weights:
+    """An adapter for `Net.first`, in PEFT's names; its numbers are whole, so sums of products are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"A": (rank, width), "B": (width, rank)}
+    return {
+        f"base_model.model.first.lora_{half}.weight": torch.randint(-9, 9, shape, generator=generator).float()
+        for half, shape in shapes.items()
+    }
+
+
+def merged(weights: Weights, adapter: Weights, scale: float) -> Weights:
+    """The weights of `Net` with the adapter added by hand."""
+    a, b = (adapter[f"base_model.model.first.lora_{half}.weight"] for half in "AB")
+    return {**weights, "first.weight": weights["first.weight"] + scale * (b @ a)}
+
+
 def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 

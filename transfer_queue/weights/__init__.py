@@ -6,8 +6,9 @@ WeightSource    ModuleSource, StateDictSource, SafetensorsSource: named tensors 
 DeltaSource     a source of the exact differences to an earlier version; Chain says which versions lead to the newest
 Receiver        open(manifest), stage(bucket, bytes)..., verify(), commit(); abort at any time; installed(); reading()
  ├─ Staging     the buckets that arrived, each byte checked; differences applied to copies
- └─ Target      InPlace, Swap, Flip: how verified tensors become the live ones of a module, all or none
-engines         move versions between processes: shm, tcp, disk, collective (`engines.registry`)
+ ├─ Target      InPlace, Swap, Flip: how verified tensors become the live ones of a module, all or none
+ └─ Lora        takes adapters, which forward passes choose by label (`adapters`)
+engines         move versions between processes: shm, tcp, disk, collective, cuda_ipc (`engines.registry`)
 Control         the calls that a trainer may make on a server, over HTTP too (`weights.http`); Gate pauses generation
 A publisher packs and hands buckets to a transport; that calls the receiver; forward passes run in `receiver.reading()`.
 """
@@ -18,6 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from transfer_queue.weights.adapters import Lora as Lora
     from transfer_queue.weights.chain import Chain as Chain
     from transfer_queue.weights.control import Control as Control
     from transfer_queue.weights.control_async import AsyncControl as AsyncControl
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from transfer_queue.weights.targets import Target as Target
 
 _HOMES = {
+    "adapters": ("Lora",),
     "chain": ("Chain",),
     "control": ("Control",),
     "control_async": ("AsyncControl",),

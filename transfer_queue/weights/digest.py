@@ -14,6 +14,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from transfer_queue.codec.layout import Bytes
 
 ALGO = "xxh3_128"
+DEVICE_ALGO = "mix64x2"  # computed where the bytes lie (`device`)
 STEP_NBYTES = 512 << 10  # stays in a core's cache between the copy and the digest of a step
 Buffer: TypeAlias = "torch.Tensor | Bytes | bytes | bytearray | memoryview"
 

@@ -1,7 +1,8 @@
 """What a version of the weights consists of, as canonical JSON.
 
 The same manifest is the same bytes everywhere. `root` names the content (every tensor's name, dtype, shape and bytes)
-and is the same however the tensors are packed, ordered or tied; (`epoch`, `version`) is what a trainer calls it.
+and is the same however the tensors are packed, ordered or tied, as long as `algo` is the same; (`epoch`, `version`) is
+what a trainer calls it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.errors import BadManifest, ProtocolError
-from transfer_queue.weights.digest import ALGO
+from transfer_queue.weights.digest import ALGO, DEVICE_ALGO
 
 FORMAT = 1
 MAX_NBYTES = 64 << 20  # of the JSON: a million tensors' worth
@@ -145,8 +146,12 @@ def root_of(contents: Contents) -> str:
 
 
 def _check(m: Manifest) -> None:
-    if m.format != FORMAT or m.algo != ALGO:
-        raise BadManifest(f"format {m.format} with digests {m.algo!r}: this release has {FORMAT} and {ALGO!r}")
+    if m.format != FORMAT or m.algo not in (ALGO, DEVICE_ALGO):
+        raise BadManifest(
+            f"format {m.format} with digests {m.algo!r}: this release reads {FORMAT}, {ALGO}, {DEVICE_ALGO}"
+        )
+    if m.kind == "delta" and m.algo != ALGO:
+        raise BadManifest(f"a delta has digests {ALGO}, not {m.algo}")
     if m.kind == "delta" and (m.base is None or m.base_root is None or m.base >= m.version):
         raise BadManifest(f"a delta to version {m.version} on base {m.base} with root {m.base_root}")
     if m.kind != "delta" and m.base is not None:

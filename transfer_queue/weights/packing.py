@@ -14,7 +14,7 @@ import torch
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.codec.layout import ALIGN
 from transfer_queue.errors import InvalidInput, ShapeMismatch
-from transfer_queue.weights.digest import byte_view, copy_and_digest, digest_of, digest_tensor
+from transfer_queue.weights.digest import ALGO, byte_view, copy_and_digest, digest_of, digest_tensor
 from transfer_queue.weights.manifest import Entry, Kind, Manifest, TensorSpec, expand, root_of
 from transfer_queue.weights.sources import TensorMeta, WeightSource
 
@@ -180,6 +180,7 @@ def seal(
     base_root: str | None = None,
     label: str = "",
     meta: Mapping[str, Any] | None = None,
+    algo: str = ALGO,
 ) -> Manifest:
     """The manifest of a full version or an adapter that is packed by this plan."""
     tensors = [
@@ -190,7 +191,7 @@ def seal(
     return Manifest(
         version=version, epoch=epoch, kind=kind, base_root=base_root, label=label, tensors=tuple(tensors),
         aliases=dict(aliases or {}), buckets=where.buckets, root=root_of(expand(entries, aliases or {})),
-        meta=dict(meta or {}),
+        meta=dict(meta or {}), algo=algo,
     )  # fmt: skip
 
 

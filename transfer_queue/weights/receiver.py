@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -38,7 +38,15 @@ from transfer_queue.weights.sources import named_weights
 from transfer_queue.weights.staging import Staging
 from transfer_queue.weights.targets import READ_TIMEOUT_S, Broken, Live, Pause, Target
 
-AdapterSink = Callable[[dict[str, torch.Tensor], Manifest], None]
+AdapterSink = Callable[[Any, Manifest], None]  # (tensors, or what its `prepare` made of them; manifest)
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A sink that checks adapters before the commit."""
+
+    def prepare(self, tensors: dict[str, torch.Tensor], manifest: Manifest) -> Any:
+        """What the sink is to be called with. Nothing live changes; what it raises ends the update."""
 
 
 class State(str, Enum):
@@ -67,6 +75,11 @@ class VersionInfo(msgspec.Struct, frozen=True):
     label: str = ""
     adapters: dict[str, AdapterInfo] = {}
     dirty: bool = False
+
+    @property
+    def outdated(self) -> tuple[str, ...]:
+        """Labels of the adapters that were made for other weights than these."""
+        return tuple(label for label, one in self.adapters.items() if one.base_root not in (None, self.root))
 
 
 class Report(NamedTuple):
@@ -110,8 +123,9 @@ class _Update:
 class Receiver:
     """One target's updates, one at a time. Thread-safe.
 
-    `adapter` takes adapters, while nobody reads: (tensors, manifest). When it raises, the adapter before must be in use
-    still. `clock` gives seconds for the deadlines of updates.
+    `adapter` takes adapters, while nobody reads: (tensors, manifest). It copies what it keeps. When it raises, the
+    adapter before must be in use still. With a method `prepare` (`Preparing`) it is given what that made. No tensors:
+    the adapter is removed. `clock` gives seconds for the deadlines of updates.
     """
 
     def __init__(
@@ -126,6 +140,7 @@ class Receiver:
         self._mixed: set[str] = set()  # names that a failed commit left in an unknown state
         self._epoch: str | None = None
         self._past: set[str] = set()
+        self._removed: dict[str, AdapterInfo] = {}  # by label: older versions do not bring them back
         target.tag = VersionInfo()
 
     @property
@@ -254,7 +269,7 @@ class Receiver:
         if m.epoch in self._past:
             raise WrongEpoch(f"epoch {m.epoch!r} is over, {self._epoch!r} came after it")
         info = self.installed()
-        now = info.adapters.get(m.label) if m.kind == "adapter" else info
+        now = info.adapters.get(m.label, self._removed.get(m.label)) if m.kind == "adapter" else info
         if now is None or now.version is None or now.epoch != m.epoch or m.version > now.version:
             return False
         if (m.version, m.root) != (now.version, now.root):
@@ -322,7 +337,10 @@ class Receiver:
 
     def _prepare(self, update: _Update) -> Any:
         tensors = update.staging.tensors(self._target)
-        return tensors if update.manifest.kind == "adapter" else self._target.prepare(tensors)
+        if update.manifest.kind != "adapter":
+            return self._target.prepare(tensors)
+        sink = self._adapter
+        return sink.prepare(tensors, update.manifest) if isinstance(sink, Preparing) else tensors
 
     def _begin_commit(self) -> tuple[_Update, float]:
         update = self._current()
@@ -335,7 +353,7 @@ class Receiver:
             return update, update.deadline - self._clock()
 
     def _install(self, update: _Update, timeout_s: float) -> Pause:
-        m, info = update.manifest, self.installed()
+        m, info = update.manifest, self._target.tag
         if m.kind != "adapter":
             new = VersionInfo(m.version, m.epoch, m.root, m.label, info.adapters)
             return self._target.commit(update.prepared, new, timeout_s)
@@ -347,7 +365,9 @@ class Receiver:
             except Exception as error:
                 raise CommitFailed(f"the adapter {m.label!r} was not taken: {error!r}") from error
             one = AdapterInfo(m.version, m.epoch, m.root, m.base_root)
-            self._target.tag = replace(info, adapters={**info.adapters, m.label: one})
+            kept = {label: other for label, other in info.adapters.items() if label != m.label}
+            (kept if m.tensors else self._removed)[m.label] = one
+            self._target.tag = replace(info, adapters=kept)
             return Pause(time.monotonic() - start, drain_s)
 
     def _is_live(self, m: Manifest) -> bool:

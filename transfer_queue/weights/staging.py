@@ -9,8 +9,8 @@ from itertools import repeat
 import torch
 
 from transfer_queue.errors import DigestMismatch, InvalidInput, StaleBase
-from transfer_queue.weights import delta
-from transfer_queue.weights.digest import Buffer, copy_and_digest, digest_of, host_bytes
+from transfer_queue.weights import delta, device
+from transfer_queue.weights.digest import ALGO, Buffer, copy_and_digest, digest_of, host_bytes
 from transfer_queue.weights.manifest import Manifest, TensorSpec
 from transfer_queue.weights.packing import NUM_THREADS, unpack
 from transfer_queue.weights.room import room
@@ -44,8 +44,13 @@ class Staging:
         with self._lock:
             if index in self._buckets:
                 return
+        nbytes, algo = self.manifest.buckets[index], self.manifest.algo
+        if algo != ALGO or (isinstance(data, torch.Tensor) and data.device.type != "cpu"):
+            there = device.staged(data, nbytes, self._specs[index], algo, lend)
+            with self._lock:
+                self._buckets.setdefault(index, there)
+            return
         source = host_bytes(data)
-        nbytes = self.manifest.buckets[index]
         if source.nbytes != nbytes:
             raise DigestMismatch(f"bucket {index} came with {source.nbytes} bytes instead of {nbytes}")
         place = torch.from_numpy(source) if lend else room(nbytes)

@@ -18,17 +18,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.errors import (
     CommitFailed,
     DeadlineExceeded,
-    Incomplete,
     InvalidInput,
     NotSupported,
     ShapeMismatch,
-    UnknownTensor,
 )
 from transfer_queue.weights.delta import Patch
+from transfer_queue.weights.fitting import alike, check_fits, kinds, once
 from transfer_queue.weights.lock import SharedLock
 from transfer_queue.weights.manifest import Contents
 from transfer_queue.weights.room import copies, write
@@ -115,17 +113,7 @@ class _ModuleTarget(Target):
         self._lock = SharedLock()
 
     def check(self, contents: Contents) -> None:
-        slots = named_weights(self._module)
-        same = ties(slots)
-        _check_known(contents, slots, self._cast)
-        held: dict[str, tuple[str, str]] = {}
-        for name, entry in contents.items():
-            first, digest = held.setdefault(same.get(name, name), (name, entry.digest))
-            if digest != entry.digest:
-                raise ShapeMismatch(f"{first!r} and {name!r} differ, and the model has one tensor for both")
-        missing = {same.get(name, name) for name in slots} - set(held)
-        if self._strict and missing:
-            raise Incomplete(f"the version lacks {len(missing)} tensors of the model, such as {min(missing)!r}")
+        check_fits(contents, named_weights(self._module), self._strict, self._cast)
 
     def bases(self) -> Tensors:
         if self._cast:
@@ -189,7 +177,7 @@ class InPlace(_ModuleTarget):
 
     def prepare(self, staged: Mapping[str, Any]) -> list[_Change]:
         slots = named_weights(self._module)
-        new = _once(staged, ties(slots))
+        new = once(staged, ties(slots))
         whole = [name for name, value in new.items() if isinstance(value, torch.Tensor)]
         lives = [slots[name].detach() for name in whole]
         old: list[Any] = copies(lives) if self._undo else [None] * len(lives)
@@ -255,9 +243,9 @@ class Swap(_ModuleTarget):
         same = ties(slots)
         new: dict[str, torch.Tensor] = {}
         used: set[int] = set()
-        for name, tensor in _once(staged, same).items():
-            alike = _alike(slots[name], tensor)
-            new[name] = alike.clone() if alike.data_ptr() in used else alike  # tied there, but not in this model
+        for name, tensor in once(staged, same).items():
+            moved = alike(slots[name], tensor)
+            new[name] = moved.clone() if moved.data_ptr() in used else moved  # tied there, but not in this model
             used.add(new[name].data_ptr())
         objects = {
             id(slot): (slot, new[same.get(name, name)]) for name, slot in slots.items() if same.get(name, name) in new
@@ -300,7 +288,7 @@ class Flip(_ModuleTarget):
         mine, other = named_weights(module), named_weights(spare)
         if {tensor.data_ptr() for tensor in mine.values()} & {tensor.data_ptr() for tensor in other.values()} - {0}:
             raise InvalidInput("the two modules share weights")
-        if ties(mine) != ties(other) or _kinds(mine) != _kinds(other):
+        if ties(mine) != ties(other) or kinds(mine) != kinds(other):
             raise InvalidInput("the two modules differ in names, dtypes, shapes or ties of their weights")
         self._spare = spare
         self._behind = set(mine) - set(ties(mine))  # tensors whose values the spare may not have
@@ -308,13 +296,14 @@ class Flip(_ModuleTarget):
         self._num_readers = {id(module): 0, id(spare): 0}
 
     def prepare(self, staged: Tensors) -> dict[str, torch.Tensor]:
-        return _once(staged, ties(named_weights(self._module)))
+        return once(staged, ties(named_weights(self._module)))
 
     def commit(self, prepared: Any, tag: Any, timeout_s: float) -> Pause:
         with self._entered:  # nobody enters the spare, so it stays empty
             if not self._entered.wait_for(lambda: not self._num_readers[id(self._spare)], timeout_s):
                 raise DeadlineExceeded(f"forward passes in the module to write did not end within {timeout_s} s")
         live, spare = named_weights(self._module), named_weights(self._spare)
+        _synchronize(spare.values())  # forward passes that left it may have kernels in a queue that read it still
         behind = self._behind - set(prepared)
         self._behind |= set(prepared)
         try:
@@ -371,34 +360,3 @@ def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
     for device in {tensor.device for tensor in tensors}:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-
-
-def _once(staged: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:
-    """The staged tensors under the first name that the model has for each."""
-    return {same.get(name, name): tensor for name, tensor in staged.items()}
-
-
-def _alike(live: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`new` on the device, in the dtype and with the strides of `live`."""
-    moved = new.to(live.device, live.dtype)
-    if moved.stride() == live.stride():
-        return moved
-    return torch.empty_like(live.detach()).copy_(moved)
-
-
-def _kinds(slots: Tensors) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (slot.dtype, slot.shape) for name, slot in slots.items()}
-
-
-def _check_known(contents: Contents, slots: Tensors, cast: bool) -> None:
-    for name, entry in contents.items():
-        if name not in slots:
-            raise UnknownTensor(f"the model has no {name!r}")
-        live = slots[name]
-        fits = entry.dtype == dtype_name(live.dtype)
-        if not fits and cast:
-            fits = live.is_floating_point() and torch_dtype(entry.dtype).is_floating_point
-        if not fits or entry.shape != tuple(live.shape):
-            raise ShapeMismatch(
-                f"{name!r} is {entry.dtype} {list(entry.shape)}, the model's is {live.dtype} {list(live.shape)}"
-            )

@@ -1,4 +1,4 @@
-"""Engines bring versions from a trainer to receivers; `registry` has them by name: shm, tcp, disk, collective.
+"""Engines bring versions from a trainer to receivers; `registry` has them: shm, tcp, disk, collective, cuda_ipc.
 
 TrainerEngine  trainer_init, send_weights: packs the source, publishes it, leads the receivers through the update
  └─ Client     the control plane: init, start, update, finish, to every receiver

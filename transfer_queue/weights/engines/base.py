@@ -157,10 +157,11 @@ class Engine(ABC):
             self._drop("shut down")
             self._close()
 
-    def join(self, *, timeout_s: float) -> VersionInfo:
-        """Install the newest version there is, without a trainer's call: for a replica that comes late."""
+    def join(self, *, timeout_s: float, label: str = "") -> VersionInfo:
+        """Install the newest version there is, of the weights or of the adapter called `label`, without a trainer's
+        call: for a replica that comes late."""
         with self._busy:
-            return self._install(self._newest, Deadline(timeout_s))
+            return self._install(lambda deadline: self._newest(deadline, label), Deadline(timeout_s))
 
     # for transports
 
@@ -172,7 +173,7 @@ class Engine(ABC):
         """The manifest of the version that the trainer named."""
 
     @abstractmethod
-    def _newest(self, deadline: Deadline) -> Manifest: ...
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest: ...
 
     @abstractmethod
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
@@ -241,7 +242,7 @@ class Engine(ABC):
         except Exception as error:  # noqa: BLE001 where faults are recorded nothing may leave
             typed = as_typed(error)
             if not self.outcome.code:
-                log.warning("rank %s: %s", self.rank, typed)
+                log.warning("rank %s: %s", self.rank, str(typed))  # records that are kept would keep staged memory
             self.outcome = replace(self.outcome, code=typed.code, text=str(typed))
             self._deadline, self._manifest = None, None
             self.receiver.abort(str(typed))

@@ -30,9 +30,10 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.digest import digest_tensor
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo
-from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
+from transfer_queue.weights.engines.drafts import Draft, key_of
+from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Call, Deadline
-from transfer_queue.weights.manifest import MAX_NBYTES, Manifest
+from transfer_queue.weights.manifest import MAX_NBYTES, Kind, Manifest
 from transfer_queue.weights.packing import Plan, digests, pack, plan, plan_vllm, seal, unpack
 from transfer_queue.weights.receiver import Receiver
 from transfer_queue.weights.room import room
@@ -75,6 +76,10 @@ class CollectiveUpdate(UpdateInfo, kw_only=True):
     aliases: dict[str, str] = msgspec.field(default_factory=dict)
     root: str = ""
     buffer_nbytes: int = 1 << 30
+    kind: Kind = "full"
+    label: str = ""
+    base_root: str | None = None
+    meta: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Group:
@@ -197,6 +202,7 @@ class CollectiveTrainer(TrainerEngine):
                 dtype_names=[spec.dtype for spec in manifest.tensors],
                 shapes=[list(spec.shape) for spec in manifest.tensors],
                 aliases=manifest.aliases, root=manifest.root, buffer_nbytes=self.info.bucket_nbytes,
+                kind=manifest.kind, label=manifest.label, base_root=manifest.base_root, meta=manifest.meta,
             )  # fmt: skip
         return info
 
@@ -293,12 +299,12 @@ class CollectiveEngine(Engine):
                           info.buffer_nbytes)  # fmt: skip
         self._came = [place for _, place in _received(group, where.buckets, deadline)]
         blank = {place.name: "0" * 32 for place in where.placements}
-        layout = seal(where, blank, version=info.version, epoch=info.epoch, aliases=info.aliases)
+        layout = _sealed(where, blank, info)
         found: dict[str, str] = {}
         for index, data in enumerate(self._came):
             parts = unpack(data, layout.in_bucket(index))
             found.update({name: digest_tensor(tensor) for name, tensor in parts.items()})
-        manifest = seal(where, found, version=info.version, epoch=info.epoch, aliases=info.aliases)
+        manifest = _sealed(where, found, info)
         if manifest.root != info.root:
             raise DigestMismatch("the bytes that came are not those that the trainer announced")
         return manifest
@@ -344,7 +350,7 @@ class CollectiveEngine(Engine):
             raise NotOpen("there is no group with the trainer: init_transfer_engine first")
         return self._group
 
-    def _newest(self, deadline: Deadline) -> Manifest:
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
         raise InvalidInput("a broadcast cannot be joined late: use tcp, shm or disk for it")
 
     def _ended(self) -> None:
@@ -354,6 +360,13 @@ class CollectiveEngine(Engine):
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+
+def _sealed(where: Plan, found: dict[str, str], info: CollectiveUpdate) -> Manifest:
+    return seal(
+        where, found, version=info.version, epoch=info.epoch, aliases=info.aliases, kind=info.kind, label=info.label,
+        base_root=info.base_root, meta=info.meta,
+    )  # fmt: skip
 
 
 def _received(group: Group, buckets: tuple[int, ...], deadline: Deadline) -> Iterator[tuple[int, torch.Tensor]]:

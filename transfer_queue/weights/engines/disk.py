@@ -2,6 +2,7 @@
 
     v000000000007-EPOCH/  model-00001-of-00003.safetensors ..., model.safetensors.index.json, manifest.json, lease
     LATEST                the name of the newest one that every receiver verified
+    adapter-LABEL/        the same, for the versions of an adapter
 
 A version is written to a folder called `.tmp-...`, synced, and renamed: it is there whole or not at all. Readers hold a
 shared lock on `lease` (flock(2)); versions beyond `keep` are deleted once nobody holds theirs.
@@ -21,13 +22,15 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import torch
 
 from transfer_queue.errors import BadManifest, DigestMismatch, InvalidInput, StaleVersion, VersionGone
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo
-from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
+from transfer_queue.weights.engines.drafts import Draft, key_of, label_of
+from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import Placement, Plan, pack, plan
@@ -94,22 +97,24 @@ class DiskTrainer(TrainerEngine):
     def __init__(self, info: DiskTrainerInfo, client: Client, source: WeightSource) -> None:
         if info.anchor_every > 1:
             raise InvalidInput("versions on disk are full ones: other loaders could not read differences")
-        super().__init__(info, client, Aligned(source))
+        super().__init__(info, client, source)
         self.root = Path(info.folder)
         self.root.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(self.root)
+        for place in (self.root, *self.root.glob("adapter-*")):
+            _remove_leftovers(place)
 
     def receivers_info(self) -> dict[str, Any]:
         return {"folder": str(self.root.resolve())}
 
-    def folder_of(self, version: int) -> Path:
-        return self.root / f"v{version:012}-{self.epoch}"
+    def folder_of(self, version: int, label: str = "") -> Path:
+        return place_of(self.root, label) / f"v{version:012}-{self.epoch}"
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         return {**super().update_info(manifest, deadline), "name": self.folder_of(manifest.version).name}
 
     def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
-        final = self.folder_of(draft.version)
+        final = self.folder_of(draft.version, draft.label)
+        final.parent.mkdir(exist_ok=True)
         if os.sep in self.epoch or final.exists():
             raise StaleVersion(f"{final} exists already")
         temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
@@ -121,20 +126,22 @@ class DiskTrainer(TrainerEngine):
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-        self._sync(self.root)
+        self._sync(final.parent)
         return manifest
 
     def _decide(self, manifest: Manifest) -> None:
-        self._point(self.folder_of(manifest.version).name)
-        _retain(self.root, self.info.keep)
+        final = self.folder_of(manifest.version, label_of(manifest))
+        self._point(final)
+        _retain(final.parent, self.info.keep)
 
     def _withdraw(self, manifest: Manifest) -> None:
-        _remove(self.folder_of(manifest.version))
+        _remove(self.folder_of(manifest.version, label_of(manifest)))
 
     def _write(self, draft: Draft, folder: Path, deadline: Deadline) -> Manifest:
-        where = plan(draft.source.specs(), self.info.bucket_nbytes, align=1)
+        source = Aligned(draft.source)
+        where = plan(source.specs(), self.info.bucket_nbytes, align=1)
         digests: dict[str, str] = {}
-        for packed in pack(draft.source, where):
+        for packed in pack(source, where):
             deadline.left("writing the version")
             places = [place for place in where.placements if place.bucket == packed.bucket]
             with open(folder / shard_name(packed.bucket, len(where.buckets)), "wb") as file:
@@ -150,14 +157,14 @@ class DiskTrainer(TrainerEngine):
         self._sync(folder)
         return manifest
 
-    def _point(self, name: str) -> None:
+    def _point(self, final: Path) -> None:
         """Have LATEST name it."""
         temporary = self.root / f"{TEMPORARY}{LATEST}"
         with open(temporary, "wb") as file:
-            file.write(name.encode())
+            file.write(final.name.encode())
             self._flush(file)
-        os.rename(temporary, self.root / LATEST)
-        self._sync(self.root)
+        os.rename(temporary, final.parent / LATEST)
+        self._sync(final.parent)
 
     def _flush(self, file: Any) -> None:
         file.flush()
@@ -174,6 +181,11 @@ class DiskTrainer(TrainerEngine):
 
     def _close(self) -> None:
         """Versions stay on the disk."""
+
+
+def place_of(root: Path, label: str) -> Path:
+    """The folder with the versions of the weights (""), or of an adapter."""
+    return root / f"adapter-{quote(label, safe='')}" if label else root
 
 
 def _index(where: Plan, manifest: Manifest) -> bytes:
@@ -222,6 +234,7 @@ def _remove(folder: Path) -> None:
 
 class DiskUpdate(UpdateInfo, kw_only=True):
     name: str = ""
+    label: str = ""
 
 
 class DiskEngine(Engine):
@@ -241,26 +254,26 @@ class DiskEngine(Engine):
             raise InvalidInput(f"there is no folder {info.folder}")
 
     def _find(self, info: DiskUpdate, deadline: Deadline) -> Manifest:
-        manifest = self._open(info.name)
+        manifest = self._open(info.name, info.label)
         if key_of(manifest) != info.key:
             raise DigestMismatch(f"the manifest in {info.name} is not the one that was announced")
         return manifest
 
-    def _newest(self, deadline: Deadline) -> Manifest:
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
         try:
-            name = (self._root or Path()).joinpath(LATEST).read_text()
+            name = place_of(self._root or Path(), label).joinpath(LATEST).read_text()
         except OSError as error:
             raise VersionGone(f"no version there yet: {error}") from None
-        return self._open(name)
+        return self._open(name, label)
 
-    def _open(self, name: str) -> Manifest:
+    def _open(self, name: str, label: str) -> Manifest:
         """Lease a version's folder until the update ends."""
         if self._root is None:
             raise InvalidInput("the folder is not known: init_transfer_engine first")
         if Path(name).name != name or not name.startswith("v"):
             raise InvalidInput(f"{name!r} is no version's folder")
         self._leases.close()
-        folder = self._root / name
+        folder = place_of(self._root, label) / name
         self._leases.enter_context(_leased(folder, fcntl.LOCK_SH))
         self._folder = folder
         try:

@@ -14,6 +14,7 @@ DEFAULT = "shm"
 _HERE = "transfer_queue.weights.engines"
 _places = {
     "collective": f"{_HERE}.collective:CollectiveEngine",
+    "cuda_ipc": f"{_HERE}.cuda_ipc:CudaIpcEngine",
     "disk": f"{_HERE}.disk:DiskEngine",
     "shm": f"{_HERE}.shm:ShmEngine",
     "tcp": f"{_HERE}.tcp:TcpEngine",

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
@@ -17,8 +17,6 @@ from transfer_queue.server.link import peer_uid
 from transfer_queue.weights.digest import Buffer, host_bytes
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Outcome, as_typed
-from transfer_queue.weights.engines.trainer import key_of
-from transfer_queue.weights.manifest import Manifest
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import tune
@@ -211,58 +209,6 @@ def _remove_stale(path: str) -> None:
             os.unlink(path)
             return
     raise InvalidInput(f"somebody listens at {path} already")
-
-
-Content = TypeVar("Content")
-
-
-class Versions(Generic[Content]):
-    """What a trainer gives to receivers, by the keys of manifests. Thread-safe.
-
-    Those that come late are given the newest that was decided: not one that some receiver has refused.
-    """
-
-    def __init__(self, keep: int) -> None:
-        if keep < 1:
-            raise InvalidInput(f"{keep} versions to keep")
-        self._keep = keep
-        self._lock = threading.Lock()
-        self._held: dict[str, tuple[bytes, Content]] = {}
-        self._newest = ""
-
-    def add(self, manifest: Manifest, content: Content) -> None:
-        with self._lock:
-            self._held[key_of(manifest)] = (manifest.encode(), content)
-
-    def decide(self, manifest: Manifest) -> list[Content]:
-        """This is the newest version from now on. Returns what is not to be fetched any more."""
-        with self._lock:
-            self._newest = key_of(manifest)
-            return [self._held.pop(key)[1] for key in list(self._held)[: -self._keep]]
-
-    def withdraw(self, manifest: Manifest) -> list[Content]:
-        """Nobody is to have it. Returns its content, if it was there."""
-        with self._lock:
-            found = self._held.pop(key_of(manifest), None)
-        return [] if found is None else [found[1]]
-
-    def clear(self) -> list[Content]:
-        with self._lock:
-            found, self._held = self._held, {}
-        return [content for _, content in found.values()]
-
-    def manifest(self, key: str) -> bytes:
-        return self._find(key)[0]
-
-    def content(self, key: str) -> Content:
-        return self._find(key)[1]
-
-    def _find(self, key: str) -> tuple[bytes, Content]:
-        with self._lock:
-            found = self._held.get(key or self._newest)
-        if found is None:
-            raise gone(key)
-        return found
 
 
 def gone(key: str) -> VersionGone:

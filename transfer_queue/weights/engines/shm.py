@@ -26,9 +26,11 @@ from transfer_queue.codec.memory import Anchor
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
+from transfer_queue.weights.engines.drafts import Draft, key_of
 from transfer_queue.weights.engines.fetching import Control
-from transfer_queue.weights.engines.serving import Server, Versions, listen_unix
-from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
+from transfer_queue.weights.engines.serving import Server, listen_unix
+from transfer_queue.weights.engines.shelf import Versions, newest_key
+from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import pack_into, plan
@@ -203,8 +205,8 @@ class ShmEngine(Engine):
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         return self._control.manifest(info.key, deadline)
 
-    def _newest(self, deadline: Deadline) -> Manifest:
-        return self._control.manifest("", deadline)
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
+        return self._control.manifest(newest_key(label), deadline)
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
         starts = starts_of(manifest)

@@ -17,9 +17,11 @@ from transfer_queue.errors import DigestMismatch, InvalidInput
 from transfer_queue.weights.digest import byte_view, copy_and_digest
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
+from transfer_queue.weights.engines.drafts import Draft, key_of
 from transfer_queue.weights.engines.fetching import STALL_S, Control, fetch, newest_of
-from transfer_queue.weights.engines.serving import Server, Versions, gone, listen_tcp
-from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
+from transfer_queue.weights.engines.serving import Server, gone, listen_tcp
+from transfer_queue.weights.engines.shelf import Versions, newest_key
+from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import pack_into, plan
@@ -122,8 +124,8 @@ class TcpEngine(Engine):
         self._sources = [self._control.address]
         return manifest
 
-    def _newest(self, deadline: Deadline) -> Manifest:
-        manifest = self._control.manifest("", deadline)
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
+        manifest = self._control.manifest(newest_key(label), deadline)
         assert self._control.address is not None
         self._sources = [self._control.address]
         return manifest

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
-import torch
-from xxhash import xxh3_128_hexdigest
+from msgspec.structs import replace
 
 from transfer_queue.errors import (
     DeadlineExceeded,
@@ -24,14 +24,15 @@ from transfer_queue.errors import (
     VersionGone,
     error_from_code,
 )
-from transfer_queue.weights.delta import DeltaSource
 from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, Outcome, as_typed, parse
+from transfer_queue.weights.engines.drafts import Adapter, Base, Draft, key_of, label_of
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
-from transfer_queue.weights.packing import BUCKET_NBYTES, Plan, seal
-from transfer_queue.weights.room import write
-from transfer_queue.weights.sources import TensorMeta, WeightSource
+from transfer_queue.weights.packing import BUCKET_NBYTES
+from transfer_queue.weights.sources import StateDictSource, WeightSource
 
+ADAPTER_CONFIG = "adapter_config"  # in an adapter's `meta`: its configuration, as JSON text (there may be floats)
+MAX_LABEL = 80  # characters: labels become file names, percent-encoded
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
 Self = TypeVar("Self", bound="TrainerEngine")
 
@@ -60,7 +61,7 @@ class TrainerInfo(msgspec.Struct, kw_only=True):
 
 class SyncReport(msgspec.Struct, frozen=True):
     """A version that every receiver committed. `pack_s`: until it could be fetched; `update_s`: until all had verified
-    it; `commit_s`: until all had committed."""
+    it; `commit_s`: until all had committed. `outdated`: adapters sent before that were for the weights it replaced."""
 
     version: int
     epoch: str
@@ -70,6 +71,7 @@ class SyncReport(msgspec.Struct, frozen=True):
     pack_s: float
     update_s: float
     commit_s: float
+    outdated: tuple[str, ...] = ()
 
 
 class Follower(ABC):
@@ -78,58 +80,6 @@ class Follower(ABC):
     @abstractmethod
     def follow(self, publisher: TrainerEngine) -> None:
         """The trainer engine whose versions these are."""
-
-
-class Base:
-    """An earlier version with its weights: for differences, and as a source for receivers that lack theirs."""
-
-    def __init__(self, manifest: Manifest, source: WeightSource) -> None:
-        self.manifest = manifest
-        self.digests = {spec.name: spec.digest for spec in manifest.tensors}
-        self.weights = {name: tensor.clone() for name, tensor in source.tensors()}
-        self._specs = source.specs()
-        self._aliases = source.aliases()
-
-    def follow(self, manifest: Manifest, source: WeightSource) -> None:
-        """These are the weights now. Copies what changed."""
-        changed = {spec.name for spec in manifest.tensors}
-        for name, tensor in source.tensors():
-            if name in changed:
-                write(self.weights[name], tensor.detach())
-        self.manifest = manifest
-        self.digests.update((spec.name, spec.digest) for spec in manifest.tensors)
-
-    def specs(self) -> list[TensorMeta]:
-        return self._specs
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.weights.items()
-
-    def aliases(self) -> dict[str, str]:
-        return self._aliases
-
-
-class Draft:
-    """A version about to be packed."""
-
-    def __init__(self, source: WeightSource, version: int, epoch: str, base: Base | None) -> None:
-        self.version = version
-        self.epoch = epoch
-        self._base = base
-        self._delta = DeltaSource(base.weights, base.manifest.root, source, base.digests) if base else None
-        self.source: WeightSource = self._delta or source
-
-    def seal(self, where: Plan, digests: Mapping[str, str]) -> Manifest:
-        if self._delta is None or self._base is None:
-            aliases = self.source.aliases()
-            return seal(where, digests, version=self.version, epoch=self.epoch, aliases=aliases)
-        base = self._base.manifest.version
-        return self._delta.manifest(where, digests, version=self.version, epoch=self.epoch, base=base)
-
-
-def key_of(manifest: Manifest) -> str:
-    """Names the manifest: the content, its packing and what it is called."""
-    return xxh3_128_hexdigest(manifest.encode())
 
 
 class TrainerEngine(ABC):
@@ -143,12 +93,14 @@ class TrainerEngine(ABC):
             raise InvalidInput(f"a full version every {info.anchor_every}")
         self.info = info
         self.epoch: str = info.epoch or secrets.token_hex(8)
-        self.version = 0
+        self._numbers: dict[str, int] = {}  # the last versions of the weights ("") and of adapters, taken or not
+        self._root: str | None = None  # of the weights that all receivers committed last
+        self._adapters: dict[str, str | None] = {}  # label -> base_root, of those that all receivers have
         self._client = client
         self._source = source
         self._busy = threading.Lock()
         self._base: Base | None = None
-        self._newest: Manifest | None = None  # that was decided
+        self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
         self._num_deltas = 0
 
     @classmethod
@@ -176,19 +128,48 @@ class TrainerEngine(ABC):
         """
         with self._busy:
             deadline = Deadline(deadline_s)
-            number = self.version + 1 if version is None else version
-            if number <= self.version:
-                raise StaleVersion(f"version {number} after {self.version}")
+            number = self._number("", version)
             base = None if full or self._num_deltas + 1 >= self.info.anchor_every else self._base
             try:
-                return self._send(number, base, deadline)
+                return self._send_version(number, base, deadline)
             except StaleBase:
                 if base is None:
                     raise
-                return self._send(number, None, deadline)
+                return self._send_version(number, None, deadline)
 
-    def catch_up_info(self, timeout_s: float) -> dict[str, Any]:
-        """The `update_info` of the newest version as a full one, for a receiver that has another or none.
+    def send_adapter(
+        self,
+        label: str,
+        source: WeightSource,
+        config: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        for_base: bool = True,
+        deadline_s: float,
+    ) -> SyncReport:
+        """Bring an adapter to every receiver, as `version` of `label` (default: the next number of that label).
+
+        Until all have committed, and when anything fails, the one before serves, as with `send_weights`. `config` is
+        JSON, such as PEFT's adapter_config.json. `for_base`: it is for the weights that were sent last, and no others
+        (`InvalidInput` when none were); else receivers take it whatever their weights are.
+        """
+        if for_base and self._root is None:
+            raise InvalidInput("no weights were sent that the adapter could be for: for_base=False")
+        try:
+            meta = {ADAPTER_CONFIG: json.dumps(dict(config), sort_keys=True)}
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"the adapter's configuration is not JSON: {error}") from None
+        if not source.specs():
+            raise InvalidInput(f"the adapter {label!r} has no tensors")
+        return self._send_adapter(source, Adapter(label, self._root if for_base else None, meta), version, deadline_s)
+
+    def remove_adapter(self, label: str, *, version: int | None = None, deadline_s: float) -> SyncReport:
+        """Have every receiver drop it: a version of it without tensors. Receivers that have none take that too."""
+        return self._send_adapter(StateDictSource({}), Adapter(label, None, {}), version, deadline_s)
+
+    def catch_up_infos(self, timeout_s: float) -> list[dict[str, Any]]:
+        """The `update_info`s, to be gone through in order, with which a receiver that has other weights or none comes
+        to the newest version, and to the adapters that are there.
 
         Waits for a version that is being sent. `VersionGone` when there is none; `DeadlineExceeded`.
         """
@@ -196,14 +177,18 @@ class TrainerEngine(ABC):
         if not self._busy.acquire(timeout=timeout_s):
             raise DeadlineExceeded(f"another version was being sent for {timeout_s} s")
         try:
-            if self._newest is None:
+            newest = self._newest.get("")
+            if newest is None:
                 raise VersionGone("no version was sent yet")
-            if self._newest.kind == "delta":
-                assert self._base is not None
-                whole = self._publish(Draft(self._base, self._newest.version, self.epoch, None), deadline)
-                self._decide(whole)
-                self._newest = whole
-            return self.update_info(self._newest, deadline)
+            if newest.kind == "delta":
+                if self._base is None:
+                    raise VersionGone("the newest version is a difference: wait for the next one")
+                newest = self._publish(Draft(self._base, newest.version, self.epoch), deadline)
+                self._decide(newest)
+                self._newest[""] = newest
+            adapters = [one for label, one in self._newest.items() if label and one.tensors]
+            wanted = [one for one in adapters if one.base_root in (None, newest.root)]
+            return [self.update_info(one, deadline) for one in (newest, *wanted)]
         finally:
             self._busy.release()
 
@@ -246,42 +231,80 @@ class TrainerEngine(ABC):
 
     # steps
 
-    def _send(self, number: int, base: Base | None, deadline: Deadline) -> SyncReport:
+    @property
+    def version(self) -> int:
+        """The last number that was given to weights."""
+        return self._numbers.get("", 0)
+
+    def _number(self, label: str, asked: int | None) -> int:
+        last = self._numbers.get(label, 0)
+        if asked is not None and asked <= last:
+            raise StaleVersion(f"version {asked} after {last}")
+        return last + 1 if asked is None else asked
+
+    def _send_version(self, number: int, base: Base | None, deadline: Deadline) -> SyncReport:
+        report, manifest = self._send(Draft(self._source, number, self.epoch, base), deadline)
+        self._num_deltas = self._num_deltas + 1 if base else 0
+        self._root = manifest.root
+        outdated = [label for label, root in self._adapters.items() if root not in (None, self._root)]
+        return replace(report, outdated=tuple(outdated))
+
+    def _send_adapter(
+        self, source: WeightSource, adapter: Adapter, version: int | None, deadline_s: float
+    ) -> SyncReport:
+        label = adapter.label
+        if not 0 < len(label) <= MAX_LABEL:
+            raise InvalidInput(f"an adapter's label of {len(label)} characters, at most {MAX_LABEL}")
+        with self._busy:
+            draft = Draft(source, self._number(label, version), self.epoch, adapter=adapter)
+            report, manifest = self._send(draft, Deadline(deadline_s))
+            self._adapters.pop(label, None)
+            if manifest.tensors:
+                self._adapters[label] = adapter.base_root
+            return report
+
+    def _send(self, draft: Draft, deadline: Deadline) -> tuple[SyncReport, Manifest]:
         times = [time.monotonic()]
-        draft = Draft(self._source, number, self.epoch, base)
+        number = draft.version
         manifest = self._publish(draft, deadline)
-        self.version = number
+        self._numbers[draft.label] = number
         times.append(time.monotonic())
-        earlier, self._base = self._base, None  # until all have it
+        earlier, self._base = self._base, (self._base if draft.adapter else None)  # until all have it
+        if not isinstance(self._client, Follower):
+            self.take_outcomes("")  # what came late from an update that failed
         try:
             self._call(self._client.start_weight_update, deadline)
             self._lead(manifest, self.update_info(manifest, deadline), deadline)
             self._check_outcomes(number)
-            self._newest = manifest
+            self._newest[draft.label] = manifest
             self._decide(manifest)
             times.append(time.monotonic())
-            self._call(self._client.finish_weight_update, deadline, str(number))
+            self._call(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
             self._check_outcomes(number)
         except BaseException as error:
             self._call_off(number)
-            if self._newest is manifest:
-                self._keep(manifest, earlier)
-            else:
+            if self._newest.get(draft.label) is not manifest:
                 self._withdraw(manifest)
                 self._base = earlier
+            elif draft.adapter is None:
+                self._keep(manifest, earlier)
             if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
                 raise as_typed(error) from error
             raise
         times.append(time.monotonic())
-        self._num_deltas = self._num_deltas + 1 if base else 0
-        self._keep(manifest, earlier)
-        spans = [after - before for before, after in itertools.pairwise(times)]
-        return SyncReport(number, self.epoch, manifest.root, manifest.kind, manifest.nbytes, *spans)
+        pack_s, update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
+        if draft.adapter is None:
+            self._keep(manifest, earlier)
+        told = (number, self.epoch, manifest.root, manifest.kind, manifest.nbytes)
+        return SyncReport(*told, pack_s, update_s, commit_s), manifest
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         """What receivers are told of a version."""
         return {
-            "version": manifest.version, "epoch": manifest.epoch, "key": key_of(manifest), "timeout_s": deadline.left()
+            "version": manifest.version, "epoch": manifest.epoch, "label": label_of(manifest),
+            "for_base": manifest.base_root is not None,
+            "removed": manifest.kind == "adapter" and not manifest.tensors, "key": key_of(manifest),
+            "timeout_s": deadline.left(),
         }  # fmt: skip
 
     def _keep(self, manifest: Manifest, earlier: Base | None) -> None:

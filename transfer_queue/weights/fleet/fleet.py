@@ -36,7 +36,7 @@ class Publisher(Protocol):
     def hears(self) -> bool:
         """Whether replicas report outcomes to it."""
 
-    def catch_up_info(self, timeout_s: float) -> dict[str, Any]: ...
+    def catch_up_infos(self, timeout_s: float) -> list[dict[str, Any]]: ...
 
     def take_outcomes(self, replica: str) -> list[Outcome]: ...
 
@@ -183,7 +183,7 @@ class Fleet(Follower):
                 return
             if self._round is None:
                 raise NotOpen("no update was started")
-            self._check_follows(int(update_info["version"]), str(update_info.get("epoch", "")))
+            self._check_follows(update_info)
             self._round.prepare(update_info, self.publisher)
             with self._changed:
                 num_members = len(self._replicas)
@@ -199,9 +199,10 @@ class Fleet(Follower):
                 return
             if found.info is None:
                 raise NotOpen("nothing was sent since the update was started")
-            label = weight_version or str(found.info["version"])
-            self._decide(Decided(int(found.info["version"]), str(found.info.get("epoch", "")), label), found)
+            newest = self._after(found.info, weight_version)
+            self._decide(newest, found)
             begun = time.monotonic()
+            label = None if newest is None or found.info.get("label") else newest.label
             pause_s = found.commit(label, self.pause, self.clear_cache, self.publisher)
             self._conclude(found, time.monotonic() - begun, pause_s)
 
@@ -230,36 +231,52 @@ class Fleet(Follower):
         with self._changed:
             self._changed.notify_all()
 
-    def _check_follows(self, version: int, epoch: str) -> None:
-        newest = self.newest()
+    def _check_follows(self, info: Mapping[str, Any]) -> None:
+        version, epoch, newest = int(info["version"]), str(info.get("epoch", "")), self.newest()
         if epoch in self._past:
             raise WrongEpoch(f"epoch {epoch!r} is over")
-        if newest is not None and newest.epoch == epoch and version <= newest.version:
+        if newest is not None and newest.epoch == epoch and not info.get("label") and version <= newest.version:
             raise StaleVersion(f"version {version} does not follow {newest.version}")
 
-    def _decide(self, newest: Decided, found: Round) -> None:
+    def _after(self, info: Mapping[str, Any], label: str | None) -> Decided | None:
+        """What is to be served once this update is decided."""
+        newest, version = self.newest(), int(info["version"])
+        if not info.get("label"):
+            epoch = str(info.get("epoch", ""))
+            before = newest.adapters if newest is not None and newest.epoch == epoch else {}
+            kept = {name: one for name, one in before.items() if not one[1]}  # those for any weights
+            return Decided(version, epoch, label or str(version), kept)
+        if newest is None:
+            return None
+        others = {name: number for name, number in newest.adapters.items() if name != info["label"]}
+        here = (version, bool(info.get("for_base")))
+        return newest._replace(adapters=others if info.get("removed") else {**others, info["label"]: here})
+
+    def _decide(self, newest: Decided | None, found: Round) -> None:
         """Fence first, so that nobody is sent to the old version while others have the new one."""
+        assert found.info is not None
         with self._changed:
-            if self._newest is not None and self._newest.epoch != newest.epoch:
+            if self._newest is not None and newest is not None and self._newest.epoch != newest.epoch:
                 self._past.add(self._newest.epoch)
             self._newest = newest
             for one in self._replicas.values():
                 if one not in found.prepared:
-                    one.fence(found.reason(one) or f"it missed version {newest.version}")
+                    one.fence(found.reason(one) or f"it missed version {found.info['version']}")
             self._changed.notify_all()
 
     def _conclude(self, found: Round, commit_s: float, pause_s: float) -> None:
         newest = self._newest
-        assert newest is not None
+        assert found.info is not None
+        serving = newest and Serving(*newest[:3], {name: number for name, (number, _) in newest.adapters.items()})
         with self._changed:
             for one in found.prepared:
                 if reason := found.reason(one):
                     one.fence(reason)
-                elif not one.left:
-                    one.admit(Serving(newest.version, newest.epoch, newest.label))
+                elif serving is not None and not one.left:
+                    one.admit(serving)
             committed = tuple(one.name for one in found.prepared if not found.reason(one))
             missed = {one.name: one.reason for one in self._replicas.values() if not one.ready}
-        self.last = RoundReport(newest.version, committed, missed, found.prepare_s, commit_s, pause_s)
+        self.last = RoundReport(int(found.info["version"]), committed, missed, found.prepare_s, commit_s, pause_s)
         error = found.error("nobody has committed it") if found.prepared and not committed else None
         self._end_round()
         if error is not None:
@@ -283,6 +300,9 @@ class Fleet(Follower):
         with self._changed:
             if self._newest is None or not serving.is_newest(self._newest):
                 one.serving = serving
+                if one.ready:
+                    one.fence(f"it serves {serving}")
+                    self._changed.notify_all()
                 return False
             one.admit(serving)
             self._changed.notify_all()

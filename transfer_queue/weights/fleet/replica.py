@@ -51,11 +51,12 @@ class Member(Protocol):
 
 
 class Decided(NamedTuple):
-    """A version that the fleet has, or is coming to."""
+    """The version that the fleet has, or is coming to. `adapters`: by label, (version, for these weights only)."""
 
     version: int
     epoch: str
     label: str
+    adapters: Mapping[str, tuple[int, bool]]
 
 
 class Serving(NamedTuple):
@@ -64,11 +65,13 @@ class Serving(NamedTuple):
     version: int | None
     epoch: str | None
     label: str
+    adapters: Mapping[str, int]
 
     def is_newest(self, newest: Decided) -> bool:
         if self.epoch is None:
             return self.label == newest.label
-        return (self.version, self.epoch) == (newest.version, newest.epoch)
+        same = (self.version, self.epoch) == (newest.version, newest.epoch)
+        return same and all(self.adapters.get(label) == version for label, (version, _) in newest.adapters.items())
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
@@ -165,13 +168,14 @@ class Replica:
         try:
             found = self.call("status", deadline=deadline)
         except NotSupported:
-            return Serving(None, None, self.call("get_weight_version", deadline=deadline))
+            return Serving(None, None, self.call("get_weight_version", deadline=deadline), {})
         if isinstance(found, dict):  # by URL
             (one,) = found.values()
             info, label = msgspec.convert(one["installed"], VersionInfo), one["label"]
         else:
             info, label = found.installed, found.label
-        return Serving(None if info.dirty else info.version, info.epoch, label)
+        adapters = {name: one.version for name, one in info.adapters.items()}
+        return Serving(None if info.dirty else info.version, info.epoch, label, adapters)
 
     def call_off(self, deadline: Deadline) -> None:
         """End what is open there. vLLM's session ends with a finish only; after an abort ours do nothing in it."""

@@ -53,14 +53,15 @@ class Round:
         self.prepared = self._well(self.members)
         self.prepare_s = time.monotonic() - begun
 
-    def commit(self, label: str, pause: Mode | None, clear_cache: bool, publisher: Publisher | None) -> float:
+    def commit(self, label: str | None, pause: Mode | None, clear_cache: bool, publisher: Publisher | None) -> float:
         """Have those that are prepared commit; the seconds for which generation was paused."""
         begun = time.monotonic()
         deadline = Deadline(self._call_timeout_s)
         if pause is not None:
             self._each(self.prepared, "pause_generation", pause, clear_cache, deadline=deadline)
         try:
-            self._each(self._well(self.prepared), "finish_weight_update", label, deadline=deadline)
+            told = [] if label is None else [label]
+            self._each(self._well(self.prepared), "finish_weight_update", *told, deadline=deadline)
         finally:
             if pause is not None:
                 each(self.prepared, "resume_generation", deadline=Deadline(self._call_timeout_s))

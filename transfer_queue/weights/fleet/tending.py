@@ -52,8 +52,7 @@ class Tending:
         fleet, one = self._fleet, self._replica
         try:
             if one.ready:
-                if not fleet.admit(one, one.ask(Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s)))):
-                    fleet.fence(one, f"it serves {one.serving}")
+                fleet.admit(one, one.ask(Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s))))
             elif newest is not None:
                 self._catch_up()
             elif fleet.init_info is not None and not one.met:
@@ -94,17 +93,18 @@ class Tending:
         publisher = fleet.publisher
         if publisher is None:
             raise NotSupported("nobody can send the newest version again")
-        info = publisher.catch_up_info(fleet.catch_up_timeout_s)
+        infos = publisher.catch_up_infos(fleet.catch_up_timeout_s)
         newest = fleet.newest()
-        if newest is None or (info["version"], info["epoch"]) != newest[:2]:
+        if newest is None or (infos[0]["version"], infos[0]["epoch"]) != newest[:2]:
             raise VersionGone("the trainer does not have the newest version")
         deadline = Deadline(fleet.catch_up_timeout_s)
-        publisher.take_outcomes(one.name)
-        one.call("start_weight_update", deadline=deadline)
-        one.call("update_weights", info, deadline=deadline)
-        judge(one, publisher, deadline, expects=True)
-        one.call("finish_weight_update", newest.label, deadline=deadline)
-        judge(one, publisher, deadline, expects=False)
+        for info in infos:
+            publisher.take_outcomes(one.name)
+            one.call("start_weight_update", deadline=deadline)
+            one.call("update_weights", info, deadline=deadline)
+            judge(one, publisher, deadline, expects=True)
+            one.call("finish_weight_update", *([] if info.get("label") else [newest.label]), deadline=deadline)
+            judge(one, publisher, deadline, expects=False)
         return newest
 
     def _pause(self) -> None:

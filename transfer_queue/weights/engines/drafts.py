@@ -1,0 +1,89 @@
+"""Versions that a trainer is about to send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from xxhash import xxh3_128_hexdigest
+
+from transfer_queue.weights.delta import DeltaSource
+from transfer_queue.weights.digest import ALGO
+from transfer_queue.weights.manifest import Manifest
+from transfer_queue.weights.packing import Plan, seal
+from transfer_queue.weights.room import write
+from transfer_queue.weights.sources import TensorMeta, WeightSource
+
+
+class Adapter(NamedTuple):
+    """What makes a version one of the adapter `label`: for the weights with `base_root`, or for any."""
+
+    label: str
+    base_root: str | None
+    meta: dict[str, Any]
+
+
+class Base:
+    """An earlier version with its weights: for differences, and as a source for receivers that lack theirs."""
+
+    def __init__(self, manifest: Manifest, source: WeightSource) -> None:
+        self.manifest = manifest
+        self.digests = {spec.name: spec.digest for spec in manifest.tensors}
+        self.weights = {name: tensor.clone() for name, tensor in source.tensors()}
+        self._specs = source.specs()
+        self._aliases = source.aliases()
+
+    def follow(self, manifest: Manifest, source: WeightSource) -> None:
+        """These are the weights now. Copies what changed."""
+        changed = {spec.name for spec in manifest.tensors}
+        for name, tensor in source.tensors():
+            if name in changed:
+                write(self.weights[name], tensor.detach())
+        self.manifest = manifest
+        self.digests.update((spec.name, spec.digest) for spec in manifest.tensors)
+
+    def specs(self) -> list[TensorMeta]:
+        return self._specs
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights.items()
+
+    def aliases(self) -> dict[str, str]:
+        return self._aliases
+
+
+class Draft:
+    """A version about to be packed."""
+
+    def __init__(
+        self, source: WeightSource, version: int, epoch: str, base: Base | None = None, adapter: Adapter | None = None
+    ) -> None:
+        self.version = version
+        self.epoch = epoch
+        self.adapter = adapter
+        self.label = adapter.label if adapter else ""
+        self._base = base
+        self._delta = DeltaSource(base.weights, base.manifest.root, source, base.digests) if base else None
+        self.source: WeightSource = self._delta or source
+
+    def seal(self, where: Plan, digests: Mapping[str, str], algo: str = ALGO) -> Manifest:
+        if self._delta is None or self._base is None:
+            label, base_root, meta = self.adapter or Adapter("", None, {})
+            return seal(
+                where, digests, version=self.version, epoch=self.epoch, aliases=self.source.aliases(),
+                kind="adapter" if self.adapter else "full", base_root=base_root, label=label, meta=meta,
+                algo=algo,
+            )  # fmt: skip
+        base = self._base.manifest.version
+        return self._delta.manifest(where, digests, version=self.version, epoch=self.epoch, base=base)
+
+
+def key_of(manifest: Manifest) -> str:
+    """Names the manifest: the content, its packing and what it is called."""
+    return xxh3_128_hexdigest(manifest.encode())
+
+
+def label_of(manifest: Manifest) -> str:
+    """The adapter's label; "" for weights."""
+    return manifest.label if manifest.kind == "adapter" else ""
