@@ -89,6 +89,11 @@ class Row:
         self.targets.append(Target(text=text, value=value, bound=bound, at_least=True))
         return self
 
+    def within(self, text: str, value: float | None, bound: float) -> Row:
+        """Add the target that `value`, some quotient of our number, is at most this; returns self."""
+        self.targets.append(Target(text=text, value=value, bound=bound, at_least=False))
+        return self
+
     def versus(self, system: str) -> float | None:
         """How many times better ours is than this system, by the row's unit."""
         ours, other = self.values.get("ours"), self.values.get(system)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.cases import batches, calls, checkpoints, crowd, hosts, life, mixed, starting, streaming
+from bench.cases import batches, calls, checkpoints, crowd, hosts, life, mixed, starting, streaming, weights
 from bench.result import Row
 from bench.rounds import Bench
 
@@ -27,6 +27,11 @@ CASES: dict[int, Callable[[Bench], list[Row]]] = {
     19: hosts.two_hosts,
     20: hosts.relay,
     21: checkpoints.checkpoints,
+    22: weights.updates,
+    23: weights.fan_out,
+    24: weights.late,
+    25: weights.difference,
+    26: weights.recovery,
     11: life.cold_start,
     12: life.memory,
     16: starting.start_up,
@@ -55,4 +60,9 @@ TITLES: dict[int, str] = {
     19: "two hosts",
     20: "one-row operations through a joined unit",
     21: "checkpoints",
+    22: "weights to a server",
+    23: "weights to 1 to 8 servers",
+    24: "weights to a late server",
+    25: "weights as differences",
+    26: "recovery after a failed update of weights",
 }

@@ -32,7 +32,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest, expand, root_of
-from transfer_queue.weights.receiver import Receiver, VersionInfo
+from transfer_queue.weights.receiver import CommitInfo, Receiver, VersionInfo
 
 if TYPE_CHECKING:
     from transfer_queue.weights.engines.trainer import TrainerEngine
@@ -96,6 +96,7 @@ class Engine(ABC):
         self.receiver = receiver
         self.rank = rank
         self.outcome = Outcome(rank)
+        self.last_commit: CommitInfo | None = None
         self._replica = ""
         self._records = on_fault == "record"
         self._busy = threading.Lock()
@@ -223,7 +224,7 @@ class Engine(ABC):
         self._deadline, self._manifest = deadline, manifest
 
     def _commit(self, manifest: Manifest, deadline: Deadline) -> None:
-        self.receiver.commit(deadline.left())
+        self.last_commit = self.receiver.commit(deadline.left())
         self.outcome = replace(self.outcome, version=manifest.version, epoch=manifest.epoch, installed=True)
         self._whole = whole_of(self._whole, manifest)
         self._started, self._deadline, self._manifest = False, None, None

@@ -1,0 +1,306 @@
+"""Weights to running servers, beside the usual other ways; cases 22 to 26."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.process import Agent
+from bench.result import Row, Samples, ratio
+from bench.rounds import Bench
+
+LONG_S = 600.0
+SIZES = (100_000_000, 500_000_000, 1_000_000_000, 2_000_000_000)
+FANOUT = (1, 2, 4, 8)
+FANOUT_NBYTES = 250_000_000
+MEMORY = Path("/dev/shm")
+ROUNDS = 5
+Way = Callable[[], dict[str, float]]
+OURS = {"swap": ("shm", "swap"), "in place": ("shm", "in place"), "tcp": ("tcp", "in place")}
+PEERS = {
+    "tensors": "gloo broadcast of each tensor",
+    "packed": "gloo broadcast, packed in two buffers",
+    "files": "safetensors file in memory, reloaded",
+    "pickle": "torch.save over HTTP",
+}
+
+
+@contextlib.contextmanager
+def agents(bench: Bench, *names: str) -> Iterator[list[Agent]]:
+    made: list[Agent] = []
+    try:
+        for name in names:
+            made.append(bench.fleet.agent(f"weights-{name}", "plain"))
+        yield made
+    finally:
+        for agent in made:
+            agent.end()
+
+
+def same(trainer: Agent, server: Agent) -> None:
+    """Fails when the server's weights are not the trainer's."""
+    expected = trainer.call("weights.root", LONG_S)["root"]
+    assert server.call("weights.root", LONG_S)["root"] == expected, "the weights differ"
+
+
+def updates(bench: Bench) -> list[Row]:
+    """Case 22: a full update of one server on the same host, by size and way."""
+    rows: list[Row] = []
+    for nbytes in SIZES[:2] if bench.options.quick else SIZES:
+        bench.say(f"weights of {nbytes / 1e9:.1f} GB")
+        rows += update_rows(measured(bench, nbytes), nbytes)
+    return rows
+
+
+def measured(bench: Bench, nbytes: int) -> Samples:
+    """Every way in turn, each with processes of its own, and a memcpy of as many bytes."""
+    samples = Samples()
+    with contextlib.ExitStack() as stack:
+        ways: dict[str, Way] = {}
+        for name, (engine, target) in OURS.items():
+            ways[name] = stack.enter_context(our_way(bench, nbytes, engine, target))
+        if bench.options.peers:
+            ways |= stack.enter_context(other_ways(bench, nbytes))
+        (copier,) = stack.enter_context(agents(bench, "memcpy"))
+        ways["plain"] = lambda: {"memcpy": copier.call("bulk.memcpy", LONG_S, nbytes=nbytes)["s"]}
+        names = list(ways)
+        for number in range(-2, min(ROUNDS, bench.options.repeat)):  # two rounds warm up: memory is used in turn
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                found = bench.guard(samples, name, ways[name]) if name not in samples.failures else None
+                if found is not None and number >= 0:
+                    samples.add(name, found)
+    return samples
+
+
+@contextlib.contextmanager
+def our_way(bench: Bench, nbytes: int, engine: str, target: str) -> Iterator[Way]:
+    with agents(bench, f"{engine}-trainer", f"{engine}-server") as (trainer, server):
+        for seed, agent in enumerate((trainer, server)):
+            agent.call("weights.build", LONG_S, nbytes=nbytes, seed=seed)
+        url = server.call("weights.receive", engine=engine, target=target)["url"]
+        trainer.call("weights.train", engine=engine, urls=[url], info={})
+
+        def update() -> dict[str, float]:
+            trainer.call("weights.change", LONG_S, every=1)
+            server.call("weights.seen")
+            sent = trainer.call("weights.send", LONG_S)
+            seen = server.call("weights.seen")
+            return {name: sent[name] for name in ("total", "pack", "update", "commit")} | seen
+
+        update()
+        same(trainer, server)
+        yield update
+        same(trainer, server)
+        trainer.call("weights.stop_training")
+        server.call("weights.stop_receiving")
+
+
+@contextlib.contextmanager
+def other_ways(bench: Bench, nbytes: int) -> Iterator[dict[str, Way]]:
+    folder = tempfile.mkdtemp(prefix="tqb-weights-", dir=MEMORY)
+    try:
+        with agents(bench, "peer-trainer", "peer-server") as (trainer, server):
+            for seed, agent in enumerate((trainer, server)):
+                agent.call("weights.build", LONG_S, nbytes=nbytes, seed=seed)
+            both(trainer, server, "weights_peers.meet", port=free_port())
+            port = server.call("weights_peers.serve")["port"]
+            yield {
+                "tensors": partial(collective, trainer, server, "weights_peers.broadcast"),
+                "packed": partial(collective, trainer, server, "weights_peers.broadcast_packed"),
+                "files": partial(reloaded, trainer, server, folder),
+                "pickle": partial(posted, trainer, port),
+            }
+            same(trainer, server)
+            server.call("weights_peers.stop_serving")
+            both(trainer, server, "weights_peers.part")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def both(trainer: Agent, server: Agent, op: str, **more: Any) -> float:
+    """The operation in both at once, with `rank` where it is to be given; the longer time."""
+    ranks = [{"rank": number} if op.endswith("meet") else {} for number in (0, 1)]
+    asked = [(agent, agent.send(op, **more, **rank)) for agent, rank in zip((trainer, server), ranks, strict=True)]
+    return max(agent.receive(number, LONG_S).get("s", 0.0) for agent, number in asked)
+
+
+def collective(trainer: Agent, server: Agent, op: str) -> dict[str, float]:
+    """The live weights are written all along, so requests are held off for all of it."""
+    seconds = both(trainer, server, op)
+    return {"total": seconds, "pause": seconds}
+
+
+def reloaded(trainer: Agent, server: Agent, folder: str) -> dict[str, float]:
+    saved = trainer.call("weights_peers.save", LONG_S, folder=folder)["s"]
+    loaded = server.call("weights_peers.reload", LONG_S, folder=folder)["s"]
+    return {"total": saved + loaded, "pause": loaded}
+
+
+def posted(trainer: Agent, port: int) -> dict[str, float]:
+    found = trainer.call("weights_peers.post", LONG_S, port=port)
+    return {"total": found["s"], "pause": found["pause"]}
+
+
+def update_rows(samples: Samples, nbytes: int) -> list[Row]:
+    what, memcpy = f"weights, {nbytes / 1e9:.2g} GB", samples.quantile("plain", "memcpy")
+    rows: list[Row] = []
+    for metric in ("total", "pause"):
+        for way, (engine, target) in OURS.items():
+            row = Row(case=22, what=f"{what}: {metric}, {engine}, {target}", memcpy=memcpy)
+            value = samples.quantile(way, metric)
+            if value is None:
+                row.failures["ours"] = samples.failures.get(way, "not measured")
+            else:
+                row.values["ours"], row.samples["ours"] = value, samples.of(way, metric)
+            rows.append(row)
+        said = {text: samples.quantile(way, metric) for way, text in PEERS.items()}
+        rows[-1].notes.append(
+            "; ".join(f"{text} {value * 1e3:.0f} ms" for text, value in said.items() if value is not None)
+        )
+    rows[0].of_memcpy(0.667)
+    rows[3].at_most("<= 5 ms", 0.005)
+    rows[4].of_memcpy(0.833)
+    for row, way in zip(rows[:3], OURS, strict=True):
+        steps = {step: samples.quantile(way, step) or 0.0 for step in ("pack", "update", "commit")}
+        row.notes.append(", ".join(f"{step} {value * 1e3:.1f} ms" for step, value in steps.items()))
+    for row, way in zip(rows[3:], OURS, strict=True):
+        waited = samples.quantile(way, "wait", 1.0) or 0.0
+        row.notes.append(f"longest wait of a request, one a millisecond, during any update: {waited * 1e3:.1f} ms")
+    return rows
+
+
+def fan_out(bench: Bench) -> list[Row]:
+    """Case 23: one version to 1, 2, 4 and 8 servers of this host."""
+    found = Samples()
+    with contextlib.ExitStack() as stack:
+        servers = stack.enter_context(agents(bench, *(f"server-{number}" for number in range(max(FANOUT)))))
+        trainers = stack.enter_context(agents(bench, *(f"trainer-{num}" for num in FANOUT)))
+        urls = []
+        for server in servers:
+            server.call("weights.build", LONG_S, nbytes=FANOUT_NBYTES, seed=1)
+            urls.append(server.call("weights.receive", engine="shm", target="swap")["url"])
+        for trainer in trainers:
+            trainer.call("weights.build", LONG_S, nbytes=FANOUT_NBYTES, seed=2)
+        for num, trainer in zip(FANOUT, trainers, strict=True):
+            # Servers follow one trainer at a time, so the sizes are not interleaved.
+            trainer.call("weights.train", LONG_S, engine="shm", urls=urls[:num], info={})
+            for number in range(-2, max(ROUNDS, bench.options.repeat)):
+                trainer.call("weights.change", LONG_S, every=1)
+                sent = bench.guard(found, str(num), partial(trainer.call, "weights.send", LONG_S))
+                if sent is not None and number >= 0:
+                    found.add(str(num), {"total": sent["total"]})
+            same(trainer, servers[num - 1])
+            trainer.call("weights.stop_training")
+        for server in servers:
+            server.call("weights.stop_receiving")
+    one = found.quantile("1", "total")
+    rows = []
+    for num in FANOUT:
+        row = Row(case=23, what=f"weights, {FANOUT_NBYTES / 1e9:.2g} GB to {num} servers, shm, swap: total")
+        value = found.quantile(str(num), "total")
+        if value is None:
+            row.failures["ours"] = found.failures.get(str(num), "not measured")
+        else:
+            row.values["ours"], row.samples["ours"] = value, found.of(str(num), "total")
+        if num > 1:
+            row.within("<= 1.3 x of one", ratio(value, one), 1.3)
+        rows.append(row)
+    return rows
+
+
+def late(bench: Bench) -> list[Row]:
+    """Case 24: a server that comes late, from the trainer and, when that is dead, from two other servers."""
+    nbytes, samples = (100_000_000 if bench.options.quick else 500_000_000), Samples()
+    with agents(bench, "trainer", "a", "b", "late", "source") as (trainer, a, b, newcomer, source):
+        for seed, agent in enumerate((trainer, a, b, newcomer)):
+            agent.call("weights.build", LONG_S, nbytes=nbytes, seed=seed)
+        urls = [one.call("weights.receive", engine="tcp", target="in place")["url"] for one in (a, b)]
+        newcomer.call("weights.receive", engine="tcp", target="in place")
+        told = trainer.call("weights.train", engine="tcp", urls=urls, info={})["init_info"]
+        port = source.call("network.serve_raw", host="127.0.0.1")["port"]
+        raw = {"host": "127.0.0.1", "port": port, "nbytes": nbytes, "streams": 1}
+        peers = [one.call("weights.lend", token=told["token"])["address"] for one in (a, b)]
+        for number in range(-2, min(ROUNDS, bench.options.repeat)):
+            trainer.call("weights.change", LONG_S, every=1)
+            trainer.call("weights.send", LONG_S)
+            seconds = {"trainer": newcomer.call("weights.join", LONG_S, info=told, peers=[])["s"]}
+            trainer.call("weights.change", LONG_S, every=1)
+            trainer.call("weights.send", LONG_S)
+            alone = {**told, "address": ""}
+            seconds["peers"] = newcomer.call("weights.join", LONG_S, info=alone, peers=peers)["s"]
+            seconds["raw"] = newcomer.call("network.receive_raw", LONG_S, **raw)["s"]
+            if number >= 0:
+                samples.add("ours", seconds)
+        same(trainer, newcomer)
+        trainer.kill()
+        dead = newcomer.call("weights.join", LONG_S, info={**told, "address": ""}, peers=peers)["s"]
+        assert dead < LONG_S
+    rows = []
+    for metric, text in (("trainer", "the trainer"), ("peers", "two servers (the trainer need not live)")):
+        row = samples.row(24, f"weights, {nbytes / 1e9:.2g} GB: a late server, from {text}", metric)
+        plain = samples.quantile("ours", "raw")
+        row.notes.append(f"a plain socket over loopback: {(plain or 0) * 1e3:.0f} ms")
+        row.within("<= 1.5 x socket", ratio(row.values.get("ours"), plain), 1.5)
+        rows.append(row)
+    return rows
+
+
+def difference(bench: Bench) -> list[Row]:
+    """Case 25: 1 % of the elements changed; the difference against all of it, over TCP."""
+    nbytes, samples = (100_000_000 if bench.options.quick else 500_000_000), Samples()
+    with agents(bench, "trainer", "server") as (trainer, server):
+        for seed, agent in enumerate((trainer, server)):
+            agent.call("weights.build", LONG_S, nbytes=nbytes, seed=seed)
+        url = server.call("weights.receive", engine="tcp", target="in place")["url"]
+        trainer.call("weights.train", engine="tcp", urls=[url], info={"anchor_every": 1000})
+        for number in range(-2, bench.options.repeat):
+            found: dict[str, float] = {}
+            for name, full in (("full", True), ("delta", False)):
+                trainer.call("weights.change", LONG_S, every=100)
+                sent = trainer.call("weights.send", LONG_S, full=full)
+                assert sent["full"] == float(full)
+                found |= {name: sent["total"], f"{name}_nbytes": sent["nbytes"]}
+                found |= {f"{name}_pause": server.call("weights.seen")["pause"]}
+            if number >= 0:
+                samples.add("ours", found)
+        same(trainer, server)
+    what, whole = f"weights, {nbytes / 1e9:.2g} GB, 1 % changed, tcp, in place", samples.quantile("ours", "full")
+    time = samples.row(25, f"{what}: total", "delta")
+    time.notes.append(f"all of it: {(whole or 0) * 1e3:.0f} ms")
+    time.within("<= 1/3 full", ratio(time.values.get("ours"), whole), 1 / 3)
+    size = samples.row(25, f"{what}: bytes", "delta_nbytes", unit="count")
+    share = ratio(size.values.get("ours"), samples.quantile("ours", "full_nbytes"))
+    size.within("<= 1/20 full", share, 1 / 20)
+    pause = samples.row(25, f"{what}: pause", "delta_pause")
+    pause.notes.append(f"all of it: {(samples.quantile('ours', 'full_pause') or 0) * 1e3:.1f} ms")
+    return [time, size, pause]
+
+
+def recovery(bench: Bench) -> list[Row]:
+    """Case 26: after an update that no server can take, until all serve and take the next one."""
+    samples = Samples()
+    with agents(bench, "trainer", "server") as (trainer, server):
+        for seed, agent in enumerate((trainer, server)):
+            agent.call("weights.build", LONG_S, nbytes=SIZES[1], seed=seed)
+        url = server.call("weights.receive", engine="shm", target="swap")["url"]
+        trainer.call("weights.train", engine="shm", urls=[url], info={})
+        for number in range(-1, bench.options.repeat):
+            trainer.call("weights.send", LONG_S)
+            found = trainer.call("weights.fail_and_recover", LONG_S)
+            if number >= 0:
+                samples.add("ours", {"s": found["s"]})
+            trainer.call("weights.send", LONG_S)
+        same(trainer, server)
+    return [samples.row(26, "recovery after a failed update", "s").at_most("<= 0.1 s", 0.1)]
