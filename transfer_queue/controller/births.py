@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.controller.versions import AHEAD, UNTAGGED, Versions
+from transfer_queue.controller.versions import UNSETTLED, UNTAGGED, Versions
 
 Slots = NDArray[np.int64]
 Key = tuple[str, int]
@@ -18,7 +18,8 @@ class Births:
     def __init__(self, capacity: int) -> None:
         self.born: Slots = np.full(capacity, UNTAGGED, np.int64)
         self._rows: dict[int, list[Slots]] | None = None  # row indexes, by the number of the announcement
-        self._ahead: dict[Key, list[Slots]] = {}  # row indexes of versions that are not announced yet
+        self._unsettled: dict[tuple[Key, int], list[Slots]] = {}  # by version and what it counted as
+        self.num_listed = 0
 
     def set(self, slots: Slots, rows: Slots, keys: list[Key | None], versions: Versions) -> None:
         """`keys` are the oldest (epoch, version) of these rows, None where nothing says."""
@@ -26,20 +27,31 @@ class Births:
         self.born[slots] = [places[key] for key in keys]
         if self._rows is not None:
             self._list(rows, self.born[slots])
-        if AHEAD in places.values():
-            for key in {key for key in keys if key is not None and places[key] == AHEAD}:
-                mine = np.array([one == key for one in keys])
-                self._ahead.setdefault(key, []).append(rows[mine])
+        for key, place in places.items():
+            if key is not None and place in UNSETTLED:
+                mine = rows[np.array([one == key for one in keys])]
+                self._unsettled.setdefault((key, place), []).append(mine)
+                self.num_listed += len(mine)
+
+    def unlist(self) -> None:
+        """Forget all lists: those of cleared rows have become long."""
+        self._unsettled.clear()
+        self.num_listed = 0
+        if self._rows is not None:
+            self._rows = {}
 
     def index(self, slots: Slots, rows: Slots) -> None:
         """List the live rows anew."""
+        self.num_listed -= sum(len(part) for parts in (self._rows or {}).values() for part in parts)
         self._rows = {}
         self._list(rows, self.born[slots])
 
     def _list(self, rows: Slots, born: Slots) -> None:
         assert self._rows is not None
         for number in np.unique(born[born > 0]).tolist():
-            self._rows.setdefault(number, []).append(rows[born == number])
+            mine = rows[born == number]
+            self._rows.setdefault(number, []).append(mine)
+            self.num_listed += len(mine)
 
     def of(self, number: int) -> Slots:
         """The indexes of rows that may have been made after this announcement and before the next."""
@@ -49,12 +61,14 @@ class Births:
         """Nobody will ask for this announcement, or an earlier one, again."""
         if self._rows:
             for old in [one for one in self._rows if one <= number]:
-                del self._rows[old]
+                self.num_listed -= sum(map(len, self._rows.pop(old)))
 
     def landed(self, versions: Versions) -> Slots:
-        """The indexes of rows that were ahead of what was announced and may be so no longer."""
-        keys = [key for key in self._ahead if versions.place(*key) != AHEAD]
-        return _joined([rows for key in keys for rows in self._ahead.pop(key)])
+        """The indexes of rows of which the announcements say something else by now."""
+        settled = [(key, place) for key, place in self._unsettled if versions.place(*key) != place]
+        found = _joined([rows for one in settled for rows in self._unsettled.pop(one)])
+        self.num_listed -= len(found)
+        return found
 
 
 def _joined(parts: list[Slots]) -> Slots:

@@ -357,6 +357,7 @@ class Controller:
     def check_invariants(self) -> None:
         """Tables agree with themselves, and the ledger with the tables; tests call this after each event."""
         self._leases.check_invariants()
+        self.staleness.check_invariants()
         live: dict[int, int] = {}
         for table in self.tables.values():
             table.check_invariants()

@@ -17,7 +17,7 @@ from transfer_queue.controller.births import Key
 from transfer_queue.controller.parking import Parked
 from transfer_queue.controller.readiness import Slots, Task
 from transfer_queue.controller.table import Table
-from transfer_queue.controller.versions import REMEMBERED, UNKNOWN, UNTAGGED
+from transfer_queue.controller.versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED
 from transfer_queue.errors import InvalidInput
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.versions import Policy
@@ -26,6 +26,7 @@ VERSION, EPOCH = "weight_version", "weight_epoch"  # tags
 LIMIT, BARE = "max_staleness", "untagged"  # in a sampling_config
 REQUESTS = (m.Announce, m.Admit, m.GiveBack)
 FORGED: Key = ("\0", 0)  # an epoch that nobody can announce
+MIN_LISTED = 4096
 
 
 class Limit(NamedTuple):
@@ -82,6 +83,8 @@ class Staleness:
         keys = [_key(table.tags[slot]) for slot in slots.tolist()]
         if any(key is not None for key in keys) or bool((table.births.born[slots] != UNTAGGED).any()):
             table.births.set(slots, table.index[slots], keys, self.admissions.versions)
+            if table.births.num_listed > 3 * table.num_alive + MIN_LISTED:
+                self._relist(table)
             for name, task in list(table.tasks.items()):
                 if task.limit is not None and task.limit.judges:
                     self._retire(table, name, slots[self._stale(table, task, slots)])
@@ -135,6 +138,16 @@ class Staleness:
             if table.any_tags:
                 self.tagged(table, table.live_slots())
 
+    def check_invariants(self) -> None:
+        """Rows are known as what their tags say, and none that is too old is offered; tests call this."""
+        for table in self._tables.values():
+            live = table.live_slots()
+            keys = [_key(table.tags[slot]) for slot in live.tolist()]
+            places = [UNTAGGED if key is None else self.admissions.versions.place(*key) for key in keys]
+            assert table.births.born[live].tolist() == places
+            for task in table.tasks.values():
+                assert not self._stale(table, task, task.offered(live)).any()
+
     # steps
 
     def _announced(self) -> None:
@@ -157,7 +170,17 @@ class Staleness:
         born = table.births.born[slots]
         if task.limit is None or task.limit.max_age is None:
             return np.zeros(len(slots), np.bool_)
-        return (born == UNKNOWN) | ((born > 0) & (born < self.admissions.versions.count - task.limit.max_age))
+        return (
+            (born == UNKNOWN)
+            | (born == FOREIGN)
+            | ((born > 0) & (born < self.admissions.versions.count - task.limit.max_age))
+        )
+
+    def _relist(self, table: Table) -> None:
+        live = table.live_slots()
+        table.births.unlist()
+        keys = [_key(table.tags[slot]) for slot in live.tolist()]
+        table.births.set(live, table.index[live], keys, self.admissions.versions)
 
     def _bare(self, table: Table, slots: Slots, views: Sequence[tuple[str, ...]]) -> Slots:
         """Those of `slots` that say nothing and are ready in some view."""

@@ -10,7 +10,8 @@ import msgspec
 from transfer_queue.errors import CheckpointCorrupt, StaleVersion, WrongEpoch
 
 REMEMBERED = 65_536
-UNTAGGED, UNKNOWN, AHEAD = 0, -1, -2  # in place of the number of an announcement
+UNTAGGED, UNKNOWN, AHEAD, FOREIGN = 0, -1, -2, -3  # in place of the number of an announcement
+UNSETTLED = (AHEAD, FOREIGN)  # later announcements may say more
 
 
 class Epoch(msgspec.Struct):
@@ -62,13 +63,14 @@ class Versions:
     def place(self, epoch: str, version: int) -> int:
         """The number of the announcement that a version counts as: its own, else that of the version before it.
 
-        AHEAD: announcements may still tell. UNKNOWN: older than all that is remembered, or of an epoch never announced.
+        AHEAD: newer than all that was announced. UNKNOWN: older than all that is remembered. FOREIGN: its epoch was not
+        announced.
         """
         if not self.count:
             return AHEAD
         known = self._epochs.get(epoch)
         if known is None:
-            return UNKNOWN
+            return FOREIGN
         at = bisect_right(known.versions, version)
         if epoch == self.epoch and version > known.versions[-1]:
             return AHEAD
