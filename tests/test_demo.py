@@ -84,7 +84,7 @@ def test_sampled_log_probs_are_those_of_the_whole_sequence() -> None:
     torch.manual_seed(0)
     policy = Policy(Shape(width=16, num_layers=2, num_heads=2))
     prompts = all_problems().train[:32]
-    made = generate(policy, prompts, temperature=1.0)
+    made = generate(policy, policy.shape, prompts, temperature=1.0)
     inside = torch.arange(MAX_RESPONSE_LEN) < made.lengths[:, None]
     whole = response_log_probs(policy, prompts, made.tokens.clone())
     torch.testing.assert_close(made.log_probs[inside], whole.detach()[inside])

@@ -277,6 +277,14 @@ def test_counting_begins_with_the_first_request_of_a_task(box: Box) -> None:
         box.admit(1)
 
 
+def test_producers_that_are_there_before_the_first_version_start_no_more_than_later_ones(box: Box) -> None:
+    assert box.admit(4)
+    assert box.admit(4, wait_s=9, ticket="second") is False
+    assert box.admit(4, wait_s=9, ticket="third") is False
+    box.announce(0)
+    assert box.answers() == [("second", 4)]
+
+
 def test_rows_given_back_or_too_old_let_others_in(box: Box) -> None:
     box.announce(0)
     assert box.admit(4, max_age=0)
@@ -293,6 +301,7 @@ def test_rows_given_back_or_too_old_let_others_in(box: Box) -> None:
 
 
 def test_deadlines_and_producers_that_leave(box: Box) -> None:
+    box.announce(0)
     assert box.admit(8)
     assert box.admit(5, wait_s=5, ticket="late") is False
     assert box.admit(1, wait_s=9, ticket="gone") is False
@@ -301,7 +310,7 @@ def test_deadlines_and_producers_that_leave(box: Box) -> None:
     box.forget("gone")
     box.expire(5)
     assert [(ticket, type(answer)) for ticket, answer in box.answers()] == [("late", DeadlineExceeded)]
-    box.announce(0)
+    box.announce(1)
     assert box.answers() == [("last", 4)]
 
 

@@ -37,7 +37,7 @@ class Admissions:
             raise InvalidInput("admit: a number of rows and rows_per_version from 1, max_staleness from 0")
         if message.count > (most := (message.max_age + 1) * message.rows_per_version):
             raise InvalidInput(f"{message.count} rows at once, of which some would be too old: at most {most}")
-        self.tasks.setdefault(message.task, Admitted(self.versions.count))
+        self.tasks.setdefault(message.task, self._new())
         waits = any(one.message.task == message.task for one in self.parked)
         if not waits and self._fits(message):
             return self._take(message)
@@ -45,6 +45,10 @@ class Admissions:
             raise DeadlineExceeded(self._late(message))
         self.parked.add(parked)
         return None
+
+    def _new(self) -> Admitted:
+        """The first version announced is what producers begin with: no rows were used for it."""
+        return Admitted(max(1, self.versions.count))
 
     def _fits(self, message: m.Admit) -> bool:
         mine = self.tasks[message.task]
@@ -89,7 +93,7 @@ class Admissions:
         """Go on from a saved state; requests that wait are judged by it."""
         self.versions, self.tasks = versions, tasks
         for parked in self.parked:
-            self.tasks.setdefault(parked.message.task, Admitted(versions.count))
+            self.tasks.setdefault(parked.message.task, self._new())
         self.serve()
 
     def _late(self, message: m.Admit) -> str:
