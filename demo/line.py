@@ -6,15 +6,18 @@ An inference server would offer `transfer_queue.weights.http` instead, and the t
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Protocol
 
 from transfer_queue.errors import InternalError, ServiceUnavailable, TransferQueueError, error_from_code
 
 _CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+_CLOSE_S = 1.0
 
 
 class Answering(Protocol):
@@ -33,20 +36,24 @@ class Line:
         self._listener = Listener(family="AF_UNIX", authkey=token.encode())
         self._target = target
         self.address = str(self._listener.address)
-        threading.Thread(target=self._run, name="demo-line", daemon=True).start()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="demo-line", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """No further trainer; the thread ends with the process."""
+        """Take no further trainer. One that is connected still keeps the thread until it leaves."""
+        self._closed = True
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as knock:
+            knock.connect(self.address)
+        self._thread.join(_CLOSE_S)
         self._listener.close()
 
     def _run(self) -> None:
-        while True:
-            try:
-                with self._listener.accept() as trainer, suppress(EOFError):
-                    while True:
-                        trainer.send_bytes(json.dumps(self._answer(trainer.recv_bytes())).encode())
-            except OSError:
-                return
+        while not self._closed:
+            # Strangers and trainers that die are of no account.
+            with suppress(OSError, EOFError, AuthenticationError), self._listener.accept() as trainer:
+                while True:
+                    trainer.send_bytes(json.dumps(self._answer(trainer.recv_bytes())).encode())
 
     def _answer(self, data: bytes) -> dict[str, str]:
         name, arguments = json.loads(data)

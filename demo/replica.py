@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from types import TracebackType
 
@@ -16,7 +15,6 @@ from transfer_queue.weights import Control, Gate, Receiver, Spans, Swap
 from transfer_queue.weights.engines import registry
 
 _PAUSE_TIMEOUT_S = 30.0
-_SWITCH_S = 0.0005  # how long the thread that generates keeps the one that takes weights waiting
 
 
 class Freezing(Control):
@@ -40,7 +38,6 @@ class Replica:
     """A context. The trainer that knows `token` reaches it at `address`."""
 
     def __init__(self, shape: Shape, token: str) -> None:
-        sys.setswitchinterval(_SWITCH_S)
         self._gate = Gate()
         self._receiver = Receiver(Swap(Policy(shape)))
         self._engine = registry.engine("shm")(self._receiver)

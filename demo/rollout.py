@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from demo.settings import Settings
 from demo.tables import REPLICAS, STOP, Tags, train_partition
 from transfer_queue.weights import Spans
 
+_SWITCH_S = 0.0005  # how long the thread that generates keeps the one that takes weights waiting
+
 
 def run(worker: str, settings: Settings) -> None:
     """Serve tickets until the trainer hands out stop tickets.
@@ -21,6 +25,7 @@ def run(worker: str, settings: Settings) -> None:
     Every ticket waits until the queue admits its samples, so none is more than `max_lag` versions old when it is
     trained on. Admission is for one less, as a version is announced before it is here.
     """
+    sys.setswitchinterval(_SWITCH_S)
     port = Port(worker, settings)
     generator = torch.Generator().manual_seed(settings.seed * 1000 + int(worker.split()[1]))
     with Replica(settings.shape, settings.token) as replica:

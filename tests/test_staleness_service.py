@@ -1,4 +1,4 @@
-"""Staleness as clients see it: announcing, admission that waits, streams, settings, metrics, repeated requests; spans."""
+"""Staleness as clients see it: spans, announcing, admission that waits, streams, settings, metrics, repeated calls."""
 
 from __future__ import annotations
 
