@@ -137,6 +137,7 @@ def test_the_service_has_a_policy_that_a_task_can_do_without() -> None:
     old = box.made_by(1)
     box.announce(2)
     assert box.fetch(1, empty=True) == []
+    assert box.fetch(1, task="strict", untagged="refuse", empty=True) == []
     assert box.fetch(1, task="eval", max_staleness=None) == old
 
 

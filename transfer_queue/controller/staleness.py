@@ -120,7 +120,8 @@ class Staleness:
         task = table.task(name)
         before = task.limit
         if LIMIT in asked or BARE in asked:
-            new = Limit(asked.get(LIMIT), asked.get(BARE, self.policy.untagged) == "refuse", True)
+            age = asked.get(LIMIT, self.policy.max_age)
+            new = Limit(age, asked.get(BARE, self.policy.untagged) == "refuse", True)
             if before is not None and before.asked:
                 ages = [age for age in (before.max_age, new.max_age) if age is not None]
                 new = Limit(min(ages, default=None), before.refuses or new.refuses, True)
