@@ -63,6 +63,11 @@ class Board:
     solved: float = 0.0
     """Accuracy of the warm start on its probe."""
     examples: str = ""
+    paused_s: float = 0.0
+    longest_pause_s: float = 0.0
+    """Generation was frozen for new weights, per worker; known at the end."""
+    midway: int = 0
+    """Versions that came between two tokens of some sample; known at the end."""
     workers: dict[str, WorkerState] = field(default_factory=dict)
     metrics: list[Floats] = field(default_factory=list)
     """One vector per published version, version 0 first; columns as in METRICS."""
@@ -79,6 +84,10 @@ class Board:
         self.updates = trainer.get("updates", self.updates)
         self.solved = trainer.get("solved", self.solved)
         self.examples = trainer.get("examples", self.examples)
+        ended = [status[name] for name in self.settings.rollout_names if "paused_s" in status.get(name, {})]
+        self.paused_s = sum(tag["paused_s"] for tag in ended) / max(1, len(ended))
+        self.longest_pause_s = max((tag["longest_pause_s"] for tag in ended), default=0.0)
+        self.midway = trainer.get("midway", self.midway)
         self._read_metrics(trainer.get("step", -1))
         self._marks.append((now, sum(state.nbytes for state in self.workers.values()), self.trained_rows))
         while self._marks[-1][0] - self._marks[0][0] > _WINDOW_S:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +37,9 @@ class Cache:
         self._buffer[layer, 0, :, :, self.length : end] = key
         self._buffer[layer, 1, :, :, self.length : end] = value
         return self._buffer[layer, 0, :, :, :end], self._buffer[layer, 1, :, :, :end]
+
+
+Forward: TypeAlias = Callable[[Tensor, Cache], Tensor]
 
 
 class Block(nn.Module):
@@ -105,11 +110,14 @@ class Generation:
 
 @torch.inference_mode()
 def generate(
-    policy: Policy, prompts: Tensor, temperature: float, generator: torch.Generator | None = None
+    forward: Forward, shape: Shape, prompts: Tensor, temperature: float, generator: torch.Generator | None = None
 ) -> Generation:
-    """Sample one response to each of (B, PROMPT_LEN) prompts; temperature 0 takes the likeliest token."""
-    cache = Cache(policy.shape, len(prompts))
-    logits = policy(prompts, cache)[:, -1]
+    """Sample one response to each of (B, PROMPT_LEN) prompts; temperature 0 takes the likeliest token.
+
+    `forward` is a policy of this shape, or something that calls one: once for each token.
+    """
+    cache = Cache(shape, len(prompts))
+    logits = forward(prompts, cache)[:, -1]
     done = torch.zeros(len(prompts), dtype=torch.bool)
     lengths = torch.zeros(len(prompts), dtype=torch.int64)
     tokens, log_probs = [], []
@@ -124,7 +132,7 @@ def generate(
         tokens.append(token)
         log_probs.append(logits.log_softmax(-1).gather(1, token[:, None]).squeeze(1))
         if position + 1 < MAX_RESPONSE_LEN:
-            logits = policy(token[:, None], cache)[:, -1]
+            logits = forward(token[:, None], cache)[:, -1]
     return Generation(tokens=torch.stack(tokens, 1), log_probs=torch.stack(log_probs, 1), lengths=lengths)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -44,7 +45,7 @@ class Rows:
     def __len__(self) -> int:
         return self.meta.size
 
-    def tag(self, name: str) -> list[int]:
+    def tag(self, name: str) -> list[Any]:
         """One tag of every row, in order."""
         return [tags[name] for tags in self.meta.custom_meta]
 
@@ -70,8 +71,10 @@ class Port:
         self._reports = 0
         self._reported_s = 0.0
 
-    def take(self, partition: str, fields: list[str], num_rows: int) -> Rows:
+    def take(self, partition: str, fields: list[str], num_rows: int, max_staleness: int | None = None) -> Rows:
         """Wait until `num_rows` rows have all `fields`, and read them. No other taker of this name gets them.
+
+        Rows more than `max_staleness` versions old are left out.
 
         The name is the worker's without its number: rollout workers share their rows. Raises `DeadlineExceeded`.
         """
@@ -82,12 +85,27 @@ class Port:
                 batch_size=num_rows,
                 partition_id=partition,
                 task_name=self._worker.split()[0],
+                sampling_config={"max_staleness": max_staleness},
                 timeout_s=self._patience_s,
             )
         with self.spending(Doing.QUEUE):
             data = self._client.get_data(meta)
         self._totals.nbytes += payload_nbytes(data)
         return Rows(data=data, meta=meta)
+
+    def admit(self, taker: str, num_rows: int, max_staleness: int, rows_per_version: int) -> None:
+        """Wait until that many more rows can be started for `taker`. Raises `DeadlineExceeded`."""
+        self._report_if_due(waiting=True)
+        with self.spending(Doing.WAIT):
+            self._client.admit(taker, num_rows, max_staleness, rows_per_version, timeout_s=self._patience_s)
+
+    def give_back(self, taker: str, num_rows: int) -> None:
+        """Rows that were admitted will not come."""
+        self._client.give_back(taker, num_rows)
+
+    def tell(self, partition: str, key: str, **tag: str) -> None:
+        """Add a row without fields."""
+        tq.kv_put(key=key, partition_id=partition, tag=tag)
 
     def fill(self, rows: Rows, **columns: Tensor) -> None:
         """Write further fields to rows that were taken."""
@@ -125,11 +143,6 @@ class Port:
         """Clear a whole partition."""
         with self.spending(Doing.QUEUE):
             self._client.clear_partition(partition)
-
-    def drop_key(self, partition: str, key: str) -> None:
-        """Clear one row; it need not exist."""
-        with self.spending(Doing.QUEUE):
-            tq.kv_clear(keys=[key], partition_id=partition)
 
     @contextmanager
     def spending(self, doing: Doing) -> Iterator[None]:

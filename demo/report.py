@@ -55,6 +55,10 @@ def summary(board: Board) -> str:
         f"{board.step} steps on {board.trained_rows:,} samples",
         f"{nbytes / 1e6:,.0f} MB in and out of the queue; no sample was more than "
         f"{board.column('lag').max():.0f} versions behind (limit {board.settings.max_lag})",
+        f"{board.midway} of {board.step} versions reached the rollout workers between two tokens; "
+        f"{board.column('mixed').sum():,.0f} samples were made by several versions",
+        f"generation was frozen for {board.paused_s / len(times) * 1e3:.1f} ms each time, "
+        f"{board.longest_pause_s * 1e3:.1f} ms at most",
         "",
         f"{'process':<12}{'computing':>12}{'moving data':>14}{'waiting':>10}",
     ]
@@ -123,7 +127,7 @@ def _draw_flight(axes: Axes, board: Board, spans: dict[str, Floats]) -> None:
     joined = joined[(joined[:, 1] != 0)]
     joined = joined[joined[:, 0].argsort(kind="stable")]
     times, rows = joined[:, 0] - board.started_s, joined[:, 1].cumsum()
-    limit = (board.settings.max_lag + 1) * board.settings.rows_per_step
+    limit = board.settings.max_lag * board.settings.rows_per_step
     axes.fill_between(times, rows, step="post", color=_BLUE, alpha=0.3, lw=0)
     axes.plot(times, _smooth(rows, width=len(rows) // 60), color=_BLUE, lw=1.6)
     axes.axhline(limit, color=_GREY, lw=1, ls=(0, (4, 3)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from secrets import token_urlsafe
 
 from demo.model import Shape
 
@@ -23,7 +24,7 @@ class Settings:
     rows_per_read: int = 128
     """What the reward worker, the reference worker and the trainer take at once."""
     max_lag: int = 2
-    """A sample is trained on at most this many versions after the one that produced it."""
+    """A sample is trained on at most this many versions after the oldest one that had a part in it; at least 1."""
     temperature: float = 1.0
     learning_rate: float = 1.5e-3
     """Reached after `ramp_steps`, then falls linearly to a tenth."""
@@ -38,11 +39,20 @@ class Settings:
     """The supervised warm start ends at this accuracy, so that the rest is learned from rewards."""
     warm_max_updates: int = 1000
     shape: Shape = field(default_factory=Shape)
+    token: str = field(default_factory=token_urlsafe)
+    """Whoever sends weights to the rollout workers has to know it."""
     patience_s: float = 300.0
     """How long a worker waits for rows before it gives up; longer than any warm start."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "num_rollout_workers", "samples_per_prompt", "prompts_per_ticket", "rows_per_read"):
+        for name in (
+            "steps",
+            "num_rollout_workers",
+            "samples_per_prompt",
+            "prompts_per_ticket",
+            "rows_per_read",
+            "max_lag",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for whole, part in (
@@ -60,6 +70,11 @@ class Settings:
     def rows_per_step(self) -> int:
         """Samples in one optimiser step."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def rows_per_ticket(self) -> int:
+        """Samples that a rollout worker makes at once."""
+        return self.prompts_per_ticket * self.samples_per_prompt
 
     @property
     def rollout_names(self) -> list[str]:

@@ -13,9 +13,11 @@ from demo.columns import padded
 from demo.grpo import clipped_loss, group_advantages
 from demo.model import Policy, flatten, generate, response_log_probs
 from demo.port import Doing, Port, Rows
+from demo.publisher import Publisher
 from demo.settings import Settings
-from demo.tables import METRICS, REFERENCE, STOP, Tags, train_partition, weights_key
+from demo.tables import METRICS, REFERENCE, REPLICAS, STOP, Tags, train_partition
 from demo.warmstart import accuracy, warm_start
+from transfer_queue.errors import DeadlineExceeded
 
 _FIELDS = ["prompt", "response", "response_mask", "rollout_log_probs", "reward", "ref_log_probs"]
 
@@ -26,6 +28,9 @@ class _Sums:
 
     rewards: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    """The oldest that had a part in each."""
+    mixed: int = 0
+    """Rows that several versions made."""
     loss: float = 0.0
     kl: float = 0.0
     clipped: float = 0.0
@@ -47,30 +52,42 @@ class Trainer:
         self._settings = settings
         self._problems: Problems = all_problems()
         self._policy = Policy(settings.shape)
+        self._midway: set[int] = set()  # versions that came between two tokens of some sample
         self._optimizer = torch.optim.AdamW(self._policy.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
 
     def run(self) -> None:
         """Warm start, steps, goodbye."""
         settings, port = self._settings, self._port
         self._warm_start()
-        self._publish(REFERENCE, version=0)
-        self._publish(weights_key(0), version=0)
-        self._record(0, _Sums(), grad_norm=math.nan)
+        port.add("weights", [REFERENCE], [{}], parameters=flatten(self._policy)[None])
+        publisher = Publisher(self._policy, self._replicas(), settings.token)
+        publisher.publish()
+        self._record(0, _Sums(), math.nan)
         for step in range(min(settings.max_lag + 1, settings.steps)):
             self._put_tickets(step)
         for step in range(settings.steps):
             sums = self._gradients(step)
             grad_norm = self._update(step, sums)
             port.drop_partition(train_partition(step))
-            self._publish(weights_key(step + 1), version=step + 1)
-            # A ticket that is still out wants at least version step + 1 - max_lag.
-            port.drop_key("weights", weights_key(step - settings.max_lag))
             if step + 1 + settings.max_lag < settings.steps:
                 self._put_tickets(step + 1 + settings.max_lag)
+            with port.spending(Doing.QUEUE):
+                publisher.publish()
             self._record(step + 1, sums, grad_norm)
         for _ in settings.rollout_names:
             self._put_tickets(STOP, settings.prompts_per_ticket)
-        port.report(phase="done")
+            port.give_back("trainer", settings.rows_per_ticket)
+        port.report(phase="done", midway=len(self._midway))
+        publisher.close()
+
+    def _replicas(self) -> list[str]:
+        """The addresses of all rollout workers, which started long ago. Raises `DeadlineExceeded`."""
+        deadline = time.monotonic() + self._settings.patience_s
+        while len(found := self._port.tags(REPLICAS)) < len(self._settings.rollout_names):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"only {sorted(found)} take weights")
+            time.sleep(0.01)
+        return [tags["address"] for tags in found.values()]
 
     def _warm_start(self) -> None:
         def show(updates: int, solved: float) -> None:
@@ -90,15 +107,14 @@ class Trainer:
         ]
         self._port.add("prompts", [f"{time.monotonic_ns()}/{number}" for number in range(count)], tags, prompt=prompts)
 
-    def _publish(self, key: str, version: int) -> None:
-        self._port.add("weights", [key], [{"version": version}], parameters=flatten(self._policy)[None])
-
     def _gradients(self, step: int) -> _Sums:
         """Sum up the gradients of all rows of the step, in whatever order their groups become complete."""
         sums = _Sums()
         self._optimizer.zero_grad()
         for _ in range(0, self._settings.rows_per_step, self._settings.rows_per_read):
-            rows = self._port.take(train_partition(step), _FIELDS, self._settings.rows_per_read)
+            rows = self._port.take(
+                train_partition(step), _FIELDS, self._settings.rows_per_read, max_staleness=self._settings.max_lag
+            )
             with self._port.spending(Doing.WORK):
                 self._accumulate(rows, sums)
             self._port.finish(len(rows))
@@ -109,7 +125,10 @@ class Trainer:
         rewards = data["reward"]
         advantages = group_advantages(rewards, torch.tensor(rows.tag("group_id")))
         sums.rewards += rewards.tolist()
-        sums.versions += rows.tag("version")
+        sums.versions += rows.tag("weight_version")
+        made_by = [[version for version, _, _ in spans] for spans in rows.tag("weight_versions")]
+        sums.mixed += sum(len(versions) > 1 for versions in made_by)
+        self._midway.update(version for versions in made_by for version in versions[1:])
         mask = padded(data["response_mask"], MAX_RESPONSE_LEN).float()
         told = advantages.nonzero().squeeze(1)  # a group that is all right or all wrong teaches nothing: save the time
         if not len(told):
@@ -164,8 +183,9 @@ class Trainer:
             "loss": sums.loss / tokens,
             "kl": sums.kl / tokens,
             "clipped": sums.clipped / tokens,
-            "lag": max((version - 1 - old for old in sums.versions), default=0),
+            "lag": max((version - old for old in sums.versions), default=0),
             "grad_norm": grad_norm,
+            "mixed": sums.mixed,
         }
         row = torch.tensor([[values[name] for name in METRICS]], dtype=torch.float64)
         self._port.add("metrics", [str(version)], [{}], values=row)
@@ -174,7 +194,7 @@ class Trainer:
     def _examples(self) -> str:
         """A few held-out problems with the policy's present answers."""
         prompts = self._problems.held_out[:3]
-        found = generate(self._policy, prompts, temperature=0.0)
+        found = generate(self._policy, self._policy.shape, prompts, temperature=0.0)
         return "  ".join(
             decode(prompt) + decode(tokens[: length - 1])
             for prompt, tokens, length in zip(prompts, found.tokens, found.lengths.tolist(), strict=True)

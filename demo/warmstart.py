@@ -16,7 +16,7 @@ _CHECK_EVERY = 5
 
 def accuracy(policy: Policy, prompts: Tensor) -> float:
     """Share of `prompts` whose likeliest response is exactly right."""
-    found = generate(policy, prompts, temperature=0.0)
+    found = generate(policy, policy.shape, prompts, temperature=0.0)
     rows = zip(prompts, found.tokens, found.lengths.tolist(), strict=True)
     return sum(is_correct(prompt, tokens[:length]) for prompt, tokens, length in rows) / len(prompts)
 

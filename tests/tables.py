@@ -13,6 +13,7 @@ from transfer_queue.errors import error_from_code
 from transfer_queue.sampler import BaseSampler, SequentialSampler
 from transfer_queue.schema import DENSE, OBJECTS, FieldSchema
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.versions import Policy
 
 ROWS = "rows"
 
@@ -39,8 +40,9 @@ def packed(rows: Sequence[int]) -> bytes:
 class Box:
     """One controller; every put is a block of its own."""
 
-    def __init__(self, sampler: BaseSampler | None = None, reserved_rows: int = 0, max_rows: int | None = None) -> None:
-        self.controller = Controller(sampler or SequentialSampler(), max_rows, reserved_rows)
+    def __init__(self, sampler: BaseSampler | None = None, reserved_rows: int = 0, max_rows: int | None = None,
+                 policy: Policy | None = None) -> None:  # fmt: skip
+        self.controller = Controller(sampler or SequentialSampler(), max_rows, reserved_rows, policy)
         self.numbers = itertools.count(1)
         self.now = 0.0
         self.last_block = 0
@@ -76,6 +78,21 @@ class Box:
 
     def reset(self, task: str | None = "t", partition: str = "p") -> Any:
         return self.handle(m.ResetConsumption(1, partition, task))
+
+    # versions of the weights
+
+    def announce(self, version: int, epoch: str = "e") -> int:
+        return int(self.handle(m.Announce(1, epoch, version)).count)
+
+    def made_by(self, version: int, count: int = 1, epoch: str = "e", **more: Any) -> list[int]:
+        """New rows of one version."""
+        tags = [{"weight_version": version, "weight_epoch": epoch}] * count
+        return indexes(self.put(count, tags=tags, **more))
+
+    def admit(self, count: int, task: str = "t", max_age: int | None = 1, rows_per_version: int | None = 4,
+              wait_s: float = 0.0, ticket: Any = None) -> bool:  # fmt: skip
+        """Whether they are admitted at once; else the request was parked."""
+        return self.handle(m.Admit(1, task, count, max_age, rows_per_version, wait_s), ticket) is not None
 
     # reading
 
@@ -159,7 +176,8 @@ class Box:
 
     def answers(self) -> list[tuple[Any, Any]]:
         """(ticket, rows or error) of the parked requests answered since the last call."""
-        found = [(ticket, error_from_code(reply.code, reply.text) if isinstance(reply, m.Failed) else indexes(reply))
+        found = [(ticket, error_from_code(reply.code, reply.text) if isinstance(reply, m.Failed)
+                  else reply.count if isinstance(reply, m.Admitted) else indexes(reply))
                  for ticket, reply in self.controller.outbox]  # fmt: skip
         self.controller.outbox.clear()
         return found

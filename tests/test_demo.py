@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
+from multiprocessing import AuthenticationError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from demo.arithmetic import MAX_RESPONSE_LEN, all_problems, decode, encode, is_correct, solutions, solve
+from demo.arithmetic import (
+    MAX_RESPONSE_LEN,
+    PROMPT_LEN,
+    VOCABULARY,
+    all_problems,
+    decode,
+    encode,
+    is_correct,
+    solutions,
+    solve,
+)
 from demo.columns import padded, ragged, row_lengths
 from demo.grpo import clipped_loss, group_advantages
-from demo.model import Policy, Shape, flatten, generate, response_log_probs, unflatten
+from demo.line import Line, Lines
+from demo.model import Cache, Forward, Generation, Policy, Shape, flatten, generate, response_log_probs, unflatten
+from demo.replica import Replica
 from demo.settings import Settings
+from transfer_queue.errors import StaleVersion
+from transfer_queue.weights import ModuleSource
+from transfer_queue.weights.engines import registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -84,7 +102,7 @@ def test_sampled_log_probs_are_those_of_the_whole_sequence() -> None:
     torch.manual_seed(0)
     policy = Policy(Shape(width=16, num_layers=2, num_heads=2))
     prompts = all_problems().train[:32]
-    made = generate(policy, prompts, temperature=1.0)
+    made = generate(policy, policy.shape, prompts, temperature=1.0)
     inside = torch.arange(MAX_RESPONSE_LEN) < made.lengths[:, None]
     whole = response_log_probs(policy, prompts, made.tokens.clone())
     torch.testing.assert_close(made.log_probs[inside], whole.detach()[inside])
@@ -136,9 +154,81 @@ def test_an_unknown_backend_is_a_usage_error() -> None:
     assert "mooncake" in done.stderr
 
 
+class Told:
+    """Notes the calls; `update_weights` raises `error`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[object] = []
+        self._error = error
+
+    def init_weight_transfer_engine(self, init_info: object) -> None:
+        self.calls.append(init_info)
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, update_info: object) -> None:
+        self.calls.append(update_info)
+        if self._error is not None:
+            raise self._error
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append(weight_version)
+
+
+def test_calls_reach_every_worker_and_errors_come_back() -> None:
+    workers = [Told(), Told(StaleVersion("version 1 after 2"))]
+    ends = [Line(worker, "token") for worker in workers]
+    with pytest.raises(AuthenticationError):
+        Lines([ends[0].address], "another token", 10)
+    trainer = Lines([line.address for line in ends], "token", 10)
+    trainer.init_weight_transfer_engine({"address": "here"})
+    trainer.start_weight_update()
+    with pytest.raises(StaleVersion, match="version 1 after 2"):
+        trainer.update_weights({"version": 1})
+    trainer.finish_weight_update("1")
+    assert workers[0].calls == workers[1].calls == [{"address": "here"}, "start", {"version": 1}, "1"]
+    trainer.close()
+    for line in ends:
+        line.close()
+
+
+def test_a_replica_takes_weights_between_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(width=16, num_layers=1, num_heads=2)
+    policy, before, prompts = Policy(shape), Policy(shape), all_problems().train[:4]
+    generator = torch.Generator().manual_seed(0)
+    with Replica(shape, "token") as replica:
+        trainer = registry.trainer("shm").trainer_init({}, client=replica.control, source=ModuleSource(policy))
+        trainer.send_weights(deadline_s=10)
+        unflatten(before, flatten(policy))
+
+        def interrupted(forward: Forward, *more: Any) -> Generation:
+            def forward_later(tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+                if cache.length == PROMPT_LEN + 1:
+                    torch.nn.init.zeros_(policy.head.weight)
+                    trainer.send_weights(deadline_s=10)
+                return forward(tokens, cache)
+
+            return generate(forward_later, *more)
+
+        monkeypatch.setattr("demo.replica.generate", interrupted)
+        made, spans = replica.generate(prompts, 1.0, generator)
+        trainer.shutdown()
+    assert spans.tag()["weight_versions"] == [[1, 0, 2], [2, 2, MAX_RESPONSE_LEN]]
+    assert spans.tag(tokens=1)["weight_versions"] == [[1, 0, 1]]
+    early = response_log_probs(before, prompts, made.tokens.clone())[:, :2].detach()
+    torch.testing.assert_close(made.log_probs[:, :2], early)
+    torch.testing.assert_close(made.log_probs[:, 2:], torch.full((4, 2), -math.log(len(VOCABULARY))))
+    assert 0 < replica.control.longest_pause_s <= replica.control.total_pause_s
+
+
 def test_smoke_run(tmp_path: Path) -> None:
     done = _python("-m", "demo", "--smoke", "--out", str(tmp_path), timeout_s=100)
     assert done.returncode == 0, done.stderr
     assert "step 4/4" in done.stdout
-    assert "no sample was more than" in done.stdout
+    lag = re.search(r"no sample was more than (\d) versions behind \(limit 2\)", done.stdout)
+    assert lag, done.stdout
+    assert int(lag[1]) <= 2
+    assert re.search(r"\d of 4 versions reached the rollout workers between two tokens", done.stdout)
+    assert re.search(r"generation was frozen for \d", done.stdout)
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

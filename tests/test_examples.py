@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,32 @@ def test_disaggregated_streaming() -> None:
     done = run("disaggregated_streaming", "--rows", "32", "--rollouts", "1", "--batch", "4", "--micro-batch", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "32 rows: 2 dp ranks disjoint and complete, 2 tp peers each identical"
+
+
+def test_weights_synchronous() -> None:
+    done = run("weights_synchronous", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    _, *versions, last = done.stdout.splitlines()
+    assert [line.split()[:2] for line in versions] == [["1", "{1}"], ["2", "{2}"], ["3", "{3}"]]
+    assert last == "3 versions, 192 rows, 0 of them too old"
+
+
+def test_weights_in_flight() -> None:
+    done = run("weights_in_flight", "--steps", "30", "--max-staleness", "2")
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    found = re.fullmatch(r"30 versions, 1920 rows: (\d+) made by several versions, the oldest (\d) behind", last)
+    assert found, last
+    assert int(found[1]) > 0
+    assert int(found[2]) <= 2
+
+
+def test_weights_over_http() -> None:
+    done = run("weights_over_http", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    head, *_, last = done.stdout.splitlines()
+    assert head.endswith("version 'default'; refused: access_denied, not_open, not_initialized")
+    assert last == "3 versions over HTTP, the server has version 3 of this trainer's epoch"
 
 
 def test_sizes_that_do_not_divide_are_named() -> None:

@@ -15,15 +15,20 @@ if TYPE_CHECKING:
     from transfer_queue.dataloader import StreamingDataLoader as StreamingDataLoader
     from transfer_queue.dataloader import StreamingDataset as StreamingDataset
     from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError
+    from transfer_queue.interface import admit as admit
+    from transfer_queue.interface import async_admit as async_admit
+    from transfer_queue.interface import async_give_back as async_give_back
     from transfer_queue.interface import async_kv_batch_get as async_kv_batch_get
     from transfer_queue.interface import async_kv_batch_get_by_meta as async_kv_batch_get_by_meta
     from transfer_queue.interface import async_kv_batch_put as async_kv_batch_put
     from transfer_queue.interface import async_kv_clear as async_kv_clear
     from transfer_queue.interface import async_kv_list as async_kv_list
     from transfer_queue.interface import async_kv_put as async_kv_put
+    from transfer_queue.interface import async_set_weight_version as async_set_weight_version
     from transfer_queue.interface import close as close
     from transfer_queue.interface import get_client as get_client
     from transfer_queue.interface import get_metrics_endpoint as get_metrics_endpoint
+    from transfer_queue.interface import give_back as give_back
     from transfer_queue.interface import init as init
     from transfer_queue.interface import kv_batch_get as kv_batch_get
     from transfer_queue.interface import kv_batch_get_by_meta as kv_batch_get_by_meta
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from transfer_queue.interface import kv_put as kv_put
     from transfer_queue.interface import load_checkpoint as load_checkpoint
     from transfer_queue.interface import save_checkpoint as save_checkpoint
+    from transfer_queue.interface import set_weight_version as set_weight_version
     from transfer_queue.metadata import BatchMeta as BatchMeta
     from transfer_queue.metadata import KVBatchMeta as KVBatchMeta
     from transfer_queue.sampler import BaseSampler as BaseSampler
@@ -46,7 +52,8 @@ _HOMES = {
         "init", "close", "get_client", "get_metrics_endpoint", "kv_put", "kv_batch_put", "kv_batch_get",
         "kv_batch_get_by_meta", "kv_list", "kv_clear", "async_kv_put", "async_kv_batch_put", "async_kv_batch_get",
         "async_kv_batch_get_by_meta", "async_kv_list", "async_kv_clear",
-        "save_checkpoint", "load_checkpoint",
+        "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",
+        "give_back", "async_give_back",
     ),
     "transfer_queue.client.api": ("TransferQueueClient",),
     "transfer_queue.codec.registry": ("register_type",),

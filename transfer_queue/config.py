@@ -15,12 +15,14 @@ from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
 from transfer_queue.server.settings import ServerConfig, default_budget
 from transfer_queue.wire.address import parse_address, token_from_environment
+from transfer_queue.wire.versions import Policy
 
 T = TypeVar("T")
 FOREIGN = frozenset({"enable", "enabled", "_target_"})  # keys that frameworks keep beside ours, at the top
 FREE = frozenset({"backend.Yuanrong.ucx_env_vars"})  # any keys may follow
 SECTIONS = (
-    "metrics", "controller", "backend", "backend.SimpleStorage", "backend.SimpleStorage.ssd_offload",
+    "metrics", "controller", "controller.staleness", "backend", "backend.SimpleStorage",
+    "backend.SimpleStorage.ssd_offload",
     "client", "server",
 )  # fmt: skip
 
@@ -196,6 +198,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         sampler=resolve(conf.controller.sampler),
         metrics_port=metrics_port if _flag(conf.metrics.enabled, "metrics.enabled") else None,
         logging_level=environment.logging_level or "WARNING",
+        staleness=_staleness(conf.controller.staleness),
         client={
             "polling_mode": _flag(conf.controller.polling_mode, "controller.polling_mode"),
             "timeout_s": _seconds(conf.client.timeout_s, "client.timeout_s"),
@@ -207,6 +210,17 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
             "pool_nbytes": _number(conf.client.pool_nbytes, "client.pool_nbytes", 0),
             "settings": plain(conf),
         },
+    )
+
+
+def _staleness(section: Any) -> Policy:
+    name = "controller.staleness"
+    if section.untagged not in ("accept", "refuse"):
+        raise ConfigError(f"{name}.untagged: expected accept or refuse, got {section.untagged!r}")
+    return Policy(
+        _number(section.max_age, f"{name}.max_age", 0),
+        section.untagged,
+        _number(section.rows_per_version, f"{name}.rows_per_version", 1),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transfer_queue import checkpoint
 from transfer_queue import config as settings
-from transfer_queue.client import kv
+from transfer_queue.client import kv, versions
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.effects import Operation
@@ -181,6 +181,9 @@ kv_batch_get_by_meta = _plain(kv.kv_batch_get_by_meta)
 async_kv_batch_get_by_meta = _async(kv.kv_batch_get_by_meta)
 kv_list, async_kv_list = _plain(kv.kv_list), _async(kv.kv_list)
 kv_clear, async_kv_clear = _plain(kv.kv_clear), _async(kv.kv_clear)
+set_weight_version, async_set_weight_version = _plain(versions.set_weight_version), _async(versions.set_weight_version)
+admit, async_admit = _plain(versions.admit), _async(versions.admit)
+give_back, async_give_back = _plain(versions.give_back), _async(versions.give_back)
 
 
 def save_checkpoint(

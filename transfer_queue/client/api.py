@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.client import operations as ops
+from transfer_queue.client import versions
 from transfer_queue.client.allocation import Allocation, Specs, allocate
 from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import awaitable, blocking
@@ -55,6 +56,9 @@ class Operations:
         With `lease_s` the rows of a fetch are lent for that many seconds, and taken once `ack` says so; the meta's
         `lease` is the number of the lease. What is not acknowledged in time, or when this process ends, is offered
         again. Repeating a fetch that the sampler remembers gives the same rows on the same lease, renewed.
+
+        `sampling_config` may hold `max_staleness` (a number of versions, or None) and `untagged` ("accept" or "refuse")
+        beside what the sampler takes: rows that are older count as used by the task (docs/staleness.md).
         """
         return ops.get_meta(
             self.session, list(data_fields), batch_size, partition_id, mode, task_name, sampling_config, timeout_s,
@@ -191,6 +195,25 @@ class Operations:
         """`{partition: {key: tag}}` of one partition (`{}` when unknown), or of all."""
         return (yield from kv_list(self.session, partition_id))
 
+    def set_weight_version(self, version: int, epoch: str = "") -> Operation[int]:
+        """See `transfer_queue.set_weight_version`."""
+        return versions.set_weight_version(self.session, version, epoch)
+
+    def admit(
+        self,
+        task_name: str,
+        num_rows: int,
+        max_staleness: int | None = None,
+        rows_per_version: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Operation[None]:
+        """See `transfer_queue.admit`."""
+        return versions.admit(self.session, task_name, num_rows, max_staleness, rows_per_version, timeout_s)
+
+    def give_back(self, task_name: str, num_rows: int) -> Operation[None]:
+        """See `transfer_queue.give_back`."""
+        return versions.give_back(self.session, task_name, num_rows)
+
     def stats(self) -> Operation[dict[str, Any]]:
         """Counts and sizes of the service, among them `pid`, `rows`, `arena_nbytes_used` and `_resident`."""
         return (yield Call(m.Stats(self.session.next_rid())))[0].values
@@ -239,6 +262,10 @@ class TransferQueueClient:
         awaitable(Operations.kv_retrieve_keys),
     )
     kv_list, async_kv_list = blocking(Operations.kv_list), awaitable(Operations.kv_list)
+    set_weight_version = blocking(Operations.set_weight_version)
+    async_set_weight_version = awaitable(Operations.set_weight_version)
+    admit, async_admit = blocking(Operations.admit), awaitable(Operations.admit)
+    give_back, async_give_back = blocking(Operations.give_back), awaitable(Operations.give_back)
     stats, async_stats = blocking(Operations.stats), awaitable(Operations.stats)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@
              └─ Task    what one consumer group has consumed
                   └─ View   the rows ready for one field set, kept up to date by every commit
         └─ Ledger       how many live cells every block still holds
+        └─ Staleness    which rows are too old for which task; Admissions: how many producers may start
     checkpointing       the whole state as bytes, and back
 
 A state machine without I/O: a request is answered at once, or parked and answered by the event that completes it.

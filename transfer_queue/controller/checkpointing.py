@@ -13,9 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.controller.admission import Admitted
 from transfer_queue.controller.ledger import Entry
 from transfer_queue.controller.readiness import RESERVED, Flags, Slots
 from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.controller.versions import SavedVersions, Versions
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported, InvalidInput, SamplerFailed, StoreFull
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.schema import FieldSchema
@@ -65,6 +67,8 @@ class SavedController(msgspec.Struct):
     sampler: str
     sampler_state: Any
     tables: list[SavedTable]
+    versions: SavedVersions = msgspec.field(default_factory=SavedVersions)
+    admitted: dict[str, Admitted] = {}
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -103,6 +107,8 @@ def exported(controller: Controller) -> tuple[bytes, list[int]]:
         _name(sampler),
         _sampler_state(sampler),
         [_saved_table(table, blocks) for table in controller.tables.values()],
+        controller.staleness.admissions.versions.saved(),
+        controller.staleness.admissions.tasks,
     )
     return _encode(saved), sorted(controller.ledger.entries)
 
@@ -175,10 +181,12 @@ def restored(controller: Controller, data: bytes | memoryview, blocks: dict[int,
     tables = {one.name: _table(one, blocks, entries) for one in saved.tables}
     if len(tables) != len(saved.tables) or len(entries) != len(blocks) or not 0 <= saved.next_index < 1 << 62:
         _refuse("partitions, blocks or indexes do not add up")
+    versions = Versions.restored(saved.versions)
     rows = sum(table.num_rows for table in tables.values())
     if controller.max_rows is not None and rows > controller.max_rows:
         raise StoreFull(f"the checkpoint has {rows} rows, total_storage_size is {controller.max_rows}")
     _load_sampler(sampler, saved.sampler_state)
+    controller.staleness.admissions.restore(versions, saved.admitted)
     _switch(controller, tables, entries)
     last = max((int(table.index[table.size - 1]) for table in tables.values() if table.size), default=-1)
     controller._next_index = max(controller._next_index, saved.next_index, last + 1)
@@ -216,6 +224,7 @@ def _switch(controller: Controller, tables: dict[str, Table], entries: dict[int,
         fetching.orphan(table)
     controller.tables.clear()
     controller.tables.update(tables)
+    controller.staleness.restored(tables)
     for table in tables.values():
         fetching.opened(table)
         for task in table.tasks.values():

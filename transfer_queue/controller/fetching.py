@@ -12,6 +12,7 @@ import numpy as np
 from transfer_queue.controller.leases import Leases, check_lease
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.readiness import Slots, Task, View
+from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler
@@ -65,6 +66,7 @@ class Fetching:
         self.sampler = sampler
         self._tables = tables
         self.leases = Leases(tables, self._offered, self._settled)
+        self.staleness = Staleness(tables, outbox, self._settled)
         self.parked: ParkingLot[Fetch] = ParkingLot()
         self._on_behalf: dict[bytes, list[Parked[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Parked[Fetch]]] = {}  # their partition does not exist (yet)
@@ -74,7 +76,7 @@ class Fetching:
     def fetch(self, request: Parked[Fetch], table: Table | None) -> Reply | None:
         """Rows at once, or None after parking the request."""
         message = request.message
-        self._ask(self.sampler.check_request, message.batch_size, message.sampling)
+        self._ask(self.sampler.check_request, message.batch_size, for_sampler(message.sampling))
         if table is not None:
             reply = self._attempt(request, table)
             if self._remembered:
@@ -129,6 +131,7 @@ class Fetching:
     def written(self, table: Table, slots: Slots, fields: Sequence[str]) -> None:
         """Cells of `fields` were written on `slots`: rows may be ready now."""
         touched = set(fields)
+        self.staleness.written(table, slots, touched)
         for task in table.tasks.values():
             for view in list(task.views.values()):
                 if touched.isdisjoint(view.fields):
@@ -175,6 +178,7 @@ class Fetching:
         """Rows that were lent are free again."""
         with contextlib.suppress(SamplerFailed):  # logged: the rows are free whatever the sampler makes of it
             self._ask(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
+        self.staleness.freed(table, task, slots)
         of_task = table.tasks[task]
         fuller = [view for view in list(of_task.views.values()) if of_task.refresh(view, table, slots)]
         self.serve(table, of_task, fuller)
@@ -239,13 +243,19 @@ class Fetching:
             self._outbox.append((request.ticket, reply))
 
     def _view(self, table: Table, message: Fetch) -> View:
-        return table.task(message.task).view(tuple(message.fields), table)
+        task, fields = table.task(message.task), tuple(message.fields)
+        self.staleness.govern(table, message.task, message.sampling)
+        known = fields in task.views
+        view = task.view(fields, table)
+        if not known and task.limit.refuses:
+            self.staleness.review(table, message.task)
+        return view
 
     def _attempt(self, request: Parked[Fetch], table: Table) -> RowSet | None:
         """Rows for the request, consumed or lent; None when the sampler is not satisfied."""
         message, sampler = request.message, self.sampler
         view = self._view(table, message)
-        config = {**message.sampling, "partition_id": message.partition, "task_name": message.task}
+        config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
         cached = self._ask(sampler.has_cached_result, message.partition, message.task, config)
         size = _rest(message, table, view) or message.batch_size
         if not cached and view.count < self._ask(sampler.least_ready, size):
@@ -323,6 +333,9 @@ def _timed_out(message: Fetch, table: Table | None) -> RowSet:
         f"partition {message.partition!r}: fewer than {message.batch_size} rows with {message.fields} became ready "
         f"for task {message.task!r} within {message.timeout_s:g} s"
     )
+    task = None if table is None else table.tasks.get(message.task)
+    if task is not None and task.limit is not None and task.limit.max_age is not None:
+        text += f", none of them more than {task.limit.max_age} versions of the weights old"
     unwritten = message.fields if table is None else [name for name in message.fields if name not in table.fields]
     raise DeadlineExceeded(f"{text}; nobody has written {unwritten} there" if unwritten else text)
 
@@ -334,3 +347,4 @@ def check_fetch(message: Fetch) -> None:
     if message.batch_size < 1:
         raise InvalidInput(f"batch_size {message.batch_size}")
     check_lease(message.lease_s)
+    check_limit(message.sampling)

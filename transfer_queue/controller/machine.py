@@ -14,10 +14,12 @@ from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.table import Table, indexes_of, rows_bytes
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.versions import Policy
 
 NO_BLOCK = -1
 MAX_NEW_ROWS = 1 << 24
@@ -28,10 +30,16 @@ class Controller:
 
     `handle` answers a request, raises the caller's error, or returns None after parking it; the answer then appears in
     `outbox`. `ledger.freed` lists blocks without live cells. `max_rows` bounds the rows over all partitions (None: no
-    bound), `reserved_rows` is how many rows a new partition has from the start.
+    bound), `reserved_rows` is how many rows a new partition has from the start. `policy`: how old rows may be.
     """
 
-    def __init__(self, sampler: BaseSampler, max_rows: int | None = None, reserved_rows: int = 1) -> None:
+    def __init__(
+        self,
+        sampler: BaseSampler,
+        max_rows: int | None = None,
+        reserved_rows: int = 1,
+        policy: Policy | None = None,
+    ) -> None:
         self.tables: dict[str, Table] = {}
         self.outbox: list[tuple[Hashable, m.Reply]] = []
         self.payloads: dict[Hashable, memoryview] = {}
@@ -43,6 +51,8 @@ class Controller:
         self._next_index = 0
         self._fetching = Fetching(sampler, self.outbox, self.tables)
         self._leases = self._fetching.leases
+        self.staleness = self._fetching.staleness
+        self.staleness.policy = policy or Policy()
         self._crowded: ParkingLot[Any] = ParkingLot()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
@@ -58,6 +68,9 @@ class Controller:
             check_fetch(message)
             parked = Parked(ticket, session, message, now + message.timeout_s)
             return self._fetching.fetch(parked, self.tables.get(message.partition))
+        if isinstance(message, VERSION_REQUESTS):
+            reply: m.Reply | None = self.staleness.handle(message, ticket, session, now)
+            return reply
         if isinstance(message, m.Snapshot):
             return capture(self, message, ticket, session)
         if isinstance(message, m.Restore):
@@ -75,7 +88,7 @@ class Controller:
             return None
 
     def next_deadline(self) -> float | None:
-        lots = (self._fetching.parked, self._crowded, self._leases)
+        lots = (self._fetching.parked, self._crowded, self._leases, self.staleness.admissions.parked)
         deadlines = [lot.next_deadline() for lot in lots]
         return min((d for d in deadlines if d is not None), default=None)
 
@@ -84,6 +97,7 @@ class Controller:
         self._leases.now = now
         self._leases.expire()
         self._fetching.expire(now)
+        self.staleness.admissions.expire(now)
         for parked in self._crowded.expired(now):
             text = f"the store's {self.max_rows} rows stayed in use for {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, m.Failed(parked.message.rid, StoreFull.code, text)))
@@ -92,14 +106,19 @@ class Controller:
         """Drop parked requests whose askers are gone."""
         self._fetching.forget(tickets)
         self._crowded.forget(tickets)
+        self.staleness.admissions.forget(tickets)
 
     def end_session(self, session: bytes) -> None:
         """A client is gone for good: what is lent to it is offered again."""
         self.captures.discard(session)
         self._fetching.end_session(session)
 
-    def take_back(self, reply: m.RowSet, session: bytes) -> None:
-        """Nobody got this reply: a lease it carried is over."""
+    def take_back(self, reply: m.RowSet | m.Admitted, session: bytes) -> None:
+        """Nobody got this reply: a lease it carried is over, rows it admitted are not started."""
+        if isinstance(reply, m.Admitted):
+            self.staleness.admissions.give_back(reply.task, reply.count)
+            reply.count = 0
+            return
         self._leases.undo(reply.lease)
         reply.lease = 0
 
@@ -114,7 +133,7 @@ class Controller:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._fetching.parked) + len(self._crowded)
+        return len(self._fetching.parked) + len(self._crowded) + len(self.staleness.admissions.parked)
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -122,6 +141,10 @@ class Controller:
             "rows": self.num_rows,
             "blocks": len(self.ledger.entries),
             "waiting_requests": self.num_waiting,
+            "weight_epoch": self.staleness.admissions.versions.epoch,
+            "weight_version": self.staleness.admissions.versions.newest,
+            "weight_announcements": self.staleness.admissions.versions.count,
+            "stale_rows": sum(self.staleness.num_stale.values()),
         }
 
     # writing
@@ -151,6 +174,7 @@ class Controller:
             table.merge_tags(slots, message.tags)
             for position in message.replaced:
                 table.merge_tags(slots[position : position + 1], [message.tags[position]], replace=True)
+            self.staleness.tagged(table, slots)
         if message.fields:
             self._fetching.written(table, slots, [f.name for f in message.fields])
         rows = rows_bytes(table.index[slots])
@@ -198,7 +222,9 @@ class Controller:
             raise InvalidInput(f"{len(indexes)} rows with {len(message.tags)} tags")
         table = self.tables.get(message.partition)
         if table is not None:
-            table.merge_tags(known_slots(table, indexes), message.tags, message.replace)
+            slots = known_slots(table, indexes)
+            table.merge_tags(slots, message.tags, message.replace)
+            self.staleness.tagged(table, slots)
         return m.Done(message.rid)
 
     def _open(self, name: str, count: int) -> Table:
@@ -283,10 +309,11 @@ class Controller:
     def _reset(self, message: m.ResetConsumption) -> m.Reply:
         table = self.tables.get(message.partition)
         if table is not None:
-            tasks = [table.task(message.task)] if message.task is not None else list(table.tasks.values())
-            for task in tasks:
+            for name in [message.task] if message.task is not None else list(table.tasks):
+                task = table.task(name)
                 self._leases.revoke(task)
                 task.reset(table)
+                self.staleness.review(table, name)
                 self._fetching.serve(table, task, list(task.views.values()))
         return m.Done(message.rid)
 
@@ -330,6 +357,7 @@ class Controller:
     def check_invariants(self) -> None:
         """Tables agree with themselves, and the ledger with the tables; tests call this after each event."""
         self._leases.check_invariants()
+        self.staleness.check_invariants()
         live: dict[int, int] = {}
         for table in self.tables.values():
             table.check_invariants()

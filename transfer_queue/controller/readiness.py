@@ -74,6 +74,7 @@ class Task:
         self.lent: dict[int, int] = {}  # live rows of each lease that has some
         self.num_lent = 0
         self.views: dict[tuple[str, ...], View] = {}
+        self.limit: Any = None  # how old its rows may be (`staleness.Limit`), None before it was asked for any
         self.finishing: list[Any] = []  # parked requests that are also answered when nothing is left to wait for
 
     def view(self, fields: tuple[str, ...], table: Table) -> View:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.controller.births import Births
 from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
 from transfer_queue.errors import InvalidInput, SchemaConflict
@@ -68,6 +69,7 @@ class Table:
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
         self.cells: NDArray[np.uint16] = np.zeros((8, MIN_CAPACITY), np.uint16)
         self.log = ChangeLog(MIN_CAPACITY)
+        self.births = Births(MIN_CAPACITY)
         self.groups: list[Group] = [Group((), MIN_CAPACITY)]  # group 0 stands for absent
         self._group_numbers: dict[tuple[str, ...], int] = {}
 
@@ -166,6 +168,7 @@ class Table:
         self.index = resized(self.index, order, capacity)
         self.alive = resized(self.alive, order, capacity)
         self.log.changed = resized(self.log.changed, order, capacity)
+        self.births.born = resized(self.births.born, order, capacity)
         self.cells = resized(self.cells, order, capacity)
         for group in self.groups:
             group.block = resized(group.block, order, capacity)

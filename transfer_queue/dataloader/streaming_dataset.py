@@ -56,7 +56,8 @@ class StreamingDataset(IterableDataset[Any]):
     `step` and `reset`. What was not acknowledged is offered again when the process ends, when the dataset is collected,
     or when the consumer was frozen for `lease_s`; then its next call raises `LeaseExpired`. `lease_s=None` takes rows
     for good as soon as their batch is started. With `prefetch` the next batch is fetched meanwhile. One thread at a
-    time may iterate. An own `fetch_batch_fn` decides itself how it takes rows; it runs in the iterating thread.
+    time may iterate. Rows more than `max_staleness` versions old when their batch is fetched are left out, as if they
+    had been used. An own `fetch_batch_fn` decides itself how it takes rows; it runs in the iterating thread.
 
     `config` is what `transfer_queue.init` returned, or anything: without an `address` in it, this process's client or
     the service at TQ_ADDRESS is used. Processes that get a copy make clients of their own.
@@ -77,6 +78,7 @@ class StreamingDataset(IterableDataset[Any]):
         *,
         lease_s: float | None = LEASE_S,
         prefetch: bool = True,
+        max_staleness: int | None = None,
     ) -> None:
         """Raises `InvalidInput` (a ValueError) for a size, rank or lease out of range, or no fields."""
         if micro_batch_size < 1:
@@ -97,7 +99,9 @@ class StreamingDataset(IterableDataset[Any]):
         self.should_check_consumption_status = should_check_consumption_status
         self.fetch_batch_fn = fetch_batch_fn or default_fetch_batch_fn
         self.process_batch_fn = process_batch_fn or chunk_batch_fn
-        self.sampling_config = {"dp_rank": dp_rank, "task_name": task_name}
+        self.sampling_config: dict[str, Any] = {"dp_rank": dp_rank, "task_name": task_name}
+        if max_staleness is not None:
+            self.sampling_config["max_staleness"] = max_staleness
         self.lease_s = lease_s
         self.prefetch = prefetch
         self.buffer: list[Any] = []

@@ -196,6 +196,8 @@ class Link(asyncio.BufferedProtocol):
         elif isinstance(answer[0], (m.RowSet, m.Handed)):
             rows = answer[0].rows if isinstance(answer[0], m.Handed) else answer[0]
             self._server.service.controller.take_back(rows, self._session.ident)
+        elif isinstance(answer[0], m.Admitted):
+            self._server.service.controller.take_back(answer[0], self._session.ident)
 
     def _answer(self, answer: Answer) -> None:
         reply, payload = answer

@@ -62,6 +62,12 @@ class ServerCollector(Collector):
         away = sum(unit["away"] for unit in service.members.statistics().values())
         yield _gauge("tq_units", "Storage units of other hosts.", len(service.members.statistics()))
         yield _gauge("tq_units_away", "Storage units whose connection is lost.", away)
+        count = controller.staleness.admissions.versions.count
+        yield _counter("tq_weight_announcements", "Versions of the weights that were announced.", count)
+        stale = CounterMetricFamily("tq_stale_rows", "Rows that became too old for a task.", labels=["task_name"])
+        for task, number in controller.staleness.num_stale.items():
+            stale.add_metric([task], number)
+        yield stale
         rows, capacity = controller.num_rows, controller.max_rows
         if capacity is not None:
             yield self._of_unit("tq_storage_capacity_total", "Rows the store takes.", capacity)

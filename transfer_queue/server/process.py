@@ -55,7 +55,7 @@ class Server:
         if config.join:
             self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver, make)
         else:
-            controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows)
+            controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness)
             self.role = Head(controller, unit, make)
         self.service = self.role.service
         self._client_config = config.client

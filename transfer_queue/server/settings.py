@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from transfer_queue.wire.versions import Policy
+
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
 MEMORY_SHARE = 0.6
 
@@ -44,7 +46,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the
     arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
     metrics_port: serve Prometheus metrics on `host` (loopback where there is none) and this port (None: no metrics).
-    logging_level: a level of the logging module.
+    logging_level: a level of the logging module. staleness: how old rows may be.
     """
 
     run_dir: str
@@ -62,6 +64,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     client: dict[str, Any] = {}
     metrics_port: int | None = None
     logging_level: str = "WARNING"
+    staleness: Policy = Policy()
 
 
 class NotStarted(msgspec.Struct, kw_only=True, tag=True):

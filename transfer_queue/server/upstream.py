@@ -121,7 +121,7 @@ class RemoteController:
         if caller is not None:
             caller.close()
 
-    def take_back(self, reply: m.RowSet, session: bytes) -> None:
+    def take_back(self, reply: m.RowSet | m.Admitted, session: bytes) -> None:
         self._caller(session).notify(m.Cancel(reply.rid))
 
     def expire(self, now: float) -> None:

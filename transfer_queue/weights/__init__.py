@@ -9,6 +9,8 @@ Receiver        open(manifest), stage(bucket, bytes)..., verify(), commit(); abo
  ├─ Target      InPlace, Swap, Flip: how verified tensors become the live ones of a module, all or none
  └─ Lora        takes adapters, which forward passes choose by label (`adapters`)
 engines         move versions between processes: shm, tcp, disk, collective, cuda_ipc (`engines.registry`)
+Fleet           a trainer's replicas: two-phase commits, fences, late ones catch up (`fleet`)
+Spans           which versions made which tokens of a sample: tags of its row
 Control         the calls that a trainer may make on a server, over HTTP too (`weights.http`); Gate pauses generation
 A publisher packs and hands buckets to a transport; that calls the receiver; forward passes run in `receiver.reading()`.
 """
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from transfer_queue.weights.sources import SafetensorsSource as SafetensorsSource
     from transfer_queue.weights.sources import StateDictSource as StateDictSource
     from transfer_queue.weights.sources import WeightSource as WeightSource
+    from transfer_queue.weights.spans import Span as Span
+    from transfer_queue.weights.spans import Spans as Spans
     from transfer_queue.weights.targets import Flip as Flip
     from transfer_queue.weights.targets import InPlace as InPlace
     from transfer_queue.weights.targets import Swap as Swap
@@ -59,6 +63,7 @@ _HOMES = {
     "packing": ("Packed", "Plan", "digests", "pack", "plan", "plan_vllm", "seal", "unpack"),
     "receiver": ("CommitInfo", "Receiver", "State", "VersionInfo"),
     "sources": ("ModuleSource", "SafetensorsSource", "StateDictSource", "WeightSource"),
+    "spans": ("Span", "Spans"),
     "targets": ("Flip", "InPlace", "Swap", "Target"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

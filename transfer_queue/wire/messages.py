@@ -41,6 +41,11 @@ from transfer_queue.wire.units import Settle as Settle
 from transfer_queue.wire.units import Take as Take
 from transfer_queue.wire.units import Taken as Taken
 from transfer_queue.wire.units import Thin as Thin
+from transfer_queue.wire.versions import Admit as Admit
+from transfer_queue.wire.versions import Admitted as Admitted
+from transfer_queue.wire.versions import Announce as Announce
+from transfer_queue.wire.versions import Counted as Counted
+from transfer_queue.wire.versions import GiveBack as GiveBack
 
 PROTOCOL_VERSION = 2
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
@@ -363,11 +368,12 @@ ClientMessage: TypeAlias = (
     | Cancel | Goodbye | Take | Join | Moved | Settle
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
-    | Ack | Renew | Release
+    | Ack | Renew | Release | Announce | Admit | GiveBack
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured | Lent | Handed
+    | Counted | Admitted
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -387,5 +393,5 @@ decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 # Replies of these are remembered, so that a retried request has its first outcome.
 MUTATING = (
     Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Restore, Ack,
-    Release,
+    Release, Announce, Admit, GiveBack,
 )  # fmt: skip

@@ -1,0 +1,101 @@
+"""A remote server: it samples in a process of its own, the trainer reaches it over HTTP, and the weights go over TCP.
+
+    python -m examples.weights_over_http [--steps 10]
+
+The server has the paths, bodies and answers of vLLM's, so the trainer's side is the same for both. A wrong token
+and calls out of order are refused, and do the server no harm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import secrets
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import transfer_queue as tq
+from examples.counting import FIELDS, Policy, Sampler, train
+from transfer_queue.errors import AccessDenied, NotInitialized, NotOpen, TransferQueueError
+from transfer_queue.weights import ModuleSource
+from transfer_queue.weights.engines import registry
+from transfer_queue.weights.http import WeightSyncClient, serve
+
+ROWS, LENGTH = 64, 16
+
+
+def server(told: Connection[Any, Any], token: str) -> None:
+    """Sample until the trainer wants no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    tq.init()
+    sampler = Sampler("tcp")
+    with serve(sampler.control, token=token) as http:
+        told.send(http.url)
+        while told.recv():
+            fields, tags = sampler.sample(ROWS, LENGTH)
+            keys = [f"{tags[0]['weight_version']}/{row}" for row in range(ROWS)]
+            tq.kv_batch_put(keys=keys, partition_id="train", fields=fields, tags=tags)
+    sampler.engine.shutdown()
+
+
+def refused(client: WeightSyncClient, url: str) -> list[str]:
+    """What the server has against a few calls."""
+    calls: list[tuple[type[TransferQueueError], Callable[[], None]]] = [
+        (AccessDenied, lambda: WeightSyncClient(url, "wrong token").start_weight_update()),
+        (NotOpen, lambda: client.update_weights({"version": 1})),
+        (NotInitialized, client.start_weight_update),
+    ]
+    codes = []
+    for expected, call in calls:
+        try:
+            call()
+        except expected as error:
+            codes.append(error.code)
+    return codes
+
+
+def run(steps: int, told: Connection[Any, Any], token: str) -> None:
+    torch.manual_seed(0)
+    queue = tq.get_client()
+    policy = Policy()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
+    url = told.recv()
+    client = WeightSyncClient([url], token, timeout_s=10)
+    print(f"a server at {url}, version {client.get_weight_version()!r}; refused: {', '.join(refused(client, url))}")
+    trainer = registry.trainer("tcp").trainer_init({}, client=client, source=ModuleSource(policy))
+    for step in range(steps):
+        report = trainer.send_weights(deadline_s=10)
+        tq.set_weight_version(report.version, report.epoch)
+        told.send(True)
+        rows = queue.get_meta(FIELDS, ROWS, "train", task_name="trainer", sampling_config={"max_staleness": 0})
+        reward = train(policy, optimizer, queue.get_data(rows))
+        queue.clear_samples(rows)
+        if step in (0, steps - 1):
+            print(f"version {client.get_weight_version()}: reward {reward:.0%}, update {report.update_s * 1e3:.0f} ms")
+    installed = client.status()[url]["installed"]
+    told.send(False)
+    trainer.shutdown()
+    print(f"{steps} versions over HTTP, the server has version {installed['version']} of this trainer's epoch")
+    assert installed["epoch"] == trainer.epoch
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    tq.init()
+    mine, theirs = multiprocessing.Pipe()
+    token = secrets.token_urlsafe()
+    remote = multiprocessing.get_context("spawn").Process(target=server, args=(theirs, token), daemon=True)
+    remote.start()
+    try:
+        run(arguments.steps, mine, token)
+        remote.join(10)
+    finally:
+        remote.kill()
+        tq.close()

@@ -1,0 +1,103 @@
+"""How many rows producers may start before the next version of the weights, so that none is too old when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import msgspec
+
+from transfer_queue.controller.parking import Parked, ParkingLot
+from transfer_queue.controller.versions import Versions
+from transfer_queue.errors import DeadlineExceeded, InvalidInput
+from transfer_queue.wire import messages as m
+
+
+class Admitted(msgspec.Struct):
+    """Rows admitted for one task since announcement `base`, less those that were given back."""
+
+    base: int
+    rows: int = 0
+
+
+class Admissions:
+    """The task uses `rows_per_version` rows for each version, so of the rows it gets, number i is used i //
+    rows_per_version announcements after the first. Requests of one task are answered in order of arrival."""
+
+    def __init__(self, outbox: list[tuple[Hashable, m.Reply]]) -> None:
+        self.versions = Versions()
+        self.tasks: dict[str, Admitted] = {}
+        self.parked: ParkingLot[m.Admit] = ParkingLot()
+        self._outbox = outbox
+
+    def admit(self, message: m.Admit, parked: Parked[m.Admit]) -> m.Reply | None:
+        """The answer, or None after parking the request. Raises `DeadlineExceeded` when it may not wait."""
+        if message.max_age is None or message.rows_per_version is None:
+            raise InvalidInput("admit needs max_staleness and rows_per_version, here or in controller.staleness")
+        if message.max_age < 0 or message.rows_per_version < 1 or message.count < 1:
+            raise InvalidInput("admit: a number of rows and rows_per_version from 1, max_staleness from 0")
+        if message.count > (most := (message.max_age + 1) * message.rows_per_version):
+            raise InvalidInput(f"{message.count} rows at once, of which some would be too old: at most {most}")
+        self.tasks.setdefault(message.task, self._new())
+        waits = any(one.message.task == message.task for one in self.parked)
+        if not waits and self._fits(message):
+            return self._take(message)
+        if message.timeout_s <= 0:
+            raise DeadlineExceeded(self._late(message))
+        self.parked.add(parked)
+        return None
+
+    def _new(self) -> Admitted:
+        """The first version announced is what producers begin with: no rows were used for it."""
+        return Admitted(max(1, self.versions.count))
+
+    def _fits(self, message: m.Admit) -> bool:
+        mine = self.tasks[message.task]
+        versions = self.versions.count - mine.base + 1 + (message.max_age or 0)
+        return mine.rows + message.count <= versions * (message.rows_per_version or 0)
+
+    def _take(self, message: m.Admit) -> m.Reply:
+        self.tasks[message.task].rows += message.count
+        return m.Admitted(message.rid, message.task, message.count)
+
+    def give_back(self, task: str, count: int) -> None:
+        """These rows will not be used."""
+        mine = self.tasks.get(task)
+        if mine is not None and count:
+            mine.rows = max(0, mine.rows - count)
+            self.serve()
+
+    def serve(self) -> None:
+        """Answer requests, as far as it goes now."""
+        full: set[str] = set()
+        for parked in self.parked:
+            message = parked.message
+            if message.task in full or not self._fits(message):
+                full.add(message.task)
+                continue
+            self.parked.remove(parked)
+            self._outbox.append((parked.ticket, self._take(message)))
+
+    def expire(self, now: float) -> None:
+        expired = self.parked.expired(now)
+        for parked in expired:
+            failed = m.Failed(parked.message.rid, DeadlineExceeded.code, self._late(parked.message))
+            self._outbox.append((parked.ticket, failed))
+        if expired:
+            self.serve()
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        if self.parked.forget(tickets):
+            self.serve()
+
+    def restore(self, versions: Versions, tasks: dict[str, Admitted]) -> None:
+        """Go on from a saved state; requests that wait are judged by it."""
+        self.versions, self.tasks = versions, tasks
+        for parked in self.parked:
+            self.tasks.setdefault(parked.message.task, self._new())
+        self.serve()
+
+    def _late(self, message: m.Admit) -> str:
+        return (
+            f"{message.count} more rows for task {message.task!r} would be more than {message.max_age} versions old: "
+            f"{self.tasks[message.task].rows} are admitted, and no version came within {message.timeout_s:g} s"
+        )
