@@ -145,21 +145,12 @@ def _scan(old: npt.NDArray[Any], new: npt.NDArray[Any], most: int) -> tuple[Patc
         state.update(part.data)
         if count <= most:
             differs = np.not_equal(old[start : start + step], part, out=unequal[: len(part)])
-            found.append(_true(differs) + start)
+            found.append(np.flatnonzero(differs) + start)
             count += len(found[-1])
     if count > most:
         return None, state.hexdigest()
     indices = np.concatenate(found) if found else np.empty(0, np.int64)
     return Patch(indices, new[indices]), state.hexdigest()
-
-
-def _true(flags: npt.NDArray[np.bool_]) -> Indices:
-    """Where they are true. Eight at a time first: mostly none of them is."""
-    if len(flags) % 8:
-        return np.flatnonzero(flags)
-    eights = np.flatnonzero(flags.view(np.uint64))
-    rows, columns = np.nonzero(flags.reshape(-1, 8)[eights])
-    return eights[rows] * 8 + columns
 
 
 def _changes(old: torch.Tensor, new: torch.Tensor, most: int) -> Patch | None:
