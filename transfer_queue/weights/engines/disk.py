@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from transfer_queue.errors import BadManifest, DigestMismatch, InvalidInput, StaleVersion, VersionGone
-from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo
-from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
+from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import Placement, Plan, pack, plan

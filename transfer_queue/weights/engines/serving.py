@@ -39,6 +39,19 @@ class Shelf(Protocol):
         """A descriptor of the memory with all buckets, and what to call once the borrower has left."""
 
 
+class Empty:
+    """The shelf of a server that only takes reports."""
+
+    def manifest(self, key: str) -> bytes:
+        raise gone(key)
+
+    def bucket(self, key: str, index: int) -> Buffer:
+        raise gone(key)
+
+    def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        raise gone(key)
+
+
 class Server:
     """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`."""
 
@@ -49,17 +62,20 @@ class Server:
         self._token = token
         self._shelf = shelf
         self._lock = threading.Lock()
+        self._noted = threading.Condition()
         self._peers: dict[threading.Thread, socket.socket] = {}
         self._outcomes: list[Outcome] = []
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name="tq-weights-accept", daemon=True)
         self._accepting.start()
 
-    def outcomes(self, version: int) -> list[Outcome]:
-        """The last report of each rank on this version that came since this was asked last."""
-        with self._lock:
+    def outcomes(self, version: int | None, timeout_s: float = 0.0) -> list[Outcome]:
+        """The last report of each replica on this version, or on none, that came since this was asked last. Waits for
+        one, at most `timeout_s`."""
+        with self._noted:
+            self._noted.wait_for(lambda: self._outcomes, timeout_s)
             found, self._outcomes = self._outcomes, []
-        return list({one.rank: one for one in found if one.version == version}.values())
+        return list({(one.who, one.rank): one for one in found if one.version in (version, None)}.values())
 
     def close(self) -> None:
         """Show everybody out and wait for the threads. Repeatable."""
@@ -118,8 +134,9 @@ class Server:
             found = msgspec.json.decode(message.body, type=Outcome)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"not a report: {error}") from None
-        with self._lock:
+        with self._noted:
             self._outcomes = [*self._outcomes, found][-MAX_OUTCOMES:]
+            self._noted.notify_all()
 
 
 class _Visit:

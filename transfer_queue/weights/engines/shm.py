@@ -24,10 +24,10 @@ from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.memory import Anchor
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
 from transfer_queue.weights.engines import protocol as p
-from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
+from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.fetching import Control
 from transfer_queue.weights.engines.serving import Server, gone, listen_unix
-from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
+from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import pack_into, plan
@@ -156,6 +156,7 @@ class Ring:
 
 class ShmTrainer(TrainerEngine):
     init_form = ShmTrainerInfo
+    takes_reports = True
 
     def __init__(self, info: ShmTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
@@ -181,8 +182,8 @@ class ShmTrainer(TrainerEngine):
         self.shelf.add(manifest, memory)
         return manifest
 
-    def _outcomes(self, version: int) -> list[Outcome]:
-        return self._server.outcomes(version)
+    def _outcomes(self, version: int | None, timeout_s: float = 0.0) -> list[Outcome]:
+        return self._server.outcomes(version, timeout_s)
 
     def _close(self) -> None:
         self._server.close()

@@ -17,10 +17,10 @@ import torch
 from transfer_queue.errors import DigestMismatch, InvalidInput
 from transfer_queue.weights.digest import byte_view, copy_and_digest
 from transfer_queue.weights.engines import protocol as p
-from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
+from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.fetching import STALL_S, Control, fetch, newest_of
 from transfer_queue.weights.engines.serving import Server, gone, listen_tcp
-from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo, key_of
+from transfer_queue.weights.engines.trainer import Client, Draft, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import pack_into, plan
@@ -89,6 +89,7 @@ class Held:
 
 class TcpTrainer(TrainerEngine):
     init_form = TcpTrainerInfo
+    takes_reports = True
 
     def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
@@ -107,8 +108,8 @@ class TcpTrainer(TrainerEngine):
         self.shelf.add(manifest, buckets)
         return manifest
 
-    def _outcomes(self, version: int) -> list[Outcome]:
-        return self._server.outcomes(version)
+    def _outcomes(self, version: int | None, timeout_s: float = 0.0) -> list[Outcome]:
+        return self._server.outcomes(version, timeout_s)
 
     def _close(self) -> None:
         self._server.close()

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import torch
-from xxhash import xxh3_128_hexdigest
 
-from transfer_queue.errors import InvalidInput, StaleBase, StaleVersion, TransferQueueError, error_from_code
+from transfer_queue.errors import (
+    InvalidInput,
+    StaleBase,
+    StaleVersion,
+    TransferQueueError,
+    VersionGone,
+    error_from_code,
+)
 from transfer_queue.weights.delta import DeltaSource
-from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, Outcome, as_typed, parse
+from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, Outcome, as_typed, key_of, parse
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import BUCKET_NBYTES, Plan, seal
-from transfer_queue.weights.sources import WeightSource
+from transfer_queue.weights.sources import TensorMeta, WeightSource
+
+if TYPE_CHECKING:
+    from transfer_queue.weights.engines.serving import Server
+
+log = logging.getLogger("transfer_queue.weights")
 
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
 Self = TypeVar("Self", bound="TrainerEngine")
@@ -41,12 +53,18 @@ class Client(Protocol):
 
 class TrainerInfo(msgspec.Struct, kw_only=True):
     """`epoch`: a name for this life of the trainer (made up when empty). `anchor_every`: how many versions from one
-    full one to the next; those between are differences, which takes a copy of the weights here."""
+    full one to the next; those between are differences, which takes a copy of the weights here.
+
+    `silent`: how many workers record faults instead of raising them (vLLM's do); each has to report every step.
+    Default: what the client's `silent_workers()` says, or none. `report_host`: where transports without a way of their
+    own for reports listen for them."""
 
     epoch: str = ""
     bucket_nbytes: int = BUCKET_NBYTES
     anchor_every: int = 1
     timeout_s: float = INIT_TIMEOUT_S
+    silent: int | None = None
+    report_host: str = "127.0.0.1"
 
 
 class SyncReport(msgspec.Struct, frozen=True):
@@ -71,6 +89,23 @@ class Base:
         self.tensors = tensors
 
 
+class Copy:
+    """A source of tensors that do not change."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], aliases: dict[str, str]) -> None:
+        self._tensors = tensors
+        self._aliases = aliases
+
+    def specs(self) -> list[TensorMeta]:
+        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+    def aliases(self) -> dict[str, str]:
+        return self._aliases
+
+
 class Draft:
     """A version about to be packed."""
 
@@ -89,15 +124,11 @@ class Draft:
         return self._delta.manifest(where, digests, version=self.version, epoch=self.epoch, base=base)
 
 
-def key_of(manifest: Manifest) -> str:
-    """Names the manifest: the content, its packing and what it is called."""
-    return xxh3_128_hexdigest(manifest.encode())
-
-
 class TrainerEngine(ABC):
     """Sends the versions of one source, by one thread at a time."""
 
     init_form: ClassVar[type[TrainerInfo]] = TrainerInfo
+    takes_reports: ClassVar[bool] = False  # by a server of the transport's own
 
     def __init__(self, info: Any, client: Client, source: WeightSource) -> None:
         if info.anchor_every < 1:
@@ -110,6 +141,11 @@ class TrainerEngine(ABC):
         self._busy = threading.Lock()
         self._base: Base | None = None
         self._num_deltas = 0
+        self._newest: Manifest | None = None  # that all have committed
+        self._label = ""  # of the servers, as far as it is known
+        self._estranged = False  # somebody may have an update open that could not be called off
+        self._num_silent = 0
+        self._reports: Server | None = None
 
     @classmethod
     def trainer_init(cls: type[Self], init_info: Info, *, client: Client, source: WeightSource) -> Self:
@@ -119,9 +155,16 @@ class TrainerEngine(ABC):
         except OSError as error:
             raise as_typed(error) from error
         try:
-            made._meet(Deadline(made.info.timeout_s))
-        except BaseException:
+            deadline = Deadline(made.info.timeout_s)
+            made._num_silent = made.info.silent if made.info.silent is not None else silent_workers(client)
+            made._meet(deadline)
+            made._hear(None, made._num_silent, deadline)
+            if made._num_silent:
+                made._label = made._shown_label()
+        except BaseException as error:
             made.shutdown()
+            if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
+                raise as_typed(error) from error
             raise
         return made
 
@@ -145,9 +188,37 @@ class TrainerEngine(ABC):
                     raise
                 return self._send(number, None, deadline)
 
+    def join(self, client: Client, *, deadline_s: float) -> int:
+        """Bring what was committed last to a server that comes late, through a client for it alone; the number. Other
+        servers are left alone. `VersionGone` before the first commit. Raises what went wrong there."""
+        with self._busy:
+            deadline = Deadline(deadline_s)
+            if self._newest is None:
+                raise VersionGone("no version was committed yet")
+            silent = silent_workers(client)
+            self._call(client.init_weight_transfer_engine, deadline, self.introduction(silent))
+            self._hear(None, silent, deadline)
+            manifest = self._newest
+            if manifest.kind == "delta" and self._base is not None:
+                whole = Copy(self._base.tensors, self._source.aliases())
+                manifest = self._publish(Draft(whole, self.version, self.epoch, None), deadline)
+            try:
+                self._call(client.start_weight_update, deadline)
+                self._call(client.update_weights, deadline, self.update_info(manifest, deadline))
+                self._hear(manifest, silent, deadline)
+                self._call(client.finish_weight_update, deadline, str(manifest.version))
+                self._hear(manifest, silent, deadline, installed=True)
+            except BaseException:
+                self._call_off(manifest.version, client)
+                raise
+            return manifest.version
+
     def shutdown(self) -> None:
         """Free what the transport holds. Receivers keep their weights. Repeatable."""
         self._base = None
+        if self._reports is not None:
+            self._reports.close()
+            self._reports = None
         self._close()
 
     # for transports
@@ -163,12 +234,24 @@ class TrainerEngine(ABC):
     @abstractmethod
     def _close(self) -> None: ...
 
-    def _outcomes(self, version: int) -> list[Outcome]:
-        """What receivers reported of this version since this was asked last."""
-        return []
+    def _outcomes(self, version: int | None, timeout_s: float = 0.0) -> list[Outcome]:
+        """What receivers reported of this version, or of none, since this was asked last. Waits `timeout_s` for one."""
+        return self._reports.outcomes(version, timeout_s) if self._reports is not None else []
 
     def _meet(self, deadline: Deadline) -> None:
-        self._call(self._client.init_weight_transfer_engine, deadline, self.receivers_info())
+        self._call(self._client.init_weight_transfer_engine, deadline, self.introduction(self._num_silent))
+
+    def introduction(self, silent: int) -> dict[str, Any]:
+        """`receivers_info`, and where to report, for servers with `silent` workers."""
+        if silent and not self.takes_reports and self._reports is None:
+            from transfer_queue.weights.engines.serving import Empty, Server, listen_tcp
+
+            self._report_token = secrets.token_urlsafe(24)
+            listening, self._report_to = listen_tcp(self.info.report_host, 0)
+            self._reports = Server(listening, self._report_token, Empty())
+        if self._reports is None:
+            return self.receivers_info()
+        return {**self.receivers_info(), "report_to": self._report_to, "report_token": self._report_token}
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
         """Have every receiver fetch and verify it."""
@@ -178,26 +261,36 @@ class TrainerEngine(ABC):
 
     def _send(self, number: int, base: Base | None, deadline: Deadline) -> SyncReport:
         times = [time.monotonic()]
+        if self._estranged:
+            self._meet(deadline)
+            self._hear(None, self._num_silent, deadline)
+            self._estranged = False
+        self._outcomes(None)  # older ones
         draft = Draft(self._source, number, self.epoch, base)
         manifest = self._publish(draft, deadline)
         self.version = number
         times.append(time.monotonic())
         self._base = None  # until all have it
+        finishing = False
         try:
             self._call(self._client.start_weight_update, deadline)
             self._lead(manifest, self.update_info(manifest, deadline), deadline)
-            self._check_outcomes(number)
+            self._hear(manifest, self._num_silent, deadline)
             times.append(time.monotonic())
+            finishing = True
             self._call(self._client.finish_weight_update, deadline, str(number))
-            self._check_outcomes(number)
+            self._hear(manifest, self._num_silent, deadline, installed=True)
         except BaseException as error:
-            self._call_off(number)
+            self._estranged = not self._call_off(number, self._client)
+            if finishing and self._num_silent:
+                self._relabel(manifest)
             if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
                 raise as_typed(error) from error
             raise
         times.append(time.monotonic())
         self._num_deltas = self._num_deltas + 1 if base else 0
         self._keep(manifest)
+        self._newest, self._label = manifest, str(number)
         spans = [after - before for before, after in itertools.pairwise(times)]
         return SyncReport(number, self.epoch, manifest.root, manifest.kind, manifest.nbytes, *spans)
 
@@ -211,18 +304,55 @@ class TrainerEngine(ABC):
         if self.info.anchor_every > 1:
             self._base = Base(manifest, {name: tensor.clone() for name, tensor in self._source.tensors()})
 
-    def _check_outcomes(self, version: int) -> None:
-        for outcome in self._outcomes(version):
-            if outcome.code:
-                raise error_from_code(outcome.code, f"rank {outcome.rank}: {outcome.text}")
+    def _hear(self, manifest: Manifest | None, silent: int, deadline: Deadline, *, installed: bool = False) -> None:
+        """Raise what a receiver reported; otherwise wait until all `silent` workers have reported this step."""
+        version, key = (manifest.version, key_of(manifest)) if manifest else (None, "")
+        well: set[tuple[str, int]] = set()
+        wait_s = 0.0
+        while True:
+            for outcome in self._outcomes(version, wait_s):
+                if outcome.key not in ("", key):
+                    continue  # of an update that was given up
+                if outcome.code:
+                    raise error_from_code(outcome.code, f"rank {outcome.rank}: {outcome.text}")
+                if outcome.silent and (outcome.version, outcome.installed) == (version, installed):
+                    well.add((outcome.who, outcome.rank))
+            if len(well) >= silent:
+                return
+            wait_s = deadline.left(f"waiting for the reports of {silent - len(well)} of {silent} workers")
+
+    def _shown_label(self) -> str:
+        return str(self._client.get_weight_version()) if _has(self._client, "get_weight_version") else ""  # type: ignore[attr-defined]
+
+    def _relabel(self, manifest: Manifest) -> None:
+        """Silent workers took the label and may not have taken the weights."""
+        rename: Any = getattr(self._client, "update_weight_version", None)
+        mixed = any(one.installed and one.key == key_of(manifest) for one in self._outcomes(manifest.version))
+        if rename is not None:
+            with contextlib.suppress(Exception):
+                self._call(rename, Deadline(ABORT_S), "unknown" if mixed else self._label or "unknown")
 
     def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
         what = getattr(function, "__name__", "the call")
         return Call(function, *args).result(deadline, what)
 
-    def _call_off(self, version: int) -> None:
-        """Make sure that nobody commits it later."""
+    def _call_off(self, version: int, client: Client) -> bool:
+        """Make sure that nobody commits it later; whether all could be told."""
         deadline = Deadline(ABORT_S)
-        with contextlib.suppress(Exception):
-            self._call(self._client.update_weights, deadline, {"version": version, "abort": True})
-            self._call(self._client.finish_weight_update, deadline)
+        try:
+            self._call(client.update_weights, deadline, {"version": version, "abort": True})
+            self._call(client.finish_weight_update, deadline)
+        except Exception as error:  # noqa: BLE001 the fault that led here is the one to raise
+            log.info("version %s could not be called off: %s", version, error)
+            return False
+        return True
+
+
+def silent_workers(client: Client) -> int:
+    """How many workers behind it never raise."""
+    return int(client.silent_workers()) if _has(client, "silent_workers") else 0  # type: ignore[attr-defined]
+
+
+def _has(client: object, method: str) -> bool:
+    """Whether its class has it: proxies answer to every name."""
+    return callable(getattr(type(client), method, None))
