@@ -177,6 +177,17 @@ class Engine(ABC):
                 self._reports.close()
             self._close()
 
+    @property
+    def ready(self) -> str:
+        """Names the manifest (`key_of`) of the version that `finish_weight_update` would commit; "" for none."""
+        manifest = self._manifest
+        return key_of(manifest) if manifest is not None and self._started and not self.outcome.code else ""
+
+    def refuse(self, error: TransferQueueError) -> None:
+        """End the update with this fault, as if it had been met here."""
+        with self._busy, self._fault():
+            raise error
+
     def join(self, *, timeout_s: float) -> VersionInfo:
         """Install the newest version there is, without a trainer's call: for a replica that comes late."""
         with self._busy:

@@ -202,14 +202,18 @@ class TrainerEngine(ABC):
             if manifest.kind == "delta" and self._base is not None:
                 whole = Copy(self._base.tensors, self._source.aliases())
                 manifest = self._publish(Draft(whole, self.version, self.epoch, None), deadline)
+            is_open = None
             try:
                 self._call(client.start_weight_update, deadline)
                 self._call(client.update_weights, deadline, self.update_info(manifest, deadline))
+                is_open = True
                 self._hear(manifest, silent, deadline)
+                is_open = None
                 self._call(client.finish_weight_update, deadline, str(manifest.version))
+                is_open = False
                 self._hear(manifest, silent, deadline, installed=True)
             except BaseException:
-                self._call_off(manifest.version, client)
+                self._call_off(manifest.version, client, is_open, silent)
                 raise
             return manifest.version
 
@@ -271,18 +275,20 @@ class TrainerEngine(ABC):
         self.version = number
         times.append(time.monotonic())
         self._base = None  # until all have it
-        finishing = False
+        is_open: bool | None = None  # at the receivers; None when only they know
         try:
             self._call(self._client.start_weight_update, deadline)
             self._lead(manifest, self.update_info(manifest, deadline), deadline)
+            is_open = True
             self._hear(manifest, self._num_silent, deadline)
             times.append(time.monotonic())
-            finishing = True
+            is_open = None
             self._call(self._client.finish_weight_update, deadline, str(number))
+            is_open = False
             self._hear(manifest, self._num_silent, deadline, installed=True)
         except BaseException as error:
-            self._estranged = not self._call_off(number, self._client)
-            if finishing and self._num_silent:
+            self._estranged = not self._call_off(number, self._client, is_open, self._num_silent)
+            if is_open is False and self._num_silent:
                 self._relabel(manifest)
             if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
                 raise as_typed(error) from error
@@ -336,8 +342,14 @@ class TrainerEngine(ABC):
         what = getattr(function, "__name__", "the call")
         return Call(function, *args).result(deadline, what)
 
-    def _call_off(self, version: int, client: Client) -> bool:
-        """Make sure that nobody commits it later; whether all could be told."""
+    def _call_off(self, version: int, client: Client, is_open: bool | None, silent: int) -> bool:
+        """Make sure that nobody commits it later; whether all could be told.
+
+        vLLM refuses these calls when no update is open there, which puts several workers of one server out of step:
+        when that is not certain it is told by `init`, before the next update.
+        """
+        if silent and not is_open:
+            return is_open is False
         deadline = Deadline(ABORT_S)
         try:
             self._call(client.update_weights, deadline, {"version": version, "abort": True})
