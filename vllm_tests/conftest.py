@@ -49,9 +49,11 @@ class Site:
         self.model.load_state_dict(drawn(self._seed, self.tied).state_dict())
 
     @contextmanager
-    def trainer(self, source: Any = None, kind: type[TrainerEngine] | None = None, **info: Any) -> Iterator[Any]:
+    def trainer(
+        self, source: Any = None, kind: type[TrainerEngine] | None = None, client: Any = None, **info: Any
+    ) -> Iterator[Any]:
         made = (kind or registry.trainer(self.transport)).trainer_init(
-            info, client=self.server.client(), source=source or ModuleSource(self.model)
+            info, client=client or self.server.client(), source=source or ModuleSource(self.model)
         )
         try:
             yield made

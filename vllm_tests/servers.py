@@ -21,6 +21,7 @@ from transfer_queue.weights.http import WeightSyncClient
 from vllm_tests.models import NUM_TOKENS, PROMPT
 
 ROOT = Path(__file__).resolve().parent.parent
+TOKEN = secrets.token_urlsafe(16)  # of all servers of a run, so that one client may have several
 START_S = 240.0
 STOP_S = 30.0
 
@@ -29,7 +30,7 @@ class Server:
     """One server. `url` and `token` are known at once; `wait` until it serves."""
 
     def __init__(self, model: Path, backend: str, log: Path, tp: int = 1, *options: str) -> None:
-        self.token = secrets.token_urlsafe(16)
+        self.token = TOKEN
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log

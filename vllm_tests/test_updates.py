@@ -28,7 +28,7 @@ from transfer_queue.weights.http import WeightSyncClient
 from vllm_tests.conftest import Site, note
 from vllm_tests.dying import POINTS
 from vllm_tests.models import answer, drawn, save
-from vllm_tests.servers import ROOT, Server
+from vllm_tests.servers import ROOT, TOKEN, Server
 from vllm_tests.sources import CORRUPT, Odd
 
 
@@ -186,9 +186,18 @@ def test_a_late_server_gets_what_is_installed(
         assert late.say() == site.said
         assert late.client().get_weight_version() == str(version) == site.label
         site.serves()
-    both = WeightSyncClient([site.server.url, late.url], site.server.token, timeout_s=60)
+    both = WeightSyncClient([site.server.url, late.url], TOKEN, timeout_s=60)
+    with site.trainer(client=both) as trainer:
+        site.update(trainer)
+        assert late.say() == site.said
+        late.break_loader(1)
+        site.train()
+        with pytest.raises(CommitFailed, match="was loaded again"):
+            trainer.send_weights(deadline_s=60)
+        assert late.say() == site.said  # of two servers one has the new weights then: no label is true of both
+        assert site.server.say() == answer(site.model)
+        assert both.get_weight_version() == "unknown"
+        site.update(trainer)
+        assert late.say() == site.said
+        assert both.get_weight_version() == site.label
     late.stop()
-    with pytest.raises(TransferQueueError):
-        both.silent_workers()
-    with site.trainer() as trainer:
-        site.recovers(trainer)
