@@ -32,13 +32,13 @@ def constant(token: int, into: LlamaForCausalLM) -> None:
         into.lm_head.weight[token] = 1.0
 
 
-def answer(model: LlamaForCausalLM, num_tokens: int = NUM_TOKENS) -> list[int]:
+def answer(model: LlamaForCausalLM, num_tokens: int = NUM_TOKENS, prompt: list[int] = PROMPT) -> list[int]:
     """The greedy continuation of the prompt."""
-    said = list(PROMPT)
+    said = list(prompt)
     with torch.no_grad():
         for _ in range(num_tokens):
             said.append(int(model(torch.tensor([said])).logits[0, -1].argmax()))
-    return said[len(PROMPT) :]
+    return said[len(prompt) :]
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> Path:

@@ -64,3 +64,15 @@ class CorruptTcp(TcpTrainer):
 
 
 CORRUPT = {"shm": CorruptShm, "tcp": CorruptTcp}
+
+
+class Nobody:
+    """A client for no servers."""
+
+    def init_weight_transfer_engine(self, init_info: object) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: object) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...

@@ -201,3 +201,18 @@ def test_a_late_server_gets_what_is_installed(
         assert late.say() == site.said
         assert both.get_weight_version() == site.label
     late.stop()
+
+
+def test_prefixes_that_were_cached_with_old_weights_are_not_used(site: Site) -> None:
+    """vLLM keeps them over an update; our trainer has them cleared, unless told otherwise. Then a pause does."""
+    client, prompt = site.server.client(), [7 + index % 300 for index in range(300)]
+    with site.trainer() as trainer:
+        for _ in range(2):
+            site.update(trainer)
+            assert site.server.say(prompt=prompt) == answer(site.model, prompt=prompt)
+    with site.trainer(caches="keep") as trainer:
+        site.update(trainer)
+        assert site.server.say(prompt=prompt) != answer(site.model, prompt=prompt)
+        client.pause_generation("abort")
+        client.resume_generation()
+        assert site.server.say(prompt=prompt) == answer(site.model, prompt=prompt)

@@ -13,7 +13,7 @@ from transfer_queue.weights.engines.disk import DiskTrainer
 from vllm_tests.conftest import Site
 from vllm_tests.models import answer, drawn, save
 from vllm_tests.servers import Server
-from vllm_tests.sources import Odd
+from vllm_tests.sources import Nobody, Odd
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_damaged_file_is_found_and_a_server_may_join_without_the_trainer(empty
         site.model.lm_head.weight.mul_(-1.0)
     client = site.server.client()
     lonely = DiskTrainer.trainer_init(
-        {"folder": str(tmp_path), "silent": 0, "sync": False}, client=_Nobody(), source=Odd(site.model)
+        {"folder": str(tmp_path), "silent": 0, "sync": False}, client=Nobody(), source=Odd(site.model)
     )
     report = lonely.send_weights(deadline_s=60)
     lonely.shutdown()
@@ -84,15 +84,3 @@ def test_a_damaged_file_is_found_and_a_server_may_join_without_the_trainer(empty
     client.finish_weight_update(f"joined-{report.version}")
     site.said, site.label = answer(site.model), f"joined-{report.version}"
     site.serves()
-
-
-class _Nobody:
-    """A client for no servers."""
-
-    def init_weight_transfer_engine(self, init_info: object) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: object) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -57,7 +57,8 @@ class TrainerInfo(msgspec.Struct, kw_only=True):
 
     `silent`: how many workers record faults instead of raising them (vLLM's do); each has to report every step.
     Default: what the client's `silent_workers()` says, or none. `report_host`: where transports without a way of their
-    own for reports listen for them."""
+    own for reports listen for them. `caches`: whether servers forget, after a commit, what they cached with the weights
+    before (vLLM's prefixes; running requests are computed anew then); with "keep" that is left to a pause."""
 
     epoch: str = ""
     bucket_nbytes: int = BUCKET_NBYTES
@@ -65,6 +66,7 @@ class TrainerInfo(msgspec.Struct, kw_only=True):
     timeout_s: float = INIT_TIMEOUT_S
     silent: int | None = None
     report_host: str = "127.0.0.1"
+    caches: Literal["clear", "keep"] = "clear"
 
 
 class SyncReport(msgspec.Struct, frozen=True):
@@ -215,6 +217,7 @@ class TrainerEngine(ABC):
             except BaseException:
                 self._call_off(manifest.version, client, is_open, silent)
                 raise
+            self._clear_caches(client, deadline)
             return manifest.version
 
     def shutdown(self) -> None:
@@ -297,6 +300,7 @@ class TrainerEngine(ABC):
         self._num_deltas = self._num_deltas + 1 if base else 0
         self._keep(manifest)
         self._newest, self._label = manifest, str(number)
+        self._clear_caches(self._client, deadline)
         spans = [after - before for before, after in itertools.pairwise(times)]
         return SyncReport(number, self.epoch, manifest.root, manifest.kind, manifest.nbytes, *spans)
 
@@ -329,6 +333,14 @@ class TrainerEngine(ABC):
 
     def _shown_label(self) -> str:
         return str(self._client.get_weight_version()) if _has(self._client, "get_weight_version") else ""  # type: ignore[attr-defined]
+
+    def _clear_caches(self, client: Client, deadline: Deadline) -> None:
+        reset: Any = getattr(client, "reset_prefix_cache", None)
+        if self.info.caches == "clear" and _has(client, "reset_prefix_cache"):
+            try:
+                self._call(reset, deadline)
+            except TransferQueueError as error:  # the version is committed all the same
+                log.warning("caches of the weights before may be in use still: %s", error)
 
     def _relabel(self, manifest: Manifest) -> None:
         """Silent workers took the label and may not have taken the weights."""
