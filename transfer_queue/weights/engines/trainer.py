@@ -147,6 +147,7 @@ class TrainerEngine(ABC):
         self._label = ""  # of the servers, as far as it is known
         self._estranged = False  # somebody may have an update open that could not be called off
         self._num_silent = 0
+        self._mixed = False  # somebody reported to have committed the update
         self._reports: Server | None = None
 
     @classmethod
@@ -278,6 +279,7 @@ class TrainerEngine(ABC):
         self.version = number
         times.append(time.monotonic())
         self._base = None  # until all have it
+        self._mixed = False
         is_open: bool | None = None  # at the receivers; None when only they know
         try:
             self._call(self._client.start_weight_update, deadline)
@@ -292,7 +294,7 @@ class TrainerEngine(ABC):
         except BaseException as error:
             self._estranged = not self._call_off(number, self._client, is_open, self._num_silent)
             if is_open is False and self._num_silent:
-                self._relabel(manifest)
+                self._relabel()
             if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
                 raise as_typed(error) from error
             raise
@@ -320,9 +322,9 @@ class TrainerEngine(ABC):
         well: set[tuple[str, int]] = set()
         wait_s = 0.0
         while True:
-            for outcome in self._outcomes(version, wait_s):
-                if outcome.key not in ("", key):
-                    continue  # of an update that was given up
+            came = [one for one in self._outcomes(version, wait_s) if one.key in ("", key)]  # others were given up
+            self._mixed |= any(outcome.installed for outcome in came)
+            for outcome in came:
                 if outcome.code:
                     raise error_from_code(outcome.code, f"rank {outcome.rank}: {outcome.text}")
                 if outcome.silent and (outcome.version, outcome.installed) == (version, installed):
@@ -342,13 +344,12 @@ class TrainerEngine(ABC):
             except TransferQueueError as error:  # the version is committed all the same
                 log.warning("caches of the weights before may be in use still: %s", error)
 
-    def _relabel(self, manifest: Manifest) -> None:
+    def _relabel(self) -> None:
         """Silent workers took the label and may not have taken the weights."""
         rename: Any = getattr(self._client, "update_weight_version", None)
-        mixed = any(one.installed and one.key == key_of(manifest) for one in self._outcomes(manifest.version))
         if rename is not None:
             with contextlib.suppress(Exception):
-                self._call(rename, Deadline(ABORT_S), "unknown" if mixed else self._label or "unknown")
+                self._call(rename, Deadline(ABORT_S), "unknown" if self._mixed else self._label or "unknown")
 
     def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
         what = getattr(function, "__name__", "the call")
