@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.environments import EnvironmentUnavailable
-from vllm_tests.environment import made
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--python", type=Path, help="an interpreter that has vLLM and this package, instead")
     asked, rest = parser.parse_known_args(arguments)
     try:
-        python = asked.python or made()
+        python = asked.python or _made()
     except EnvironmentUnavailable as error:
         print(f"vllm_tests: {error}", file=sys.stderr)
         return 1
@@ -33,6 +32,14 @@ def main(arguments: Sequence[str]) -> int:
     more = [one for one in rest if one not in tests]
     command = [python, "-m", "pytest", "-c", "vllm_tests/pytest.ini", "--rootdir", ROOT, *tests, *more]
     return subprocess.run(command, cwd=ROOT, env=kept, check=False).returncode
+
+
+def _made() -> Path:
+    if sys.version_info[:2] != (3, 11):
+        raise EnvironmentUnavailable(f"needs Python 3.11 (make PYTHON=python3.11 test-vllm), this is {sys.version}")
+    from vllm_tests.environment import made
+
+    return made()
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -42,27 +42,46 @@ def _silent(method: Method) -> Method:
 
 
 class Lane:
-    """Calls in a thread beside the worker's, one after the other."""
+    """Calls in a thread beside the worker's, one after the other. It is there from the first `add` to `close`."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._changed = threading.Condition()
+        self._calls: deque[Callable[[], object]] = deque()
         self._num_left = 0
-        threading.Thread(target=self._run, name="tq-weights-lane", daemon=True).start()
+        self._thread: threading.Thread | None = None
+        self._closing = False
 
     def add(self, function: Callable[..., object], *args: Any) -> None:
         with self._changed:
             self._num_left += 1
-        self._calls.put(functools.partial(function, *args))
+            self._calls.append(functools.partial(function, *args))
+            self._closing = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tq-weights-lane", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
 
     def ended(self, timeout_s: float) -> bool:
         """Whether all that was added is done, within that time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_left, timeout_s)
 
+    def close(self, timeout_s: float) -> None:
+        """End the thread once all is done; it is waited for `timeout_s`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._thread is None, timeout_s)
+
     def _run(self) -> None:
         while True:
-            call = self._calls.get()
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._closing)
+                if not self._calls:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                call = self._calls.popleft()
             try:
                 call()
             except Exception:
@@ -162,7 +181,7 @@ class WorkerEngine:
     def shutdown(self) -> None:
         self._engine.receiver.abort("shut down")
         self._lane.add(self._engine.shutdown)
-        self._lane.ended(LEAVE_S)
+        self._lane.close(LEAVE_S)
 
     def drain_pending(self) -> None:
         """Nothing is pending after `finish`."""
