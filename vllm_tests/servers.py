@@ -70,7 +70,8 @@ class Server:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_S)
-            for process in family:
+            _, left = psutil.wait_procs(family, STOP_S)  # they remove their shared memory
+            for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         self._process.kill()
