@@ -64,9 +64,11 @@ class Server:
         return self
 
     def stop(self) -> None:
-        """The server and the processes it started, by pid."""
+        """The server and the processes it started, by pid; and the shared memory that vLLM leaves behind."""
+        shared: set[Path] = set()
         with contextlib.suppress(psutil.NoSuchProcess):
             family = [*psutil.Process(self._process.pid).children(recursive=True)]
+            shared = {path for process in family for path in _shared_files(process.pid)}
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_S)
@@ -76,6 +78,8 @@ class Server:
                     process.kill()
         self._process.kill()
         self._process.wait()
+        for path in shared:
+            path.unlink(missing_ok=True)
 
     def client(self, timeout_s: float = 60.0) -> WeightSyncClient:
         return WeightSyncClient(self.url, self.token, timeout_s=timeout_s)
@@ -119,6 +123,17 @@ class Server:
             raise ConnectionError(str(error)) from error
         finally:
             link.close()
+
+
+def _shared_files(pid: int) -> set[Path]:
+    """What vLLM's workers of one server share."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {
+        Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/vllm_dist_" in line and "deleted" not in line
+    }
 
 
 def _free_port() -> int:
