@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench test-frameworks clean
+.PHONY: demo test check bench test-frameworks test-vllm clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
@@ -27,6 +27,10 @@ bench: $(STAMP)
 test-frameworks:
 	$(PYTHON) -m frameworks $(ARGS)
 
+# A real vLLM on the CPU: minutes, 4 GB of packages, 6 GB of memory; PYTHON has to be 3.11.
+test-vllm:
+	$(PYTHON) -m vllm_tests $(ARGS)
+
 # torch first and by exact version: a range lets pip choose a build with gigabytes of CUDA packages.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,4 +40,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-frameworks build dist *.egg-info demo-out bench-out
+	rm -rf $(VENV) .venv-peers .venv-frameworks .venv-vllm build dist *.egg-info demo-out bench-out

@@ -21,6 +21,7 @@ from transfer_queue.errors import (
     WrongEpoch,
 )
 from transfer_queue.weights import StateDictSource
+from transfer_queue.weights.engines import registry
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
 
@@ -221,7 +222,7 @@ def test_waiting_for_a_replica_that_cannot_be_reached_says_why(site: Start) -> N
         here.fleet.join("dead", dead, wait_s=0.2)
     lonely = Fleet({"dead": dead})
     with pytest.raises(ServiceUnavailable, match="nobody met the trainer"):
-        lonely.init_weight_transfer_engine({})
+        registry.trainer("shm").trainer_init({}, client=lonely, source=here.source)
     lonely.close()
 
 

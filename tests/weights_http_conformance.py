@@ -38,13 +38,15 @@ class Subject:
         bad: Callable[[int], dict[str, Update]], generate: Callable[[int, str], Said], num_running: Callable[[], int],
         num_steps: Callable[[], int], *, typed: bool = True, may_reset: bool = True,
         world_size: tuple[int, int] = (6, 2),
-        steps: int = 600, long: int = 100_000,
+        steps: int = 600, long: int = 100_000, holds: bool = False, known_as: Callable[[str], str] = str,
     ) -> None:  # fmt: skip
         self.url, self.token, self.init_info = url, token, init_info
         self.make, self.bad, self.generate = make, bad, generate
         self.num_running, self.num_steps = num_running, num_steps
         self.typed, self.may_reset, self.world_size = typed, may_reset, world_size
         self.steps, self.long = steps, long  # of a request that a pause can meet, and of one that somebody has to end
+        self.holds = holds  # new requests while paused (vLLM 0.32 does) instead of refusing them with 503
+        self.known_as = known_as  # what the server calls a request
         self.numbers = itertools.count(1)
         self.version = 0
 
@@ -68,16 +70,24 @@ class Subject:
         assert status == 200, (path, status, found)
         return found
 
-    def refused(self, method: str, path: str, reason: str, body: Any = None, status: int = 409) -> None:
-        """The call is refused as it should be, and the server lives."""
+    def refused(
+        self, method: str, path: str, reason: str, body: Any = None, status: int = 409, *, by_engine: bool = False
+    ) -> None:
+        """The call is refused as it should be, and the server lives. What an engine refuses `by_engine` may be answered
+        with 200 and do nothing: inside vLLM's workers nothing raises."""
         found_status, found = self.ask(method, path, body)
         if self.typed:
             error = found["error"]
             assert (found_status, error["code"], error["reason"]) == (status, status, reason), found
             assert error["message"]
         else:
-            assert 400 <= found_status <= 500
+            assert 400 <= found_status <= 500 or (by_engine and found_status == 200)
         assert self.good_health()
+
+    def turns_away(self) -> None:
+        """While paused."""
+        if not self.holds:
+            assert self.generate(1, "").status == 503
 
     def good_health(self) -> bool:
         parts = urlsplit(self.url)
@@ -158,7 +168,7 @@ def steps_out_of_order_are_refused(subject: Subject) -> None:
     subject.good("POST", "/start_weight_update")
     subject.refused("POST", "/start_weight_update", "update_in_progress")
     subject.refused("POST", "/shutdown_weight_transfer_engine", "update_in_progress")
-    subject.refused("POST", "/finish_weight_update", "not_open")
+    subject.refused("POST", "/finish_weight_update", "not_open", by_engine=True)
     subject.install("in order")
     assert subject.label() == "in order"
 
@@ -234,9 +244,9 @@ def abort_ends_requests_and_refuses_new_ones(subject: Subject) -> None:
     load = Load(subject, subject.long)
     subject.good("POST", "/pause?mode=abort")
     assert {(said.reason, *set(said.versions)) for said in load.ends()} <= {("abort", old), ("abort",)}
-    assert subject.generate(1, "").status == 503
+    subject.turns_away()
     new = subject.install()
-    assert subject.generate(1, "").status == 503
+    subject.turns_away()
     subject.good("POST", "/resume")
     assert subject.generate(1, "") == Said(200, "length", [new])
 
@@ -245,16 +255,18 @@ def wait_lets_requests_end(subject: Subject) -> None:
     old = subject.install()
     load = Load(subject, subject.steps)
     subject.good("POST", "/pause?mode=wait")
-    assert subject.num_running() == 0
+    if subject.typed:
+        assert subject.num_running() == 0
+    until(lambda: subject.num_running() == 0, "that the answers are out")  # vLLM counts those on their way
     assert [(said.reason, said.versions) for said in load.ends()] == [("length", [old] * subject.steps)] * 3
-    assert subject.generate(1, "").status == 503
+    subject.turns_away()
     subject.good("POST", "/resume")
     assert subject.generate(1, "").status == 200
 
 
 def requests_are_aborted_without_a_pause(subject: Subject) -> None:
     load = Load(subject, subject.long)
-    one = subject.good("POST", "/abort_requests", {"request_ids": [load.names[0]]})
+    one = subject.good("POST", "/abort_requests", {"request_ids": [subject.known_as(load.names[0])]})
     assert one == {"status": "aborted", "aborted": 1}
     assert load.calls[0].result(30).reason == "abort"
     assert not load.calls[1].done()
@@ -271,13 +283,15 @@ def checksums_tell_weights_apart(subject: Subject) -> None:
     assert subject.good("POST", "/weight_checker", same) == {"match": True, "mismatches": []}
     subject.install()
     other = subject.good("POST", "/weight_checker", same)
-    assert other == {"match": False, "mismatches": sorted(first)}
+    assert not other["match"]
+    # vLLM's checker lists tensors that no version changes, too.
+    assert set(other["mismatches"]) == set(first) if subject.typed else set(other["mismatches"]) < set(first)
     assert subject.ask("POST", "/weight_checker", {"action": "compare"})[0] == 400
     if subject.may_reset:
         now = subject.checksums()
         assert subject.good("POST", "/weight_checker", {"action": "reset"}) == {"status": "reset"}
         noise = subject.good("POST", "/weight_checker", {"action": "compare", "baseline": now})
-        assert noise["mismatches"] == sorted(now)
+        assert noise["mismatches"] == sorted(now) if subject.typed else noise["mismatches"]
         number = subject.install()
         assert set(subject.generate(1, "").versions) == {number}
 
@@ -297,7 +311,7 @@ def after_a_shutdown_it_has_to_be_initialised(subject: Subject) -> None:
     if subject.typed:
         subject.refused("POST", "/start_weight_update", "not_initialized")
     wrong = {"init_info": {"way": "none that exists"}}
-    subject.refused("POST", "/init_weight_transfer_engine", "invalid_input", wrong, 400)
+    subject.refused("POST", "/init_weight_transfer_engine", "invalid_input", wrong, 400, by_engine=True)
     subject.good("POST", "/init_weight_transfer_engine", {"init_info": subject.init_info})
     subject.install()
 

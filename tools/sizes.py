@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 MAX_FILE, MAX_FUNCTION = 400, 60
-FOLDERS = ("transfer_queue", "tests", "demo", "examples", "bench", "tools", "frameworks")
+FOLDERS = ("transfer_queue", "tests", "demo", "examples", "bench", "tools", "frameworks", "vllm_tests")
 
 
 def oversized(path: Path) -> list[str]:

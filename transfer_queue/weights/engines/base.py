@@ -12,6 +12,7 @@ records; the trainer sees it in the outcome that the engine reports.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
+from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.errors import (
     InternalError,
@@ -35,6 +37,7 @@ from transfer_queue.weights.manifest import Manifest, expand, root_of
 from transfer_queue.weights.receiver import CommitInfo, Receiver, VersionInfo
 
 if TYPE_CHECKING:
+    from transfer_queue.weights.engines.fetching import Control
     from transfer_queue.weights.engines.trainer import TrainerEngine
 
 log = logging.getLogger("transfer_queue.weights")
@@ -45,25 +48,34 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
-    """`replica`: what a fleet calls this server; its outcomes carry it."""
+    """`replica`: what a fleet calls this server; its outcomes carry it. `report_to`: where outcomes are reported, with
+    this token, by transports that have no way of their own."""
 
     replica: str = ""
     timeout_s: float = INIT_TIMEOUT_S
+    report_to: str = ""
+    report_token: str = ""
 
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
     """Which version, and how long the update may take. `key` names the manifest (`key_of`). `abort`: drop the update
-    that was started, as another replica cannot take it."""
+    that was started, as another replica cannot take it. `newest`: whichever version is the newest, for a replica that
+    comes late; nothing else is needed then."""
 
     version: int = 0
     epoch: str = ""
     key: str = ""
     timeout_s: float = 300.0
     abort: bool = False
+    newest: bool = False
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How an update went at one replica. `code` and `text` describe the fault, "" when there was none."""
+    """How an update went at one replica. `code` and `text` describe the fault, "" when there was none.
+
+    `key` names the version's manifest, `who` the engine (ranks of several servers have the same numbers). `silent`: its
+    calls never raise, so only a report says that they were done.
+    """
 
     rank: int
     replica: str = ""
@@ -72,6 +84,9 @@ class Outcome(msgspec.Struct, frozen=True):
     installed: bool = False
     code: str = ""
     text: str = ""
+    key: str = ""
+    who: str = ""
+    silent: bool = False
 
 
 def parse(info: object, form: type[S]) -> S:
@@ -95,10 +110,11 @@ class Engine(ABC):
     def __init__(self, receiver: Receiver, *, rank: int = 0, on_fault: Literal["raise", "record"] = "raise") -> None:
         self.receiver = receiver
         self.rank = rank
-        self.outcome = Outcome(rank)
         self.last_commit: CommitInfo | None = None
-        self._replica = ""
         self._records = on_fault == "record"
+        self._blank = Outcome(rank, who=secrets.token_hex(8), silent=self._records)
+        self.outcome = self._blank
+        self._reports: Control | None = None
         self._busy = threading.Lock()
         self._started = False
         self._deadline: Deadline | None = None  # of the update that was received, and may be committed
@@ -111,13 +127,17 @@ class Engine(ABC):
         """Meet the trainer. May be repeated, also with another trainer."""
         with self._busy, self._fault():
             info = parse(init_info, self.init_form)
-            self._replica = info.replica
+            self._blank = replace(self._blank, replica=info.replica)
+            self.outcome = self._blank
+            self._report_to(info)
             self._connect(info)
+            if self._records:
+                self._report(Deadline(info.timeout_s))
 
     def start_weight_update(self) -> None:
         with self._busy, self._fault():
             self._drop("another update started")
-            self.outcome = Outcome(self.rank, self._replica)
+            self.outcome = self._blank
             self._started = True
 
     def update_weights(self, update_info: Info) -> None:
@@ -131,7 +151,7 @@ class Engine(ABC):
                 return
             if not self._started:
                 raise NotOpen("no update was started")
-            self.outcome = replace(self.outcome, version=info.version, epoch=info.epoch)
+            self.outcome = replace(self._blank, version=info.version, epoch=info.epoch, key=info.key)
             self._receive(info, Deadline(info.timeout_s))
         if not self.outcome.code:
             self._report(Deadline(5 * REPORT_S))
@@ -151,12 +171,27 @@ class Engine(ABC):
             if self._deadline is None or self._manifest is None:
                 raise NotOpen("nothing was received since the update was started")
             self._commit(self._manifest, self._deadline)
+        if self._records and self.outcome.installed:
+            self._report(Deadline(5 * REPORT_S))
 
     def shutdown(self) -> None:
         """Drop what is open and leave the trainer. The installed weights stay. Repeatable."""
         with self._busy:
             self._drop("shut down")
+            if self._reports is not None:
+                self._reports.close()
             self._close()
+
+    @property
+    def ready(self) -> str:
+        """Names the manifest (`key_of`) of the version that `finish_weight_update` would commit; "" for none."""
+        manifest = self._manifest
+        return key_of(manifest) if manifest is not None and self._started and not self.outcome.code else ""
+
+    def refuse(self, error: TransferQueueError) -> None:
+        """End the update with this fault, as if it had been met here."""
+        with self._busy, self._fault():
+            raise error
 
     def join(self, *, timeout_s: float, label: str = "") -> VersionInfo:
         """Install the newest version there is, of the weights or of the adapter called `label`, without a trainer's
@@ -185,7 +220,8 @@ class Engine(ABC):
 
     def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
         """Report to the trainer, where there is a way."""
-        del outcome, deadline
+        if self._reports is not None:
+            self._reports.tell(outcome, deadline)
 
     def _ended(self) -> None:
         """The update is over: let go of what only it needed."""
@@ -206,7 +242,23 @@ class Engine(ABC):
             raise
         return self.receiver.installed()
 
+    def _report_to(self, info: InitInfo) -> None:
+        from transfer_queue.weights.engines.fetching import Control
+        from transfer_queue.weights.engines.protocol import address_of
+
+        if self._reports is not None:
+            self._reports.close()
+        self._reports = Control() if info.report_to else None
+        if self._reports is not None:
+            self._reports.address = address_of(info.report_to, info.report_token)
+
     def _receive(self, info: Any, deadline: Deadline) -> None:
+        if info.newest:
+            manifest = self._newest(deadline)
+            version, key = manifest.version, key_of(manifest)
+            self.outcome = replace(self.outcome, version=version, epoch=manifest.epoch, key=key)
+            self._stage(manifest, deadline)
+            return
         manifest = self._find(info, deadline)
         if (manifest.version, manifest.epoch) != (info.version, info.epoch):
             raise StaleVersion(f"asked for {info.version} of {info.epoch!r}, found {manifest.version}")
@@ -225,7 +277,8 @@ class Engine(ABC):
 
     def _commit(self, manifest: Manifest, deadline: Deadline) -> None:
         self.last_commit = self.receiver.commit(deadline.left())
-        self.outcome = replace(self.outcome, version=manifest.version, epoch=manifest.epoch, installed=True)
+        version, key = manifest.version, key_of(manifest)
+        self.outcome = replace(self._blank, version=version, epoch=manifest.epoch, key=key, installed=True)
         self._whole = whole_of(self._whole, manifest)
         self._started, self._deadline, self._manifest = False, None, None
         self._ended()
@@ -258,6 +311,11 @@ class Engine(ABC):
             self._tell(self.outcome, deadline)
         except (TransferQueueError, OSError) as error:
             log.info("rank %s: the trainer could not be told how it went: %s", self.rank, error)
+
+
+def key_of(manifest: Manifest) -> str:
+    """Names the manifest: the content, its packing and what it is called."""
+    return xxh3_128_hexdigest(manifest.encode())
 
 
 def as_typed(error: Exception) -> TransferQueueError:

@@ -29,8 +29,8 @@ from transfer_queue.errors import (
     TransferQueueError,
 )
 from transfer_queue.weights.digest import digest_tensor
-from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo
-from transfer_queue.weights.engines.drafts import Draft, key_of
+from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.drafts import Draft
 from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import MAX_NBYTES, Kind, Manifest
@@ -178,7 +178,7 @@ class CollectiveTrainer(TrainerEngine):
 
     def _meet(self, deadline: Deadline) -> None:
         self._round += 1
-        told = {**self.receivers_info(), "timeout_s": deadline.left()}
+        told = {**self.introduction(self._num_silent), "timeout_s": deadline.left()}
         asked = Call(self._client.init_weight_transfer_engine, told)
         info = CollectiveInfo(**told)
         joined = Call(Group, info, 0, self._store, deadline)

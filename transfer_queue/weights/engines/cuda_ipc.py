@@ -19,8 +19,8 @@ import torch
 from transfer_queue.errors import DigestMismatch, InvalidInput, NotOpen, ShapeMismatch
 from transfer_queue.weights.device import digest_at
 from transfer_queue.weights.digest import DEVICE_ALGO, byte_view
-from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo
-from transfer_queue.weights.engines.drafts import Draft, key_of
+from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.drafts import Draft
 from transfer_queue.weights.engines.handles import (
     Handle,
     Shared,

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from transfer_queue.errors import BadManifest, DigestMismatch, InvalidInput, StaleVersion, VersionGone
-from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo
-from transfer_queue.weights.engines.drafts import Draft, key_of, label_of
+from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.drafts import Draft, label_of
 from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.weights.delta import DeltaSource
 from transfer_queue.weights.digest import ALGO
@@ -77,11 +76,6 @@ class Draft:
             )  # fmt: skip
         base = self._base.manifest.version
         return self._delta.manifest(where, digests, version=self.version, epoch=self.epoch, base=base)
-
-
-def key_of(manifest: Manifest) -> str:
-    """Names the manifest: the content, its packing and what it is called."""
-    return xxh3_128_hexdigest(manifest.encode())
 
 
 def label_of(manifest: Manifest) -> str:

@@ -20,8 +20,7 @@ from transfer_queue.errors import (
     TransferQueueError,
 )
 from transfer_queue.weights.engines import protocol as p
-from transfer_queue.weights.engines.base import Outcome
-from transfer_queue.weights.engines.drafts import key_of
+from transfer_queue.weights.engines.base import Outcome, key_of
 from transfer_queue.weights.engines.protocol import Peer
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import MAX_NBYTES, Manifest

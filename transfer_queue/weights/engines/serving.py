@@ -39,6 +39,19 @@ class Shelf(Protocol):
         """A descriptor of the memory with all buckets, and what to call once the borrower has left."""
 
 
+class Empty:
+    """The shelf of a server that only takes reports."""
+
+    def manifest(self, key: str) -> bytes:
+        raise gone(key)
+
+    def bucket(self, key: str, index: int) -> Buffer:
+        raise gone(key)
+
+    def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        raise gone(key)
+
+
 class Server:
     """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`."""
 
@@ -49,16 +62,19 @@ class Server:
         self._token = token
         self._shelf = shelf
         self._lock = threading.Lock()
+        self._noted = threading.Condition()
         self._peers: dict[threading.Thread, socket.socket] = {}
         self._outcomes: list[Outcome] = []
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name="tq-weights-accept", daemon=True)
         self._accepting.start()
 
-    def take_outcomes(self, replica: str) -> list[Outcome]:
-        """The last report of each rank of a replica that came since this was asked last."""
-        with self._lock:
-            found = {one.rank: one for one in self._outcomes if one.replica == replica}
+    def outcomes(self, replica: str, timeout_s: float = 0.0) -> list[Outcome]:
+        """The last report of each rank of a replica that came since this was asked last. Waits for one, at most
+        `timeout_s`."""
+        with self._noted:
+            self._noted.wait_for(lambda: any(one.replica == replica for one in self._outcomes), timeout_s)
+            found = {(one.who, one.rank): one for one in self._outcomes if one.replica == replica}
             self._outcomes = [one for one in self._outcomes if one.replica != replica]
         return list(found.values())
 
@@ -119,8 +135,9 @@ class Server:
             found = msgspec.json.decode(message.body, type=Outcome)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"not a report: {error}") from None
-        with self._lock:
+        with self._noted:
             self._outcomes = [*self._outcomes, found][-MAX_OUTCOMES:]
+            self._noted.notify_all()
 
 
 class _Visit:

@@ -25,8 +25,8 @@ from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.memory import Anchor
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
 from transfer_queue.weights.engines import protocol as p
-from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
-from transfer_queue.weights.engines.drafts import Draft, key_of
+from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
+from transfer_queue.weights.engines.drafts import Draft
 from transfer_queue.weights.engines.fetching import Control
 from transfer_queue.weights.engines.serving import Server, listen_unix
 from transfer_queue.weights.engines.shelf import Versions, newest_key
@@ -141,7 +141,6 @@ class Ring(Versions[Memory]):
 
 class ShmTrainer(TrainerEngine):
     init_form = ShmTrainerInfo
-    hears = True
 
     def __init__(self, info: ShmTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
@@ -150,6 +149,7 @@ class ShmTrainer(TrainerEngine):
         listening, self.address = listen_unix(info.socket or f"@tq-weights-{secrets.token_hex(8)}")
         self._path = "" if self.address.startswith("unix:@") else info.socket
         self._server = Server(listening, self.token, self.shelf)
+        self.reports.come_to(self._server)
 
     def receivers_info(self) -> dict[str, Any]:
         return {"address": self.address, "token": self.token, "recheck": self.info.recheck}
@@ -167,9 +167,6 @@ class ShmTrainer(TrainerEngine):
         memory.protect(writable=False)
         self.shelf.add(manifest, memory)
         return manifest
-
-    def take_outcomes(self, replica: str) -> list[Outcome]:
-        return self._server.take_outcomes(replica)
 
     def _decide(self, manifest: Manifest) -> None:
         self.shelf.put_back(self.shelf.decide(manifest))

@@ -16,8 +16,8 @@ import torch
 from transfer_queue.errors import DigestMismatch, InvalidInput
 from transfer_queue.weights.digest import byte_view, copy_and_digest
 from transfer_queue.weights.engines import protocol as p
-from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo
-from transfer_queue.weights.engines.drafts import Draft, key_of
+from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
+from transfer_queue.weights.engines.drafts import Draft
 from transfer_queue.weights.engines.fetching import STALL_S, Control, fetch, newest_of
 from transfer_queue.weights.engines.serving import Server, gone, listen_tcp
 from transfer_queue.weights.engines.shelf import Versions, newest_key
@@ -67,7 +67,6 @@ class Held(Versions[list[torch.Tensor]]):
 
 class TcpTrainer(TrainerEngine):
     init_form = TcpTrainerInfo
-    hears = True
 
     def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
@@ -75,6 +74,7 @@ class TcpTrainer(TrainerEngine):
         self.shelf = Held(info.keep)
         listening, self.address = listen_tcp(info.host, info.port)
         self._server = Server(listening, self.token, self.shelf)
+        self.reports.come_to(self._server)
 
     def receivers_info(self) -> dict[str, Any]:
         return {"address": self.address, "token": self.token}
@@ -85,9 +85,6 @@ class TcpTrainer(TrainerEngine):
         manifest = draft.seal(where, pack_into(draft.source, where, buckets))
         self.shelf.add(manifest, buckets)
         return manifest
-
-    def take_outcomes(self, replica: str) -> list[Outcome]:
-        return self._server.take_outcomes(replica)
 
     def _decide(self, manifest: Manifest) -> None:
         self.shelf.decide(manifest)

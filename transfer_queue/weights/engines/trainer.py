@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
+import logging
 import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -22,15 +22,16 @@ from transfer_queue.errors import (
     StaleVersion,
     TransferQueueError,
     VersionGone,
-    error_from_code,
 )
-from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, Outcome, as_typed, parse
-from transfer_queue.weights.engines.drafts import Adapter, Base, Draft, key_of, label_of
+from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, as_typed, key_of, parse
+from transfer_queue.weights.engines.drafts import Adapter, Base, Draft, label_of
+from transfer_queue.weights.engines.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import BUCKET_NBYTES
 from transfer_queue.weights.sources import StateDictSource, WeightSource
 
+log = logging.getLogger("transfer_queue.weights")
 ADAPTER_CONFIG = "adapter_config"  # in an adapter's `meta`: its configuration, as JSON text (there may be floats)
 MAX_LABEL = 80  # characters: labels become file names, percent-encoded
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
@@ -51,12 +52,20 @@ class Client(Protocol):
 
 class TrainerInfo(msgspec.Struct, kw_only=True):
     """`epoch`: a name for this life of the trainer (made up when empty). `anchor_every`: how many versions from one
-    full one to the next; those between are differences, which takes a copy of the weights here."""
+    full one to the next; those between are differences, which takes a copy of the weights here.
+
+    `silent`: how many workers record faults instead of raising them (vLLM's do); each has to report every step.
+    Default: what the client's `silent_workers()` says, or none. `report_host`: where transports without a way of their
+    own for reports listen for them. `caches`: whether servers forget, after a commit, what they cached with the weights
+    before (vLLM's prefixes; running requests are computed anew then); with "keep" that is left to a pause."""
 
     epoch: str = ""
     bucket_nbytes: int = BUCKET_NBYTES
     anchor_every: int = 1
     timeout_s: float = INIT_TIMEOUT_S
+    silent: int | None = None
+    report_host: str = "127.0.0.1"
+    caches: Literal["clear", "keep"] = "clear"
 
 
 class SyncReport(msgspec.Struct, frozen=True):
@@ -86,7 +95,6 @@ class TrainerEngine(ABC):
     """Sends the versions of one source, by one thread at a time."""
 
     init_form: ClassVar[type[TrainerInfo]] = TrainerInfo
-    hears: ClassVar[bool] = False  # whether receivers report outcomes
 
     def __init__(self, info: Any, client: Client, source: WeightSource) -> None:
         if info.anchor_every < 1:
@@ -102,6 +110,10 @@ class TrainerEngine(ABC):
         self._base: Base | None = None
         self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
         self._num_deltas = 0
+        self.reports = Reports(info.report_host)
+        self._num_silent = 0
+        self._label = ""  # of the servers, as far as it is known
+        self._estranged = False  # somebody may have an update open that could not be called off
 
     @classmethod
     def trainer_init(cls: type[Self], init_info: Info, *, client: Client, source: WeightSource) -> Self:
@@ -111,11 +123,21 @@ class TrainerEngine(ABC):
         except OSError as error:
             raise as_typed(error) from error
         try:
+            deadline = Deadline(made.info.timeout_s)
             if isinstance(client, Follower):
                 client.follow(made)
-            made._meet(Deadline(made.info.timeout_s))
-        except BaseException:
+            elif made.info.silent is None:
+                made._num_silent = silent_workers(client)
+            else:
+                made._num_silent = made.info.silent
+            made._meet(deadline)
+            made._hear(None, deadline)
+            if made._num_silent and has(client, "get_weight_version"):
+                made._label = str(client.get_weight_version())  # type: ignore[attr-defined]
+        except BaseException as error:
             made.shutdown()
+            if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
+                raise as_typed(error) from error
             raise
         return made
 
@@ -192,14 +214,30 @@ class TrainerEngine(ABC):
         finally:
             self._busy.release()
 
-    def take_outcomes(self, replica: str) -> list[Outcome]:
-        """What a replica's ranks reported since this was asked last, once each. Without a fleet its name is ""."""
-        return []
+    def join(self, client: Client, *, deadline_s: float) -> int:
+        """Bring the newest version, and its adapters, to one server that comes late; the number. `VersionGone` before
+        the first one. Raises what went wrong there."""
+        deadline = Deadline(deadline_s)
+        silent = silent_workers(client)
+        infos = self.catch_up_infos(deadline.left())
+        told = {**self.introduction(silent), "replica": (name := secrets.token_hex(8))}
+        self._call(client.init_weight_transfer_engine, deadline, told)
+        self.reports.hear(name, None, "", silent, deadline)
+        for info in infos:
+            step = (name, info["version"], info["key"], silent, deadline)
+            self._call(client.start_weight_update, deadline)
+            self._call(client.update_weights, deadline, info)
+            self.reports.hear(*step)
+            self._call(client.finish_weight_update, deadline, *([] if info["label"] else [str(info["version"])]))
+            self.reports.hear(*step, installed=True)
+        self._call(forget_caches, deadline, client)
+        return int(infos[0]["version"])
 
     def shutdown(self) -> None:
         """Free what the transport holds. Receivers keep their weights. Repeatable."""
         self._base = None
         self._close()
+        self.reports.close()
 
     # for transports
 
@@ -216,14 +254,16 @@ class TrainerEngine(ABC):
 
     def _decide(self, manifest: Manifest) -> None:
         """The receivers have verified it: from now on it is what late ones get."""
-        return
 
     def _withdraw(self, manifest: Manifest) -> None:
         """It was given up: nobody is to get it."""
-        return
 
     def _meet(self, deadline: Deadline) -> None:
-        self._call(self._client.init_weight_transfer_engine, deadline, self.receivers_info())
+        self._call(self._client.init_weight_transfer_engine, deadline, self.introduction(self._num_silent))
+
+    def introduction(self, silent: int) -> dict[str, Any]:
+        """`receivers_info`, and where to report, for servers with `silent` workers."""
+        return {**self.receivers_info(), **self.reports.info(silent)}
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
         """Have every receiver fetch and verify it."""
@@ -266,37 +306,53 @@ class TrainerEngine(ABC):
     def _send(self, draft: Draft, deadline: Deadline) -> tuple[SyncReport, Manifest]:
         times = [time.monotonic()]
         number = draft.version
+        if self._estranged:
+            self._meet(deadline)
+            self._hear(None, deadline)
+            self._estranged = False
+        self.reports.forget("")
         manifest = self._publish(draft, deadline)
         self._numbers[draft.label] = number
         times.append(time.monotonic())
         earlier, self._base = self._base, (self._base if draft.adapter else None)  # until all have it
-        if not isinstance(self._client, Follower):
-            self.take_outcomes("")  # what came late from an update that failed
+        is_open: bool | None = None  # at the receivers; None when only they know
         try:
             self._call(self._client.start_weight_update, deadline)
             self._lead(manifest, self.update_info(manifest, deadline), deadline)
-            self._check_outcomes(number)
+            is_open = True
+            self._hear(manifest, deadline)
             self._newest[draft.label] = manifest
             self._decide(manifest)
             times.append(time.monotonic())
+            is_open = None
             self._call(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
-            self._check_outcomes(number)
+            is_open = False
+            self._hear(manifest, deadline, installed=True)
         except BaseException as error:
-            self._call_off(number)
-            if self._newest.get(draft.label) is not manifest:
-                self._withdraw(manifest)
-                self._base = earlier
-            elif draft.adapter is None:
-                self._keep(manifest, earlier)
+            self._retreat(draft, manifest, earlier, is_open)
             if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
                 raise as_typed(error) from error
             raise
         times.append(time.monotonic())
-        pack_s, update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
         if draft.adapter is None:
             self._keep(manifest, earlier)
+            self._label = str(number)
+        if self.info.caches == "clear" and not isinstance(self._client, Follower):
+            self._call(forget_caches, deadline, self._client)
+        pack_s, update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
         told = (number, self.epoch, manifest.root, manifest.kind, manifest.nbytes)
         return SyncReport(*told, pack_s, update_s, commit_s), manifest
+
+    def _retreat(self, draft: Draft, manifest: Manifest, earlier: Base | None, is_open: bool | None) -> None:
+        """Nobody is to commit it later, or to be given it; unless it was decided."""
+        self._estranged = not self._call_off(draft.version, is_open)
+        if is_open is False and self._num_silent:
+            relabel(self._client, UNKNOWN if "" in self.reports.committed else self._label or UNKNOWN)
+        if self._newest.get(draft.label) is not manifest:
+            self._withdraw(manifest)
+            self._base = earlier
+        elif draft.adapter is None:
+            self._keep(manifest, earlier)
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         """What receivers are told of a version."""
@@ -316,20 +372,29 @@ class TrainerEngine(ABC):
             earlier.follow(manifest, self._source)
         self._base = earlier
 
-    def _check_outcomes(self, version: int) -> None:
-        if isinstance(self._client, Follower):
-            return
-        for outcome in self.take_outcomes(""):
-            if outcome.code and outcome.version == version:
-                raise error_from_code(outcome.code, f"rank {outcome.rank}: {outcome.text}")
+    def _hear(self, manifest: Manifest | None, deadline: Deadline, *, installed: bool = False) -> None:
+        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself."""
+        if not isinstance(self._client, Follower):
+            version, key = (manifest.version, key_of(manifest)) if manifest is not None else (None, "")
+            self.reports.hear("", version, key, self._num_silent, deadline, installed)
 
     def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
         what = getattr(function, "__name__", "the call")
         return Call(function, *args).result(deadline, what)
 
-    def _call_off(self, version: int) -> None:
-        """Make sure that nobody commits it later."""
+    def _call_off(self, version: int, is_open: bool | None) -> bool:
+        """Make sure that nobody commits it later; whether all could be told.
+
+        vLLM refuses these calls when no update is open there, which puts several workers of one server out of step:
+        when that is not certain it is told by `init`, before the next update.
+        """
+        if self._num_silent and not is_open:
+            return is_open is False
         deadline = Deadline(ABORT_S)
-        with contextlib.suppress(Exception):
+        try:
             self._call(self._client.update_weights, deadline, {"version": version, "abort": True})
             self._call(self._client.finish_weight_update, deadline)
+        except Exception as error:  # noqa: BLE001 the fault that led here is the one to raise
+            log.info("version %s could not be called off: %s", version, error)
+            return not self._num_silent
+        return True

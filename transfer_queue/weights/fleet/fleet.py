@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from transfer_queue.errors import (
     DeadlineExceeded,
@@ -15,8 +15,7 @@ from transfer_queue.errors import (
     TransferQueueError,
     WrongEpoch,
 )
-from transfer_queue.weights.engines.base import Outcome
-from transfer_queue.weights.engines.trainer import Follower
+from transfer_queue.weights.engines.trainer import Follower, TrainerEngine
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, gathered
 from transfer_queue.weights.fleet.rounds import Round
@@ -27,18 +26,6 @@ CALL_TIMEOUT_S = 30.0
 HEARTBEAT_S = 2.0
 CATCH_UP_TIMEOUT_S = 600.0
 ABORT_S = 1.5  # to tell replicas that an update is off: less than the trainer gives
-
-
-class Publisher(Protocol):
-    """What a fleet needs of the trainer engine for replicas that come late, or missed a version."""
-
-    @property
-    def hears(self) -> bool:
-        """Whether replicas report outcomes to it."""
-
-    def catch_up_infos(self, timeout_s: float) -> list[dict[str, Any]]: ...
-
-    def take_outcomes(self, replica: str) -> list[Outcome]: ...
 
 
 class RoundReport(NamedTuple):
@@ -76,8 +63,7 @@ class Fleet(Follower):
             raise InvalidInput(f"at least {min_ready} replicas ready")
         self.pause, self.clear_cache, self.fence_mode = pause, clear_cache, fence
         self.call_timeout_s, self.catch_up_timeout_s, self.heartbeat_s = call_timeout_s, catch_up_timeout_s, heartbeat_s
-        self.publisher: Publisher | None = None
-        self.init_info: dict[str, Any] | None = None
+        self.publisher: TrainerEngine | None = None
         self.last: RoundReport | None = None
         self._min_ready = min_ready
         self._changed = threading.Condition()
@@ -151,14 +137,14 @@ class Fleet(Follower):
 
     # the trainer engine's calls
 
-    def follow(self, publisher: Publisher) -> None:
+    def follow(self, publisher: TrainerEngine) -> None:
         self.publisher = publisher
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Introduce the trainer to all, and later to those that join. Raises when none of them took it."""
+        """Introduce the trainer to all. Raises when none of them took it."""
+        del init_info  # each replica gets its own
         with self._turn:
             self._end_round()
-            self.init_info = dict(init_info)
             members = self._take(lambda one: True)
             failed = self._meet(members)
             self._release(members)
@@ -171,9 +157,9 @@ class Fleet(Follower):
             self._end_round()
             members = self._take(lambda one: one.ready) or self._take(lambda one: True)
             self._meet([one for one in members if not one.met])
-            self._round = Round([one for one in members if one.met], self.call_timeout_s)
+            self._round = Round([one for one in members if one.met], self.publisher, self.call_timeout_s)
             self._release([one for one in members if not one.met])
-            self._round.start(self.publisher, self.init_info or {})
+            self._round.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Phase one. Raises, with nothing decided, when too few have verified the version."""
@@ -184,7 +170,7 @@ class Fleet(Follower):
             if self._round is None:
                 raise NotOpen("no update was started")
             self._check_follows(update_info)
-            self._round.prepare(update_info, self.publisher)
+            self._round.prepare(update_info)
             with self._changed:
                 num_members = len(self._replicas)
             wanted = len(self._round.members) if self._min_ready is None else self._min_ready
@@ -203,7 +189,7 @@ class Fleet(Follower):
             self._decide(newest, found)
             begun = time.monotonic()
             label = None if newest is None or found.info.get("label") else newest.label
-            pause_s = found.commit(label, self.pause, self.clear_cache, self.publisher)
+            pause_s = found.commit(label, self.pause, self.clear_cache)
             self._conclude(found, time.monotonic() - begun, pause_s)
 
     # steps
@@ -219,7 +205,7 @@ class Fleet(Follower):
         failed: dict[Replica, TransferQueueError] = {}
         for one in members:
             try:
-                one.meet(self.init_info or {}, Deadline(self.call_timeout_s))
+                self.admit(one, one.meet(self.publisher, Deadline(self.call_timeout_s)))
             except TransferQueueError as error:
                 failed[one] = error
                 self.fence(one, f"it did not meet the trainer: {error}")

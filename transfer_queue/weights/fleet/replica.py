@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from transfer_queue.errors import (
+    NotInitialized,
     NotOpen,
     NotSupported,
     ServiceUnavailable,
@@ -18,6 +19,8 @@ from transfer_queue.errors import (
     error_from_code,
 )
 from transfer_queue.weights.engines.base import as_typed
+from transfer_queue.weights.engines.reports import UNKNOWN, relabel, silent_workers
+from transfer_queue.weights.engines.trainer import TrainerEngine
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.gate import Mode
 from transfer_queue.weights.receiver import VersionInfo
@@ -44,8 +47,6 @@ class Member(Protocol):
     def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> object: ...
 
     def resume_generation(self) -> object: ...
-
-    def get_world_size(self) -> int: ...
 
     def abort_weight_update(self) -> object: ...
 
@@ -98,6 +99,8 @@ class Replica:
         self.left = False
         self.fenced_by_pause = False
         self.met = False  # the trainer's transport
+        self.silent = 0  # how many workers it has whose calls never raise
+        self._sure = True  # about `open`
         self.open = False  # an update was started there, and not finished
         self.serving: Serving | None = None
         self._since = time.monotonic()
@@ -122,11 +125,6 @@ class Replica:
         version, label = (found.version, found.label) if found else (None, "")
         return ReplicaStatus(self.name, self.ready, version, label, self.reason, now - self._since, heard_s)
 
-    @property
-    def labels_only(self) -> bool:
-        """Whether it cannot say which bytes it serves."""
-        return self.serving is not None and self.serving.epoch is None
-
     # calls
 
     def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
@@ -138,6 +136,7 @@ class Replica:
         if self._call is not None and not self._call.ended(0.0):
             raise ServiceUnavailable(f"{self.name} has not answered an earlier call")
         self.open = (self.open or method == "start_weight_update") and method != "abort_weight_update"
+        self._sure = False
         self._call = Call(getattr(self.member, method), *args)
         self._method = method
 
@@ -149,19 +148,41 @@ class Replica:
             raise as_typed(error) from None
         self._heard = time.monotonic()
         self.open = self.open and self._method != "finish_weight_update"
+        self._sure = True
         return found
 
-    def meet(self, init_info: dict[str, Any], deadline: Deadline) -> None:
-        """Introduce the trainer."""
+    def meet(self, publisher: TrainerEngine | None, deadline: Deadline) -> Serving:
+        """Introduce the trainer; what it serves."""
         self.met = False
-        info = {**init_info, "replica": self.name}
+        if publisher is None:
+            raise NotInitialized("the fleet has no trainer yet")
+        self.silent = silent_workers(self.member)
+        info = {**publisher.introduction(self.silent), "replica": self.name}
+        publisher.reports.forget(self.name)
         try:
             self.call("init_weight_transfer_engine", info, deadline=deadline)
         except UpdateInProgress:  # that a trainer before has left
             self.call("abort_weight_update", deadline=deadline)
             self.call("init_weight_transfer_engine", info, deadline=deadline)
-        self.serving = self.ask(deadline)
+        publisher.reports.hear(self.name, None, "", self.silent, deadline)
+        found = self.ask(deadline)
+        self.open = False if self.silent else self.open  # vLLM's `init` ends what was open
         self.met = True
+        return found
+
+    def hear(
+        self, publisher: TrainerEngine | None, info: Mapping[str, Any], deadline: Deadline, *, installed: bool = False
+    ) -> None:
+        """Wait until its silent workers have reported a step; raise what anybody reports instead."""
+        if publisher is None:
+            return
+        try:
+            version, key = info.get("version"), str(info.get("key", ""))
+            publisher.reports.hear(self.name, version, key, self.silent, deadline, installed)
+        except TransferQueueError:
+            if installed and self.silent:
+                relabel(self.member, UNKNOWN)
+            raise
 
     def ask(self, deadline: Deadline) -> Serving:
         """What it serves now."""
@@ -177,9 +198,16 @@ class Replica:
         adapters = {name: one.version for name, one in info.adapters.items()}
         return Serving(None if info.dirty else info.version, info.epoch, label, adapters)
 
+    def is_surely_open(self) -> bool:
+        """vLLM refuses an abort when nothing is open, which puts its workers out of step: when a call did not come to
+        its end there, the next `meet` ends what may be open."""
+        if self.silent and not self._sure:
+            self.met = False
+        return self.open and (self._sure or not self.silent)
+
     def call_off(self, deadline: Deadline) -> None:
         """End what is open there. vLLM's session ends with a finish only; after an abort ours do nothing in it."""
-        if not self.open:
+        if not self.is_surely_open():
             return
         try:
             self.call("update_weights", {"abort": True}, deadline=deadline)

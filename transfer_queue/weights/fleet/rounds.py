@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.errors import Incomplete, NotInitialized, ServiceUnavailable, TransferQueueError, error_from_code
-from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError
+from transfer_queue.weights.engines.reports import forget_caches
+from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.fleet.replica import Replica, each, gathered
 from transfer_queue.weights.gate import Mode
 
 if TYPE_CHECKING:
-    from transfer_queue.weights.fleet.fleet import Publisher
+    from transfer_queue.weights.engines.trainer import TrainerEngine
 
 PREPARING = 0.8  # of the time for an update: who is late by then is left behind, so that the others can commit
 
@@ -19,41 +21,43 @@ PREPARING = 0.8  # of the time for an update: who is late by then is left behind
 class Round:
     """The calls of one update to those that take part. Whoever fails once is out of it."""
 
-    def __init__(self, members: list[Replica], call_timeout_s: float) -> None:
+    def __init__(self, members: list[Replica], publisher: TrainerEngine | None, call_timeout_s: float) -> None:
         self.members = members
+        self._publisher = publisher
         self.prepared: list[Replica] = []
         self.info: dict[str, Any] | None = None
         self.prepare_s = 0.0
         self._call_timeout_s = call_timeout_s
         self._failed: dict[Replica, TransferQueueError] = {}
 
-    def start(self, publisher: Publisher | None, init_info: dict[str, Any]) -> None:
+    def start(self) -> None:
         """Servers that were started anew are introduced to the trainer first."""
         deadline = Deadline(self._call_timeout_s)
         for one in self.members:
-            if publisher is not None:
-                publisher.take_outcomes(one.name)  # of an earlier try
+            if self._publisher is not None:
+                self._publisher.reports.forget(one.name)
         self._each(self.members, "start_weight_update", deadline=deadline)
         forgot = [one for one, error in self._failed.items() if isinstance(error, NotInitialized)]
         for one in forgot:
             try:
-                one.meet(init_info, deadline)
+                one.meet(self._publisher, deadline)
                 del self._failed[one]
             except TransferQueueError as error:
                 self._failed[one] = error
         self._each([one for one in forgot if one.met], "start_weight_update", deadline=deadline)
 
-    def prepare(self, info: dict[str, Any], publisher: Publisher | None) -> None:
+    def prepare(self, info: dict[str, Any]) -> None:
         """Have all stage and verify the version."""
         begun = time.monotonic()
         self.info = info
         timeout_s = PREPARING * float(info.get("timeout_s") or self._call_timeout_s)
-        self._each(self._well(self.members), "update_weights", info, deadline=Deadline(timeout_s))
-        self._judge(self._well(self.members), publisher, Deadline(self._call_timeout_s), first=True)
+        deadline = Deadline(timeout_s)
+        self._each(self._well(self.members), "update_weights", info, deadline=deadline)
+        self._hear(self._well(self.members), deadline)
         self.prepared = self._well(self.members)
         self.prepare_s = time.monotonic() - begun
 
-    def commit(self, label: str | None, pause: Mode | None, clear_cache: bool, publisher: Publisher | None) -> float:
+    def commit(self, label: str | None, pause: Mode | None, clear_cache: bool) -> float:
         """Have those that are prepared commit; the seconds for which generation was paused."""
         begun = time.monotonic()
         deadline = Deadline(self._call_timeout_s)
@@ -62,17 +66,20 @@ class Round:
         try:
             told = [] if label is None else [label]
             self._each(self._well(self.prepared), "finish_weight_update", *told, deadline=deadline)
+            self._hear(self._well(self.prepared), deadline, installed=True)
+            if clear_cache:
+                self._forget_caches(deadline)
         finally:
             if pause is not None:
                 each(self.prepared, "resume_generation", deadline=Deadline(self._call_timeout_s))
-        pause_s = time.monotonic() - begun if pause is not None else 0.0
-        self._judge(self._well(self.prepared), publisher, deadline, first=False)
-        return pause_s
+        return time.monotonic() - begun if pause is not None else 0.0
 
     def abort(self, members: list[Replica], deadline: Deadline) -> None:
         """Tell them that it is off (see `Replica.call_off`). One that cannot be told drops the update by itself when
         its time is up, and is told again before the next one."""
-        told = each([one for one in members if one.open], "update_weights", {"abort": True}, deadline=deadline)
+        told = each(
+            [one for one in members if one.is_surely_open()], "update_weights", {"abort": True}, deadline=deadline
+        )
         each([one for one, error in told.items() if error is None], "finish_weight_update", deadline=deadline)
 
     def reason(self, one: Replica) -> str:
@@ -90,26 +97,16 @@ class Round:
             if error is not None:
                 self._failed[one] = error
 
-    def _judge(self, replicas: list[Replica], publisher: Publisher | None, deadline: Deadline, first: bool) -> None:
+    def _hear(self, replicas: list[Replica], deadline: Deadline, *, installed: bool = False) -> None:
+        """Silent workers report what others answer."""
         for one in replicas:
             try:
-                judge(one, publisher, deadline, expects=first)
+                one.hear(self._publisher, self.info or {}, deadline, installed=installed)
             except TransferQueueError as error:
                 self._failed[one] = error
 
-
-def judge(one: Replica, publisher: Publisher | None, deadline: Deadline, *, expects: bool) -> None:
-    """Raise the fault that a replica reported to the trainer: servers whose calls must not fail tell it only there.
-
-    `expects`: then no news is bad news.
-    """
-    if publisher is None or not publisher.hears:
-        return
-    outcomes = publisher.take_outcomes(one.name)
-    for outcome in outcomes:
-        if outcome.code:
-            raise error_from_code(outcome.code, f"rank {outcome.rank}: {outcome.text}")
-    if expects and one.labels_only:
-        missing = int(one.call("get_world_size", deadline=deadline)) - len({outcome.rank for outcome in outcomes})
-        if missing > 0:
-            raise Incomplete(f"{missing} of its workers did not report to the trainer")
+    def _forget_caches(self, deadline: Deadline) -> None:
+        asked = [Call(forget_caches, one.member) for one in self._well(self.prepared) if one.silent]
+        for call in asked:
+            with suppress(TransferQueueError):  # it goes on, and ends by itself
+                call.result(deadline, "forgetting caches")

@@ -7,9 +7,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from transfer_queue.errors import NotSupported, TransferQueueError, VersionGone
+from transfer_queue.weights.engines.reports import forget_caches
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.fleet.replica import Decided, Replica
-from transfer_queue.weights.fleet.rounds import judge
 
 if TYPE_CHECKING:
     from transfer_queue.weights.fleet.fleet import Fleet
@@ -55,7 +55,7 @@ class Tending:
                 fleet.admit(one, one.ask(Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s))))
             elif newest is not None:
                 self._catch_up()
-            elif fleet.init_info is not None and not one.met:
+            elif fleet.publisher is not None and not one.met:
                 self._meet()
                 fleet.fence(one, "no version was sent yet")
         except TransferQueueError as error:
@@ -65,7 +65,7 @@ class Tending:
 
     def _meet(self) -> None:
         fleet, one = self._fleet, self._replica
-        one.meet(fleet.init_info or {}, Deadline(fleet.call_timeout_s))
+        one.meet(fleet.publisher, Deadline(fleet.call_timeout_s))
 
     def _catch_up(self) -> None:
         """Bring it to the newest version, as often as there is another one meanwhile."""
@@ -99,12 +99,13 @@ class Tending:
             raise VersionGone("the trainer does not have the newest version")
         deadline = Deadline(fleet.catch_up_timeout_s)
         for info in infos:
-            publisher.take_outcomes(one.name)
+            publisher.reports.forget(one.name)
             one.call("start_weight_update", deadline=deadline)
             one.call("update_weights", info, deadline=deadline)
-            judge(one, publisher, deadline, expects=True)
-            one.call("finish_weight_update", *([] if info.get("label") else [newest.label]), deadline=deadline)
-            judge(one, publisher, deadline, expects=False)
+            one.hear(publisher, info, deadline)
+            one.call("finish_weight_update", *([] if info["label"] else [newest.label]), deadline=deadline)
+            one.hear(publisher, info, deadline, installed=True)
+        forget_caches(one.member)
         return newest
 
     def _pause(self) -> None:

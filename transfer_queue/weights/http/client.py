@@ -123,6 +123,29 @@ class WeightSyncClient:
         path = f"/get_world_size?include_dp={str(include_dp).lower()}"
         return sum(self._get(path, lambda answer: int(answer["world_size"])).values())
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed with earlier weights; requests that run are computed anew. Servers without the route
+        (ours: they have no such cache) are left as they are."""
+
+        def reset(peer: _Peer) -> None:
+            with suppress(NotSupported, ProtocolError):  # older ones answer nothing
+                if not peer.call("POST", "/reset_prefix_cache", None, self._timeout_s).get("success", True):
+                    peer.call("POST", "/reset_prefix_cache?reset_running_requests=true", None, self._timeout_s)
+
+        self._all(reset)
+
+    def silent_workers(self) -> int:
+        """How many workers answer 200 whatever happens, and report elsewhere: vLLM's, with our plug-in."""
+
+        def count(peer: _Peer) -> int:
+            try:
+                peer.call("GET", "/tqw/status", None, self._timeout_s)
+            except NotSupported:
+                return int(peer.call("GET", "/get_world_size?include_dp=true", None, self._timeout_s)["world_size"])
+            return 0
+
+        return sum(self._all(count).values())
+
     def status(self) -> dict[str, Answer]:
         """What our servers say about themselves, by URL. `NotSupported` by vLLM."""
         return self._get("/tqw/status", lambda answer: answer)

@@ -1,0 +1,229 @@
+"""The engines for vLLM's workers without vLLM, with what they need of it in its place. `make test-vllm` has the real
+one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import until
+from safetensors.torch import save_file
+
+from transfer_queue.errors import Incomplete, ShapeMismatch, TransferQueueError, UnknownTensor
+from transfer_queue.weights import StateDictSource, digests, plan, seal
+from transfer_queue.weights.engines import registry
+from transfer_queue.weights.vllm import plugin
+from transfer_queue.weights.vllm.model import in_layers
+
+
+class Factory:
+    """vLLM's registry."""
+
+    _registry: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def register_engine(cls, name: str, module: str, attribute: str) -> None:
+        if name in cls._registry:
+            raise ValueError(name)
+        cls._registry[name] = (module, attribute)
+
+
+class Model(torch.nn.Module):
+    """Has vLLM's `load_weights`; fails after `fails_after` tensors, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.fails_after = -1
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        with torch.no_grad():
+            for index, (name, tensor) in enumerate(weights):
+                if index == self.fails_after:
+                    self.fails_after = -1
+                    raise RuntimeError("as the test wanted")
+                self.get_parameter(name).copy_(tensor)
+        return set(dict(self.named_parameters()))
+
+
+@pytest.fixture(autouse=True)
+def _a_place_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def module(name: str, **attributes: Any) -> None:
+        made = ModuleType(name)
+        made.__dict__.update(attributes)
+        made.__path__ = []  # a package
+        monkeypatch.setitem(sys.modules, name, made)
+
+    Factory._registry = {"nccl": None}
+    layerwise = SimpleNamespace(get_layerwise_info=lambda _: SimpleNamespace(can_load=lambda: False))
+    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.model_executor"):
+        module(name)
+    module("vllm.distributed.weight_transfer.factory", WeightTransferEngineFactory=Factory)
+    sys.modules["vllm.distributed"].parallel_state = SimpleNamespace()  # type: ignore[attr-defined]
+    module("vllm.config", set_current_vllm_config=lambda _: nullcontext())
+    module("vllm.model_executor.model_loader")
+    module(
+        "vllm.model_executor.model_loader.reload",
+        initialize_layerwise_reload=nothing, finalize_layerwise_reload=nothing, layerwise=layerwise,
+    )  # fmt: skip
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"linear.weight": torch.full((2, 2), value), "linear.bias": torch.full((2,), value)}
+
+
+def config(folder: Path, tied: bool = False) -> Any:
+    save_file(weights(1.0), folder / "model.safetensors")
+    model = SimpleNamespace(model=str(folder), dtype=torch.float32, revision=None)
+    model.hf_config = SimpleNamespace(tie_word_embeddings=tied)
+    parallel = SimpleNamespace(rank=1, world_size=2, data_parallel_index=1)
+    return SimpleNamespace(
+        model_config=model, parallel_config=parallel, load_config=SimpleNamespace(load_format="auto")
+    )
+
+
+def worker(folder: Path) -> Any:
+    from transfer_queue.weights.vllm.engine import ShmWorker
+
+    return ShmWorker(SimpleNamespace(backend="tq_shm"), config(folder), torch.device("cpu"), Model())
+
+
+class Client:
+    """vLLM's worker, as far as sessions go: it refuses what is out of order."""
+
+    def __init__(self, engine: Any) -> None:
+        self.weight_transfer_engine = engine
+        self._weight_update_active = False
+
+    def silent_workers(self) -> int:
+        return 1
+
+    def init_weight_transfer_engine(self, info: Any) -> None:
+        self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.parse_init_info(info))
+
+    def start_weight_update(self) -> None:
+        assert not self._weight_update_active
+        self.weight_transfer_engine.start_weight_update()
+        self._weight_update_active = True
+
+    def update_weights(self, info: Any) -> None:
+        assert self._weight_update_active
+        self.weight_transfer_engine.update_weights(info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        assert self._weight_update_active
+        self.weight_transfer_engine.finish_weight_update()
+        self._weight_update_active = False
+
+
+def test_the_plug_in_registers_once_and_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    plugin.register()
+    assert set(Factory._registry) == {"nccl", *plugin.ENGINES}
+    for name, place in plugin.ENGINES.items():
+        assert Factory._registry[name] == ("transfer_queue.weights.vllm.engine", place)
+    Factory._registry = {}
+    monkeypatch.setattr(Factory, "register_engine", lambda *_: 1 / 0)
+    plugin.register()
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", None)
+    plugin.register()
+
+
+def test_it_is_made_by_position_and_by_keyword(tmp_path: Path) -> None:
+    from transfer_queue.weights.vllm import engine as workers
+
+    for name in set(plugin.ENGINES.values()):
+        kind = getattr(workers, name)
+        more = {"device": torch.device("cpu"), "model": Model(), "a_later_one": 3}
+        made = kind(None, vllm_config=config(tmp_path), **more)
+        assert made._engine.rank == 3
+        assert isinstance(made._engine, registry.engine(kind.transport))
+        assert made.supports_draft_weight_update is made.defers_processing is False
+        made.set_weight_update_target(None, None)
+        made.reset_weight_update_target()
+        made.drain_pending()
+        made.shutdown()
+
+
+def test_an_update_a_failed_load_and_a_trainer_that_left_an_update_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = worker(tmp_path)
+    client, given = Client(made), weights(2.0)
+    start: Callable[[], Any] = lambda: registry.trainer("shm").trainer_init(  # noqa: E731
+        {}, client=client, source=StateDictSource(given)
+    )
+    trainer = start()
+    made.model.fails_after = 1
+    with pytest.raises(TransferQueueError, match="was loaded again"):  # from the folder
+        trainer.send_weights(deadline_s=20)
+    assert float(made.model.linear.weight.detach().max()) == 1.0
+    assert trainer.send_weights(deadline_s=20).version == 2
+    assert made.installed().version == 2
+    assert float(made.model.linear.bias.detach().max()) == 2.0
+    client.start_weight_update()
+    trainer.shutdown()
+    given["linear.bias"].fill_(3.0)
+    trainer = start()
+    assert trainer.send_weights(deadline_s=20).version == 1
+    assert float(made.model.linear.bias.detach().max()) == 3.0
+    made.shutdown()
+    trainer.shutdown()
+    caplog.clear()  # its tracebacks hold the weights
+
+
+@pytest.mark.parametrize("nonsense", [None, 3, [], {}, {"version": "x"}, {"address": 1}, {"abort": True}])
+def test_nonsense_raises_nowhere(tmp_path: Path, nonsense: Any) -> None:
+    made = worker(tmp_path)
+    made.init_transfer_engine(made.parse_init_info(nonsense))
+    made.update_weights(made.parse_update_info(nonsense))
+    made.finish_weight_update()
+    made.start_weight_update()
+    made.receive_weights(nonsense)
+    made.finish_weight_update()
+    until(lambda: made._lane.ended(0.0), "that all is done")
+    assert made.installed().version is None
+    made.shutdown()
+    made.shutdown()
+
+
+def contents(tensors: dict[str, torch.Tensor]) -> Any:
+    source = StateDictSource(tensors)
+    where = plan(source.specs())
+    return seal(where, digests(source), version=1, epoch="e", aliases=source.aliases()).contents()
+
+
+def test_the_headers_tell_what_is_taken(tmp_path: Path) -> None:
+    from transfer_queue.weights.vllm.checkpoint import Checkpoint
+
+    found = config(tmp_path, tied=True)
+    save_file({**weights(1.0), "embed_tokens.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    checkpoint, table = Checkpoint(found, found.model_config), torch.full((3, 2), 4.0)
+    good = {**weights(2.0), "embed_tokens.weight": table}
+    checkpoint.check(contents(good))
+    checkpoint.check(contents({**good, "linear.bias": good["linear.bias"].bfloat16()}))  # the loader converts
+    checkpoint.check(contents({**good, "lm_head.weight": table}))
+    for wrong, error in (
+        ({"surplus": table}, UnknownTensor),
+        ({"linear.bias": torch.zeros(3)}, ShapeMismatch),
+        ({"linear.bias": torch.zeros(2, dtype=torch.int32)}, ShapeMismatch),
+        ({"lm_head.weight": table + 1}, ShapeMismatch),
+    ):
+        with pytest.raises(error):
+            checkpoint.check(contents({**good, **wrong}))
+    del good["linear.bias"]
+    with pytest.raises(Incomplete):
+        checkpoint.check(contents(good))
+    assert dict(checkpoint.tensors() or [])["linear.bias"].tolist() == [1.0, 1.0]
+
+
+def test_tensors_come_by_layer() -> None:
+    names = ["embed", "m.layers.1.a", "m.layers.0.experts.3.a", "m.layers.1.b", "head", "m.layers.0.experts.2.a"]
+    assert in_layers(names) == [names[index] for index in (0, 1, 3, 2, 5, 4)]
