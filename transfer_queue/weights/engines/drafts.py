@@ -1,10 +1,11 @@
-"""Versions that a trainer is about to send."""
+"""Versions that a trainer is about to send, and what it says of those that were taken."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from transfer_queue.weights.delta import DeltaSource
@@ -76,6 +77,21 @@ class Draft:
             )  # fmt: skip
         base = self._base.manifest.version
         return self._delta.manifest(where, digests, version=self.version, epoch=self.epoch, base=base)
+
+
+class SyncReport(msgspec.Struct, frozen=True):
+    """A version that every receiver committed. `pack_s`: until it could be fetched; `update_s`: until all had verified
+    it; `commit_s`: until all had committed. `outdated`: adapters sent before that were for the weights it replaced."""
+
+    version: int
+    epoch: str
+    root: str
+    kind: str
+    nbytes: int
+    pack_s: float
+    update_s: float
+    commit_s: float
+    outdated: tuple[str, ...] = ()
 
 
 def label_of(manifest: Manifest) -> str:

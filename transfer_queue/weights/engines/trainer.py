@@ -24,7 +24,7 @@ from transfer_queue.errors import (
     VersionGone,
 )
 from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, as_typed, key_of, parse
-from transfer_queue.weights.engines.drafts import Adapter, Base, Draft, label_of
+from transfer_queue.weights.engines.drafts import Adapter, Base, Draft, SyncReport, label_of
 from transfer_queue.weights.engines.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
@@ -66,21 +66,6 @@ class TrainerInfo(msgspec.Struct, kw_only=True):
     silent: int | None = None
     report_host: str = "127.0.0.1"
     caches: Literal["clear", "keep"] = "clear"
-
-
-class SyncReport(msgspec.Struct, frozen=True):
-    """A version that every receiver committed. `pack_s`: until it could be fetched; `update_s`: until all had verified
-    it; `commit_s`: until all had committed. `outdated`: adapters sent before that were for the weights it replaced."""
-
-    version: int
-    epoch: str
-    root: str
-    kind: str
-    nbytes: int
-    pack_s: float
-    update_s: float
-    commit_s: float
-    outdated: tuple[str, ...] = ()
 
 
 class Follower(ABC):
@@ -254,9 +239,11 @@ class TrainerEngine(ABC):
 
     def _decide(self, manifest: Manifest) -> None:
         """The receivers have verified it: from now on it is what late ones get."""
+        return
 
     def _withdraw(self, manifest: Manifest) -> None:
         """It was given up: nobody is to get it."""
+        return
 
     def _meet(self, deadline: Deadline) -> None:
         self._call(self._client.init_weight_transfer_engine, deadline, self.introduction(self._num_silent))
