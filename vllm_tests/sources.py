@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from transfer_queue.weights import ModuleSource
+from transfer_queue.weights.engines.base import key_of
 from transfer_queue.weights.engines.shm import ShmTrainer
 from transfer_queue.weights.engines.tcp import TcpTrainer
 from transfer_queue.weights.sources import TensorMeta
@@ -40,14 +41,19 @@ class Odd(ModuleSource):
 
 
 class CorruptShm(ShmTrainer):
-    """Changes a byte after the manifest was made, when told to."""
+    """Changes a byte after the manifest was made, when told to; receivers read everything again."""
 
     corrupt = False
+
+    def receivers_info(self):  # type: ignore[no-untyped-def]
+        return {**super().receivers_info(), "recheck": True}
 
     def _publish(self, draft, deadline):  # type: ignore[no-untyped-def]
         manifest = super()._publish(draft, deadline)
         if self.corrupt:
-            next(reversed(self.shelf._held.values()))[1].data[1000] ^= 1
+            memory = self.shelf.content(key_of(manifest))
+            memory.protect(writable=True)
+            memory.data[1000] ^= 1
         return manifest
 
 
@@ -59,7 +65,7 @@ class CorruptTcp(TcpTrainer):
     def _publish(self, draft, deadline):  # type: ignore[no-untyped-def]
         manifest = super()._publish(draft, deadline)
         if self.corrupt:
-            next(reversed(self.shelf._held.values()))[1][0][1000] ^= 1
+            self.shelf.content(key_of(manifest))[0][1000] ^= 1
         return manifest
 
 

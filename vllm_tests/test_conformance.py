@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from transfer_queue.weights.engines.shm import ShmTrainer
-from transfer_queue.weights.engines.waiting import Deadline
 from vllm_tests.models import constant, drawn, save
 from vllm_tests.servers import ROOT, Server
 from vllm_tests.sources import Nobody, Odd
@@ -41,7 +40,7 @@ class Publisher:
                 layer.mlp.down_proj.weight.zero_()
         self.source.odd = odd
         self.trainer.send_weights(number, deadline_s=60)
-        return dict(self.trainer.update_info(self.trainer._newest, Deadline(60)))
+        return dict(self.trainer.catch_up_infos(60)[0])
 
 
 @pytest.fixture(scope="module")

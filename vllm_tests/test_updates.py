@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +21,10 @@ from transfer_queue.errors import (
     TransferQueueError,
     UnknownTensor,
 )
-from transfer_queue.weights.engines.trainer import Base
+from transfer_queue.weights import StateDictSource, digests, plan, seal
+from transfer_queue.weights.engines.drafts import Base, Draft
 from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient
 from vllm_tests.conftest import Site, note
 from vllm_tests.dying import POINTS
@@ -89,12 +90,13 @@ def test_a_corrupt_bucket_is_found(site: Site) -> None:
 def test_a_difference_to_other_weights_is_refused(site: Site) -> None:
     with site.trainer(anchor_every=4) as trainer:
         site.update(trainer)
-        other = {name: tensor.clone() + 1 for name, tensor in trainer._source.tensors()}
-        manifest: Any = SimpleNamespace(version=trainer.version, root="0" * 32)
+        other = StateDictSource({name: tensor.clone() + 1 for name, tensor in trainer._source.tensors()})
+        where = plan(other.specs())
+        base = Base(seal(where, digests(other), version=trainer.version, epoch=trainer.epoch), other)
         with pytest.raises(StaleBase):
-            trainer._send(trainer.version + 1, Base(manifest, other), Deadline(60))
+            trainer._send(Draft(trainer._source, trainer.version + 1, trainer.epoch, base), Deadline(60))
         site.recovers(trainer)
-        trainer._base = Base(manifest, other)
+        trainer._base = base
         assert site.update(trainer).kind == "full"  # refused by the worker, and sent whole
 
 
@@ -200,6 +202,16 @@ def test_a_late_server_gets_what_is_installed(
         site.update(trainer)
         assert late.say() == site.said
         assert both.get_weight_version() == site.label
+    fleet = Fleet({"one": site.server.client(), "late": late.client()}, heartbeat_s=0.2)
+    with site.trainer(client=fleet) as trainer:
+        site.update(trainer)
+        assert late.say() == site.said
+        late.break_loader(1)
+        site.update(trainer)  # goes on without it
+        fleet.wait_ready(["one", "late"], 60)
+        assert late.say() == site.said
+        assert late.client().get_weight_version() == site.label
+    fleet.close()
     late.stop()
 
 
