@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -271,3 +272,40 @@ def test_over_http(site: Start) -> None:
         assert set(here.roots().values()) == {expected(2)}
         assert [found.label for found in here.fleet.status()] == ["2", "2"]
         here.fleet.close()
+
+
+REPLICA = """
+    import sys
+    sys.path.insert(0, "tests")
+    import torch
+    torch.set_num_threads(1)
+    from weights import Net, copy_of, root
+    from transfer_queue.weights import Control, Receiver, Swap
+    from transfer_queue.weights.engines import registry
+    from transfer_queue.weights.http import serve
+    module = Net()
+    receiver = Receiver(Swap(module))
+    with serve(Control(registry.engine("tcp")(receiver), receiver), token="t") as server:
+        print(server.url)
+        while input():
+            print(root(copy_of(module)))
+"""
+
+
+def test_killed_and_frozen_processes(site: Start, child: Callable[[str], Any]) -> None:
+    here = site(0, "tcp", call_timeout_s=2.0)
+    processes = {name: child(REPLICA) for name in ("killed", "frozen", "well")}
+    for name, process in processes.items():
+        here.fleet.join(name, WeightSyncClient(process.line(), "t", timeout_s=1.0))
+    here.send(1)
+    assert here.fleet.ready() == ["killed", "frozen", "well"]
+    processes["killed"].kill()
+    processes["frozen"].process.send_signal(signal.SIGSTOP)
+    here.send(2, deadline_s=10.0)
+    assert here.fleet.ready() == ["well"]
+    processes["frozen"].process.send_signal(signal.SIGCONT)
+    here.fleet.wait_ready(["frozen", "well"], 20)
+    for name in ("frozen", "well"):
+        processes[name].say("?")
+        assert processes[name].line() == expected(2)
+    here.fleet.close()

@@ -18,7 +18,8 @@ from bench.rounds import Bench
 LONG_S = 600.0
 SIZES = (100_000_000, 500_000_000, 1_000_000_000, 2_000_000_000)
 FANOUT = (1, 2, 4, 8)
-FANOUT_NBYTES = 250_000_000
+FANOUT_NBYTES = 1_000_000_000
+TOGETHER_NBYTES = 500_000_000
 MEMORY = Path("/dev/shm")
 ROUNDS = 5
 Way = Callable[[], dict[str, float]]
@@ -59,27 +60,37 @@ def updates(bench: Bench) -> list[Row]:
 
 
 def measured(bench: Bench, nbytes: int) -> Samples:
-    """Every way in turn, each with processes of its own, and a memcpy of as many bytes."""
+    """Rounds of every way and a memcpy of as many bytes, in turn; of large models, which do not fit into memory so many
+    times, all rounds of one way after those of another."""
     samples = Samples()
+    opened: list[Callable[[], contextlib.AbstractContextManager[dict[str, Way]]]] = [
+        partial(our_way, bench, nbytes, name) for name in OURS
+    ]
+    if bench.options.peers:
+        opened.append(partial(other_ways, bench, nbytes))
+    for group in [opened] if nbytes <= TOGETHER_NBYTES else [[one] for one in opened]:
+        bench.guard(samples, "ours", partial(rounds, bench, samples, nbytes, group))
+    return samples
+
+
+def rounds(bench: Bench, samples: Samples, nbytes: int, opened: list[Any]) -> None:
     with contextlib.ExitStack() as stack:
         ways: dict[str, Way] = {}
-        for name, (engine, target) in OURS.items():
-            ways[name] = stack.enter_context(our_way(bench, nbytes, engine, target))
-        if bench.options.peers:
-            ways |= stack.enter_context(other_ways(bench, nbytes))
+        for one in opened:
+            ways |= stack.enter_context(one())
         (copier,) = stack.enter_context(agents(bench, "memcpy"))
         ways["plain"] = lambda: {"memcpy": copier.call("bulk.memcpy", LONG_S, nbytes=nbytes)["s"]}
         names = list(ways)
-        for number in range(-2, min(ROUNDS, bench.options.repeat)):  # two rounds warm up: memory is used in turn
+        for number in range(-3, min(ROUNDS, bench.options.repeat)):  # three warm up: memory is used in turn
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 found = bench.guard(samples, name, ways[name]) if name not in samples.failures else None
                 if found is not None and number >= 0:
                     samples.add(name, found)
-    return samples
 
 
 @contextlib.contextmanager
-def our_way(bench: Bench, nbytes: int, engine: str, target: str) -> Iterator[Way]:
+def our_way(bench: Bench, nbytes: int, name: str) -> Iterator[dict[str, Way]]:
+    engine, target = OURS[name]
     with agents(bench, f"{engine}-trainer", f"{engine}-server") as (trainer, server):
         for seed, agent in enumerate((trainer, server)):
             agent.call("weights.build", LONG_S, nbytes=nbytes, seed=seed)
@@ -91,11 +102,11 @@ def our_way(bench: Bench, nbytes: int, engine: str, target: str) -> Iterator[Way
             server.call("weights.seen")
             sent = trainer.call("weights.send", LONG_S)
             seen = server.call("weights.seen")
-            return {name: sent[name] for name in ("total", "pack", "update", "commit")} | seen
+            return {step: sent[step] for step in ("total", "pack", "update", "commit")} | seen
 
         update()
         same(trainer, server)
-        yield update
+        yield {name: update}
         same(trainer, server)
         trainer.call("weights.stop_training")
         server.call("weights.stop_receiving")
@@ -183,32 +194,31 @@ def update_rows(samples: Samples, nbytes: int) -> list[Row]:
 
 def fan_out(bench: Bench) -> list[Row]:
     """Case 23: one version to 1, 2, 4 and 8 servers of this host."""
-    found = Samples()
+    found, nbytes = Samples(), (FANOUT_NBYTES // 10 if bench.options.quick else FANOUT_NBYTES)
     with contextlib.ExitStack() as stack:
         servers = stack.enter_context(agents(bench, *(f"server-{number}" for number in range(max(FANOUT)))))
-        trainers = stack.enter_context(agents(bench, *(f"trainer-{num}" for num in FANOUT)))
         urls = []
         for server in servers:
-            server.call("weights.build", LONG_S, nbytes=FANOUT_NBYTES, seed=1)
+            server.call("weights.build", LONG_S, nbytes=nbytes, seed=1)
             urls.append(server.call("weights.receive", engine="shm", target="swap")["url"])
-        for trainer in trainers:
-            trainer.call("weights.build", LONG_S, nbytes=FANOUT_NBYTES, seed=2)
-        for num, trainer in zip(FANOUT, trainers, strict=True):
+        for num in FANOUT:
             # Servers follow one trainer at a time, so the sizes are not interleaved.
-            trainer.call("weights.train", LONG_S, engine="shm", urls=urls[:num], info={})
-            for number in range(-2, max(ROUNDS, bench.options.repeat)):
-                trainer.call("weights.change", LONG_S, every=1)
-                sent = bench.guard(found, str(num), partial(trainer.call, "weights.send", LONG_S))
-                if sent is not None and number >= 0:
-                    found.add(str(num), {"total": sent["total"]})
-            same(trainer, servers[num - 1])
-            trainer.call("weights.stop_training")
+            with agents(bench, f"trainer-{num}") as (trainer,):
+                trainer.call("weights.build", LONG_S, nbytes=nbytes, seed=num)
+                trainer.call("weights.train", LONG_S, engine="shm", urls=urls[:num], info={})
+                for number in range(-3, max(ROUNDS, bench.options.repeat)):
+                    trainer.call("weights.change", LONG_S, every=1)
+                    sent = bench.guard(found, str(num), partial(trainer.call, "weights.send", LONG_S))
+                    if sent is not None and number >= 0:
+                        found.add(str(num), {"total": sent["total"]})
+                same(trainer, servers[num - 1])
+                trainer.call("weights.stop_training")
         for server in servers:
             server.call("weights.stop_receiving")
     one = found.quantile("1", "total")
     rows = []
     for num in FANOUT:
-        row = Row(case=23, what=f"weights, {FANOUT_NBYTES / 1e9:.2g} GB to {num} servers, shm, swap: total")
+        row = Row(case=23, what=f"weights, {nbytes / 1e9:.2g} GB to {num} servers, shm, swap: total")
         value = found.quantile(str(num), "total")
         if value is None:
             row.failures["ours"] = found.failures.get(str(num), "not measured")

@@ -324,7 +324,7 @@ class TrainerEngine(ABC):
         if draft.adapter is None:
             self._keep(manifest, earlier)
             self._label = str(number)
-        if self.info.caches == "clear" and not isinstance(self._client, Follower):
+        if self.info.caches == "clear" and self._num_silent:
             self._call(forget_caches, deadline, self._client)
         pack_s, update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
         told = (number, self.epoch, manifest.root, manifest.kind, manifest.nbytes)

@@ -49,7 +49,8 @@ class Call(Generic[T]):
 
     def result(self, deadline: Deadline, what: str) -> T:
         """What it returned, or raised. `DeadlineExceeded` when it still runs then."""
-        self._thread.join(deadline.left(what))
+        if self._thread.is_alive():
+            self._thread.join(deadline.left(what))
         if self._error is not None:
             raise self._error
         if not self._result:
