@@ -20,6 +20,7 @@ SIZES = (100_000_000, 500_000_000, 1_000_000_000, 2_000_000_000)
 FANOUT = (1, 2, 4, 8)
 FANOUT_NBYTES = 1_000_000_000
 TOGETHER_NBYTES = 500_000_000
+STEPS = ("total", "pack", "update", "commit")
 MEMORY = Path("/dev/shm")
 ROUNDS = 5
 Way = Callable[[], dict[str, float]]
@@ -102,7 +103,7 @@ def our_way(bench: Bench, nbytes: int, name: str) -> Iterator[dict[str, Way]]:
             server.call("weights.seen")
             sent = trainer.call("weights.send", LONG_S)
             seen = server.call("weights.seen")
-            return {step: sent[step] for step in ("total", "pack", "update", "commit")} | seen
+            return {step: sent[step] for step in STEPS} | seen
 
         update()
         same(trainer, server)
@@ -176,20 +177,24 @@ def update_rows(samples: Samples, nbytes: int) -> list[Row]:
             else:
                 row.values["ours"], row.samples["ours"] = value, samples.of(way, metric)
             rows.append(row)
-        said = {text: samples.quantile(way, metric) for way, text in PEERS.items()}
+        others = {text: samples.quantile(way, metric) for way, text in PEERS.items()}
         rows[-1].notes.append(
-            "; ".join(f"{text} {value * 1e3:.0f} ms" for text, value in said.items() if value is not None)
+            "; ".join(f"{text} {value * 1e3:.0f} ms" for text, value in others.items() if value is not None)
         )
     rows[0].of_memcpy(0.667)
     rows[3].at_most("<= 5 ms", 0.005)
     rows[4].of_memcpy(0.833)
     for row, way in zip(rows[:3], OURS, strict=True):
-        steps = {step: samples.quantile(way, step) or 0.0 for step in ("pack", "update", "commit")}
-        row.notes.append(", ".join(f"{step} {value * 1e3:.1f} ms" for step, value in steps.items()))
+        row.notes.append(said(samples, way))
     for row, way in zip(rows[3:], OURS, strict=True):
         waited = samples.quantile(way, "wait", 1.0) or 0.0
         row.notes.append(f"longest wait of a request, one a millisecond, during any update: {waited * 1e3:.1f} ms")
     return rows
+
+
+def said(samples: Samples, way: str) -> str:
+    """Medians of the steps."""
+    return ", ".join(f"{step} {(samples.quantile(way, step) or 0.0) * 1e3:.1f} ms" for step in STEPS[1:])
 
 
 def fan_out(bench: Bench) -> list[Row]:
@@ -200,7 +205,7 @@ def fan_out(bench: Bench) -> list[Row]:
         urls = []
         for server in servers:
             server.call("weights.build", LONG_S, nbytes=nbytes, seed=1)
-            urls.append(server.call("weights.receive", engine="shm", target="swap")["url"])
+            urls.append(server.call("weights.receive", engine="shm", target="swap", every_s=0.02)["url"])
         for num in FANOUT:
             # Servers follow one trainer at a time, so the sizes are not interleaved.
             with agents(bench, f"trainer-{num}") as (trainer,):
@@ -210,7 +215,7 @@ def fan_out(bench: Bench) -> list[Row]:
                     trainer.call("weights.change", LONG_S, every=1)
                     sent = bench.guard(found, str(num), partial(trainer.call, "weights.send", LONG_S))
                     if sent is not None and number >= 0:
-                        found.add(str(num), {"total": sent["total"]})
+                        found.add(str(num), {step: sent[step] for step in STEPS})
                 same(trainer, servers[num - 1])
                 trainer.call("weights.stop_training")
         for server in servers:
@@ -224,6 +229,7 @@ def fan_out(bench: Bench) -> list[Row]:
             row.failures["ours"] = found.failures.get(str(num), "not measured")
         else:
             row.values["ours"], row.samples["ours"] = value, found.of(str(num), "total")
+        row.notes.append(said(found, str(num)))
         if num > 1:
             row.within("<= 1.3 x of one", ratio(value, one), 1.3)
         rows.append(row)

@@ -24,7 +24,6 @@ TENSOR_NBYTES = 2 * ROWS * COLUMNS
 TARGETS = {"swap": Swap, "in place": InPlace}
 TOKEN = "the-benchmark"
 DEADLINE_S = 300.0
-EVERY_S = 0.001
 
 
 def build(session: Session, nbytes: int, seed: int) -> dict[str, Any]:
@@ -51,17 +50,18 @@ def change(session: Session, every: int) -> dict[str, Any]:
 
 
 class Requests:
-    """Passes through the model, one a millisecond, as requests make them; how long each had to wait for its turn."""
+    """Passes through the model at intervals, as requests make them; how long each had to wait for its turn."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, every_s: float) -> None:
         self._receiver = receiver
+        self._every_s = every_s
         self._longest_s = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._ended.wait(EVERY_S):
+        while not self._ended.wait(self._every_s):
             before = time.monotonic()
             with self._receiver.reading():
                 self._longest_s = max(self._longest_s, time.monotonic() - before)
@@ -76,12 +76,12 @@ class Requests:
         self._thread.join()
 
 
-def receive(session: Session, engine: str, target: str) -> dict[str, Any]:
+def receive(session: Session, engine: str, target: str, every_s: float = 0.001) -> dict[str, Any]:
     """Serve the model under control over HTTP."""
     receiver = Receiver(TARGETS[target](session.scratch["model"]))
     made = registry.engine(engine)(receiver)
     server = serve(Control(made, receiver), token=TOKEN)
-    session.scratch.update(engine=made, server=server, requests=Requests(receiver))
+    session.scratch.update(engine=made, server=server, requests=Requests(receiver, every_s))
     return {"url": server.url}
 
 

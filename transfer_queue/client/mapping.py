@@ -121,12 +121,6 @@ def advise(address: int, nbytes: int, advice: int) -> bool:
     return bool(_libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0)
 
 
-def protect(address: int, nbytes: int, access: int) -> None:
-    """mprotect(2) on a page-aligned address: `mmap.PROT_*`."""
-    if _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access):
-        raise OSError(ctypes.get_errno(), "mprotect")
-
-
 def drop_written_pages(address: int, nbytes: int) -> None:
     """Forget what this process wrote into a range of a private mapping, so that it shows the arena again.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 
 import torch
 
@@ -69,14 +68,18 @@ class Staging:
 
         `StaleBase` when the result is not the described one: the live weights were changed by somebody else.
         """
-        found: dict[str, Staged] = {}
         bases = target.bases() if self.has_differences else {}
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-stage") as helpers:
-            for index, specs in enumerate(self._specs):
-                parts = unpack(self._buckets[index], specs)
-                lying = [parts[spec.name] for spec in specs]
-                values = helpers.map(self._value, specs, lying, repeat(bases), repeat(target))
-                found.update(zip((spec.name for spec in specs), values, strict=True))
+        places = [
+            (spec, part)
+            for index, specs in enumerate(self._specs)
+            for spec, part in zip(specs, unpack(self._buckets[index], specs).values(), strict=True)
+        ]
+        if not self.has_differences:
+            found: dict[str, Staged] = {spec.name: self._value(spec, part, bases, target) for spec, part in places}
+        else:
+            with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-stage") as helpers:
+                values = helpers.map(lambda one: self._value(one[0], one[1], bases, target), places)
+                found = {spec.name: value for (spec, _), value in zip(places, values, strict=True)}
         found.update({alias: found[name] for alias, name in self.manifest.aliases.items()})
         return found
 

@@ -1,11 +1,11 @@
 """Versions in shared memory, for receivers on the trainer's host.
 
 The trainer packs a version into a memfd (memfd_create(2): it has no name, and vanishes with the last process that has
-it), digests it where it lies, takes from itself the right to write it (mprotect(2)), and hands read-only descriptors
-over a unix socket. Receivers map it privately and stage it where it lies: they read no byte of what the trainer has
-digested and nobody can have written since (unless told to `recheck`). So the only copy is the one into the live
-weights, with `Swap` there is none, and more receivers cost next to nothing. A connection is the lease on the memory:
-it is closed with the last tensor there, also by kill -9; only memory without leases is written again.
+it), digests it where it lies, and hands read-only descriptors over a unix socket. Receivers map it privately and stage
+it where it lies: they do not read again what the trainer has digested and nobody else can write (unless told to
+`recheck`). So the only copy is the one into the live weights, with `Swap` there is none, and more receivers cost next
+to nothing. A connection is the lease on the memory: it is closed with the last tensor there, also by kill -9; only
+memory without leases is written again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import fcntl
 import mmap
 import os
 import secrets
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from transfer_queue.client.mapping import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages, protect
+from transfer_queue.client.mapping import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.memory import Anchor
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
@@ -38,6 +39,7 @@ from transfer_queue.weights.receiver import Receiver
 from transfer_queue.weights.sources import WeightSource
 
 HUGE_NBYTES = 2 << 20
+CLEAN_AFTER_S = 0.1  # then other receivers of the host have committed, too
 NUM_MAPPED = 4  # more than a trainer has in turn, with its default settings
 
 
@@ -86,10 +88,6 @@ class Memory:
         advise(self.data.data_ptr(), self.nbytes, MADV_POPULATE_WRITE)  # a fault for each page costs more
         self.num_borrowers = 0
 
-    def protect(self, writable: bool) -> None:
-        """Whether this process can write it; others never can."""
-        protect(self.data.data_ptr(), self.nbytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-
     def close(self) -> None:
         os.close(self.fd)
 
@@ -109,7 +107,6 @@ class Ring(Versions[Memory]):
             ]
             if fits:
                 self._idle.remove(fits[0])
-                fits[0].protect(writable=True)
                 return fits[0]
         return Memory(nbytes)
 
@@ -164,7 +161,6 @@ class ShmTrainer(TrainerEngine):
         except BaseException:
             self.shelf.put_back([memory])
             raise
-        memory.protect(writable=False)
         self.shelf.add(manifest, memory)
         return manifest
 
@@ -217,6 +213,9 @@ class ShmEngine(Engine):
                 index, memory[start : start + manifest.buckets[index]], lend=True, vouched=not self._recheck
             )
 
+    def _ended(self) -> None:
+        self._mappings.clean()
+
     def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
         self._control.tell(outcome, deadline)
 
@@ -225,16 +224,58 @@ class ShmEngine(Engine):
         self._mappings.clear()
 
 
+class Mapped:
+    """A piece of the trainer's memory in this process. `lent`: a tensor lies there."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.lent = False
+        self._memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._used = False
+        self._cleaning = threading.Timer(0.0, lambda: None)
+        advise(self._address, nbytes, MADV_POPULATE_READ)
+
+    def lend(self, nbytes: int, peer: p.Peer) -> Bytes:
+        """The memory as the trainer has it now. The connection is closed with the last array or tensor over it."""
+        self._cleaning.cancel()
+        if self._cleaning.is_alive():
+            self._cleaning.join()
+        self._clean()
+        self.lent = self._used = True
+
+        def returned() -> None:
+            self.lent = False
+            peer.close()
+
+        return Anchor(self._address, nbytes, self._memory, returned).array()
+
+    def clean(self) -> None:
+        """Drop what was written here, which would hide the next version, once the update is over everywhere."""
+        if self._used and not self.lent and not self._cleaning.is_alive():
+            self._cleaning = threading.Timer(CLEAN_AFTER_S, self._clean)
+            self._cleaning.daemon = True
+            self._cleaning.start()
+
+    def close(self) -> None:
+        self._cleaning.cancel()
+
+    def _clean(self) -> None:
+        if self._used:
+            drop_written_pages(self._address, self.nbytes)
+            self._used = False
+
+
 class Mappings:
     """The trainer's memory in this process, mapped privately: what is written here is seen only here.
 
     The trainer writes versions to the same few pieces of memory in turn, so they stay mapped."""
 
     def __init__(self) -> None:
-        self._mapped: dict[int, mmap.mmap] = {}  # by inode: the one used last is the last
+        self._mapped: dict[int, Mapped] = {}  # by inode: the one used last is the last
 
     def borrow(self, peer: p.Peer, key: str, nbytes: int, deadline: Deadline) -> Bytes:
-        """The memory of a version. The connection is closed with the last array or tensor over it."""
+        """The memory of a version (see `Mapped.lend`)."""
         try:
             peer.ask(p.GetMemory(key), deadline.left())
             if len(peer.stream.fds) != 1:
@@ -242,23 +283,22 @@ class Mappings:
             found = os.fstat(peer.stream.fds[0])
             if found.st_size < nbytes:
                 raise ProtocolError(f"memory of {found.st_size} bytes instead of {nbytes}")
-            mapped = self._mapped.pop(found.st_ino, None) or _map(peer.stream.fds[0], found.st_size)
+            mapped = self._mapped.pop(found.st_ino, None) or Mapped(peer.stream.fds[0], found.st_size)
             self._mapped[found.st_ino] = mapped
             while len(self._mapped) > NUM_MAPPED:
-                del self._mapped[next(iter(self._mapped))]
+                self._mapped.pop(next(iter(self._mapped))).close()
             os.close(peer.stream.fds.pop())
         except BaseException:
             peer.close()
             raise
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        drop_written_pages(address, nbytes)  # of an earlier version that was here
-        return Anchor(address, nbytes, mapped, peer.close).array()
+        return mapped.lend(nbytes, peer)
+
+    def clean(self) -> None:
+        """What is not lent any more is made ready for its next version."""
+        for mapped in self._mapped.values():
+            mapped.clean()
 
     def clear(self) -> None:
+        for mapped in self._mapped.values():
+            mapped.close()
         self._mapped.clear()
-
-
-def _map(fd: int, nbytes: int) -> mmap.mmap:
-    mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    advise(ctypes.addressof(ctypes.c_char.from_buffer(mapped)), nbytes, MADV_POPULATE_READ)
-    return mapped

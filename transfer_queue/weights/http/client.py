@@ -200,6 +200,13 @@ class WeightSyncClient:
     def _all(self, ask: Callable[[_Peer], T]) -> dict[str, T]:
         found: dict[str, T] = {}
         self.failures = {}
+        if len(self._peers) == 1:
+            (peer,) = self._peers
+            try:
+                return {peer.url: ask(peer)}
+            except TransferQueueError as error:
+                self.failures[peer.url] = error
+                raise
         with ThreadPoolExecutor(len(self._peers), thread_name_prefix="tq-weights-client") as threads:
             calls = {peer.url: threads.submit(ask, peer) for peer in self._peers}
             for url, call in calls.items():
@@ -208,8 +215,6 @@ class WeightSyncClient:
                 except TransferQueueError as error:
                     self.failures[url] = error
         if self.failures:
-            if len(self._peers) == 1:
-                raise self.failures[self._peers[0].url]
             said = "; ".join(f"{url}: {error}" for url, error in self.failures.items())
             first = next(iter(self.failures.values()))
             raise type(first)(f"{len(self.failures)} of {len(self._peers)} servers: {said}")
