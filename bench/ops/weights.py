@@ -24,6 +24,7 @@ TENSOR_NBYTES = 2 * ROWS * COLUMNS
 TARGETS = {"swap": Swap, "in place": InPlace}
 TOKEN = "the-benchmark"
 DEADLINE_S = 300.0
+STEP_S = 0.5
 
 
 def build(session: Session, nbytes: int, seed: int) -> dict[str, Any]:
@@ -43,9 +44,11 @@ def root(session: Session) -> dict[str, Any]:
 
 
 def change(session: Session, every: int) -> dict[str, Any]:
-    """Other values for every n-th element."""
+    """Other values for every n-th element, and time for servers to end what they do after an update: a step of training
+    takes longer."""
     for tensor in session.scratch["model"].parameters():
         tensor.detach().view(-1)[::every] += 0.5
+    time.sleep(STEP_S)
     return {}
 
 
