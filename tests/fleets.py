@@ -45,7 +45,8 @@ class Server:
 
     def root(self) -> str:
         """What its weights really are."""
-        return root(copy_of(self.module))
+        with self.receiver.reading() as live:
+            return root(copy_of(live.module))
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:

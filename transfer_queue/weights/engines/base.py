@@ -179,7 +179,7 @@ class Engine(ABC):
         with self._busy:
             self._drop("shut down")
             if self._reports is not None:
-                self._reports.close()
+                self._reports.leave()
             self._close()
 
     @property

@@ -33,13 +33,18 @@ MAX_FAULTS = 3  # of one peer in one fetch
 
 
 class Control:
-    """The connection to the trainer for what is small; made anew after it broke."""
+    """The connection to the trainer for what is small; made anew after it broke. Thread-safe."""
 
     def __init__(self) -> None:
         self.address: Address | None = None
         self._peer: Peer | None = None
+        self._lock = threading.RLock()
 
     def ask(self, message: Any, deadline: Deadline, limit: int = 0) -> memoryview:
+        with self._lock:
+            return self._ask(message, deadline, limit)
+
+    def _ask(self, message: Any, deadline: Deadline, limit: int) -> memoryview:
         if self.address is None:
             raise NotOpen("the trainer's address is not known: init_transfer_engine first")
         for last in (False, True):
@@ -61,9 +66,16 @@ class Control:
             self.ask(p.Report(msgspec.json.encode(outcome)), deadline)
 
     def close(self) -> None:
-        if self._peer is not None:
-            self._peer.close()
-            self._peer = None
+        with self._lock:
+            if self._peer is not None:
+                self._peer.close()
+                self._peer = None
+
+    def leave(self) -> None:
+        """Nothing is asked any more, until there is another address."""
+        with self._lock:
+            self.close()
+            self.address = None
 
 
 def newest_of(peers: list[Address], deadline: Deadline, stall_s: float) -> tuple[Manifest, list[Address]]:

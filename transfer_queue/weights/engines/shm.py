@@ -220,7 +220,7 @@ class ShmEngine(Engine):
         self._control.tell(outcome, deadline)
 
     def _close(self) -> None:
-        self._control.close()
+        self._control.leave()
         self._mappings.clear()
 
 
@@ -238,9 +238,7 @@ class Mapped:
 
     def lend(self, nbytes: int, peer: p.Peer) -> Bytes:
         """The memory as the trainer has it now. The connection is closed with the last array or tensor over it."""
-        self._cleaning.cancel()
-        if self._cleaning.is_alive():
-            self._cleaning.join()
+        self.settle()
         self._clean()
         self.lent = self._used = True
 
@@ -257,8 +255,11 @@ class Mapped:
             self._cleaning.daemon = True
             self._cleaning.start()
 
-    def close(self) -> None:
+    def settle(self) -> None:
+        """Nothing goes on here any more."""
         self._cleaning.cancel()
+        if self._cleaning.is_alive():
+            self._cleaning.join()
 
     def _clean(self) -> None:
         if self._used:
@@ -286,7 +287,7 @@ class Mappings:
             mapped = self._mapped.pop(found.st_ino, None) or Mapped(peer.stream.fds[0], found.st_size)
             self._mapped[found.st_ino] = mapped
             while len(self._mapped) > NUM_MAPPED:
-                self._mapped.pop(next(iter(self._mapped))).close()
+                self._mapped.pop(next(iter(self._mapped))).settle()
             os.close(peer.stream.fds.pop())
         except BaseException:
             peer.close()
@@ -300,5 +301,5 @@ class Mappings:
 
     def clear(self) -> None:
         for mapped in self._mapped.values():
-            mapped.close()
+            mapped.settle()
         self._mapped.clear()

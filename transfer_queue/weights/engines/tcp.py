@@ -158,7 +158,7 @@ class TcpEngine(Engine):
         return self._served_at
 
     def _close(self) -> None:
-        self._control.close()
+        self._control.leave()
         if self._serving is not None:
             self._serving.close()
             self._serving = None

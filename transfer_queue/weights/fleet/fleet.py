@@ -16,7 +16,7 @@ from transfer_queue.errors import (
     WrongEpoch,
 )
 from transfer_queue.weights.engines.trainer import Follower, TrainerEngine
-from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, gathered
 from transfer_queue.weights.fleet.rounds import Round
 from transfer_queue.weights.fleet.tending import PROBE_TIMEOUT_S, Tending
@@ -142,11 +142,10 @@ class Fleet(Follower):
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Introduce the trainer to all. Raises when none of them took it."""
-        del init_info  # each replica gets its own
         with self._turn:
             self._end_round()
             members = self._take(lambda one: True)
-            failed = self._meet(members)
+            failed = self._meet(members, init_info)
             self._release(members)
             if members and len(failed) == len(members):
                 raise gathered("nobody met the trainer", failed)
@@ -156,9 +155,10 @@ class Fleet(Follower):
         with self._turn:
             self._end_round()
             members = self._take(lambda one: one.ready) or self._take(lambda one: True)
-            self._meet([one for one in members if not one.met])
-            self._round = Round([one for one in members if one.met], self.publisher, self.call_timeout_s)
+            failed = self._meet([one for one in members if not one.met], None)
             self._release([one for one in members if not one.met])
+            members = [one for one in members if one.met]
+            self._round = Round(members, self.publisher, self.call_timeout_s, failed)
             self._round.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -201,11 +201,14 @@ class Fleet(Follower):
             members = [one for one in self._replicas.values() if wanted(one)]
         return [one for one in members if one.busy.acquire(timeout=max(deadline - time.monotonic(), 0.0))]
 
-    def _meet(self, members: list[Replica]) -> dict[Replica, TransferQueueError]:
+    def _meet(self, members: list[Replica], info: dict[str, Any] | None) -> dict[Replica, TransferQueueError]:
+        """All at once: a group forms when all of it have come."""
+        deadline = Deadline(self.call_timeout_s)
+        asked = {one: Call(one.meet, self.publisher, deadline, info) for one in members}
         failed: dict[Replica, TransferQueueError] = {}
-        for one in members:
+        for one, call in asked.items():
             try:
-                self.admit(one, one.meet(self.publisher, Deadline(self.call_timeout_s)))
+                self.admit(one, call.result(deadline, f"the meeting with {one.name}"))
             except TransferQueueError as error:
                 failed[one] = error
                 self.fence(one, f"it did not meet the trainer: {error}")

@@ -151,13 +151,16 @@ class Replica:
         self._sure = True
         return found
 
-    def meet(self, publisher: TrainerEngine | None, deadline: Deadline) -> Serving:
-        """Introduce the trainer; what it serves."""
+    def meet(
+        self, publisher: TrainerEngine | None, deadline: Deadline, init_info: dict[str, Any] | None = None
+    ) -> Serving:
+        """Introduce the trainer (`init_info`: as it does itself just now); what the server serves."""
         self.met = False
         if publisher is None:
             raise NotInitialized("the fleet has no trainer yet")
         self.silent = silent_workers(self.member)
-        info = {**publisher.introduction(self.silent), "replica": self.name}
+        told = publisher.introduction(self.silent) if init_info is None else init_info
+        info = {**told, **publisher.reports.info(self.silent), "replica": self.name}
         publisher.reports.forget(self.name)
         try:
             self.call("init_weight_transfer_engine", info, deadline=deadline)

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError
+from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError, UpdateInProgress
 from transfer_queue.weights.engines.reports import forget_caches
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.fleet.replica import Replica, each, gathered
@@ -21,30 +21,38 @@ PREPARING = 0.8  # of the time for an update: who is late by then is left behind
 class Round:
     """The calls of one update to those that take part. Whoever fails once is out of it."""
 
-    def __init__(self, members: list[Replica], publisher: TrainerEngine | None, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        members: list[Replica],
+        publisher: TrainerEngine | None,
+        call_timeout_s: float,
+        failed: dict[Replica, TransferQueueError],
+    ) -> None:
         self.members = members
         self._publisher = publisher
         self.prepared: list[Replica] = []
         self.info: dict[str, Any] | None = None
         self.prepare_s = 0.0
         self._call_timeout_s = call_timeout_s
-        self._failed: dict[Replica, TransferQueueError] = {}
+        self._failed = failed  # those that did not even meet the trainer, so far
 
     def start(self) -> None:
-        """Servers that were started anew are introduced to the trainer first."""
+        """Servers that were started anew, or have an update open that somebody left, are met again first."""
         deadline = Deadline(self._call_timeout_s)
         for one in self.members:
             if self._publisher is not None:
                 self._publisher.reports.forget(one.name)
         self._each(self.members, "start_weight_update", deadline=deadline)
-        forgot = [one for one, error in self._failed.items() if isinstance(error, NotInitialized)]
-        for one in forgot:
-            try:
-                one.meet(self._publisher, deadline)
-                del self._failed[one]
-            except TransferQueueError as error:
-                self._failed[one] = error
-        self._each([one for one in forgot if one.met], "start_weight_update", deadline=deadline)
+        again = []
+        for one, error in list(self._failed.items()):
+            if isinstance(error, (NotInitialized, UpdateInProgress)):
+                try:
+                    one.meet(self._publisher, deadline)
+                    del self._failed[one]
+                    again.append(one)
+                except TransferQueueError as worse:
+                    self._failed[one] = worse
+        self._each(again, "start_weight_update", deadline=deadline)
 
     def prepare(self, info: dict[str, Any]) -> None:
         """Have all stage and verify the version."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transfer_queue.errors import NotSupported, TransferQueueError, VersionGone
 from transfer_queue.weights.engines.reports import forget_caches
@@ -38,23 +38,34 @@ class Tending:
         seen: Decided | None = None
         while not one.left:
             newest = fleet.newest()
+            infos = [] if one.ready or newest is None else self._infos()  # waits while a version is being sent
             if one.busy.acquire(blocking=False):  # otherwise a round has it
                 try:
-                    well = self._look_after(newest)
+                    well = self._look_after(infos)
                 finally:
                     one.busy.release()
                 rest_s = fleet.heartbeat_s if well else min(2 * rest_s, max(MAX_REST_S, fleet.heartbeat_s))
                 seen = newest
             fleet.rest(one, rest_s, seen)
 
-    def _look_after(self, newest: Decided | None) -> bool:
+    def _infos(self) -> list[dict[str, Any]]:
+        """What brings a replica to the newest version; nothing when that cannot be had."""
+        publisher = self._fleet.publisher
+        try:
+            return publisher.catch_up_infos(self._fleet.catch_up_timeout_s) if publisher is not None else []
+        except TransferQueueError as error:
+            log.info("replica %s: %s", self._replica.name, error)
+            return []
+
+    def _look_after(self, infos: list[dict[str, Any]]) -> bool:
         """Whether all is well with it."""
         fleet, one = self._fleet, self._replica
+        newest = fleet.newest()
         try:
             if one.ready:
                 fleet.admit(one, one.ask(Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s))))
             elif newest is not None:
-                self._catch_up()
+                self._catch_up(newest, infos)
             elif fleet.publisher is not None and not one.met:
                 self._meet()
                 fleet.fence(one, "no version was sent yet")
@@ -67,36 +78,29 @@ class Tending:
         fleet, one = self._fleet, self._replica
         one.meet(fleet.publisher, Deadline(fleet.call_timeout_s))
 
-    def _catch_up(self) -> None:
-        """Bring it to the newest version, as often as there is another one meanwhile."""
+    def _catch_up(self, newest: Decided, infos: list[dict[str, Any]]) -> None:
+        """Bring it to the newest version, unless there is another one meanwhile."""
         fleet, one = self._fleet, self._replica
-        installed: Decided | None = None
-        while not one.left and (newest := fleet.newest()) is not None:
-            before, found = one.serving, one.ask(Deadline(fleet.call_timeout_s))
-            if found.is_newest(newest):
-                self._resume()
-                if fleet.admit(one, found):
-                    return
-                continue
-            if installed == newest:
-                fleet.fence(one, f"it serves {found} after version {newest.version} was sent to it")
-                return
+        before, found = one.serving, one.ask(Deadline(fleet.call_timeout_s))
+        if not found.is_newest(newest):
+            if not infos or (infos[0]["version"], infos[0]["epoch"]) != newest[:2]:
+                raise VersionGone(f"version {newest.version} cannot be had now")
             one.open = one.open and found == before  # otherwise it was started anew
             self._pause()
             one.call_off(Deadline(fleet.call_timeout_s))
             self._meet()
-            installed = self._install()
+            self._install(newest, infos)
+            found = one.ask(Deadline(fleet.call_timeout_s))
+            if not found.is_newest(newest):
+                fleet.fence(one, f"it serves {found} after version {newest.version} was sent to it")
+                return
+        self._resume()
+        fleet.admit(one, found)
 
-    def _install(self) -> Decided:
-        """Send it what the trainer has now; which version that is."""
+    def _install(self, newest: Decided, infos: list[dict[str, Any]]) -> None:
         fleet, one = self._fleet, self._replica
         publisher = fleet.publisher
-        if publisher is None:
-            raise NotSupported("nobody can send the newest version again")
-        infos = publisher.catch_up_infos(fleet.catch_up_timeout_s)
-        newest = fleet.newest()
-        if newest is None or (infos[0]["version"], infos[0]["epoch"]) != newest[:2]:
-            raise VersionGone("the trainer does not have the newest version")
+        assert publisher is not None
         deadline = Deadline(fleet.catch_up_timeout_s)
         for info in infos:
             publisher.reports.forget(one.name)
@@ -106,7 +110,6 @@ class Tending:
             one.call("finish_weight_update", *([] if info["label"] else [newest.label]), deadline=deadline)
             one.hear(publisher, info, deadline, installed=True)
         forget_caches(one.member)
-        return newest
 
     def _pause(self) -> None:
         fleet, one = self._fleet, self._replica
