@@ -93,6 +93,24 @@ def test_a_fenced_replica_is_paused_until_it_is_ready(site: Start) -> None:
     assert not b.gate.is_paused()
 
 
+def test_who_was_paused_by_a_fence_goes_on_with_the_next_version(site: Start) -> None:
+    here = site(1)
+    here.send(1)
+    a = here.servers["a"]
+
+    def refuse() -> None:
+        raise DigestMismatch("damaged every time")
+
+    a.hooks["update_weights"] = refuse
+    a.restart()
+    until(lambda: a.gate.is_paused(), "the pause of a replica that cannot catch up")
+    a.hooks.clear()
+    here.send(2)  # nobody is ready: it is for all
+    here.fleet.wait_ready(["a"], 10)
+    assert a.root() == expected(2)
+    assert not a.gate.is_paused()
+
+
 def test_a_version_that_nobody_can_take_is_given_up(site: Start) -> None:
     here = site(2)
     here.send(1)

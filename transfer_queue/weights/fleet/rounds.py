@@ -78,8 +78,10 @@ class Round:
             if clear_cache:
                 self._forget_caches(deadline)
         finally:
-            if pause is not None:
-                each(self.prepared, "resume_generation", deadline=Deadline(self._call_timeout_s))
+            held = [one for one in self.prepared if pause is not None or one.fenced_by_pause]
+            each(held, "resume_generation", deadline=Deadline(self._call_timeout_s))
+            for one in held:
+                one.fenced_by_pause = False
         return time.monotonic() - begun if pause is not None else 0.0
 
     def abort(self, members: list[Replica], deadline: Deadline) -> None:

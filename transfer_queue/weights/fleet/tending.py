@@ -83,10 +83,10 @@ class Tending:
         fleet, one = self._fleet, self._replica
         before, found = one.serving, one.ask(Deadline(fleet.call_timeout_s))
         if not found.is_newest(newest):
+            self._pause()
             if not infos or (infos[0]["version"], infos[0]["epoch"]) != newest[:2]:
                 raise VersionGone(f"version {newest.version} cannot be had now")
             one.open = one.open and found == before  # otherwise it was started anew
-            self._pause()
             one.call_off(Deadline(fleet.call_timeout_s))
             self._meet()
             self._install(newest, infos)
