@@ -311,18 +311,18 @@ REPLICA = """
 
 
 def test_killed_and_frozen_processes(site: Start, child: Callable[[str], Any]) -> None:
-    here = site(0, "tcp", call_timeout_s=2.0)
+    here = site(0, "tcp", call_timeout_s=4.0)
     processes = {name: child(REPLICA) for name in ("killed", "frozen", "well")}
     for name, process in processes.items():
-        here.fleet.join(name, WeightSyncClient(process.line(), "t", timeout_s=1.0))
+        here.fleet.join(name, WeightSyncClient(process.line(), "t", timeout_s=3.0))
     here.send(1)
     assert here.fleet.ready() == ["killed", "frozen", "well"]
     processes["killed"].kill()
     processes["frozen"].process.send_signal(signal.SIGSTOP)
-    here.send(2, deadline_s=10.0)
+    here.send(2, deadline_s=30.0)
     assert here.fleet.ready() == ["well"]
     processes["frozen"].process.send_signal(signal.SIGCONT)
-    here.fleet.wait_ready(["frozen", "well"], 20)
+    here.fleet.wait_ready(["frozen", "well"], 30)
     for name in ("frozen", "well"):
         processes[name].say("?")
         assert processes[name].line() == expected(2)
