@@ -106,6 +106,32 @@ def shared() -> Iterator[tq.TransferQueueClient]:
     until(lambda: _children() <= before, "the end of the server", 5)
 
 
+@pytest.fixture(scope="module")
+def context() -> Iterator[Any]:
+    """What starts the processes of `tests/engines.py`."""
+    from engines import processes
+
+    with processes() as found:
+        yield found
+
+
+@pytest.fixture
+def site(context: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts a trainer of weights and its receivers (`engines.Site`); all are ended after the test."""
+    from engines import Site
+
+    made: list[Site] = []
+
+    def start(engine: str, **more: Any) -> Site:
+        made.append(Site(context, engine, tmp_path / "versions", **more))
+        made[-1].start_trainer()
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
 class Child:
     """A Python process running some code with the service's address in its environment."""
 

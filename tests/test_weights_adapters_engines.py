@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from engines import Site, answer, processes
+from engines import Site, answer
 
 from transfer_queue.errors import (
     DigestMismatch,
@@ -21,27 +19,6 @@ from transfer_queue.errors import (
 
 ENGINES = ["shm", "tcp", "disk", "collective", "collective-vllm", "cuda_ipc"]
 Start = Callable[..., Site]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def context() -> Iterator[Any]:
-    with processes() as found:
-        yield found
-
-
-@pytest.fixture
-def site(context: Any, tmp_path: Path) -> Iterator[Start]:
-    """Starts trainer and receivers; all are ended after the test."""
-    made: list[Site] = []
-
-    def start(engine: str, **more: Any) -> Site:
-        made.append(Site(context, engine, tmp_path / "versions", **more))
-        made[-1].start_trainer()
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from conftest import until
-from engines import Site, answer, expected, processes
+from engines import Site, answer, expected
 from weights import ROOM_S, Net, copy_of, drawn, root, same
 
 from transfer_queue.errors import (
@@ -38,26 +37,6 @@ from transfer_queue.weights.sources import WeightSource
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 Start = Callable[..., Site]
-
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[Any]:
-    with processes() as found:
-        yield found
-
-
-@pytest.fixture
-def site(context: Any, tmp_path: Path) -> Iterator[Start]:
-    made: list[Site] = []
-
-    def start(engine: str, **more: Any) -> Site:
-        made.append(Site(context, engine, tmp_path, **more))
-        made[-1].start_trainer()
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
 
 
 # handles

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from conftest import until
-from engines import Site, expected, processes
+from engines import Site, expected
 
 from transfer_queue.errors import (
     DeadlineExceeded,
@@ -22,27 +20,6 @@ from transfer_queue.errors import (
 
 ENGINES = ["shm", "tcp", "disk", "collective", "collective-vllm", "cuda_ipc"]
 Start = Callable[..., Site]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def context() -> Iterator[Any]:
-    with processes() as found:
-        yield found
-
-
-@pytest.fixture
-def site(context: Any, tmp_path: Path) -> Iterator[Start]:
-    """Starts trainer and receivers; all are ended after the test."""
-    made: list[Site] = []
-
-    def start(engine: str, **more: Any) -> Site:
-        made.append(Site(context, engine, tmp_path / "versions", **more))
-        made[-1].start_trainer()
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

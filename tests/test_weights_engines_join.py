@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engines import Process, Site, expected, processes
+from engines import Process, Site, expected
 
 from transfer_queue.errors import (
     AccessDenied,
@@ -21,27 +20,6 @@ from transfer_queue.errors import (
 from transfer_queue.wire.address import parse_address
 
 Start = Callable[..., Site]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def context() -> Iterator[Any]:
-    with processes() as found:
-        yield found
-
-
-@pytest.fixture
-def site(context: Any, tmp_path: Path) -> Iterator[Start]:
-    """Starts trainer and receivers; all are ended after the test."""
-    made: list[Site] = []
-
-    def start(engine: str, **more: Any) -> Site:
-        made.append(Site(context, engine, tmp_path / "versions", **more))
-        made[-1].start_trainer()
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
 
 
 def late(here: Site, **info: Any) -> Process:

@@ -59,12 +59,8 @@ class ShmInfo(InitInfo, kw_only=True):
     recheck: bool = False
 
 
-def starts_of(manifest: Manifest) -> list[int]:
+def starts_of(buckets: tuple[int, ...]) -> list[int]:
     """Where each bucket starts in the memory; the last number is where it all ends."""
-    return _starts(manifest.buckets)
-
-
-def _starts(buckets: tuple[int, ...]) -> list[int]:
     found = [0]
     for nbytes in buckets:
         found.append(found[-1] + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -153,7 +149,7 @@ class ShmTrainer(TrainerEngine):
 
     def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
         where = plan(draft.source.specs(), self.info.bucket_nbytes)
-        starts = _starts(where.buckets)
+        starts = starts_of(where.buckets)
         memory = self.shelf.take(starts[-1])
         try:
             places = [memory.data[at : at + size] for at, size in zip(starts, where.buckets, strict=False)]
@@ -202,7 +198,7 @@ class ShmEngine(Engine):
         return self._control.manifest(newest_key(label), deadline)
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
-        starts = starts_of(manifest)
+        starts = starts_of(manifest.buckets)
         assert self._control.address is not None
         peer = p.Peer(self._control.address, deadline.left())
         memory = self._mappings.borrow(peer, key_of(manifest), starts[-1], deadline)

@@ -215,7 +215,8 @@ class TrainerEngine(ABC):
             self.reports.hear(*step)
             self._call(client.finish_weight_update, deadline, *([] if info["label"] else [str(info["version"])]))
             self.reports.hear(*step, installed=True)
-        self._call(forget_caches, deadline, client)
+        if silent:
+            self._call(forget_caches, deadline, client)
         return int(infos[0]["version"])
 
     def shutdown(self) -> None:

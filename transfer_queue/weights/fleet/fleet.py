@@ -16,8 +16,8 @@ from transfer_queue.errors import (
     WrongEpoch,
 )
 from transfer_queue.weights.engines.trainer import Follower, TrainerEngine
-from transfer_queue.weights.engines.waiting import Call, Deadline
-from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, gathered
+from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, at_once, gathered
 from transfer_queue.weights.fleet.rounds import Round
 from transfer_queue.weights.fleet.tending import PROBE_TIMEOUT_S, Tending
 from transfer_queue.weights.gate import Mode
@@ -204,14 +204,13 @@ class Fleet(Follower):
     def _meet(self, members: list[Replica], info: dict[str, Any] | None) -> dict[Replica, TransferQueueError]:
         """All at once: a group forms when all of it have come."""
         deadline = Deadline(self.call_timeout_s)
-        asked = {one: Call(one.meet, self.publisher, deadline, info) for one in members}
-        failed: dict[Replica, TransferQueueError] = {}
-        for one, call in asked.items():
-            try:
-                self.admit(one, call.result(deadline, f"the meeting with {one.name}"))
-            except TransferQueueError as error:
-                failed[one] = error
-                self.fence(one, f"it did not meet the trainer: {error}")
+
+        def meet(one: Replica) -> None:
+            self.admit(one, one.meet(self.publisher, deadline, info))
+
+        failed = at_once(members, meet, deadline, "the meeting with")
+        for one, error in failed.items():
+            self.fence(one, f"it did not meet the trainer: {error}")
         return failed
 
     def _release(self, members: list[Replica]) -> None:
@@ -274,7 +273,7 @@ class Fleet(Follower):
     def _end_round(self) -> None:
         found, self._round = self._round, None
         if found is not None:
-            found.abort(found.members, Deadline(ABORT_S))
+            found.abort(Deadline(ABORT_S))
             self._release(found.members)
 
     # the replicas' threads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -223,6 +223,20 @@ def gathered(text: str, failed: Mapping[Replica, TransferQueueError]) -> Transfe
     """One error that says what all of them say, of the kind of the first."""
     said = "; ".join(f"{one.name}: {error}" for one, error in failed.items())
     return error_from_code(next(iter(failed.values())).code, f"{text}: {said}")
+
+
+def at_once(
+    replicas: Iterable[Replica], function: Callable[[Replica], object], deadline: Deadline, what: str
+) -> dict[Replica, TransferQueueError]:
+    """Do something that takes several calls to each, at all of them at the same time: who failed, and how."""
+    asked = {one: Call(function, one) for one in replicas}
+    failed: dict[Replica, TransferQueueError] = {}
+    for one, call in asked.items():
+        try:
+            call.result(deadline, f"{what} {one.name}")
+        except TransferQueueError as error:
+            failed[one] = error
+    return failed
 
 
 def each(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError, UpdateInProgress
 from transfer_queue.weights.engines.reports import forget_caches
-from transfer_queue.weights.engines.waiting import Call, Deadline
-from transfer_queue.weights.fleet.replica import Replica, each, gathered
+from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.fleet.replica import Replica, at_once, each, gathered
 from transfer_queue.weights.gate import Mode
 
 if TYPE_CHECKING:
@@ -84,13 +83,10 @@ class Round:
                 one.fenced_by_pause = False
         return time.monotonic() - begun if pause is not None else 0.0
 
-    def abort(self, members: list[Replica], deadline: Deadline) -> None:
-        """Tell them that it is off (see `Replica.call_off`). One that cannot be told drops the update by itself when
-        its time is up, and is told again before the next one."""
-        told = each(
-            [one for one in members if one.is_surely_open()], "update_weights", {"abort": True}, deadline=deadline
-        )
-        each([one for one, error in told.items() if error is None], "finish_weight_update", deadline=deadline)
+    def abort(self, deadline: Deadline) -> None:
+        """Tell all that it is off. One that cannot be told drops the update by itself when its time is up, and is told
+        again before the next one."""
+        at_once(self.members, lambda one: one.call_off(deadline), deadline, "giving the update up at")
 
     def reason(self, one: Replica) -> str:
         return str(self._failed[one]) if one in self._failed else ""
@@ -116,7 +112,5 @@ class Round:
                 self._failed[one] = error
 
     def _forget_caches(self, deadline: Deadline) -> None:
-        asked = [Call(forget_caches, one.member) for one in self._well(self.prepared) if one.silent]
-        for call in asked:
-            with suppress(TransferQueueError):  # it goes on, and ends by itself
-                call.result(deadline, "forgetting caches")
+        silent = [one for one in self._well(self.prepared) if one.silent]
+        at_once(silent, lambda one: forget_caches(one.member), deadline, "forgetting the caches of")

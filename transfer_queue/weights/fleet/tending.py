@@ -109,7 +109,8 @@ class Tending:
             one.hear(publisher, info, deadline)
             one.call("finish_weight_update", *([] if info["label"] else [newest.label]), deadline=deadline)
             one.hear(publisher, info, deadline, installed=True)
-        forget_caches(one.member)
+        if one.silent:
+            forget_caches(one.member)
 
     def _pause(self) -> None:
         fleet, one = self._fleet, self._replica
