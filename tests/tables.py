@@ -97,19 +97,24 @@ class Box:
     # reading
 
     def fetch(self, size: int, fields: Sequence[str] = ("a",), task: str = "t", wait_s: float = 0.0, ticket: Any = None,
-              empty: bool = False, partition: str = "p", **sampling: Any) -> Any:  # fmt: skip
-        """The rows, or None when the request was parked."""
-        message = m.Fetch(1, partition, list(fields), size, task, sampling, wait_s, empty)
-        reply = self.handle(message, ticket)
+              empty: bool = False, partition: str = "p", session: bytes = b"session", rid: int = 1,
+              received: bool = True, **sampling: Any) -> Any:  # fmt: skip
+        """The rows, or None when the request was parked. The asker confirms at once that it has them."""
+        message = m.Fetch(rid, partition, list(fields), size, task, sampling, wait_s, empty)
+        reply = self.handle(message, ticket, session)
+        if reply is not None and received:
+            self.controller.received(session, rid)
         return None if reply is None else indexes(reply)
 
     def lend(self, size: int, lease_s: float = 10.0, *, session: bytes = b"session", fields: Sequence[str] = ("a",),
              task: str = "t", wait_s: float = 0.0, ticket: Any = None, partition: str = "p", until_done: bool = False,
-             holder: bytes = b"", **sampling: Any) -> Any:  # fmt: skip
-        """(lease, rows), or None when the request was parked."""
+             holder: bytes = b"", received: bool = True, **sampling: Any) -> Any:  # fmt: skip
+        """(lease, rows), or None when the request was parked. The asker confirms at once that it has them."""
         message = m.Fetch(1, partition, list(fields), size, task, sampling, wait_s, until_done, lease_s, until_done,
                           holder)  # fmt: skip
         reply = self.handle(message, ticket, session)
+        if reply is not None and received:
+            self.controller.received(session, 1)
         return None if reply is None else (reply.lease, indexes(reply))
 
     def ack(self, lease: int, rows: Sequence[int] | None = None) -> int:

@@ -23,7 +23,7 @@ SAMPLES: list[Any] = [
     m.Commit(1, "p", 2, ["a", "b"], None, [FieldSchema("f", "dense", "float32", (2,))], 0, b"layout", [{}, {}], 1.0),
     m.Fetch(2, "p", ["f"], 8, "task", {"dp_rank": 0}, 30.0, True),
     m.Get(3, "p", None, b"\0" * 16, None, True),
-    m.Unpin([1, 2, 3]),
+    m.Unpin(7, [1, 2, 3]),
     m.Stop(2**62),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import until
 from hosts import CLIENT, LARGE, Host, firsts, rows
 
-from transfer_queue.errors import DataLost, DeadlineExceeded, ServiceUnavailable, TransferQueueError
+from transfer_queue.errors import DataLost, DeadlineExceeded, ServiceRestarted, ServiceUnavailable, TransferQueueError
 
 
 def test_a_killed_unit_takes_its_rows_and_that_is_told(start_host: Callable[..., Host]) -> None:
@@ -53,6 +53,8 @@ def test_a_unit_joins_the_next_controller_at_the_address_and_starts_empty(start_
     head.server._process.returncode = -9
     second = start_host(port=int(head.tcp.rpartition(":")[2]))
     until(lambda: bool(second.client.stats()["units"]), "the unit's return")
+    with pytest.raises(ServiceRestarted):
+        unit.used()
     until(lambda: unit.used() == 0, "the end of the old rows")
     unit.kv_put(["a"], "p", rows(2, 1, LARGE))
     assert firsts(second.kv_get(["a"], "p")) == [2]

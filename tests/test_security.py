@@ -287,7 +287,7 @@ def test_blocks_of_another_session_are_out_of_reach(shared: TransferQueueClient,
         with pytest.raises(ServiceUnavailable):
             answer(m.Write(2000 + block, block, 0), b"overwritten")
         stranger.notify(m.Discard(block))
-        stranger.notify(m.Unpin([block, block]))
+        stranger.notify(m.Unpin(0, [block, block]))
     stranger.close()
     assert "theirs" not in tq.kv_list()
     assert bool((room["x"] == 7).all())

@@ -143,7 +143,7 @@ def test_unpinning_what_is_not_pinned_does_nothing(shell: Shell) -> None:
     for block, session in ((number, b"b"), (999, b"a"), (-1, b"a")):
         shell.unit.unpin(block, session)
     assert shell.unit.pinned(number, b"a").pins == 1
-    with pytest.raises(InvalidInput, match="not pinned"):
+    with pytest.raises(RowCleared, match="not pinned"):
         shell.unit.pinned(number, b"b")
 
 
@@ -153,7 +153,7 @@ def test_a_block_allocated_with_a_pin_stays_after_its_rows(shell: Shell) -> None
     shell.unit.publish(number, b"")
     shell.unit.drop(number)
     assert shell.unit.block(number) is not None
-    shell.unit.unpin(number, b"s")
+    shell.unit.unpin(number, b"s", rid=1)
     assert shell.unit.used_nbytes == 0
 
 

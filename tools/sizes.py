@@ -1,4 +1,4 @@
-"""Fails where a file has more than 400 lines or a function more than 60: the concept is then two concepts."""
+"""Fails where a file has more than 600 lines or a function more than 60: the concept is then two concepts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
-MAX_FILE, MAX_FUNCTION = 400, 60
+MAX_FILE, MAX_FUNCTION = 600, 60
 FOLDERS = ("transfer_queue", "tests", "demo", "examples", "bench", "tools", "frameworks", "vllm_tests")
 
 

@@ -33,6 +33,8 @@
     │   ├── DataLost                   (RuntimeError)    the host that held the rows is gone for good
     │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
+    │   │   ├── ServiceRestarted       (ConnectionError) another service, or server, is there now: what was held is lost
+    │   │   └── TooManyConnections     (ConnectionError) the server takes no more connections now
     │   ├── DigestMismatch             (ValueError)      bytes of weights were damaged on their way
     │   ├── VersionGone                (RuntimeError)    that version of the weights is not there, or no more
     │   ├── CommitFailed               (RuntimeError)    new weights could not be made live
@@ -249,6 +251,19 @@ class ServiceUnavailable(ServiceError, ConnectionError, RuntimeError):
     """The server went away or cannot be reached."""
 
     code = "unavailable"
+
+
+class ServiceRestarted(ServiceUnavailable):
+    """The service that this process was attached to ended, and another answers in its place. Raised once for each call
+    that was in flight; the next call works on the new service. Rows, leases and keys of the old one are lost."""
+
+    code = "restarted"
+
+
+class TooManyConnections(ServiceUnavailable):
+    """The server has as many connections as it may: others have to leave first."""
+
+    code = "too_many_connections"
 
 
 class DigestMismatch(ServiceError, ValueError):

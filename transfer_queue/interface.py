@@ -18,13 +18,15 @@ from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.effects import Operation
 from transfer_queue.client.session import Session
-from transfer_queue.errors import NotInitialized, ServiceUnavailable
+from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
 from transfer_queue.launch import choose
 from transfer_queue.launch.launcher import Launcher, Service
 from transfer_queue.wire.address import Address, parse_address
 
 P = ParamSpec("P")
 T = TypeVar("T")
+CHECK_S = 1.0
+log = logging.getLogger("transfer_queue")
 
 _lock = threading.RLock()
 _client: TransferQueueClient | None = None
@@ -39,10 +41,13 @@ def init(conf: Any = None) -> Any:
     in `conf.run_dir` or TQ_RUN_DIR, and in the Ray cluster that this process is connected to. `conf` is a DictConfig or
     mapping merged over config.yaml. Returns the merged DictConfig when it started the service, which then ends with
     this process, and `conf` itself when it attached; warns with `ConfigMismatch` where the running service has other
-    settings. Raises `ConfigError`, `ServiceUnavailable`.
+    settings. In a process whose service died it attaches to the one that took its place, or starts one. Raises
+    `ConfigError`, `ServiceUnavailable`.
     """
     global _client, _service
     with _lock:
+        if _client is not None and not _still_attached(_client):
+            _leave_the_dead()
         if _client is None:
             full = settings.merged(conf)
             level = settings.from_env().logging_level
@@ -63,6 +68,30 @@ def init(conf: Any = None) -> Any:
                     return full
         settings.warn_of_differences(conf, get_client().session.config)
         return conf
+
+
+def _still_attached(client: TransferQueueClient) -> bool:
+    """Whether the client's service lives, or another has taken its place. A frozen server counts as alive."""
+    for _ in range(2):
+        try:
+            client.session.check(CHECK_S)
+        except ServiceRestarted:
+            continue  # another life answers: look whether the client can attach to it
+        except DeadlineExceeded:
+            return True
+        except ServiceUnavailable as error:
+            log.warning("%s", error)
+            return False
+        return True
+    return False
+
+
+def _leave_the_dead() -> None:
+    """Let go of a service that died, so that this process finds or starts another one."""
+    address = str(get_client().address)
+    close()
+    if os.environ.get("TQ_ADDRESS") == address:  # inherited: it leads nowhere any more
+        del os.environ["TQ_ADDRESS"]
 
 
 def _run_dir(full: Any) -> str:

@@ -39,7 +39,7 @@ def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operati
         if not published:
             session.notify(m.Discard(found.block))
 
-    memory = session.views.hold(found.block, found.arena, found.offset, nbytes, ended)
+    memory = session.views.hold(found.rid, found.block, found.arena, found.offset, nbytes, ended)
     allocation._fill(memory)
     return allocation
 
@@ -107,13 +107,15 @@ class Allocation(Mapping[str, torch.Tensor]):
         if keys is not None and len(set(keys)) != count:
             raise InvalidInput("Got duplicated keys.")
         wire_tags = None if tags is None else checked_tags(tags, count)
-        rows = Rows(partition_id, count, keys, None if metadata is None else metadata.indexes.tobytes())
+        rows = Rows(partition_id, count, keys)
+        if metadata is not None:
+            rows = rows._replace(indexes=metadata.indexes.tobytes(), service=metadata.service_id)
         block = self._block
         if block is None:
             block = yield from self._upload()
         self._published.append(True)
         reply = (yield commit(self.session, rows, self._plan.schema(), self._plan.layout(), block, wire_tags))[0]
-        return committed_meta(reply, partition_id, self._plan, wire_tags)
+        return committed_meta(self.session, reply, partition_id, self._plan, wire_tags)
 
     def _upload(self) -> Operation[int]:
         assert self._memory is not None
@@ -127,6 +129,9 @@ class Allocation(Mapping[str, torch.Tensor]):
     async_commit = awaitable(_commit)
 
 
-def committed_meta(reply: m.Committed, partition: str, plan: Plan, tags: list[m.Tags] | None) -> BatchMeta:
+def committed_meta(
+    session: Session, reply: m.Committed, partition: str, plan: Plan, tags: list[m.Tags] | None
+) -> BatchMeta:
     """Metadata of the rows a commit wrote."""
-    return BatchMeta._build(np.frombuffer(reply.rows, np.int64), partition, field_specs(plan.schema()), True, tags)
+    rows, schema = np.frombuffer(reply.rows, np.int64), field_specs(plan.schema())
+    return BatchMeta._build(rows, partition, schema, True, tags, session.service_id)

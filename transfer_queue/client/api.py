@@ -7,6 +7,7 @@ is safe to call from several threads and event loops at once. Besides what is li
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from transfer_queue.client.writing import checked_tags
 from transfer_queue.errors import UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address
 
 Status = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
 
@@ -71,18 +73,16 @@ class Operations:
         Any process that has the metadata may do it. Rows cleared since are ignored. Returns how many rows of the lease
         are left. Raises `LeaseExpired` when it was over before (nothing changes), `InvalidInput` without a lease.
         """
-        lease, rows = ops.leased(metadata)
-        return (yield Call(m.Ack(self.session.next_rid(), lease, rows)))[0].rows
+        return (yield Call(m.Ack(self.session.next_rid(), *ops.leased(metadata))))[0].rows
 
     def renew(self, metadata: BatchMeta, lease_s: float) -> Operation[int]:
         """The lease of the rows lasts at least `lease_s` from now on. Returns and raises as `ack`."""
-        lease, _ = ops.leased(metadata)
-        return (yield Call(m.Renew(self.session.next_rid(), lease, lease_s)))[0].rows
+        lease, _, service_id = ops.leased(metadata)
+        return (yield Call(m.Renew(self.session.next_rid(), lease, lease_s, service_id)))[0].rows
 
     def release(self, metadata: BatchMeta) -> Operation[int]:
         """The rows, all or some of a lease, go back at once: the task is offered them again. As `ack` otherwise."""
-        lease, rows = ops.leased(metadata)
-        return (yield Call(m.Release(self.session.next_rid(), lease, rows)))[0].rows
+        return (yield Call(m.Release(self.session.next_rid(), *ops.leased(metadata))))[0].rows
 
     def put(
         self,
@@ -176,9 +176,10 @@ class Operations:
 
     def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> Operation[BatchMeta]:
         """Metadata of the rows of `keys`, in their order; unknown keys are created, or left out."""
-        request = m.Find(self.session.next_rid(), partition_id, ops.key_list(keys), create, self.session.timeout_s)
-        reply = (yield Call(request, wait_s=self.session.timeout_s))[0]
-        meta = batch_meta(reply, partition_id)
+        session = self.session
+        request = m.Find(session.next_rid(), partition_id, ops.key_list(keys), create, session.timeout_s)
+        reply = (yield Call(request, wait_s=session.timeout_s))[0]
+        meta = batch_meta(session.service_id, reply, partition_id)
         if not reply.schema:
             meta.production_status = np.zeros(len(meta), np.int8)
         return meta
@@ -220,10 +221,30 @@ class Operations:
 
 
 class TransferQueueClient:
-    """One process's access to the service. Made by `transfer_queue.init` and `get_client`."""
+    """One process's access to the service. Made by `transfer_queue.init` and `get_client`.
+
+    Where the service was started anew, each call in flight raises `ServiceRestarted`, and the next ones work on what is
+    there now. Metadata of the old one raises `DataLost`, its leases `LeaseExpired`.
+    """
 
     def __init__(self, session: Session) -> None:
-        self.session = session
+        self._session = session
+        self._renewing = threading.Lock()
+
+    @property
+    def address(self) -> Address:
+        """Where the service is."""
+        return self._session.address
+
+    @property
+    def session(self) -> Session:
+        """The session with the service as it is known now. Raises `ServiceUnavailable` when it ended and nothing
+        answers in its place."""
+        if self._session.ended is not None:
+            with self._renewing:
+                if self._session.ended is not None:
+                    self._session = self._session.successor()
+        return self._session
 
     get_meta, async_get_meta = blocking(Operations.get_meta), awaitable(Operations.get_meta)
     ack, async_ack = blocking(Operations.ack), awaitable(Operations.ack)
@@ -270,7 +291,7 @@ class TransferQueueClient:
 
     def close(self) -> None:
         """Detach from the service. Tensors that were read stay valid."""
-        self.session.close()
+        self._session.close()
 
 
 AsyncTransferQueueClient = TransferQueueClient

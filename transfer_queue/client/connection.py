@@ -29,10 +29,12 @@ class Connection:
 
     Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO, socket(7)): Python's own cost a system call each time. For
     `spin_s` the receiver asks again and again before it sleeps, as long as that helps: waking a sleeping processor
-    takes longer than most answers.
+    takes longer than most answers. Raises `ServiceRestarted` when the server is of another life than `life`.
     """
 
-    def __init__(self, address: Address, session: bytes, timeout_s: float, spin_s: float = 0.0) -> None:
+    def __init__(
+        self, address: Address, session: bytes, timeout_s: float, spin_s: float = 0.0, life: hello.Life = hello.ANY
+    ) -> None:
         self.address = address
         self.spin_s = spin_s
         try:
@@ -47,11 +49,11 @@ class Connection:
             self._socket.settimeout(None)
             self._limit(timeout_s)
             nonce = hello.nonce()
-            self._send(m.encode(m.Hello(m.PROTOCOL_VERSION, session, nonce)), None)
+            self._send(m.encode(m.Hello(m.PROTOCOL_VERSION, session, nonce, *life)), None)
             challenge, _ = self._receive("connect", timeout_s)
             self._send(m.encode(hello.proof_of(challenge, address, nonce)), None)
             reply, _ = self._receive("connect", timeout_s)
-            self.welcome = hello.welcome_of(reply)
+            self.welcome = hello.welcome_of(reply, life)
         except BaseException:
             self._socket.close()
             raise

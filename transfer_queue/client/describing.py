@@ -32,13 +32,13 @@ def field_specs(fields: Iterable[FieldSchema]) -> dict[str, dict[str, Any]]:
 UNKNOWN = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
 
 
-def batch_meta(reply: RowSet, partition: str, fields: list[str] | None = None) -> BatchMeta:
-    """The rows of a reply; `fields` that do not exist yet get a schema without dtype and shape."""
+def batch_meta(service_id: bytes, reply: RowSet, partition: str, fields: list[str] | None = None) -> BatchMeta:
+    """The rows that a life of the service named; `fields` that do not exist yet have neither dtype nor shape."""
     schema = field_specs(reply.schema)
     for name in fields or ():
         schema.setdefault(name, UNKNOWN)
     indexes = np.frombuffer(reply.rows, np.int64)
     ready = True if reply.ready is None else np.frombuffer(reply.ready, np.int8).copy()
-    meta = BatchMeta._build(indexes, partition, schema, ready, reply.tags)
+    meta = BatchMeta._build(indexes, partition, schema, ready, reply.tags, service_id)
     meta.lease = reply.lease
     return meta

@@ -9,10 +9,13 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation, Together
 from transfer_queue.client.session import Session
+from transfer_queue.wire import messages as m
 
 P = ParamSpec("P")
 T = TypeVar("T")
 OFFLOAD_NBYTES = 1 << 20
+GIVING = frozenset({m.Allocated, m.Located, m.Taken, m.RowSet, m.Handed, m.Admitted})  # answers that give something
+TAKING = (m.Fetch, m.Insert, m.Admit)  # requests that take rows, or the right to start some
 
 
 class HasSession(Protocol):
@@ -20,13 +23,48 @@ class HasSession(Protocol):
     def session(self) -> Session: ...
 
 
+class Given:
+    """What an operation asked for so far, and may have been given: rows, blocks, pins.
+
+    When it ends with an error, in whatever way, all of that is given back. When it returns, the service is told that
+    the rows are in their asker's hands."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def answered(self, call: Call, found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
+        """The answer to the last call."""
+        if type(found[0]) not in GIVING:
+            self.calls.remove(call)
+        return found
+
+    def rows(self) -> list[Call]:
+        return [call for call in self.calls if isinstance(call.request, TAKING)]
+
+
 def run(session: Session, operation: Operation[T]) -> T:
-    """Carry out `operation` in this thread."""
+    """Carry out `operation` in this thread.
+
+    An exception that strikes anywhere in it, KeyboardInterrupt included, leaves nothing taken, pinned or allocated.
+    """
+    given = Given()
+    try:
+        result = _carry_out(session, operation, given)
+        for call in given.rows():
+            session.notify(m.Received(call.request.rid), call.to)
+        return result
+    except BaseException as error:
+        for call in given.calls:
+            session.give_up(call, error)
+        raise
+
+
+def _carry_out(session: Session, operation: Operation[T], given: Given) -> T:
     try:
         effect = next(operation)
         while True:
             try:
-                result = _perform(session, effect)
+                result = _perform(session, effect, given)
             except BaseException as error:  # noqa: BLE001  the operation decides what becomes of it
                 effect = operation.throw(error)
             else:
@@ -35,24 +73,40 @@ def run(session: Session, operation: Operation[T]) -> T:
         return stop.value
 
 
-def _perform(session: Session, effect: Effect) -> Any:
+def _perform(session: Session, effect: Effect, given: Given) -> Any:
     if type(effect) is Call:
-        return session.call(effect)
+        given.calls.append(effect)
+        return given.answered(effect, session.call(effect))
     if type(effect) is Offload:
         return effect.work()
     if type(effect) is Together:
-        return session.call_together(effect.calls)
+        given.calls += effect.calls
+        found = session.call_together(effect.calls)
+        return [given.answered(*one) for one in zip(effect.calls, found, strict=True)]
     assert type(effect) is Notify
     return session.notify(effect.message, effect.to)
 
 
 async def run_async(session: Session, operation: Operation[T]) -> T:
-    """Carry out `operation` on the running loop; work on many bytes goes to a thread, so the loop stays free."""
+    """As `run`, on the running loop; work on many bytes goes to a thread, so the loop stays free."""
+    given = Given()
+    try:
+        result = await _carry_out_async(session, operation, given)
+        for call in given.rows():
+            session.notify_on_loop(m.Received(call.request.rid), call.to)
+        return result
+    except BaseException:
+        for call in given.calls:
+            session.notify_on_loop(m.Cancel(call.request.rid), call.to)
+        raise
+
+
+async def _carry_out_async(session: Session, operation: Operation[T], given: Given) -> T:
     try:
         effect = next(operation)
         while True:
             try:
-                result = await _perform_async(session, effect)
+                result = await _perform_async(session, effect, given)
             except BaseException as error:  # noqa: BLE001  the operation decides what becomes of it
                 effect = operation.throw(error)
             else:
@@ -61,17 +115,20 @@ async def run_async(session: Session, operation: Operation[T]) -> T:
         return stop.value
 
 
-async def _perform_async(session: Session, effect: Effect) -> Any:
+async def _perform_async(session: Session, effect: Effect, given: Given) -> Any:
     if type(effect) is Call:
-        return await session.call_async(effect)
+        given.calls.append(effect)
+        return given.answered(effect, await session.call_async(effect))
     if type(effect) is Offload:
         if effect.nbytes < OFFLOAD_NBYTES:
             return effect.work()
         return await _finish(asyncio.get_running_loop().run_in_executor(None, effect.work))
     if type(effect) is Together:
-        return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
+        given.calls += effect.calls
+        found = await asyncio.gather(*(session.call_async(call) for call in effect.calls))
+        return [given.answered(*one) for one in zip(effect.calls, found, strict=True)]
     assert type(effect) is Notify
-    return await session.notify_async(effect.message, effect.to)
+    return session.notify_on_loop(effect.message, effect.to)
 
 
 async def _finish(work: asyncio.Future[T]) -> T:

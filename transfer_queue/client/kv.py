@@ -96,7 +96,7 @@ def _write(
         reply = yield from store(session, plan, rows, wire_tags)
     else:
         reply = (yield commit(session, rows, [], b"", -1, wire_tags))[0]
-    return KVBatchMeta._build(list(keys), reply.tags, partition_id, reply.fields)
+    return KVBatchMeta._build(list(keys), reply.tags, partition_id, reply.fields, service_id=session.service_id)
 
 
 def kv_batch_get(
@@ -114,15 +114,29 @@ def kv_batch_get(
     `NotReady` instead. `copy` and `device` as in `get_data`. Raises `UnknownRows` (a ValueError) when no key exists and
     `NotReady` (a ValueError) when the rows have no field in common.
     """
-    fields = [select_fields] if isinstance(select_fields, str) else select_fields
-    request = m.Get(session.next_rid(), partition_id, ops.key_list(keys), None, fields, strict)
+    request = _get(session, keys, partition_id, select_fields, strict)
     return (yield from read(session, [request], copy=copy, device=device))
+
+
+def _get(
+    session: Session,
+    keys: list[str] | str,
+    partition_id: str,
+    select_fields: list[str] | str | None,
+    strict: bool = False,
+    service_id: bytes = b"",
+) -> m.Get:
+    fields = [select_fields] if isinstance(select_fields, str) else select_fields
+    return m.Get(session.next_rid(), partition_id, ops.key_list(keys), None, fields, strict, service_id)
 
 
 def kv_batch_get_by_meta(
     session: Session, meta: KVBatchMeta, select_fields: list[str] | str | None = None
 ) -> Operation[TensorDict]:
-    """The rows of `meta`: its fields, or some of them. Raises `InvalidInput` when `meta` lacks partition or fields."""
+    """The rows of `meta`: its fields, or some of them.
+
+    Raises `InvalidInput` when `meta` lacks partition or fields, `DataLost` when it is of a service that ended.
+    """
     if meta.partition_id is None:
         raise InvalidInput("the meta has no partition_id")
     wanted = [select_fields] if isinstance(select_fields, str) else select_fields
@@ -130,7 +144,9 @@ def kv_batch_get_by_meta(
         missing = sorted(set(wanted) - set(meta.fields))
         if missing:
             raise InvalidInput(f"select_fields {missing} not found in the meta's fields {meta.fields}")
-    return (yield from kv_batch_get(session, meta.keys, meta.partition_id, meta.fields if wanted is None else wanted))
+    fields = meta.fields if wanted is None else wanted
+    request = _get(session, meta.keys, meta.partition_id, fields, service_id=meta.service_id)
+    return (yield from read(session, [request]))
 
 
 def kv_list(session: Session, partition_id: str | None = None) -> Operation[dict[str, dict[str, dict[str, Any]]]]:

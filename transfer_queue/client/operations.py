@@ -46,11 +46,11 @@ def get_meta(
         raise UnknownMode(f"mode {mode!r} takes no rows: lease_s is for 'fetch'")
     if mode == "insert":
         request: m.Request = m.Insert(session.next_rid(), partition_id, batch_size, data_fields, session.timeout_s)
-        return batch_meta((yield Call(request, wait_s=session.timeout_s))[0], partition_id, data_fields)
+        reply = (yield Call(request, wait_s=session.timeout_s))[0]
+        return batch_meta(session.service_id, reply, partition_id, data_fields)
     if mode == "force_fetch":
-        return batch_meta(
-            (yield Call(m.Scan(session.next_rid(), partition_id, data_fields)))[0], partition_id, data_fields
-        )
+        reply = (yield Call(m.Scan(session.next_rid(), partition_id, data_fields)))[0]
+        return batch_meta(session.service_id, reply, partition_id, data_fields)
     if mode != "fetch":
         raise UnknownMode(f"mode {mode!r}: expected 'fetch', 'insert' or 'force_fetch'")
     if not task_name:
@@ -90,7 +90,7 @@ def fetch(
         lease_s,
     )
     reply = (yield Call(request, wait_s=wait_s))[0]
-    return batch_meta(reply, partition_id) if reply.rows else BatchMeta.empty()
+    return batch_meta(session.service_id, reply, partition_id) if reply.rows else BatchMeta.empty()
 
 
 def checked_sampling(sampling_config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def checked_sampling(sampling_config: Mapping[str, Any] | None) -> dict[str, Any
     return sampling
 
 
-def leased(metadata: BatchMeta) -> tuple[int, bytes]:
-    """(lease, rows) of a meta, or `InvalidInput` when it has no lease, or several."""
+def leased(metadata: BatchMeta) -> tuple[int, bytes, bytes]:
+    """(lease, rows, life of the service) of a meta, or `InvalidInput` when it has no lease, or several."""
     if not metadata.lease:
         raise InvalidInput(
             "the rows are not on lease: they were fetched without lease_s, or joined from several leases"
         )
-    return metadata.lease, metadata.indexes.tobytes()
+    return metadata.lease, metadata.indexes.tobytes(), metadata.service_id
 
 
 def num_rows(batch: Batch) -> int:
@@ -151,7 +151,7 @@ def put(
             raise InvalidInput("put needs metadata or a partition_id")
         plan = planned(session, data, data_parser)
         reply = yield from store(session, plan, Rows(partition_id, plan.rows), None)
-        return committed_meta(reply, partition_id, plan, None)
+        return committed_meta(session, reply, partition_id, plan, None)
     count = num_rows(data)
     if len(metadata) != count or not count:
         raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
@@ -173,7 +173,7 @@ def _put_part(session: Session, data: Batch, meta: BatchMeta, parser: Parser | N
         unchanged: tuple[bool, dict[str, Any]] = (False, {})
         tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
     replaced = [position for position, (replace, _) in edits.items() if replace]
-    rows = Rows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced)
+    rows = Rows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced, meta.service_id)
     yield from store(session, plan, rows, tags)
     return field_specs(plan.schema())
 
@@ -207,7 +207,10 @@ def set_tags(session: Session, meta: BatchMeta, tags: Sequence[Mapping[str, Any]
     """Replace the tags of the rows."""
     for positions, part in _by_partition(meta):
         wire = checked_tags([tags[p] for p in positions], len(part))
-        yield Call(m.SetTags(session.next_rid(), part.sole_partition, part.indexes.tobytes(), wire, True))
+        request = m.SetTags(
+            session.next_rid(), part.sole_partition, part.indexes.tobytes(), wire, True, part.service_id
+        )
+        yield Call(request)
 
 
 def get_data(
@@ -220,8 +223,9 @@ def get_data(
     if metadata is None or not len(metadata) or not metadata.field_names:
         log.warning("get_data: the metadata names no rows or no fields")
         return TensorDict({}, batch_size=[0])
+    fields, life = metadata.field_names, metadata.service_id
     requests = [
-        m.Get(session.next_rid(), part.sole_partition, None, part.indexes.tobytes(), metadata.field_names, True)
+        m.Get(session.next_rid(), part.sole_partition, None, part.indexes.tobytes(), fields, True, life)
         for part in _segments(metadata)
     ]
     return (yield from read(session, requests, copy=copy, out=out, device=device))
@@ -240,7 +244,8 @@ def clear_samples(session: Session, metadata: BatchMeta) -> Operation[None]:
     if metadata is None or not len(metadata):
         return
     for _, part in _by_partition(metadata):
-        yield Call(m.Clear(session.next_rid(), part.sole_partition, None, part.indexes.tobytes()))
+        rows = part.indexes.tobytes()
+        yield Call(m.Clear(session.next_rid(), part.sole_partition, None, rows, part.service_id))
 
 
 def status(reply: m.Status, num_fields: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:

@@ -35,7 +35,8 @@ class Lying:
     its pin ends with the last tensor over it.
     """
 
-    def __init__(self, piece: m.Piece, layout: Layout, gathered: Block, session: Session | None) -> None:
+    def __init__(self, rid: int, piece: m.Piece, layout: Layout, gathered: Block, session: Session | None) -> None:
+        self.rid = rid  # the request that pinned it
         self.piece = piece
         self.layout = layout
         self.gathered = gathered
@@ -53,7 +54,7 @@ class Lying:
             return self.gathered
         if self._viewed is None:
             piece = self.piece
-            data = self._session.views.open(piece.block, piece.arena, piece.offset, piece.nbytes)
+            data = self._session.views.open(self.rid, piece.block, piece.arena, piece.offset, piece.nbytes)
             self._viewed = Block(data, self.layout, VIEW_NBYTES)
         return self._viewed
 
@@ -88,21 +89,19 @@ def read(
     """
     replies: list[tuple[m.Located, list[Lying]]] = []
     own = copy or bool(out)
-    try:
-        for request in requests:
-            replies.append((yield from _located(session, request, own, located)))
-            located = None
-        gathers = own or any(len(part.runs) > RUN_NBYTES for reply, _ in replies for part in reply.parts)
-        nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if gathers else 0
-        found: TensorDict = yield Offload(lambda: _assembled(session, replies, out), nbytes)
-        return found if device is None else found.to(device)
-    except GeneratorExit:  # nobody runs this operation any more; the pins go with the session
-        replies.clear()
-        raise
-    finally:
-        pinned = [one.piece.block for _, lying in replies for one in lying if one.is_pinned]
+    for request in requests:
+        replies.append((yield from _located(session, request, own, located)))
+        located = None
+    gathers = own or any(len(part.runs) > RUN_NBYTES for reply, _ in replies for part in reply.parts)
+    nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if gathers else 0
+    found: TensorDict = yield Offload(lambda: _assembled(session, replies, out), nbytes)
+    if device is not None:
+        found = found.to(device)
+    for reply, lying in replies:
+        pinned = [one.piece.block for one in lying if one.is_pinned]
         if pinned:
-            yield Notify(m.Unpin(pinned))
+            yield Notify(m.Unpin(reply.rid, pinned))
+    return found
 
 
 def _located(
@@ -120,32 +119,30 @@ def _located(
             for number, piece in enumerate(reply.pieces):
                 if number in elsewhere:
                     layout, data = elsewhere[number]
-                    lying.append(Lying(piece, layout, Block(data, layout, 0), None))
+                    lying.append(Lying(reply.rid, piece, layout, Block(data, layout, 0), None))
                 else:
-                    lying.append(_lying(session, piece, layouts[piece.layout], payload, own))
-        except GeneratorExit:
-            raise
-        except BaseException as error:
+                    lying.append(_lying(session, reply.rid, piece, layouts[piece.layout], payload, own))
+        except RowCleared:
+            looks -= 1
+            if not looks:
+                raise
             pinned = [piece.block for piece in reply.pieces if piece.arena >= 0]
             if pinned:
-                yield Notify(m.Unpin(pinned))
-            looks -= 1
-            if not (isinstance(error, RowCleared) and looks):
-                raise
+                yield Notify(m.Unpin(reply.rid, pinned))
             request = msgspec.structs.replace(request, rid=session.next_rid())
         else:
             return reply, lying
 
 
-def _lying(session: Session, piece: m.Piece, layout: Layout, payload: memoryview, own: bool) -> Lying:
+def _lying(session: Session, rid: int, piece: m.Piece, layout: Layout, payload: memoryview, own: bool) -> Lying:
     """The memory of one piece of this host: in the payload, or mapped."""
     if layout.nbytes > piece.nbytes:
         raise ProtocolError(f"a block of {piece.nbytes} bytes with a layout of {layout.nbytes}")
     if piece.arena == m.INLINE:
         data: Bytes = np.frombuffer(payload, np.uint8)[piece.offset : piece.offset + piece.nbytes]
-        return Lying(piece, layout, Block(data, layout, 0), None)
+        return Lying(rid, piece, layout, Block(data, layout, 0), None)
     data = session.arenas[piece.arena].shared[piece.offset : piece.offset + piece.nbytes]
-    return Lying(piece, layout, Block(data, layout, -1), None if own else session)
+    return Lying(rid, piece, layout, Block(data, layout, -1), None if own else session)
 
 
 def _assembled(

@@ -41,11 +41,12 @@ def received(session: Session, reply: m.Located) -> Operation[dict[int, Received
     takes = [m.Take(session.next_rid(), [cuts[piece] for piece in pieces]) for pieces in by_unit.values()]
     found: dict[int, Received] = {}
     answers = yield Together([Call(take, to=to) for take, to in zip(takes, servers, strict=True)])
-    pinned: list[tuple[str, list[int]]] = []
+    pinned: list[tuple[str, m.Unpin]] = []
     try:
         reads: list[Call] = []
         for (taken, payload), pieces, to in zip(answers, by_unit.values(), servers, strict=True):
-            pinned.append((to, [one.block for one in taken.pieces if one.arena == m.ELSEWHERE]))
+            blocks = [one.block for one in taken.pieces if one.arena == m.ELSEWHERE]
+            pinned.append((to, m.Unpin(taken.rid, blocks)))
             layouts = [decode_layout(layout) for layout in taken.layouts]
             for piece, one in zip(pieces, taken.pieces, strict=True):
                 layout = layouts[one.layout]
@@ -60,9 +61,9 @@ def received(session: Session, reply: m.Located) -> Operation[dict[int, Received
         if reads:
             yield Together(reads)
     finally:
-        for to, blocks in pinned:
-            if blocks:
-                yield Notify(m.Unpin(blocks), to)
+        for to, unpin in pinned:
+            if unpin.blocks:
+                yield Notify(unpin, to)
     _recount(reply, {piece: cut.rows for piece, cut in cuts.items()}, found)
     return found
 

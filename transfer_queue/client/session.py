@@ -1,4 +1,4 @@
-"""What a process shares with one server: connections, mapped arenas, memory. Threads and event loops use it at once.
+"""What a process shares with one life of a server: connections, mapped arenas, memory. For many threads and loops.
 
 All connections of a process belong to one session. When the last of them closes, the server frees what the session
 left unfinished and unpins what it read.
@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import secrets
+import select
 import threading
 import time
 import weakref
@@ -23,12 +24,20 @@ from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
 from transfer_queue.client.listing import Listings
 from transfer_queue.client.mapping import Arenas
+from transfer_queue.client.retrying import Retry, nobody_listens
 from transfer_queue.client.views import Views
 from transfer_queue.codec.memory import Mover, Pool
-from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError, error_from_code
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    ServiceRestarted,
+    ServiceUnavailable,
+    TransferQueueError,
+    error_from_code,
+)
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, parse_address
 from transfer_queue.wire.aio import AsyncConnection
+from transfer_queue.wire.hello import ANY, Life
 
 GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
 MAX_IDLE = 16
@@ -42,32 +51,47 @@ class Interrupted(Exception):
 
 
 class Session:
-    """Attached to the server at `address`; raises `ServiceUnavailable` when there is none.
+    """Attached to one life of the server at `address`; raises `ServiceUnavailable` when there is none.
+
+    `life` names that life, and everything here belongs to it: the connections, the mapped arenas, the views, what is
+    known of keys. When another life answers at the address, every call that is in flight raises `ServiceRestarted` and
+    the session has `ended`; views that were handed out keep their bytes. `successor` attaches to what is there now.
 
     `config` is what the service was started with: timeout_s, polling_mode, allow_pickle, pool_nbytes, copy_threads,
     spin_s; and for processes of the server's host the token of the other servers.
     After a fork the child gets a session of its own on first use; what it inherited stays readable.
     """
 
-    def __init__(self, address: Address, connect_timeout_s: float = 10.0) -> None:
+    def __init__(self, address: Address, connect_timeout_s: float = 10.0, predecessor: Session | None = None) -> None:
         self.address = address
+        self.life = ANY
+        self.ended: str | None = None  # why nothing of it is of use any more
         self.closed = False
         self._finished = False
         self._estate: list[Connection] = []  # these hold the pins of inherited views for as long as this process lives
         self._connect_timeout_s = connect_timeout_s
         self._spin_s = 0.0
+        self.server_pid = 0
         self._start(secrets.token_bytes(16))
         connection = self._borrow(connect_timeout_s)
         welcome = connection.welcome
         self._give_back(connection)
+        self.life = Life(welcome.service, welcome.unit)
         self.config: dict[str, Any] = json.loads(welcome.config)
         connection.spin_s = self._spin_s = float(self.config.get("spin_s", 0.0))
         self.server_pid = welcome.pid
         self._door = welcome.door
-        self.mover = Mover(self.config.get("copy_threads"))
-        self.pool = Pool(int(self.config.get("pool_nbytes", 1 << 30)))
+        if predecessor is None:
+            self.mover = Mover(self.config.get("copy_threads"))
+            self.pool = Pool(int(self.config.get("pool_nbytes", 1 << 30)))
+        else:  # these are the process's
+            self.mover, self.pool = predecessor.mover, predecessor.pool
         self._open_memory()
         _SESSIONS.add(self)
+
+    def successor(self) -> Session:
+        """A session with what answers at the address now. Raises as the constructor."""
+        return Session(self.address, self._connect_timeout_s, self)
 
     def _start(self, ident: bytes) -> None:
         self.ident = ident
@@ -92,21 +116,58 @@ class Session:
         return bool(self._door)
 
     @property
+    def service_id(self) -> bytes:
+        """The life of the service that rows, leases and keys belong to."""
+        return self.life.service
+
+    @property
     def timeout_s(self) -> float:
         return float(self.config["timeout_s"])
 
     def next_rid(self) -> int:
         return next(self._rids)
 
-    # blocking
+    # connections
+
+    def connect(self, timeout_s: float | None = None, to: str = "", ident: bytes | None = None) -> Connection:
+        """A new connection to this life of the service, for this session or another `ident`.
+
+        Raises `ServiceRestarted` when another life answers, `ServiceUnavailable`, `AccessDenied`, `DeadlineExceeded`.
+        """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        expected = Life(self.life.service) if to else self.life
+        within_s, spin_s = min(timeout_s, self._connect_timeout_s), 0.0 if to else self._spin_s
+        try:
+            return Connection(self._address_of(to), ident or self.ident, within_s, spin_s, expected)
+        except ServiceUnavailable as error:
+            raise self._explained(error, to) from error.__cause__
+
+    def _explained(self, error: ServiceUnavailable, to: str) -> ServiceUnavailable:
+        """`error` with what it means for those who are attached."""
+        if to and isinstance(error, ServiceRestarted):
+            return ServiceUnavailable(f"the storage unit at {to} belongs to another service now")
+        if to or not self.server_pid:
+            return error
+        if isinstance(error, ServiceRestarted):
+            return ServiceRestarted(self._restarted(str(error)))
+        if nobody_listens(error):
+            text = f"{self._gone}; transfer_queue.init() attaches to another one or starts it ({error})"
+            return ServiceUnavailable(text)
+        return error
+
+    @property
+    def _gone(self) -> str:
+        return f"the server (pid {self.server_pid}) at {self.address} is gone, and the rows it held are lost"
+
+    def _restarted(self, why: str) -> str:
+        return f"{self._gone}: {why}. The next call works on what is there now"
 
     def _borrow(self, timeout_s: float, to: str = "") -> Connection:
         """A connection of our own for one call."""
         try:
             return self._idle[to].pop()
         except (IndexError, KeyError):
-            spin_s = 0.0 if to else self._spin_s
-            return Connection(self._address_of(to), self.ident, min(timeout_s, self._connect_timeout_s), spin_s)
+            return self.connect(timeout_s, to)
 
     def _address_of(self, to: str) -> Address:
         """Where the server `to` is; all servers of a service have one token."""
@@ -121,21 +182,70 @@ class Session:
         else:
             connection.close()
 
-    def call(self, effect: Call) -> tuple[Any, memoryview]:
-        """Send and wait. A lost connection is replaced once: the request keeps its id, so it has one outcome."""
-        timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
-        started = time.monotonic()
+    def check(self, timeout_s: float) -> None:
+        """Whether this life of the service still answers. Raises `ServiceRestarted`, `ServiceUnavailable`, or
+        `DeadlineExceeded` when it does not answer in time, which says nothing about its life."""
+        self._check_open()
         try:
-            found = self._exchange(effect, timeout_s)
-        except ServiceUnavailable:
-            m.check_request(effect.request)
-            self._drop_idle(effect.to)
-            found = self._exchange(effect, max(MIN_TIMEOUT_S, timeout_s - (time.monotonic() - started)))
-        return _checked(found)
+            self._give_back(self.connect(timeout_s))
+        except ServiceRestarted as error:
+            self._end(str(error))
+            raise
 
-    def _exchange(self, effect: Call, timeout_s: float) -> tuple[Any, memoryview]:
+    def _check_open(self) -> None:
+        if self.ended is not None:
+            raise ServiceRestarted(self.ended)
         if self.closed:
             raise ServiceUnavailable("this client was closed")
+
+    # blocking
+
+    def call(self, effect: Call) -> tuple[Any, memoryview]:
+        """Send and wait. Over a lost connection the request is sent again, see `Retry`.
+
+        Raises `ServiceRestarted` (then the session has ended), `ServiceUnavailable`, `DeadlineExceeded`, or what the
+        server answered.
+        """
+        timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
+        deadline = time.monotonic() + timeout_s
+        retry: Retry | None = None
+        while True:
+            try:
+                found = self._exchange(effect, timeout_s)
+                break
+            except ServiceUnavailable as error:
+                self._judge(error)
+                retry = retry or self._retry(effect, deadline)
+                pause_s = retry.pause_s(error)
+                if pause_s is None:
+                    raise
+            self._drop_idle(effect.to)
+            if pause_s:
+                select.select([], [], [], pause_s)
+            timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
+        return self._checked(found)
+
+    def _retry(self, effect: Call, deadline: float) -> Retry:
+        m.check_request(effect.request)  # a server closes the connection over what it cannot read
+        return Retry(self._address_of(effect.to).is_local, deadline)
+
+    def _judge(self, error: ServiceUnavailable) -> None:
+        """What came of a lost connection. Raises when it is the end of the session, or this client was closed."""
+        if isinstance(error, ServiceRestarted):
+            self._end(str(error))
+        self._check_open()
+
+    def _checked(self, found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
+        reply = found[0]
+        if type(reply) is m.Failed:
+            if reply.code == ServiceRestarted.code:  # this host's unit came to serve another life
+                self._end(self._restarted(reply.text))
+                self._check_open()
+            raise error_from_code(reply.code, reply.text)  # kept in no variable: its traceback would be a cycle
+        return found
+
+    def _exchange(self, effect: Call, timeout_s: float) -> tuple[Any, memoryview]:
+        self._check_open()
         connection = self._borrow(timeout_s, effect.to)
         if effect.wait_s:
             self._waiting[effect.request.rid] = connection
@@ -144,9 +254,8 @@ class Session:
         except BaseException as error:
             connection.close()  # the answer may still come: nobody else must take it for theirs
             if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
-                self.notify(m.Cancel(effect.request.rid))
                 raise Interrupted from None
-            if not isinstance(error, ServiceUnavailable):
+            if isinstance(error, DeadlineExceeded):
                 self._owed.append((m.Cancel(effect.request.rid), effect.to))
             raise
         if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
@@ -177,8 +286,13 @@ class Session:
 
     def notify(self, message: m.Message, to: str = "") -> None:
         """Tell the server; when it does not listen now, the next call does. Once it is gone, nobody needs to know."""
+        if self.ended is not None:
+            self._notify_unit(message, to)
+            return
         try:
             connection = self._borrow(NOTIFY_S, to)
+        except ServiceRestarted:
+            return
         except (ServiceUnavailable, DeadlineExceeded):
             self._owe(message, to)
             return
@@ -192,6 +306,21 @@ class Session:
             return
         self._give_back(connection, to)
 
+    def give_up(self, call: Call, error: BaseException) -> None:
+        """A call is to have had no effect. A server that just did not answer is told with the next call."""
+        if isinstance(error, (ServiceUnavailable, DeadlineExceeded)):
+            self._owe(m.Cancel(call.request.rid), call.to)
+        else:
+            self.notify(m.Cancel(call.request.rid), call.to)
+
+    def _notify_unit(self, message: m.Message, to: str) -> None:
+        """Of a session that has ended the server may live on: a unit whose controller was started anew. What is pinned
+        there is told over the connection that holds the pins."""
+        kept = self._kept
+        if kept is not None and not to:
+            with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
+                kept.notify(message)
+
     def _owe(self, message: m.Message, to: str) -> None:
         """Another host that does not answer forgets this session by itself."""
         if not to:
@@ -202,31 +331,45 @@ class Session:
         for message, to in owed:
             self.notify(message, to)
 
-    def _unpin(self, blocks: list[int]) -> None:
-        self.notify(m.Unpin(blocks))
+    def _unpin(self, rid: int, blocks: list[int]) -> None:
+        self.notify(m.Unpin(rid, blocks))
 
     # asyncio
 
     async def call_async(self, effect: Call) -> tuple[Any, memoryview]:
+        """As `call`, on the running loop."""
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
-        started = time.monotonic()
-        try:
-            connection = await self._connection(timeout_s, effect.to)
-            found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
-        except ServiceUnavailable:
-            m.check_request(effect.request)
-            timeout_s = max(MIN_TIMEOUT_S, timeout_s - (time.monotonic() - started))
-            connection = await self._connection(timeout_s, effect.to)
-            found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
-        return _checked(found)
+        deadline = time.monotonic() + timeout_s
+        retry: Retry | None = None
+        while True:
+            try:
+                connection = await self._connection(timeout_s, effect.to)
+                found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
+                break
+            except ServiceUnavailable as error:
+                self._judge(error)
+                retry = retry or self._retry(effect, deadline)
+                pause_s = retry.pause_s(error)
+                if pause_s is None:
+                    raise
+            if pause_s:
+                await asyncio.sleep(pause_s)
+            timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
+        return self._checked(found)
 
-    async def notify_async(self, message: m.Message, to: str = "") -> None:
-        (await self._connection(self.timeout_s, to)).notify(message)
+    def notify_on_loop(self, message: m.Message, to: str = "") -> None:
+        """As `notify`, from the running loop and without waiting: over its connection, else with the next call."""
+        future = self._loops.get((asyncio.get_running_loop(), to))
+        if future is not None and future.done() and not future.cancelled() and not future.exception():
+            connection = future.result()
+            if connection.error is None:
+                connection.notify(message)
+                return
+        self._owe(message, to)
 
     async def _connection(self, timeout_s: float, to: str) -> AsyncConnection:
         """The connection of the running loop to one server."""
-        if self.closed:
-            raise ServiceUnavailable("this client was closed")
+        self._check_open()
         loop = asyncio.get_running_loop()
         future = self._loops.get((loop, to))
         if future is not None and future.done() and (future.exception() or future.result().error is not None):
@@ -236,15 +379,18 @@ class Session:
             future = self._loops[loop, to] = loop.create_future()
             try:
                 connection = AsyncConnection(self._address_of(to), decode_reply)
-                future.set_result(await connection.open(self.ident, min(timeout_s, self._connect_timeout_s)))
+                expected = Life(self.life.service) if to else self.life
+                future.set_result(await connection.open(self.ident, min(timeout_s, self._connect_timeout_s), expected))
             except BaseException as error:
                 self._loops.pop((loop, to), None)
+                if isinstance(error, ServiceUnavailable):
+                    error = self._explained(error, to)
                 if isinstance(error, TransferQueueError):
                     future.set_exception(error)
                     future.exception()  # seen: whoever else waits gets it too
                 else:
                     future.cancel()
-                raise
+                raise error
         return future.result() if future.done() else await asyncio.shield(future)
 
     def _forget_closed_loops(self) -> None:
@@ -260,20 +406,33 @@ class Session:
         while idle:
             idle.pop().close()
 
+    def _end(self, why: str) -> None:
+        """Another life answers: nothing of this one is of use any more but the views that were handed out."""
+        with self._lock:
+            if self.ended is not None or self.closed:
+                return
+            self.ended = why
+        self._detach(ServiceRestarted(why))
+
     def close(self) -> None:
         """Detach. Tensors that were read stay valid: a connection lasts as long as they do, and with it their pins."""
-        if self.closed:
-            return
-        self.closed = True
-        _SESSIONS.discard(self)
-        for future in list(self._loops.values()):
-            if future.done() and not future.cancelled() and not future.exception():
-                future.result().abandon()
-        self._loops.clear()
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        if self.ended is None:
+            self._detach(ServiceUnavailable("this client was closed"))
         if self._helpers is not None:
             self._helpers.shutdown()
         self.mover.close()
         self.pool.clear()
+
+    def _detach(self, reason: ServiceUnavailable) -> None:
+        _SESSIONS.discard(self)
+        for future in list(self._loops.values()):
+            if future.done() and not future.cancelled() and not future.exception():
+                future.result().abandon(reason)
+        self._loops.clear()
         self.views.close()
 
     def stay(self) -> None:
@@ -281,7 +440,7 @@ class Session:
         if self._kept is not None:
             return
         with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
-            self._kept = Connection(self.address, self.ident, min(self.timeout_s, self._connect_timeout_s))
+            self._kept = self.connect()
 
     def _disconnect(self) -> None:
         """The last view is gone, and with it the reason to stay connected."""
@@ -302,7 +461,7 @@ class Session:
             return
         ident = secrets.token_bytes(16)
         with contextlib.suppress(TransferQueueError):
-            connection = Connection(self.address, ident, self._connect_timeout_s)
+            connection = self.connect(ident=ident)
             connection.call(m.Adopt(0, self.ident), None, self.timeout_s)
             self._heir = (ident, connection)
 
@@ -330,13 +489,6 @@ class Session:
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)
         self._open_memory()
-
-
-def _checked(found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
-    reply = found[0]
-    if type(reply) is m.Failed:
-        raise error_from_code(reply.code, reply.text)
-    return found
 
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transfer_queue.client.connection import Connection
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
@@ -34,7 +33,7 @@ def _open_session(session: Session) -> Iterator[Callable[[], None]]:
 
     The function it gives raises `ServiceUnavailable` when the connection was lost meanwhile.
     """
-    connection = Connection(session.address, session.ident, session.timeout_s)
+    connection = session.connect()
 
     def check() -> None:
         connection.call(m.ListPartitions(session.next_rid()), None, session.timeout_s)
@@ -46,10 +45,11 @@ def _open_session(session: Session) -> Iterator[Callable[[], None]]:
 
 
 class Pinned(NamedTuple):
-    """A block as it lies on the server `to`."""
+    """A block as it lies on the server `to`, where request `rid` pinned it."""
 
     piece: m.Piece
     to: str
+    rid: int
 
 
 class Snapshot:
@@ -70,30 +70,30 @@ class Snapshot:
         taken: m.Taken = self._session.call(Call(request, to=to))[0]
         for piece in taken.pieces:
             piece.layout += len(self.layouts)
-            self.pinned.append(Pinned(piece, to))
+            self.pinned.append(Pinned(piece, to, taken.rid))
         self.layouts += taken.layouts
 
     def blocks(self) -> Iterator[tuple[m.Piece, Iterator[memoryview]]]:
         """Every block and its bytes in chunks; a block's chunks must be consumed before the next block."""
         found = list(self.pinned)
         with contextlib.closing(self._chunks(found)) as chunks:
-            for piece, _ in found:
+            for piece, _, _ in found:
                 yield piece, (next(chunks) for _ in range(0, piece.nbytes, CHUNK_NBYTES))
 
     def unpin(self, count: int | None = None) -> None:
         """Release the first `count` of the blocks still pinned, or all."""
-        released: dict[str, list[int]] = {}
+        released: dict[tuple[str, int], list[int]] = {}
         for _ in range(len(self.pinned) if count is None else count):
-            piece, to = self.pinned.popleft()
-            released.setdefault(to, []).append(piece.block)
-        for to, blocks in released.items():
-            self._session.notify(m.Unpin(blocks), to)
+            piece, to, rid = self.pinned.popleft()
+            released.setdefault((to, rid), []).append(piece.block)
+        for (to, rid), blocks in released.items():
+            self._session.notify(m.Unpin(rid, blocks), to)
 
     def _chunks(self, found: Sequence[Pinned]) -> Generator[memoryview, None, None]:
         wanted = ((one, at) for one in found for at in range(0, one.piece.nbytes, CHUNK_NBYTES))
         with ThreadPoolExecutor(READERS, thread_name_prefix="tq-checkpoint") as readers:
             asked: deque[Future[memoryview]] = deque()
-            for (piece, to), at in wanted:
+            for (piece, to, _), at in wanted:
                 if piece.arena >= 0:
                     start, nbytes = piece.offset + at, min(CHUNK_NBYTES, piece.nbytes - at)
                     mapped = self._session.arenas[piece.arena].shared[start : start + nbytes]

@@ -29,6 +29,7 @@ class Range(NamedTuple):
 class Ended(NamedTuple):
     """The last tensor over a pinned block is gone. `range` is set when it lay in the arena's own private mapping."""
 
+    rid: int  # the request that pinned it
     block: int
     range: Range | None = None
     ended: Callable[[], None] | None = None  # called in the reaper before the pin is released
@@ -39,12 +40,12 @@ class Opened(NamedTuple):
 
 
 class Views:
-    """Views of one session. `unpin` tells the server that blocks are no longer read; it runs in the reaper thread."""
+    """Views of one session. `unpin(rid, blocks)` tells the server what is read no longer, in the reaper thread."""
 
     def __init__(
         self,
         arenas: Arenas,
-        unpin: Callable[[list[int]], None],
+        unpin: Callable[[int, list[int]], None],
         started: Callable[[], None],
         finished: Callable[[], None],
     ) -> None:
@@ -61,31 +62,31 @@ class Views:
         self._pid = os.getpid()
         self.num_open = 0
 
-    def open(self, block: int, arena: int, offset: int, nbytes: int) -> Bytes:
-        """The bytes of a block this session has pinned once for this view; writable, seen by nobody else."""
+    def open(self, rid: int, block: int, arena: int, offset: int, nbytes: int) -> Bytes:
+        """The bytes of a block that request `rid` has pinned once for this view; writable, seen by nobody else."""
         where = Range(arena, offset, nbytes)
         lying = self._arenas[arena]
         with self._lock:
             self._start()
             self.num_open += 1
             if where in self._busy:
-                return self._own_mapping(block, lying, where)
+                return self._own_mapping(Ended(rid, block), lying, where)
             self._busy.add(where)
         if nbytes >= POPULATE_NBYTES:
             self._notes.put(Opened(where))
-        return self._anchor(lying.private_address + offset, nbytes, lying, Ended(block, where))
+        return self._anchor(lying.private_address + offset, nbytes, lying, Ended(rid, block, where))
 
-    def hold(self, block: int, arena: int, offset: int, nbytes: int, ended: Callable[[], None]) -> Bytes:
-        """The shared memory of a block this session has pinned and is filling; `ended` runs once nobody holds it."""
+    def hold(self, rid: int, block: int, arena: int, offset: int, nbytes: int, ended: Callable[[], None]) -> Bytes:
+        """The shared memory of a block that request `rid` pinned, to be filled; `ended` runs once nobody holds it."""
         lying = self._arenas[arena]
         with self._lock:
             self._start()
             self.num_open += 1
-        return self._anchor(address_of(lying.writable(offset, nbytes)), nbytes, lying, Ended(block, None, ended))
+        return self._anchor(address_of(lying.writable(offset, nbytes)), nbytes, lying, Ended(rid, block, None, ended))
 
-    def _own_mapping(self, block: int, lying: Arena, where: Range) -> Bytes:
+    def _own_mapping(self, note: Ended, lying: Arena, where: Range) -> Bytes:
         mapping = lying.map_private(where.offset, where.nbytes)
-        return self._anchor(address_of(mapping), where.nbytes, mapping, Ended(block))  # type: ignore[arg-type]
+        return self._anchor(address_of(mapping), where.nbytes, mapping, note)  # type: ignore[arg-type]
 
     def _anchor(self, address: int, nbytes: int, owner: object, note: Ended) -> Bytes:
         pid, notes, ending = self._pid, self._notes, self._ending
@@ -130,7 +131,7 @@ class Views:
             note.ended()
         with self._lock:
             self.num_open -= 1
-        self._unpin([note.block])
+        self._unpin(note.rid, [note.block])
 
     def close(self) -> None:
         """End the reaper once no view is left; until then the pins of those that are open stay."""

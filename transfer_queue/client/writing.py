@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_queue.client.effects import Call, Notify, Offload, Operation, Together
+from transfer_queue.client.effects import Call, Offload, Operation, Together
 from transfer_queue.client.session import Session
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.layout import Bytes
@@ -30,6 +30,7 @@ class Rows(NamedTuple):
     keys: list[str] | None = None
     indexes: bytes | None = None
     replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones; never changed
+    service: bytes = b""  # the life of the service that named the indexes
 
 
 def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
@@ -63,21 +64,15 @@ def _store_block(
     nbytes = max(1, plan.nbytes)
     wait_s = max(0.0, deadline - time.monotonic())
     allocated: m.Allocated = (yield Call(m.Allocate(session.next_rid(), nbytes, False, wait_s), wait_s=wait_s))[0]
-    try:
-        if session.is_local:
-            into = session.arenas[allocated.arena].writable(allocated.offset, nbytes)
-            yield Offload(lambda: plan.write(into, session.mover), nbytes)
-        else:
-            own = session.pool.allocate(nbytes)
-            yield Offload(lambda: plan.write(own, session.mover), nbytes)
-            yield from send_block(session, allocated.block, own)
-        wait_s = max(0.0, deadline - time.monotonic())
-        return (yield commit(session, rows, fields, layout, allocated.block, tags, wait_s=wait_s))[0]
-    except GeneratorExit:
-        raise
-    except BaseException:
-        yield Notify(m.Discard(allocated.block))
-        raise
+    if session.is_local:
+        into = session.arenas[allocated.arena].writable(allocated.offset, nbytes)
+        yield Offload(lambda: plan.write(into, session.mover), nbytes)
+    else:
+        own = session.pool.allocate(nbytes)
+        yield Offload(lambda: plan.write(own, session.mover), nbytes)
+        yield from send_block(session, allocated.block, own)
+    wait_s = max(0.0, deadline - time.monotonic())
+    return (yield commit(session, rows, fields, layout, allocated.block, tags, wait_s=wait_s))[0]
 
 
 def send_block(session: Session, block: int, data: Bytes) -> Operation[None]:
@@ -103,7 +98,7 @@ def commit(
     wait_s = session.timeout_s if wait_s is None else wait_s
     request = m.Commit(
         session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s,
-        rows.replaced,
+        rows.replaced, rows.service,
     )  # fmt: skip
     return Call(request, payload, wait_s)
 

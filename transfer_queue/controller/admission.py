@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import msgspec
 
 from transfer_queue.controller.parking import Parked, ParkingLot
+from transfer_queue.controller.unreceived import Unreceived
 from transfer_queue.controller.versions import Versions
 from transfer_queue.errors import DeadlineExceeded, InvalidInput
 from transfer_queue.wire import messages as m
@@ -23,11 +24,12 @@ class Admissions:
     """The task uses `rows_per_version` rows for each version, so of the rows it gets, number i is used i //
     rows_per_version announcements after the first. Requests of one task are answered in order of arrival."""
 
-    def __init__(self, outbox: list[tuple[Hashable, m.Reply]]) -> None:
+    def __init__(self, outbox: list[tuple[Hashable, m.Reply]], unreceived: Unreceived) -> None:
         self.versions = Versions()
         self.tasks: dict[str, Admitted] = {}
         self.parked: ParkingLot[m.Admit] = ParkingLot()
         self._outbox = outbox
+        self._unreceived = unreceived
 
     def admit(self, message: m.Admit, parked: Parked[m.Admit]) -> m.Reply | None:
         """The answer, or None after parking the request. Raises `DeadlineExceeded` when it may not wait."""
@@ -40,7 +42,7 @@ class Admissions:
         self.tasks.setdefault(message.task, self._new())
         waits = any(one.message.task == message.task for one in self.parked)
         if not waits and self._fits(message):
-            return self._take(message)
+            return self._take(parked)
         if message.timeout_s <= 0:
             raise DeadlineExceeded(self._late(message))
         self.parked.add(parked)
@@ -55,9 +57,12 @@ class Admissions:
         versions = self.versions.count - mine.base + 1 + (message.max_age or 0)
         return mine.rows + message.count <= versions * (message.rows_per_version or 0)
 
-    def _take(self, message: m.Admit) -> m.Reply:
+    def _take(self, parked: Parked[m.Admit]) -> m.Reply:
+        message = parked.message
         self.tasks[message.task].rows += message.count
-        return m.Admitted(message.rid, message.task, message.count)
+        admitted = m.Admitted(message.rid, message.task, message.count)
+        self._unreceived.add(parked.session, message.rid, admitted)
+        return admitted
 
     def give_back(self, task: str, count: int) -> None:
         """These rows will not be used."""
@@ -75,7 +80,7 @@ class Admissions:
                 full.add(message.task)
                 continue
             self.parked.remove(parked)
-            self._outbox.append((parked.ticket, self._take(message)))
+            self._outbox.append((parked.ticket, self._take(parked)))
 
     def expire(self, now: float) -> None:
         expired = self.parked.expired(now)

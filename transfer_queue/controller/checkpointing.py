@@ -220,6 +220,7 @@ def _switch(controller: Controller, tables: dict[str, Table], entries: dict[int,
     fetching = controller._fetching
     controller.ledger.replace(entries)
     fetching.leases.clear()
+    fetching.unreceived.clear()
     for table in controller.tables.values():
         fetching.orphan(table)
     controller.tables.clear()

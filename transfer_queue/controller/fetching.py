@@ -14,6 +14,7 @@ from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.readiness import Slots, Task, View
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.controller.unreceived import Consumed, Grant, Lent, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire.messages import DONE, Failed, Fetch, Reply, RowSet, Tags
@@ -66,7 +67,8 @@ class Fetching:
         self.sampler = sampler
         self._tables = tables
         self.leases = Leases(tables, self._offered, self._settled)
-        self.staleness = Staleness(tables, outbox, self._settled)
+        self.unreceived = Unreceived()
+        self.staleness = Staleness(tables, outbox, self._settled, self.unreceived)
         self.parked: ParkingLot[Fetch] = ParkingLot()
         self._on_behalf: dict[bytes, list[Parked[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Parked[Fetch]]] = {}  # their partition does not exist (yet)
@@ -276,9 +278,36 @@ class Fetching:
         if message.lease_s:
             holder = message.holder or request.session
             reply.lease = self.leases.take(table, message.task, used, fresh, holder, message.lease_s)
+            if reply.lease:
+                self.unreceived.add(request.session, message.rid, Lent(reply.lease))
         else:
             task.consume(fresh)
+            self._note_consumed(request, table, used, fresh)
         return reply
+
+    def _note_consumed(self, request: Parked[Fetch], table: Table, used: Slots, fresh: Slots) -> None:
+        """Be able to give the rows back, should their asker never get them."""
+        if len(fresh):
+            grant = Consumed(table, request.message.task, table.index[fresh])
+        else:
+            shared = self.unreceived.sharing(table, request.message.task, used)
+            if shared is None:
+                return
+            grant = shared
+            grant.askers += 1
+        self.unreceived.add(request.session, request.message.rid, grant)
+
+    def undo(self, grant: Grant) -> None:
+        """Nobody got the answer that carried these rows: the task is offered them again."""
+        if isinstance(grant, Lent):
+            self.leases.undo(grant)
+        elif isinstance(grant, Consumed):
+            grant.askers -= 1
+            if grant.askers or self._tables.get(grant.table.name) is not grant.table:
+                return
+            slots = grant.table.slots_of(grant.rows)
+            back = grant.table.tasks[grant.task].give_back(slots[slots >= 0])
+            self._offered(grant.table, grant.task, back)
 
     def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: View) -> tuple[Slots, Slots]:
         """The slots to hand out and those used up, -1 for rows that do not exist."""

@@ -16,6 +16,7 @@ from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.table import Table, indexes_of, rows_bytes
+from transfer_queue.controller.unreceived import Grant, Inserted
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
@@ -51,6 +52,7 @@ class Controller:
         self._next_index = 0
         self._fetching = Fetching(sampler, self.outbox, self.tables)
         self._leases = self._fetching.leases
+        self._unreceived = self._fetching.unreceived
         self.staleness = self._fetching.staleness
         self.staleness.policy = policy or Policy()
         self._crowded: ParkingLot[Any] = ParkingLot()  # requests for new rows that wait for room
@@ -69,8 +71,8 @@ class Controller:
             parked = Parked(ticket, session, message, now + message.timeout_s)
             return self._fetching.fetch(parked, self.tables.get(message.partition))
         if isinstance(message, VERSION_REQUESTS):
-            reply: m.Reply | None = self.staleness.handle(message, ticket, session, now)
-            return reply
+            answer: m.Reply | None = self.staleness.handle(message, ticket, session, now)
+            return answer
         if isinstance(message, m.Snapshot):
             return capture(self, message, ticket, session)
         if isinstance(message, m.Restore):
@@ -79,7 +81,9 @@ class Controller:
             self.captures.discard(session)
             return m.Done(message.rid)
         try:
-            return self._rules[type(message)](message)
+            reply = self._rules[type(message)](message)
+            self._note_inserted(message, reply, session)
+            return reply
         except _Crowded as full:
             timeout_s = getattr(message, "timeout_s", 0.0)
             if timeout_s <= 0 or full.never:
@@ -109,18 +113,43 @@ class Controller:
         self.staleness.admissions.forget(tickets)
 
     def end_session(self, session: bytes) -> None:
-        """A client is gone for good: what is lent to it is offered again."""
+        """A client is gone for good: what it had not received, and what is lent to it, is offered again."""
         self.captures.discard(session)
+        for grant in self._unreceived.take_all(session):
+            self._undo(grant)
         self._fetching.end_session(session)
 
-    def take_back(self, reply: m.RowSet | m.Admitted, session: bytes) -> None:
-        """Nobody got this reply: a lease it carried is over, rows it admitted are not started."""
-        if isinstance(reply, m.Admitted):
-            self.staleness.admissions.give_back(reply.task, reply.count)
-            reply.count = 0
-            return
-        self._leases.undo(reply.lease)
-        reply.lease = 0
+    def received(self, session: bytes, rid: int) -> None:
+        """The answer to this request is in its asker's hands: what it took stays taken."""
+        self._unreceived.received(session, rid)
+
+    def take_back(self, session: bytes, rid: int) -> None:
+        """Nobody gets the answer to this request: what it took is undone, unless it was received."""
+        grant = self._unreceived.take(session, rid)
+        if grant is not None:
+            self._undo(grant)
+
+    def _undo(self, grant: Grant) -> None:
+        if isinstance(grant, m.Admitted):
+            self.staleness.admissions.give_back(grant.task, grant.count)
+        elif isinstance(grant, Inserted):
+            self._remove_unwritten(grant)
+        else:
+            self._fetching.undo(grant)
+
+    def _note_inserted(self, message: m.Request, reply: m.Reply, session: bytes) -> None:
+        """Be able to remove new rows, should their asker never get them."""
+        if isinstance(message, m.Insert) and isinstance(reply, m.RowSet):
+            rows = Inserted(self.tables[message.partition], indexes_of(reply.rows))
+            self._unreceived.add(session, message.rid, rows)
+
+    def _remove_unwritten(self, grant: Inserted) -> None:
+        table = grant.table
+        if self.tables.get(table.name) is table:
+            slots = table.slots_of(grant.rows)
+            slots = slots[slots >= 0]
+            bare = slots[(table.cells[: len(table.fields), slots] == 0).all(axis=0)]
+            self._clear(m.Clear(0, table.name, None, rows_bytes(table.index[bare])))
 
     @property
     def freed(self) -> list[int]:
@@ -304,6 +333,7 @@ class Controller:
             except TransferQueueError as error:
                 reply = m.Failed(parked.message.rid, error.code, str(error))
             self._crowded.remove(parked)
+            self._note_inserted(parked.message, reply, parked.session)
             self.outbox.append((parked.ticket, reply))
 
     def _reset(self, message: m.ResetConsumption) -> m.Reply:
@@ -312,6 +342,7 @@ class Controller:
             for name in [message.task] if message.task is not None else list(table.tasks):
                 task = table.task(name)
                 self._leases.revoke(task)
+                self._unreceived.void(table, name)
                 task.reset(table)
                 self.staleness.review(table, name)
                 self._fetching.serve(table, task, list(task.views.values()))
@@ -357,6 +388,7 @@ class Controller:
     def check_invariants(self) -> None:
         """Tables agree with themselves, and the ledger with the tables; tests call this after each event."""
         self._leases.check_invariants()
+        self._unreceived.check_invariants()
         self.staleness.check_invariants()
         live: dict[int, int] = {}
         for table in self.tables.values():

@@ -120,6 +120,13 @@ class Task:
         for view in self.views.values():
             view.remove(slots)
 
+    def give_back(self, slots: Slots) -> Slots:
+        """Those of live `slots` that are consumed, which they are no longer."""
+        held = slots[self.consumed[slots]]
+        self.consumed[held] = False
+        self.num_consumed -= len(held)
+        return held
+
     def lend(self, slots: Slots, number: int) -> None:
         """Offered rows are held by a new lease."""
         self.lease[slots] = number

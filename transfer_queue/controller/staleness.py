@@ -17,6 +17,7 @@ from transfer_queue.controller.births import Key
 from transfer_queue.controller.parking import Parked
 from transfer_queue.controller.readiness import Slots, Task
 from transfer_queue.controller.table import Table
+from transfer_queue.controller.unreceived import Unreceived
 from transfer_queue.controller.versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED
 from transfer_queue.errors import InvalidInput
 from transfer_queue.wire import messages as m
@@ -49,9 +50,10 @@ class Staleness:
         tables: Mapping[str, Table],
         outbox: list[tuple[Hashable, m.Reply]],
         settled: Callable[[Table, Task], None],
+        unreceived: Unreceived,
     ) -> None:
         self.policy = Policy()
-        self.admissions = Admissions(outbox)
+        self.admissions = Admissions(outbox, unreceived)
         self.num_stale: dict[str, int] = {}
         self._tables = tables
         self._settled = settled

@@ -18,7 +18,7 @@ from transfer_queue.client import operations as ops
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import run
-from transfer_queue.client.effects import Call
+from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.reading import read
 from transfer_queue.client.session import Interrupted, Session
 from transfer_queue.errors import ServiceError
@@ -64,53 +64,53 @@ def take(
     terms: Terms,
     key: Key,
     wait_s: float,
-    call: Callable[[Call], Any] | None = None,
+    asking: Callable[[Session, int], None] = lambda session, rid: None,
 ) -> Batch | End | None:
     """The rows and data of one batch, on lease; None when there were none within `wait_s`.
 
     Of a batch that was begun before, the rest is asked for; a sampler that remembers it gives all of it, and then the
-    rows to skip are acknowledged. A batch of which nothing is left has no rows.
+    rows to skip are acknowledged. A batch of which nothing is left has no rows. `asking` is told the request's number
+    before it is sent. When this raises, nothing was taken.
     """
+    session = client.session
+    session.stay()
     skip = terms.skip if key.batch_index == terms.skip_in else frozenset()
     size = terms.batch_size - len(skip) if len(skip) < terms.batch_size else terms.batch_size
     sampling = {**terms.sampling_config, "batch_index": key.batch_index, "partition_id": key.partition}
-    session = client.session
-    session.stay()
     request = m.Fetch(
         session.next_rid(), key.partition, list(terms.data_fields), size, terms.task_name,
         ops.checked_sampling(sampling), wait_s, True, terms.lease_s, terms.until_done, terms.holder, True,
     )  # fmt: skip
-    reply, payload = (call or session.call)(Call(request, wait_s=wait_s))
-    rows = reply.rows if isinstance(reply, m.Handed) else reply
+    asking(session, request.rid)
+    return run(session, _taking(session, request, skip))
+
+
+def _taking(session: Session, request: m.Fetch, skip: frozenset[int]) -> Operation[Batch | End | None]:
+    reply, payload = yield Call(request, wait_s=request.timeout_s)
+    rows: m.RowSet = reply.rows if isinstance(reply, m.Handed) else reply
     if rows.lease == m.DONE:
         return END
     if not rows.rows:
         return None
-    whole = batch_meta(rows, key.partition)
-    try:
-        meta = _without(client, whole, skip)
-        if not len(meta):
-            return TensorDict({}, batch_size=[0]), meta
-        if isinstance(reply, m.Handed) and meta is whole:
-            return _received(session, request, reply, payload), meta
-        return client.get_data(meta), meta
-    except BaseException:
-        give_back(client, whole)
-        raise
+    whole = batch_meta(session.service_id, rows, request.partition)
+    meta = yield from _without(session, whole, skip)
+    if not len(meta):
+        return TensorDict({}, batch_size=[0]), meta
+    if not (isinstance(reply, m.Handed) and meta is whole):
+        data = yield from ops.get_data(session, meta, False, None, None)
+        return data, meta
+    get = m.Get(session.next_rid(), request.partition, None, rows.rows, request.fields, True)
+    data = yield from read(session, [get], located=(reply.located, payload))  # the data came with the rows
+    return data, meta
 
 
-def _received(session: Session, request: m.Fetch, reply: m.Handed, payload: memoryview) -> TensorDict:
-    """The data that came with the rows."""
-    get = m.Get(session.next_rid(), request.partition, None, reply.rows.rows, request.fields, True)
-    return run(session, read(session, [get], located=(reply.located, payload)))
-
-
-def _without(client: TransferQueueClient, meta: BatchMeta, skip: frozenset[int]) -> BatchMeta:
+def _without(session: Session, meta: BatchMeta, skip: frozenset[int]) -> Operation[BatchMeta]:
+    """The rest of the rows; those to skip are acknowledged."""
     used = np.isin(meta.indexes, list(skip)) if skip else np.zeros(0, np.bool_)
     if not used.any():
         return meta
     if meta.lease:
-        client.ack(meta.select_samples(np.flatnonzero(used)))
+        yield Call(m.Ack(session.next_rid(), *ops.leased(meta.select_samples(np.flatnonzero(used)))))
     return meta.select_samples(np.flatnonzero(~used))
 
 
@@ -137,7 +137,7 @@ class Feed:
         self._key: Key | None = None  # what to fetch, or what `_found` is
         self._found: Batch | End | BaseException | None = None
         self._working: Key | None = None  # what the thread fetches now
-        self._rid = 0  # of its request
+        self._asking: tuple[Session, int] | None = None  # its request
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tq-prefetch", daemon=True)
         self._thread.start()
@@ -188,7 +188,9 @@ class Feed:
         self.give_back()
 
     def _interrupt(self) -> None:
-        self._client.session.interrupt(self._rid)
+        if self._asking is not None:
+            session, rid = self._asking
+            session.interrupt(rid)
 
     # the thread's side
 
@@ -211,12 +213,11 @@ class Feed:
         return self._closed or (self._key is not None and self._found is None)
 
     def _fetch(self, key: Key, wait_s: float) -> Batch | End | BaseException | None:
-        def call(effect: Call) -> Any:
-            self._rid = effect.request.rid
-            return self._client.session.call(effect)
+        def asking(session: Session, rid: int) -> None:
+            self._asking = (session, rid)
 
         try:
-            return take(self._client, self._terms, key, wait_s, call)
+            return take(self._client, self._terms, key, wait_s, asking)
         except Interrupted:
             return None
         except BaseException as error:  # noqa: BLE001  it is raised in the consumer's thread

@@ -11,7 +11,6 @@ from typing import Any
 
 from transfer_queue import interface
 from transfer_queue.client.api import TransferQueueClient
-from transfer_queue.client.connection import Connection
 from transfer_queue.client.session import Session
 from transfer_queue.errors import NotInitialized, error_from_code
 from transfer_queue.wire import messages as m
@@ -24,7 +23,7 @@ class Holder:
     def __init__(self, client: TransferQueueClient) -> None:
         self.ident = secrets.token_bytes(16)
         self._timeout_s = client.session.timeout_s
-        self._connection = Connection(client.session.address, self.ident, self._timeout_s)
+        self._connection = client.session.connect(ident=self.ident)
         self._rids = itertools.count(1)
         self.close = weakref.finalize(self, self._connection.close)
         _HOLDERS.add(self)
@@ -63,7 +62,7 @@ def client_for(config: Any, owner: object) -> TransferQueueClient:
         else:
             interface.init({"address": address})
         return interface.get_client()
-    if not address or client.session.address == parse_address(address):
+    if not address or client.address == parse_address(address):
         return client
     own = TransferQueueClient(Session(parse_address(address)))
     weakref.finalize(owner, own.close)

@@ -19,8 +19,10 @@ from transfer_queue.wire import messages as m
 
 
 class Receipt(NamedTuple):
-    """What to acknowledge when a micro-batch was used: `rows` (int64 bytes) of `lease`, of the batch `batch_index`."""
+    """What to acknowledge when a micro-batch was used: `rows` (int64 bytes) of `lease`, which the service `service_id`
+    gave, of the batch `batch_index`."""
 
+    service_id: bytes
     lease: int
     rows: bytes
     batch_index: int
@@ -39,10 +41,10 @@ def with_receipts(items: Iterable[Any], meta: BatchMeta, batch_index: int) -> It
         if held:
             rows = _rows_of(held[0], meta.lease)
             left = np.setdiff1d(left, rows)
-            yield held.pop(), Receipt(meta.lease, rows.tobytes(), batch_index, False)
+            yield held.pop(), Receipt(meta.service_id, meta.lease, rows.tobytes(), batch_index, False)
         held.append(item)
     if held:
-        yield held.pop(), Receipt(meta.lease, left.tobytes(), batch_index, True)
+        yield held.pop(), Receipt(meta.service_id, meta.lease, left.tobytes(), batch_index, True)
 
 
 def split(
@@ -56,7 +58,7 @@ def split(
             empty = False
             yield found
     if empty:
-        acknowledge(client, Receipt(meta.lease, meta.indexes.tobytes(), batch_index, True))
+        acknowledge(client, Receipt(meta.service_id, meta.lease, meta.indexes.tobytes(), batch_index, True))
 
 
 def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -69,7 +71,11 @@ def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 def acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
     """Raises `LeaseExpired` when the rows went to somebody else in the meantime."""
     if receipt.lease and receipt.rows:
-        client.session.call(Call(m.Ack(client.session.next_rid(), receipt.lease, receipt.rows)))
+        client.session.call(Call(_ack(client.session, receipt)))
+
+
+def _ack(session: Session, receipt: Receipt) -> m.Ack:
+    return m.Ack(session.next_rid(), receipt.lease, receipt.rows, receipt.service_id)
 
 
 class Acks:
@@ -87,10 +93,10 @@ class Acks:
         if not receipt.lease or not receipt.rows:
             return
         session = self._session
-        self._sent = m.Ack(session.next_rid(), receipt.lease, receipt.rows)
+        self._sent = _ack(session, receipt)
         with contextlib.suppress(ServiceUnavailable):  # `settle` sends it again
             if self._connection is None:
-                self._connection = Connection(session.address, session.ident, session.timeout_s)
+                self._connection = session.connect()
             self._connection.post(self._sent, None, session.timeout_s)
 
     def settle(self) -> None:

@@ -24,7 +24,7 @@ from transfer_queue.metadata.columns import (
 )
 from transfer_queue.metadata.contents import BatchContents, same_or_list
 from transfer_queue.metadata.fields import Schema, check_joinable, concat_schema, take_schema
-from transfer_queue.metadata.merge import chunk_bounds, merge_extra_info, same_value
+from transfer_queue.metadata.merge import chunk_bounds, common_service, merge_extra_info, same_value
 
 _ALL = slice(None)
 
@@ -37,7 +37,8 @@ class BatchMeta(BatchContents):
     The number of rows never changes; an operation on a meta whose lists were resized raises InvalidInput.
 
     `lease` is the number of the lease that the rows are held on, 0 for none. Parts and copies share it; joined metas
-    have it when it is the only one among them. It is not part of the value that `==` compares.
+    have it when it is the only one among them. `service_id` names the life of the service that the rows and the lease
+    are of (b"": not known); another life refuses them. Neither is part of the value that `==` compares.
     """
 
     __slots__ = ()
@@ -76,11 +77,14 @@ class BatchMeta(BatchContents):
         schema: Schema,
         ready: bool | npt.NDArray[np.int8],
         tags: list[Row] | None,
+        service_id: bytes = b"",
     ) -> BatchMeta:
         """A meta of one partition, unchecked and without per-row work. All arguments become the meta's own."""
         status = ready if isinstance(ready, np.ndarray) else int(ready)
         tag_column = DictColumn(len(indexes), tags)
-        return cls.__new__(cls)._fill(indexes, partition, schema, status, {}, tag_column, None)
+        meta = cls.__new__(cls)._fill(indexes, partition, schema, status, {}, tag_column, None)
+        meta.service_id = service_id
+        return meta
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
@@ -102,7 +106,7 @@ class BatchMeta(BatchContents):
             self._tags.take(where, size),
             self._backend.take(where, size),
         )
-        part.lease = self.lease
+        part.lease, part.service_id = self.lease, self.service_id
         return part
 
     def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
@@ -194,6 +198,7 @@ class BatchMeta(BatchContents):
         joined.production_status = np.bitwise_and(self._status, other._status) * np.ones(self._size, np.int8)
         joined.extra_info = {**self.extra_info, **other.extra_info}
         joined.lease = _common_lease((self, other))
+        joined.service_id = common_service((self.service_id, other.service_id), "union")
         joined._tags = DictColumn.union(self._tags, other._tags)
         joined._backend = DictColumn.union(self._backend, other._backend)
         return joined
@@ -224,6 +229,7 @@ class BatchMeta(BatchContents):
             DictColumn.concat([meta._backend for meta in metas]),
         )
         joined.lease = _common_lease(metas)
+        joined.service_id = common_service((meta.service_id for meta in metas), "concat")
         return joined
 
     # ---- value ----
@@ -248,16 +254,25 @@ class BatchMeta(BatchContents):
         status = self._status if isinstance(self._status, int) else self._status.tobytes()
         parts = self._parts if isinstance(self._parts, str) else same_or_list(self._partition_list())
         columns = (self._tags.state(), self._backend.state())
-        return (packed_ids(self.indexes), parts, self._frozen_schema(), status, self.extra_info, *columns, self.lease)
+        return (
+            packed_ids(self.indexes),
+            parts,
+            self._frozen_schema(),
+            status,
+            self.extra_info,
+            *columns,
+            self.lease,
+            self.service_id,
+        )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        packed, parts, schema, status, extra_info, tags, backend, lease = state
+        packed, parts, schema, status, extra_info, tags, backend, lease, service_id = state
         ids = unpacked_ids(packed)
         if isinstance(status, bytes):
             status = np.frombuffer(status, np.int8).copy()
         size = len(ids)
         self._fill(ids, parts, schema, status, extra_info, DictColumn(size, *tags), DictColumn(size, *backend))
-        self.lease = lease
+        self.lease, self.service_id = lease, service_id
 
     def __repr__(self) -> str:
         ids = self.indexes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transfer_queue.errors import InvalidInput, UnknownRows
-from transfer_queue.metadata.merge import chunk_bounds, copy_dict, merge_extra_info
+from transfer_queue.metadata.merge import chunk_bounds, common_service, copy_dict, merge_extra_info
 
 T = TypeVar("T")
 
@@ -19,6 +19,9 @@ class KVBatchMeta:
 
     Every meta has its own tags: those given to the constructor are copied, those taken from another meta when somebody
     first looks at them. None for `partition_id`, `fields` or `extra_info` means unknown, all, none.
+
+    `service_id` names the life of the service that wrote the rows, b"" when it is not known. It is not a field of the
+    dataclass, and not part of the value that `==` compares.
 
     Raises:
         InvalidInput: not one tag per key, or repeated keys or fields.
@@ -41,6 +44,7 @@ class KVBatchMeta:
         self.extra_info = copy.deepcopy(self.extra_info)
         self._shared_tags: list[dict[str, Any]] | None = None
         self._size = len(self.keys)
+        self.service_id = b""
 
     @classmethod
     def _build(
@@ -50,6 +54,7 @@ class KVBatchMeta:
         partition_id: str | None,
         fields: list[str] | None,
         extra_info: dict[str, Any] | None = None,
+        service_id: bytes = b"",
     ) -> KVBatchMeta:
         """A meta without checks and per-row work; None for `tags` means all empty, for `extra_info` `{}`.
 
@@ -61,6 +66,7 @@ class KVBatchMeta:
         meta.extra_info = {} if extra_info is None else extra_info
         meta._shared_tags = tags
         meta._size = len(keys)
+        meta.service_id = service_id
         return meta
 
     if not TYPE_CHECKING:
@@ -91,6 +97,7 @@ class KVBatchMeta:
     def _part(self, where: slice | list[int]) -> KVBatchMeta:
         fields = None if self.fields is None else list(self.fields)
         part = KVBatchMeta._build(_take(self.keys, where), self._tags_of(where), self.partition_id, fields)
+        part.service_id = self.service_id
         part.extra_info = copy.deepcopy(self.extra_info)
         return part
 
@@ -149,6 +156,7 @@ class KVBatchMeta:
         info = merge_extra_info((meta.extra_info for meta in metas), "concat")
         joined = cls._build(keys, _join_tags(metas), first.partition_id, first.fields and list(first.fields))
         joined.extra_info = copy.deepcopy(info) or None
+        joined.service_id = common_service((meta.service_id for meta in metas), "concat")
         return joined
 
     def __repr__(self) -> str:

@@ -47,6 +47,14 @@ def _plain_bool(equal: Any) -> Any:
     return bool(equal.all()) if hasattr(equal, "all") else equal
 
 
+def common_service(ids: Iterable[bytes], what: str) -> bytes:
+    """The one life of a service that rows are of, as far as it is known. InvalidInput for rows of several."""
+    known = set(ids) - {b""}
+    if len(known) > 1:
+        raise InvalidInput(f"{what}: the rows are of different lives of the service; those of all but one are lost")
+    return known.pop() if known else b""
+
+
 def merge_extra_info(infos: Iterable[Mapping[str, Any] | None], what: str) -> dict[str, Any]:
     """The union of `infos`.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from transfer_queue.codec.layout import decode_layout, encode_layout
 from transfer_queue.codec.select import selected
-from transfer_queue.errors import InvalidInput, StoreFull
+from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.server.sessions import Session
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
@@ -91,33 +91,32 @@ class Blocks:
         assert isinstance(message, m.Take)
         pieces = [m.Piece(cut.block, m.ELSEWHERE, 0, 0, 0) for cut in message.cuts]
         reply = m.Taken(message.rid, pieces, [])
-        self.unpin_all(session.pinned.pop(message.rid, ()), session)  # asked again
+        self.unit.unpin_request(session.ident, message.rid)  # asked again
         if len(self.unit.describe(pieces, [])) < len(pieces):
-            raise InvalidInput("blocks of another unit")
+            raise RowCleared("the blocks lay on a unit that is not here any more")
         try:
             for cut, piece in zip(message.cuts, pieces, strict=True):
-                piece.block = self._cut(cut, session)
+                piece.block = self._cut(cut, session, message.rid)
                 piece.arena = m.ELSEWHERE
-                session.note_pin(message.rid, piece.block)
-            here = self.unit.describe(pieces, reply.layouts)
+            here = self.unit.describe(pieces, reply.layouts, dropped=True)
         except BaseException:
-            self.unpin_all(session.pinned.pop(message.rid, ()), session)
+            self.unit.unpin_request(session.ident, message.rid)
             raise
         if _aligned_nbytes(here) > REMOTE_INLINE_NBYTES:
             _leave(here)
             return reply, ()
         payload = self._riding(here, ())
-        self.unpin_all(session.pinned.pop(message.rid, ()), session)
+        self.unit.unpin_request(session.ident, message.rid)
         return reply, payload
 
-    def _cut(self, cut: m.Cut, session: Session) -> int:
+    def _cut(self, cut: m.Cut, session: Session, rid: int) -> int:
         """The pinned block of what `cut` asks for; the block itself when that is all, or when there is no room."""
         block = self.unit.block(cut.block)
         assert block is not None
         layout, rows = decode_layout(block.layout), np.frombuffer(cut.rows, np.int64)
         if not len(rows) or rows[0] < 0 or rows[-1] >= layout.rows or (np.diff(rows) <= 0).any():
             raise InvalidInput(f"rows of a block of {layout.rows}: ascending and distinct")
-        self.unit.pin(block.number, session.ident)
+        self.unit.pin(block.number, session.ident, rid)
         if len(rows) == layout.rows and {column.name for column in layout.columns} <= set(cut.fields):
             return block.number
         smaller, fill = selected(layout, self.unit.memory(block), rows, cut.fields)
@@ -126,9 +125,9 @@ class Blocks:
             return block.number
         fill(self.unit.memory(part))
         self.unit.publish(part.number, encode_layout(smaller))
-        self.unit.pin(part.number, session.ident)
+        self.unit.pin(part.number, session.ident, rid)
         self.unit.drop(part.number)  # lives as long as its pin
-        self.unit.unpin(block.number, session.ident)
+        self.unit.unpin(block.number, session.ident, rid)
         return part.number
 
     def read(self, message: m.Request, session: Session) -> Answer:
@@ -144,11 +143,11 @@ class Blocks:
 
     def _pin_all(self, rid: int, blocks: list[int], session: Session) -> None:
         """Pin what a reply names, in place of what an earlier reply to the same request named."""
+        before = self.unit.pins_of(session.ident, rid)
         for block in blocks:
-            self.unit.pin(block, session.ident)
-        self.unpin_all(session.pinned.pop(rid, ()), session)
-        for block in blocks:
-            session.note_pin(rid, block)
+            self.unit.pin(block, session.ident, rid)
+        for block in before:
+            self.unit.unpin(block, session.ident, rid)
 
     def pin(self, message: m.Request, session: Session) -> Answer:
         """Pin whole blocks, to be mapped or read."""
@@ -156,15 +155,15 @@ class Blocks:
         pieces = [m.Piece(block, m.ELSEWHERE, 0, 0, 0) for block in np.frombuffer(message.blocks, np.int64).tolist()]
         reply = m.Taken(message.rid, pieces, [])
         if len(self.unit.describe(pieces, reply.layouts)) < len(pieces):
-            raise InvalidInput("blocks of another unit")
+            raise RowCleared("the blocks lay on a unit that is not here any more")
         self._pin_all(message.rid, [piece.block for piece in pieces], session)
         if not session.local:
             _leave(pieces)
         return reply, ()
 
-    def unpin_all(self, blocks: Sequence[int], session: Session) -> None:
+    def unpin_all(self, rid: int, blocks: Sequence[int], session: Session) -> None:
         for block in blocks:
-            self.unit.unpin(block, session.ident)
+            self.unit.unpin(block, session.ident, rid)
 
     def adopt(self, message: m.Request, session: Session) -> Answer:
         assert isinstance(message, m.Adopt)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transfer_queue.codec.layout import Ints
 from transfer_queue.controller import Controller
 from transfer_queue.controller.table import indexes_of
@@ -14,10 +16,13 @@ from transfer_queue.wire import messages as m
 
 
 class Head:
-    """The controller, the unit of its host, and the units that joined it."""
+    """The controller, the unit of its host, and the units that joined it. Clients are told `client_config`."""
 
-    def __init__(self, controller: Controller, unit: Unit, make: type[Service] = Service) -> None:
+    def __init__(
+        self, controller: Controller, unit: Unit, client_config: dict[str, Any], make: type[Service] = Service
+    ) -> None:
         self.controller = controller
+        self.client_config = client_config
         self.service = make(controller, unit)
         self.members = self.service.members
         self.members.lose = controller.lose

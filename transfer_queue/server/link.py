@@ -15,7 +15,7 @@ import time
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, cast
 
-from transfer_queue.errors import AccessDenied, InternalError, ProtocolError, TransferQueueError
+from transfer_queue.errors import AccessDenied, InternalError, ProtocolError, ServiceRestarted, TransferQueueError
 from transfer_queue.server.blocks import Answer
 from transfer_queue.server.bulk import BulkWriter, Parts
 from transfer_queue.server.sessions import Session
@@ -32,7 +32,7 @@ log = logging.getLogger("transfer_queue.server")
 HELLO_TIMEOUT_S = 5.0
 HELLO_HEADER_NBYTES = 4096
 UNIT_REQUESTS = (m.Join, m.Moved, m.Settle)
-ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
+ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Received, m.Goodbye)
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -45,6 +45,7 @@ class Link(asyncio.BufferedProtocol):
         self._local = local
         self._session: Session | None = None
         self._hello: m.Hello | None = None
+        self._life = hello.ANY
         self._nonce = hello.nonce()
         self._reader = FrameReader(m.decode_client, self._destination, HELLO_HEADER_NBYTES)
         self._transport: asyncio.Transport
@@ -135,6 +136,14 @@ class Link(asyncio.BufferedProtocol):
             case m.Proof(mac=mac) if self._hello is not None:
                 if not hello.equal(mac, hello.client_mac(self._token, self._hello.nonce, self._nonce)):
                     self._refuse("wrong token")
+                self._life = self._server.service.life
+                expected = hello.Life(self._hello.service, self._hello.unit)
+                try:
+                    hello.check_life(expected, self._life)
+                except ServiceRestarted as error:
+                    self._send(m.Failed(0, error.code, str(error)))
+                    self._transport.close()
+                    return
                 self._timer.cancel()
                 self._reader.max_header_nbytes = MAX_HEADER_NBYTES
                 self._session = self._server.service.sessions.attach(self._hello.session, self._local)
@@ -157,6 +166,9 @@ class Link(asyncio.BufferedProtocol):
             return
         if isinstance(message, m.Write):
             self._server.service.unit.unpin(message.block, self._nonce)
+        if self._life is not self._server.service.life:  # this unit came to serve another life meanwhile
+            self._send(m.Failed(message.rid, ServiceRestarted.code, "the service that this unit served has ended"))
+            return
         ticket = (self, message.rid)
         try:
             if isinstance(message, UNIT_REQUESTS):
@@ -190,14 +202,9 @@ class Link(asyncio.BufferedProtocol):
         """Send the answer of a request of this connection that was parked."""
         self._tickets.discard(ticket)
         assert self._session is not None
+        self._server.service.close_request(self._session, answer)  # over a lost connection it is asked for again
         if not self._transport.is_closing():
-            self._server.service.close_request(self._session, answer)
             self._answer(answer)
-        elif isinstance(answer[0], (m.RowSet, m.Handed)):
-            rows = answer[0].rows if isinstance(answer[0], m.Handed) else answer[0]
-            self._server.service.controller.take_back(rows, self._session.ident)
-        elif isinstance(answer[0], m.Admitted):
-            self._server.service.controller.take_back(answer[0], self._session.ident)
 
     def _answer(self, answer: Answer) -> None:
         reply, payload = answer

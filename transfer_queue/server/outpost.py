@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.aio import AsyncConnection
+from transfer_queue.wire.hello import Life
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -42,29 +42,33 @@ class Outpost:
         self._controller = controller
         self._address = ""
         self._deliver = deliver
-        self._incarnation = secrets.token_bytes(16)
+        self.client_config: dict[str, Any] = {}
         self._lost = asyncio.Event()
         self._connection: AsyncConnection
         self._settling: asyncio.Task[None] | None = None
         self._rid = 0
 
-    async def join(self, address: str) -> dict[str, Any]:
-        """Join as the unit that readers of other hosts reach at `address`; what clients are told.
+    async def join(self, address: str) -> None:
+        """Join as the unit that readers of other hosts reach at `address`.
 
         Raises `ServiceUnavailable`, `AccessDenied`, `DeadlineExceeded`.
         """
         self._address = address
         await self._join()
-        config: dict[str, Any] = json.loads(self._connection.welcome.config)
-        self.remote.timeout_s = float(config["timeout_s"])
-        return config
 
     async def _join(self) -> None:
+        """Join, or join again. Where another life of the controller answers, none of the rows here is one of its."""
         self._lost.clear()
         connection = AsyncConnection(self._controller, m.decode_server, self._pushed, self._lost.set)
-        self._connection = await connection.open(self._incarnation, CONNECT_S)
-        unit = self.service.unit
-        joining = m.Join(self._next_rid(), self._incarnation, self._address, numbers(unit.published()))
+        unit, incarnation = self.service.unit, self.service.life.unit
+        self._connection = await connection.open(incarnation, CONNECT_S)
+        welcome = self._connection.welcome
+        if welcome.service != self.remote.life.service:
+            self.service.life = Life(welcome.service, incarnation)
+            self.remote.begin(welcome.service)
+            self.client_config = json.loads(welcome.config)
+            self.remote.timeout_s = float(self.client_config["timeout_s"])
+        joining = m.Join(self._next_rid(), incarnation, self._address, numbers(unit.published()))
         joined = await self._ask(joining)
         assert isinstance(joined, m.Joined)
         unit.renumber(joined.unit)

@@ -56,9 +56,8 @@ class Server:
             self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver, make)
         else:
             controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness)
-            self.role = Head(controller, unit, make)
+            self.role = Head(controller, unit, config.client, make)
         self.service = self.role.service
-        self._client_config = config.client
         self._metrics: Endpoint | None = None
         self._stopped = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -81,7 +80,7 @@ class Server:
             tcp = self.service.tcp = _name(listening) if listening is not None else ""
             background = [loop.create_task(self._trim())]
             if isinstance(self.role, Outpost):
-                self._client_config = await self.role.join(self._advertised(tcp))
+                await self.role.join(self._advertised(tcp))
                 background.append(loop.create_task(self.role.stay()))
             servers = [await loop.create_unix_server(lambda: Link(self, "", local=True), path)]
             os.chmod(path, 0o600)
@@ -134,10 +133,10 @@ class Server:
         """A local client also learns the token, to read from units of other hosts."""
         door = os.path.join(self.config.run_dir, DOOR_NAME) if local else ""
         own = {"metrics_endpoint": self._metrics.address} if self._metrics is not None else {}
-        config = {"metrics_endpoint": None, **self._client_config, **own, "unit": self.service.unit.number}
+        config = {"metrics_endpoint": None, **self.role.client_config, **own, "unit": self.service.unit.number}
         if local:
             config["token"] = self.config.token
-        return Welcome(os.getpid(), door, json.dumps(config).encode())
+        return Welcome(os.getpid(), door, json.dumps(config).encode(), *self.service.life)
 
     def of_unit(self, message: Request, host: str, line: Line) -> Reply:
         return self.role.of_unit(message, host, line)

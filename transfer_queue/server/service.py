@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
+from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
+from transfer_queue.controller.table import indexes_of
+from transfer_queue.errors import DataLost, InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.blocks import Answer, Blocks
 from transfer_queue.server.handing import Handing
 from transfer_queue.server.members import Members
 from transfer_queue.server.sessions import Session, Sessions
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.hello import Life
 
 NO_BYTES = memoryview(b"")
+ID_NBYTES = 16
 MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
 
 
@@ -38,7 +43,8 @@ class Control(Protocol):
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None: ...
     def forget(self, tickets: set[Hashable]) -> None: ...
     def end_session(self, session: bytes) -> None: ...
-    def take_back(self, reply: m.RowSet | m.Admitted, session: bytes) -> None: ...
+    def received(self, session: bytes, rid: int) -> None: ...
+    def take_back(self, session: bytes, rid: int) -> None: ...
     def expire(self, now: float) -> None: ...
     def next_deadline(self) -> float | None: ...
     def statistics(self) -> dict[str, Any]: ...
@@ -67,6 +73,7 @@ class Service:
     def __init__(self, controller: Control, unit: Unit) -> None:
         self.controller = controller
         self.unit = unit
+        self.life = Life(*(secrets.token_bytes(ID_NBYTES),) * 2)  # a unit that joins a service takes over its half
         self.blocks = Blocks(unit)
         self.members = Members()
         self.sessions = Sessions()
@@ -86,12 +93,14 @@ class Service:
     def detach(self, session: Session, tickets: set[Hashable], now: float) -> None:
         """A connection is gone; with the last one goes all that its session held here."""
         self._forget(tickets)
-        ended = self.sessions.detach(session, now)
-        if not session.connections:
-            self.unit.forget(session.ident)
-        if ended:
-            self.controller.end_session(session.ident)
+        if self.sessions.detach(session, now):
+            self._end(session)
         self.settle()
+
+    def _end(self, session: Session) -> None:
+        """The client is gone for good, and with it all that it held here."""
+        self.unit.forget(session.ident)
+        self.controller.end_session(session.ident)
 
     def _forget(self, tickets: set[Hashable]) -> None:
         self.controller.forget(tickets)
@@ -124,8 +133,11 @@ class Service:
     def notify(self, message: m.Message, session: Session) -> None:
         """Carry out a one-way message; whatever is wrong with it is ignored."""
         match message:
-            case m.Unpin(blocks=blocks):
-                self.blocks.unpin_all(blocks, session)
+            case m.Unpin(rid=rid, blocks=blocks):
+                self.blocks.unpin_all(rid, blocks, session)
+            case m.Received(rid=rid):
+                self.controller.received(session.ident, rid)
+                session.forget(rid)
             case m.Discard(block=block):
                 self._discard(block, session)
             case m.Cancel(rid=rid):
@@ -144,15 +156,27 @@ class Service:
         self.unit.drop(block)
 
     def _cancel(self, rid: int, session: Session) -> None:
-        if rid in session.parked:
-            self._forget({session.parked.pop(rid)})
-        self.blocks.unpin_all(session.pinned.pop(rid, ()), session)
+        ticket = session.parked.pop(rid, None)
+        if ticket is not None:
+            self._forget({ticket})
+            self._withdraw(ticket, session)
+        self.unit.unpin_request(session.ident, rid)
+        self.controller.take_back(session.ident, rid)
         answer = session.replies.get(rid)
-        if answer is not None and isinstance(answer[0], (m.RowSet, m.Admitted)):
-            self.controller.take_back(answer[0], session.ident)
         if answer is not None and isinstance(answer[0], m.Allocated):
-            self.blocks.unpin_all([answer[0].block], session)
             self._discard(answer[0].block, session)
+        if answer is not None and isinstance(answer[0], (m.RowSet, m.Admitted, m.Allocated)):
+            session.forget(rid)  # sent again it is carried out anew
+
+    def _withdraw(self, ticket: Hashable, session: Session) -> None:
+        """Do not send an answer that crosses the cancellation of its request."""
+        for outbox in (self.controller.outbox, self.unit.outbox):
+            for at, (one, reply) in enumerate(outbox):
+                if one == ticket:
+                    del outbox[at]
+                    if isinstance(reply, m.Allocated):
+                        self._discard(reply.block, session)
+                    return
 
     def handle(
         self, message: m.Request, payload: memoryview, session: Session, ticket: Hashable, now: float
@@ -165,6 +189,7 @@ class Service:
         if message.rid in session.parked:  # asked again over another connection
             self._forget({session.parked.pop(message.rid)})
         try:
+            self._check_life(message)
             answer = self._handle(message, payload, session, ticket, now)
         except TransferQueueError as error:
             answer = (m.Failed(message.rid, error.code, str(error)), ())
@@ -174,6 +199,18 @@ class Service:
             session.remember(answer)
         self.settle()
         return answer
+
+    def _check_life(self, message: m.Request) -> None:
+        """Refuse numbers of another life of the service: here they name something else, or nothing."""
+        named = getattr(message, "service", b"")
+        if not named or named == self.life.service:
+            return
+        if isinstance(message, LEASE_REQUESTS):
+            raise LeaseExpired(f"lease {message.lease} ended with the service that gave it, and with it its rows")
+        keys = getattr(message, "keys", None)
+        rows = keys if keys is not None else indexes_of(getattr(message, "rows", None) or b"").tolist()
+        where = getattr(message, "partition", "")
+        raise DataLost(f"partition {where!r}: rows {rows[:8]} were lost with the service that held them")
 
     def _handle(
         self, message: m.Request, payload: memoryview, session: Session, ticket: Hashable, now: float
@@ -325,7 +362,7 @@ class Service:
         self.unit.expire(now)
         self.members.expire(now)
         for session in self.sessions.expired(now):
-            self.controller.end_session(session.ident)
+            self._end(session)
         self.settle()
 
     def next_deadline(self) -> float | None:

@@ -9,7 +9,6 @@ from typing import TypeAlias
 from transfer_queue.wire import messages as m
 
 REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
-REMEMBERED_PINS = 256
 GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
 Answer: TypeAlias = "tuple[m.Reply, Sequence[bytes | bytearray | memoryview]]"
 
@@ -25,12 +24,12 @@ class Session:
         self.replies: OrderedDict[int, Answer] = OrderedDict()
         self._replies_nbytes = 0
         self.parked: dict[int, Hashable] = {}  # ticket of each parked request
-        self.pinned: OrderedDict[int, list[int]] = OrderedDict()  # blocks each of the latest reads pinned
 
     def remember(self, answer: Answer) -> None:
         """Keep the answer for when its request comes again; the oldest go when there are many or they are large."""
         if isinstance(answer[0], m.Handed):
             answer = (answer[0].rows, ())  # the data is asked for anew
+        self.forget(answer[0].rid)
         self.replies[answer[0].rid] = answer
         self._replies_nbytes += _weight(answer)
         while len(self.replies) > REMEMBERED_REPLIES or (
@@ -38,11 +37,11 @@ class Session:
         ):
             self._replies_nbytes -= _weight(self.replies.popitem(last=False)[1])
 
-    def note_pin(self, rid: int, block: int) -> None:
-        """The reply to `rid` pinned `block`: to be undone when the request is cancelled."""
-        self.pinned.setdefault(rid, []).append(block)
-        if len(self.pinned) > REMEMBERED_PINS:
-            self.pinned.popitem(last=False)
+    def forget(self, rid: int) -> None:
+        """The request will not come again, or is to be carried out anew."""
+        answer = self.replies.pop(rid, None)
+        if answer is not None:
+            self._replies_nbytes -= _weight(answer)
 
 
 def _weight(answer: Answer) -> int:

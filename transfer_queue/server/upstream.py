@@ -15,6 +15,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.aio import AsyncConnection
 from transfer_queue.wire.checkpoints import STATE_S
+from transfer_queue.wire.hello import ANY, Life
 
 CONNECT_S = 5.0
 SPARE_S = 1.0  # how much later than its own deadline a request is given up here; the client waits a little longer still
@@ -23,9 +24,10 @@ SPARE_S = 1.0  # how much later than its own deadline a request is given up here
 class Caller:
     """The connection of one session, opened on first use and again after it was lost."""
 
-    def __init__(self, address: Address, session: bytes) -> None:
+    def __init__(self, address: Address, session: bytes, life: Life) -> None:
         self._address = address
         self._session = session
+        self._life = life
         self._opening: asyncio.Future[AsyncConnection] | None = None
 
     async def call(self, message: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
@@ -43,7 +45,7 @@ class Caller:
         if opening is not None and opening.done() and (opening.exception() or opening.result().error is not None):
             opening = None
         if opening is None:
-            connecting = AsyncConnection(self._address, m.decode_server).open(self._session, CONNECT_S)
+            connecting = AsyncConnection(self._address, m.decode_server).open(self._session, CONNECT_S, self._life)
             opening = self._opening = asyncio.ensure_future(connecting)
         return await asyncio.shield(opening)
 
@@ -68,6 +70,7 @@ class RemoteController:
 
     def __init__(self, address: Address, deliver: Callable[[], None]) -> None:
         self.address = address
+        self.life = ANY
         self.timeout_s = 30.0
         self.outbox: list[tuple[Hashable, m.Reply]] = []
         self.payloads: dict[Hashable, memoryview] = {}
@@ -86,7 +89,7 @@ class RemoteController:
     def _caller(self, session: bytes) -> Caller:
         caller = self._callers.get(session)
         if caller is None:
-            caller = self._callers[session] = Caller(self.address, session)
+            caller = self._callers[session] = Caller(self.address, session, self.life)
         return caller
 
     async def _ask(self, caller: Caller, message: m.Request, payload: memoryview | None, ticket: Hashable) -> None:
@@ -121,8 +124,11 @@ class RemoteController:
         if caller is not None:
             caller.close()
 
-    def take_back(self, reply: m.RowSet | m.Admitted, session: bytes) -> None:
-        self._caller(session).notify(m.Cancel(reply.rid))
+    def received(self, session: bytes, rid: int) -> None:
+        self._caller(session).notify(m.Received(rid))
+
+    def take_back(self, session: bytes, rid: int) -> None:
+        self._caller(session).notify(m.Cancel(rid))
 
     def expire(self, now: float) -> None:
         """Deadlines are kept by the connections."""
@@ -135,6 +141,12 @@ class RemoteController:
 
     def check_invariants(self) -> None:
         assert self.doubtful <= {ticket for ticket, _ in self.outbox}
+
+    def begin(self, service: bytes) -> None:
+        """From now on this life of the controller is meant. Calls to an earlier one fail with `ServiceRestarted`."""
+        for session in list(self._callers):
+            self.end_session(session)
+        self.life = Life(service)
 
     def close(self) -> None:
         for task, _ in self._asking.values():

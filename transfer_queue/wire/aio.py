@@ -55,8 +55,11 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self._until_shutdown: AsyncGenerator[None, None] | None = None
 
-    async def open(self, session: bytes, timeout_s: float) -> AsyncConnection:
-        """Connect and shake hands. Raises `ServiceUnavailable`, `AccessDenied` or `DeadlineExceeded`."""
+    async def open(self, session: bytes, timeout_s: float, life: hello.Life = hello.ANY) -> AsyncConnection:
+        """Connect and shake hands with a server of `life`.
+
+        Raises `ServiceUnavailable`, `ServiceRestarted`, `AccessDenied` or `DeadlineExceeded`.
+        """
         address, loop = self.address, self.loop
         try:
             if address.path:
@@ -70,9 +73,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
             raise ServiceUnavailable(f"no server at {address}: {error}") from error
         try:
             nonce = hello.nonce()
-            challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce), timeout_s)
+            challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce, *life), timeout_s)
             proof = hello.proof_of(challenge, address, nonce)
-            self.welcome = hello.welcome_of(await self._greet(proof, timeout_s))
+            self.welcome = hello.welcome_of(await self._greet(proof, timeout_s), life)
         except BaseException:
             self.close()
             raise
@@ -211,19 +214,19 @@ class AsyncConnection(asyncio.BufferedProtocol):
             if not future.done():
                 future.set_exception(self.error)
 
-    def close(self) -> None:
-        """Close from the loop's own thread."""
-        self._fail(ServiceUnavailable("the client was closed"))
+    def close(self, reason: TransferQueueError | None = None) -> None:
+        """Close from the loop's own thread; calls in flight raise `reason`."""
+        self._fail(reason or ServiceUnavailable("the client was closed"))
         self._flush()
         self._transport.close()
 
-    def abandon(self) -> None:
+    def abandon(self, reason: TransferQueueError | None = None) -> None:
         """Close from outside: the loop is closed, or runs in another thread."""
         if self.loop.is_closed():
             self._fail_quietly()
         else:
             with contextlib.suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self.close)
+                self.loop.call_soon_threadsafe(self.close, reason)
 
     def _fail_quietly(self) -> None:
         self.error = self.error or ServiceUnavailable("the event loop of this connection is closed")

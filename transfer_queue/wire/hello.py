@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from typing import NamedTuple
 
-from transfer_queue.errors import AccessDenied, ProtocolError, error_from_code
+from transfer_queue.errors import AccessDenied, ProtocolError, ServiceRestarted, error_from_code
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 
@@ -51,9 +52,29 @@ def proof_of(challenge: m.Message, address: Address, nonce: bytes) -> m.Proof:
     return m.Proof(client_mac(address.token, nonce, challenge.nonce))
 
 
-def welcome_of(reply: m.Message) -> m.Welcome:
+class Life(NamedTuple):
+    """Which life of a service, and of the server a connection goes to; b"" stands for any."""
+
+    service: bytes = b""
+    unit: bytes = b""
+
+
+ANY = Life()
+
+
+def check_life(expected: Life, found: Life) -> None:
+    """`ServiceRestarted` when a caller holds on to another life than the one that is there. Both ends check."""
+    if expected.service and expected.service != found.service:
+        raise ServiceRestarted("another service is here now: that of before ended, and its rows are lost")
+    if expected.unit and expected.unit != found.unit:
+        raise ServiceRestarted("the server here was started anew: the rows that its predecessor held are lost")
+
+
+def welcome_of(reply: m.Message, life: Life = ANY) -> m.Welcome:
+    """The server's word that the session is open. Raises `ServiceRestarted` when it is not of the expected lives."""
     if isinstance(reply, m.Failed):
         raise error_from_code(reply.code, reply.text)
     if not isinstance(reply, m.Welcome):
         raise ProtocolError(f"{type(reply).__name__} instead of a welcome")
+    check_life(life, Life(reply.service, reply.unit))
     return reply

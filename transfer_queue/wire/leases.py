@@ -10,6 +10,7 @@ class Ack(Request):
 
     lease: int
     rows: bytes | None
+    service: bytes = b""
 
 
 class Renew(Request):
@@ -17,6 +18,7 @@ class Renew(Request):
 
     lease: int
     lease_s: float
+    service: bytes = b""
 
 
 class Release(Request):
@@ -24,6 +26,7 @@ class Release(Request):
 
     lease: int
     rows: bytes | None
+    service: bytes = b""
 
 
 class Lent(Reply):

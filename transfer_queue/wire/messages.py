@@ -2,7 +2,8 @@
 
 Row sets travel as little-endian int64 bytes (`rows`), parallel to the caller's order. `rid` is chosen by the
 client, unique within its session; a mutating request repeated with the same `rid` gets its first reply again.
-`timeout_s` is how long the server may park the request.
+`timeout_s` is how long the server may park the request. `service` is the life of the service that named the rows or the
+lease of a request (b"": not known); a server of another life refuses it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from transfer_queue.wire.versions import Announce as Announce
 from transfer_queue.wire.versions import Counted as Counted
 from transfer_queue.wire.versions import GiveBack as GiveBack
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
 INLINE, ELSEWHERE = -1, -2  # arena numbers of pieces that ride in the payload, or lie on another unit
 UNIT_SHIFT = 40  # the bits of a block number above these name its unit
@@ -55,9 +56,13 @@ DONE = -1  # the lease of an empty `RowSet`: nothing is left to wait for
 
 
 class Hello(Message):
+    """`service`, `unit`: the lives that the caller holds on to (b"": any); a server of others refuses it."""
+
     version: int
     session: bytes
     nonce: bytes
+    service: bytes = b""
+    unit: bytes = b""
 
 
 class Proof(Message):
@@ -104,6 +109,7 @@ class Commit(Request):
     tags: list[Tags] | None
     timeout_s: float
     replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones instead of merging
+    service: bytes = b""
 
 
 class Insert(Request):
@@ -170,11 +176,13 @@ class Get(Request):
     rows: bytes | None
     fields: list[str] | None
     strict: bool
+    service: bytes = b""
 
 
 class Unpin(Message):
-    """One way: this session no longer reads these blocks (one entry per pin)."""
+    """One way: this session no longer reads these blocks, which its request `rid` pinned (one entry per pin)."""
 
+    rid: int
     blocks: list[int]
 
 
@@ -185,10 +193,17 @@ class Discard(Message):
 
 
 class Cancel(Message):
-    """One way: nobody waits for the answer to request `rid` of this session any more.
+    """One way: request `rid` of this session is to have had no effect for it, answered or not.
 
-    It is not parked any longer, and the block or the pins it gave are released.
+    It is not parked any longer; the rows it took, the block or the pins it gave are given back. Rows that were
+    `Received` stay taken.
     """
+
+    rid: int
+
+
+class Received(Message):
+    """One way: the rows that request `rid` took are in their asker's hands; until then they are undone with it."""
 
     rid: int
 
@@ -199,6 +214,7 @@ class Clear(Request):
     partition: str
     keys: list[str] | None
     rows: bytes | None
+    service: bytes = b""
 
 
 class SetTags(Request):
@@ -206,6 +222,7 @@ class SetTags(Request):
     rows: bytes
     tags: list[Tags]
     replace: bool
+    service: bytes = b""
 
 
 class Consumption(Request):
@@ -263,11 +280,17 @@ class Challenge(Message):
 
 
 class Welcome(Message):
-    """The session is open. `door` is the socket that hands out arena descriptors ("" when not mappable)."""
+    """The session is open. `door` is the socket that hands out arena descriptors ("" when not mappable).
+
+    `service` names the life of the controller, and with it of all rows, leases and keys; `unit` that of this server,
+    and with it of its arenas, blocks and pins. Both are random, and no other life ever has them.
+    """
 
     pid: int
     door: str
     config: bytes
+    service: bytes = b""
+    unit: bytes = b""
 
 
 class Done(Reply):
@@ -365,7 +388,7 @@ class Report(Reply):
 
 ClientMessage: TypeAlias = (
     Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
-    | Cancel | Goodbye | Take | Join | Moved | Settle
+    | Cancel | Received | Goodbye | Take | Join | Moved | Settle
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Announce | Admit | GiveBack

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
 
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.storage.shm.arena import Arena
+from transfer_queue.storage.shm.pins import NO_REQUEST, Pins
 from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocate, Allocated, Failed, Piece, Reply
 
 PAGE = 4096
@@ -53,7 +53,7 @@ class Unit:
         self._blocks: dict[int, Block] = {}
         self._next = 1
         self._unpublished: dict[bytes, set[int]] = {}
-        self._pins: dict[bytes, Counter[int]] = {}
+        self._pins = Pins()
         self._waiting: ParkingLot[Allocate] = ParkingLot()
 
     def renumber(self, number: int) -> None:
@@ -82,7 +82,7 @@ class Unit:
         if block is None:
             return None
         if message.pin:
-            self.pin(block.number, session)
+            self.pin(block.number, session, message.rid)
         return Allocated(message.rid, block.number, block.arena, block.offset)
 
     def place(self, nbytes: int, session: bytes | None) -> Block | None:
@@ -147,21 +147,26 @@ class Unit:
 
     # reading
 
-    def holds(self, number: int) -> bool:
+    def holds(self, number: int, dropped: bool = False) -> bool:
         """Whether a block of this number is here; False for another unit's.
 
-        Raises `RowCleared` for one that was here and is gone.
+        A block that was dropped and is only pinned still does not count unless `dropped`: the number may be another
+        unit's by now. Raises `RowCleared` for one that was here and is gone.
         """
-        if number in self._blocks:
+        block = self._blocks.get(number)
+        if block is not None and (dropped or not block.dropped):
             return True
         if number >> UNIT_SHIFT == self.number:
             raise RowCleared("the rows were cleared")
         return False
 
-    def describe(self, pieces: list[Piece], layouts: list[bytes]) -> list[Piece]:
-        """Those of `pieces` that are here, with where they lie filled in and their layouts added to `layouts`."""
+    def describe(self, pieces: list[Piece], layouts: list[bytes], dropped: bool = False) -> list[Piece]:
+        """Those of `pieces` that are here, with where they lie filled in and their layouts added to `layouts`.
+
+        `dropped`: see `holds`; cuts that live as long as their pins are wanted, too.
+        """
         numbers: dict[bytes, int] = {}
-        found = [piece for piece in pieces if piece.arena == ELSEWHERE and self.holds(piece.block)]
+        found = [piece for piece in pieces if piece.arena == ELSEWHERE and self.holds(piece.block, dropped)]
         for piece in found:
             block = self._blocks[piece.block]
             piece.arena, piece.offset, piece.nbytes = block.arena, block.offset, block.nbytes
@@ -178,19 +183,19 @@ class Unit:
     def block(self, number: int) -> Block | None:
         return self._blocks.get(number)
 
-    def pin(self, number: int, session: bytes) -> None:
+    def pin(self, number: int, session: bytes, rid: int = NO_REQUEST) -> None:
         self._blocks[number].pins += 1
-        self._pins.setdefault(session, Counter())[number] += 1
+        self._pins.add(number, session, rid)
 
-    def unpin(self, number: int, session: bytes) -> None:
-        """Release one pin of `session`; unknown ones are ignored."""
-        held = self._pins.get(session)
-        if not held or number not in held:
-            return
-        held[number] -= 1
-        if not held[number]:
-            del held[number]
-        self._release_pin(number)
+    def unpin(self, number: int, session: bytes, rid: int = NO_REQUEST) -> None:
+        """Release one pin of a request; unknown ones are ignored."""
+        if self._pins.remove(number, session, rid):
+            self._release_pin(number)
+
+    def unpin_request(self, session: bytes, rid: int) -> None:
+        """Release everything that a request pinned and that was not released yet."""
+        for number in self._pins.of_request(session, rid):
+            self.unpin(number, session, rid)
 
     def _release_pin(self, number: int) -> None:
         block = self._blocks[number]
@@ -199,14 +204,18 @@ class Unit:
             self._free(block)
 
     def pinned(self, number: int, session: bytes) -> Block:
-        """A block `session` has pinned, or `InvalidInput`."""
-        if self._pins.get(session, Counter())[number] < 1:
-            raise InvalidInput(f"block {number} is not pinned by this client")
+        """A block `session` has pinned. Raises `RowCleared` when it has not, or no longer: it locates the rows anew."""
+        if not self._pins.holds(number, session):
+            raise RowCleared(f"block {number} is not pinned by this client, or no longer")
         return self._blocks[number]
+
+    def pins_of(self, session: bytes, rid: int) -> list[int]:
+        """The blocks that a request holds pinned, once for each pin."""
+        return self._pins.of_request(session, rid)
 
     def adopt(self, session: bytes, parent: bytes) -> None:
         """Give `session` a pin on everything `parent` has pinned."""
-        for number in list(self._pins.get(parent, ())):
+        for number in self._pins.of(parent):
             self.pin(number, session)
 
     # trouble and time
@@ -216,9 +225,8 @@ class Unit:
         for number in list(self._unpublished.pop(session, ())):
             self._blocks[number].owner = None
             self.drop(number)
-        for number, count in self._pins.pop(session, Counter()).items():
-            for _ in range(count):
-                self._release_pin(number)
+        for number in self._pins.end(session):
+            self._release_pin(number)
 
     def forget_tickets(self, tickets: set[Hashable]) -> None:
         self._waiting.forget(tickets)
@@ -266,8 +274,7 @@ class Unit:
         """Bytes pinned by each client."""
         return {
             session.hex()[:8]: sum(self._blocks[number].nbytes for number in held)
-            for session, held in self._pins.items()
-            if held
+            for session, held in self._pins.sessions()
         }
 
     def close(self) -> None:
@@ -285,7 +292,5 @@ class Unit:
             assert at == arena.size
         rounded = sum(self.arenas[b.arena].extents.rounded(b.nbytes) for b in self._blocks.values())
         assert rounded == self.used_nbytes <= self.budget_nbytes
-        pins: Counter[int] = Counter()
-        for held in self._pins.values():
-            pins.update(held)
+        pins = self._pins.counts()
         assert all(block.pins == pins[block.number] for block in self._blocks.values())

@@ -1,0 +1,378 @@
+"""A service and every server have an identity: who outlives one meets the next as another, and mixes nothing up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import until
+from hosts import CLIENT, LARGE, TOKEN, Host, firsts, rows
+
+import transfer_queue as tq
+from transfer_queue.client.connection import Connection
+from transfer_queue.client.session import Session
+from transfer_queue.errors import (
+    DataLost,
+    DeadlineExceeded,
+    InvalidInput,
+    LeaseExpired,
+    ServiceRestarted,
+    ServiceUnavailable,
+    error_from_code,
+)
+from transfer_queue.launch import local
+from transfer_queue.server.settings import ServerConfig
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.hello import Life
+
+Service = Callable[..., tq.TransferQueueClient]
+
+
+class Lives:
+    """A service at one run directory that is ended and started again while clients stay."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.start()
+
+    def start(self) -> None:
+        config = ServerConfig(
+            run_dir=str(self.run_dir), owner_pid=os.getpid(), budget_nbytes=1 << 28,
+            sampler={"class": "SequentialSampler"}, client=CLIENT,
+        )  # fmt: skip
+        self.server = local.start(config)
+        self.pid = self.server.pid
+
+    def end(self, how: str) -> None:
+        if how == "kill":
+            os.kill(self.pid, signal.SIGKILL)
+            self.server.wait()
+        self.server.stop()
+
+    def again(self, how: str = "kill") -> None:
+        self.end(how)
+        self.start()
+
+
+@pytest.fixture
+def lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lives]:
+    """A running service, and this process attached to it."""
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    found = Lives(tmp_path / "service")
+    tq.init({"run_dir": str(found.run_dir)})
+    yield found
+    tq.close()
+    gc.collect()
+    found.end("close")
+
+
+def wide(value: float, count: int = 2) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((count, 100_000), value)}
+
+
+def meets_the_next_life(call: Callable[[], Any]) -> None:
+    with pytest.raises(ServiceRestarted, match=r"server \(pid \d+\).*gone.*lost"):
+        call()
+
+
+@pytest.mark.parametrize("how", ["kill", "close"])
+def test_a_put_after_a_restart_is_stored_and_read_back(lives: Lives, how: str) -> None:
+    client = tq.get_client()
+    client.put(wide(1.0), partition_id="p")
+    lives.again(how)
+    meets_the_next_life(lambda: client.put(wide(2.0), partition_id="p"))
+    meta = client.put(wide(3.0), partition_id="p")
+    assert [float(row[-1]) for row in client.get_data(meta)["x"].unbind()] == [3.0, 3.0]
+    assert client.stats()["pid"] == lives.pid
+
+
+def test_old_metadata_reaches_no_rows_of_the_new_service(lives: Lives) -> None:
+    client = tq.get_client()
+    old = client.put({"x": torch.zeros(2)}, partition_id="p")
+    lives.again()
+    meets_the_next_life(client.get_partition_list)
+    new = client.put({"x": torch.ones(2)}, partition_id="p")
+    assert new.global_indexes == old.global_indexes, "the numbers begin again: only the identity tells them apart"
+    for use in (
+        lambda: client.get_data(old),
+        lambda: client.put({"y": torch.zeros(2)}, metadata=old),
+        lambda: client.clear_samples(old),
+        lambda: client.set_custom_meta(old),
+        lambda: client.get_data(pickle.loads(pickle.dumps(old))),  # noqa: S301  our own bytes
+        lambda: client.get_data(old[:1]),
+        lambda: client.get_data(old.chunk(2)[1]),
+    ):
+        with pytest.raises(DataLost, match=r"rows \[.*\] were lost with the service"):
+            use()
+    assert client.get_data(new)["x"].tolist() == [1.0, 1.0]
+
+
+def test_metadata_of_two_lives_is_not_joined(lives: Lives) -> None:
+    client = tq.get_client()
+    old, old_kv = client.put({"x": torch.zeros(2)}, partition_id="p"), tq.kv_put("a", "k", {"x": torch.zeros(1)})
+    lives.again()
+    meets_the_next_life(client.get_partition_list)
+    new, new_kv = client.put({"x": torch.ones(2)}, partition_id="p"), tq.kv_put("b", "k", {"x": torch.zeros(1)})
+    with pytest.raises(InvalidInput, match="different lives"):
+        tq.BatchMeta.concat([old, new])
+    with pytest.raises(InvalidInput, match="different lives"):
+        tq.KVBatchMeta.concat([old_kv, new_kv])
+
+
+def test_old_key_metadata_is_refused_and_the_keys_themselves_work(lives: Lives) -> None:
+    old = tq.kv_batch_put(["a", "b"], "p", {"x": torch.zeros(2)})
+    lives.again()
+    meets_the_next_life(tq.kv_list)
+    tq.kv_batch_put(["a", "b"], "p", {"x": torch.ones(2)})
+    with pytest.raises(DataLost, match=r"rows \['a', 'b'\] were lost"):
+        tq.kv_batch_get_by_meta(old)
+    assert tq.kv_batch_get(old.keys, "p")["x"].tolist() == [1.0, 1.0]
+
+
+def test_an_old_lease_ends_nobody_elses(lives: Lives) -> None:
+    client = tq.get_client()
+    client.put({"x": torch.zeros(1)}, partition_id="p")
+    old = client.get_meta(["x"], 1, "p", task_name="t", lease_s=60)
+    lives.again()
+    meets_the_next_life(client.get_partition_list)
+    client.put({"x": torch.zeros(1)}, partition_id="p")
+    new = client.get_meta(["x"], 1, "p", task_name="t", lease_s=60)
+    assert new.lease == old.lease
+    for use in (lambda: client.ack(old), lambda: client.renew(old, 9.0), lambda: client.release(old)):
+        with pytest.raises(LeaseExpired):
+            use()
+    assert client.get_consumption_status("t", "p")[1].tolist() == [0]
+    assert client.ack(new) == 0
+
+
+def test_listings_of_the_old_service_are_forgotten(lives: Lives) -> None:
+    tq.kv_put("dead", "p", tag={"n": 1})
+    assert tq.kv_list() == {"p": {"dead": {"n": 1}}}
+    lives.again()
+    meets_the_next_life(tq.kv_list)
+    tq.kv_put("alive", "p", tag={"n": 2})
+    assert tq.kv_list() == {"p": {"alive": {"n": 2}}}
+
+
+def test_views_keep_their_bytes(lives: Lives) -> None:
+    client = tq.get_client()
+    view = client.get_data(client.put(wide(1.0), partition_id="p"))["x"].values()
+    lives.again()
+    meets_the_next_life(client.get_partition_list)
+    for value in range(2, 6):
+        client.put(wide(float(value)), partition_id="p")
+    assert bool((view == 1.0).all())
+    view.fill_(9.0)
+    del view
+    data = client.get_data(client.get_meta(["x"], 2, "p", task_name="t"))
+    assert bool((data["x"].values() == 2.0).all())
+
+
+def test_the_last_view_of_the_old_service_unpins_nothing_of_the_new_one(lives: Lives) -> None:
+    client = tq.get_client()
+    view = client.get_data(client.put(wide(1.0), partition_id="p"))["x"]
+    lives.again()
+    meets_the_next_life(client.get_partition_list)
+    meta = client.put(wide(2.0), partition_id="p")
+    held = client.get_data(meta)["x"].values()
+    pinned = client.stats()["pinned_nbytes"]
+    del view
+    client.clear_samples(meta)
+    client.put(wide(3.0), partition_id="p")
+    assert client.stats()["pinned_nbytes"] == pinned
+    assert bool((held == 2.0).all())
+
+
+def test_an_allocation_of_the_old_service_is_not_published_in_the_new_one(lives: Lives) -> None:
+    client = tq.get_client()
+    room = client.allocate({"x": ((2, 100_000), torch.float32)})
+    lives.again()
+    meets_the_next_life(client.get_partition_list)
+    client.put(wide(2.0), partition_id="p")
+    room["x"].fill_(7.0)
+    with pytest.raises(ServiceRestarted):
+        room.commit("p")
+    assert client.get_partition("p") == {"size": None, "metadata": {}, "rows": 2}
+
+
+def test_every_call_in_flight_raises_once_and_the_next_one_works(lives: Lives) -> None:
+    client = tq.get_client()
+    failed: list[BaseException] = []
+    worked: list[Any] = []
+    ended, started = threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        try:
+            client.get_meta(["x"], 1, "p", task_name="t", timeout_s=60)
+        except ServiceUnavailable as error:
+            failed.append(error)
+            if len(failed) == 5:
+                ended.set()
+        started.wait(30)
+        while True:
+            try:
+                worked.append(client.put({"x": torch.zeros(1)}, partition_id=f"p{number}"))
+                return
+            except ServiceRestarted as error:  # it had not met the new one yet
+                failed.append(error)
+
+    async def work_async() -> None:
+        await asyncio.to_thread(work, 9)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    threads.append(threading.Thread(target=lambda: asyncio.run(work_async())))
+    for thread in threads:
+        thread.start()
+    until(lambda: client.stats()["waiting_requests"] == 5, "five parked requests")
+    lives.end("kill")
+    assert ended.wait(30)
+    lives.start()
+    started.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(worked) == 5
+    assert len(failed) <= 10, "at most two each: one when the server went, one on meeting the next"
+    assert len(client.get_partition_list()) == 5
+
+
+def test_an_asynchronous_client_meets_the_next_life(lives: Lives) -> None:
+    async def work() -> list[float]:
+        client = tq.get_client()
+        await client.async_put(wide(1.0), partition_id="p")
+        await asyncio.to_thread(lives.again)
+        with pytest.raises(ServiceRestarted):
+            await client.async_put(wide(2.0), partition_id="p")
+        meta = await client.async_put(wide(3.0), partition_id="p")
+        return [float(row[0]) for row in (await client.async_get_data(meta))["x"].unbind()]
+
+    assert asyncio.run(work()) == [3.0, 3.0]
+
+
+def test_the_server_itself_refuses_what_names_another_life(lives: Lives) -> None:
+    session = tq.get_client().session
+    tq.kv_put("a", "p", {"x": torch.zeros(1)})
+    for life in (Life(b"another life...."), Life(b"", b"another unit....")):
+        with pytest.raises(ServiceRestarted):
+            Connection(session.address, b"a session", 5.0, life=life)
+    call = session.connect()
+    for request, error in (
+        (m.Get(1, "p", ["a"], None, None, False, b"another life...."), DataLost),
+        (m.Clear(2, "p", ["a"], None, b"another life...."), DataLost),
+        (m.Ack(3, 1, None, b"another life...."), LeaseExpired),
+    ):
+        reply, _ = call.call(request, None, 5.0)
+        assert isinstance(error_from_code(reply.code, reply.text), error)
+    call.close()
+    assert tq.kv_list() == {"p": {"a": {}}}
+
+
+# init
+
+
+def test_init_attaches_to_the_service_that_took_the_place_of_the_dead_one(lives: Lives) -> None:
+    before = lives.pid
+    lives.again()
+    tq.init({"run_dir": str(lives.run_dir)})
+    assert tq.get_client().stats()["pid"] == lives.pid != before
+
+
+def test_init_starts_a_service_where_its_own_died(service: Service) -> None:
+    before = service().stats()["pid"]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{before}/fd/0").exists(), "the end of the server")
+    with pytest.raises(ServiceUnavailable, match=rf"pid {before}.*gone.*rows.*lost.*transfer_queue.init"):
+        tq.kv_list()
+    tq.init()
+    assert tq.get_client().stats()["pid"] != before
+    assert tq.kv_list() == {}
+
+
+def test_init_does_not_take_a_frozen_service_for_a_dead_one(service: Service) -> None:
+    client = service(client={"timeout_s": 0.5})
+    pid = client.stats()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        tq.init()
+        assert tq.get_client() is client
+        with pytest.raises(DeadlineExceeded):
+            tq.kv_list()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: _answers(client), "an answer after SIGCONT")
+
+
+def _answers(client: tq.TransferQueueClient) -> bool:
+    try:
+        return bool(client.stats())
+    except DeadlineExceeded:
+        return False
+
+
+# other hosts
+
+
+def test_a_client_that_stays_on_a_restarted_unit_reads_no_stale_bytes(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp)
+    run_dir = unit.server.address.removeprefix("unix:").rpartition("/")[0]
+    lost = unit.client.put(rows(1, 2, LARGE), partition_id="p")
+    port = int(unit.tcp.rpartition(":")[2])
+    os.kill(unit.server.pid, signal.SIGKILL)
+    unit.server.wait()
+    again = start_host(join=head.tcp, port=port, run_dir=run_dir)
+    meets_the_next_life(lambda: unit.client.put(rows(2, 2, LARGE), partition_id="p"))
+    kept = unit.client.put(rows(3, 2, LARGE), partition_id="p")
+    assert firsts(unit.client.get_data(kept)) == [3, 3]
+    assert firsts(head.client.get_data(kept)) == [3, 3]
+    with pytest.raises(DataLost):
+        unit.client.get_data(lost)
+    assert again.used() > 0
+
+
+def test_a_unit_whose_controller_was_started_anew_mixes_no_lives(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp)
+    old = unit.client.put(rows(1, 2, LARGE), partition_id="p")
+    view = unit.client.get_data(old)["x"].values()
+    os.kill(head.server.pid, signal.SIGKILL)
+    head.server.wait()
+    second = start_host(port=int(head.tcp.rpartition(":")[2]))
+    until(lambda: bool(second.client.stats()["units"]), "the unit's return")
+    meets_the_next_life(lambda: unit.client.put(rows(2, 2, LARGE), partition_id="p"))
+    new = unit.client.put(rows(3, 2, LARGE), partition_id="p")
+    assert new.global_indexes == old.global_indexes
+    with pytest.raises(DataLost, match="lost with the service"):
+        unit.client.get_data(old)
+    assert firsts(unit.client.get_data(new)) == [3, 3]
+    for value in range(4, 12):
+        unit.client.put(rows(value, 2, LARGE), metadata=new)
+    assert bool((view == 1.0).all()), "the unit lives on: its pins do"
+    del view
+    unit.client.clear_samples(new)
+    until(lambda: unit.used() == 0, "the release of what the old life pinned")
+
+
+def test_a_client_over_tcp_meets_the_next_life(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    far = tq.TransferQueueClient(Session(parse_address(head.tcp, TOKEN)))
+    try:
+        old = far.put(rows(1, 2), partition_id="p")
+        os.kill(head.server.pid, signal.SIGKILL)
+        head.server.wait()
+        start_host(port=int(head.tcp.rpartition(":")[2]))
+        meets_the_next_life(far.get_partition_list)
+        assert firsts(far.get_data(far.put(rows(2, 2), partition_id="p"))) == [2, 2]
+        with pytest.raises(DataLost):
+            far.get_data(old)
+    finally:
+        far.close()

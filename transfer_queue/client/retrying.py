@@ -1,0 +1,48 @@
+"""How long a call whose connection was lost is sent again. It keeps its id, so it has one outcome."""
+
+from __future__ import annotations
+
+import time
+
+from transfer_queue.errors import ServiceRestarted, ServiceUnavailable, TooManyConnections
+
+REFUSED_S = 3.0  # for so long a host where nobody listens may be one whose server comes back in a moment
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
+
+
+class Retry:
+    """The attempts of one call until `deadline` (time.monotonic()).
+
+    Networks cut connections and mend: a call over TCP is tried again until its deadline. A unix socket is not cut: a
+    lost connection is replaced once, and where nobody listens the server is gone.
+    """
+
+    def __init__(self, is_local: bool, deadline: float) -> None:
+        self._is_local = is_local
+        self._deadline = deadline
+        self._attempts = 0
+        self._refused_at: float | None = None
+
+    def pause_s(self, error: ServiceUnavailable) -> float | None:
+        """Seconds to wait before the next attempt; None when there is to be none."""
+        self._attempts += 1
+        now = time.monotonic()
+        if isinstance(error, (ServiceRestarted, TooManyConnections)) or now >= self._deadline:
+            return None
+        refused = nobody_listens(error)
+        if self._is_local:
+            return None if refused or self._attempts > 1 else 0.0
+        if not refused:
+            self._refused_at = None
+        elif self._refused_at is None:
+            self._refused_at = now
+        elif now - self._refused_at > REFUSED_S:
+            return None
+        if self._attempts == 1 and not refused:
+            return 0.0
+        return min(FIRST_PAUSE_S * 2 ** min(self._attempts, 10), LONGEST_PAUSE_S, self._deadline - now)
+
+
+def nobody_listens(error: ServiceUnavailable) -> bool:
+    """Whether there is a host, but no server at the address."""
+    return isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError))

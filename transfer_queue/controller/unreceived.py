@@ -1,0 +1,115 @@
+"""What requests took whose askers have not said yet that they have it: until then it can be taken back.
+
+An answer can be lost after its request had its effect: the call was cancelled or ran out of time, the connection was
+cut, the process was killed. A client confirms what it received with one short message (`wire.messages.Received`). What
+was not confirmed is undone when its request is cancelled or its session ends; what was confirmed stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+
+from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.table import Table
+from transfer_queue.wire.messages import Admitted
+
+MAX_OPEN = 4096  # of one session; the oldest count as received: their asker does not confirm
+
+
+class Consumed:
+    """Rows (global indexes) that a plain fetch consumed for a task, and `askers`: the fetches whose answers have them,
+    as ranks share a batch. They are given back when none of these fetches was received."""
+
+    __slots__ = ("askers", "rows", "table", "task")
+
+    def __init__(self, table: Table, task: str, rows: Slots) -> None:
+        self.table = table
+        self.task = task
+        self.rows = rows
+        self.askers = 1
+
+    def settle(self) -> None:
+        """They stay consumed."""
+        self.rows = self.rows[:0]
+
+
+class Inserted:
+    """New rows (global indexes) that nobody has written to."""
+
+    __slots__ = ("rows", "table")
+
+    def __init__(self, table: Table, rows: Slots) -> None:
+        self.table = table
+        self.rows = rows
+
+
+class Lent(int):
+    """The number of a lease."""
+
+
+Grant: TypeAlias = "Consumed | Inserted | Lent | Admitted"
+
+
+class Unreceived:
+    """Grants by the session and the request that they were made to. It keeps the books; whoever takes a grant out
+    undoes it."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[bytes, dict[int, Grant]] = {}
+
+    def add(self, session: bytes, rid: int, grant: Grant) -> None:
+        held = self._by_session.setdefault(session, {})
+        held[rid] = grant
+        if len(held) > MAX_OPEN:
+            self.received(session, next(iter(held)))
+
+    def received(self, session: bytes, rid: int) -> None:
+        """The asker has it: it is not undone any more, nor what others share of it."""
+        grant = self.take(session, rid)
+        if isinstance(grant, Consumed):
+            grant.settle()
+
+    def take(self, session: bytes, rid: int) -> Grant | None:
+        """The grant to undo, if it is still open."""
+        held = self._by_session.get(session)
+        grant = None if held is None else held.pop(rid, None)
+        if held is not None and not held:
+            del self._by_session[session]
+        return grant
+
+    def take_all(self, session: bytes) -> list[Grant]:
+        """All grants of a session that has ended."""
+        return list(self._by_session.pop(session, {}).values())
+
+    def clear(self) -> None:
+        """The rows of all grants are gone."""
+        self._by_session.clear()
+
+    def void(self, table: Table, task: str) -> None:
+        """The task's consumption starts over: nothing of it is to be given back."""
+        for grant in self._consumed():
+            if grant.table is table and grant.task == task:
+                grant.settle()
+
+    def sharing(self, table: Table, task: str, slots: Slots) -> Consumed | None:
+        """The grant that one of these rows was consumed by, while it is open."""
+        rows = table.index[slots]
+        for grant in self._consumed():
+            if grant.table is table and grant.task == task and np.isin(rows, grant.rows).any():
+                return grant
+        return None
+
+    def _consumed(self) -> Iterator[Consumed]:
+        for held in self._by_session.values():
+            for grant in held.values():
+                if isinstance(grant, Consumed):
+                    yield grant
+
+    def check_invariants(self) -> None:
+        """What would be given back is consumed; tests call this after each event."""
+        for grant in self._consumed():
+            slots = grant.table.slots_of(grant.rows)
+            assert grant.table.tasks[grant.task].consumed[slots[slots >= 0]].all()
