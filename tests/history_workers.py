@@ -26,7 +26,14 @@ from histories import Clear, Get, Put, Record
 from histories_rows import Ack, End, Fetch, Insert, Release
 
 import transfer_queue as tq
-from transfer_queue.errors import CallerError, DeadlineExceeded, LeaseExpired, ServiceError, UnknownRows
+from transfer_queue.errors import (
+    CallerError,
+    DeadlineExceeded,
+    LeaseExpired,
+    ServiceError,
+    TransferQueueError,
+    UnknownRows,
+)
 from transfer_queue.metadata import BatchMeta
 
 KEYS = ("a", "b", "c", "d")
@@ -100,17 +107,18 @@ class Worker:
         self.recorder = recorder
         self.rng = random.Random(seed)
         self.client = tq.get_client()
+        self.errors: list[TransferQueueError] = []  # without those of fetches that found too few rows
         self._last = number * 1_000_000
         self._held: list[tuple[str, BatchMeta]] = []
 
-    def work(self, until: float) -> None:
+    def step(self) -> None:
+        """One operation of any kind."""
         steps: list[tuple[Callable[[], None], int]] = [
             (self.put, 6), (self.get, 8), (self.list, 2), (self.clear, 2), (self.insert, 2), (self.take, 4),
             (self.lend, 4), (self.settle, 5),
         ]  # fmt: skip
         choices, weights = zip(*steps, strict=True)
-        while time.monotonic() < until:
-            self.rng.choices(choices, weights)[0]()
+        self.rng.choices(choices, weights)[0]()
 
     def _fresh(self) -> int:
         self._last += 1
@@ -120,12 +128,16 @@ class Worker:
         """Do one operation and write down how it ended, with what it found where it returns a list of that."""
         try:
             found = call()
-        except (CallerError, LeaseExpired):
+        except (CallerError, LeaseExpired) as error:
+            self.errors.append(error)
             self.recorder.end(number, "refused")
         except DeadlineExceeded as error:
             unheard = "no answer" in str(error) or "does not read" in str(error)
             self.recorder.end(number, "unknown" if unheard else "refused")
-        except ServiceError:
+            if unheard:
+                self.errors.append(error)
+        except ServiceError as error:
+            self.errors.append(error)
             self.recorder.end(number, "unknown")
         else:
             self.recorder.end(number, "ok", *(found if isinstance(found, list) else ()))
@@ -220,8 +232,12 @@ class Worker:
         """Rows that were handed out hold what their writer put; else that is a read of what nobody put."""
         rows = [tag["row"] for tag in meta.custom_meta]
         number = self.recorder.begin(Get, *({"key": f"data of row {row}"} for row in rows))
-        right = [str(number_in(row)) for row in self.client.get_data(meta)["x"].unbind()] == rows
-        self.recorder.end(number, "ok", *({"value": None if right else TORN} for _ in rows))
+
+        def call() -> list[dict[str, Any]]:
+            right = [str(number_in(row)) for row in self.client.get_data(meta)["x"].unbind()] == rows
+            return [{"value": None if right else TORN} for _ in rows]
+
+        self._attempt(number, call)
 
     def settle(self) -> None:
         """Acknowledge or give back some or all rows of one of the leases."""
@@ -252,12 +268,32 @@ class StaleWorker(Worker):
         return values
 
 
+def drain(recorder: Recorder) -> None:
+    """Read every key, and fetch every row that is still offered to a task."""
+    number = recorder.begin(Get, *({"key": key} for key in KEYS))
+    worker = Worker(recorder, 0, 0)
+    found = worker.read(list(KEYS))
+    recorder.end(number, "ok", *({"value": value} for value in found))
+    for task in TASKS:
+        for size in (64, 8, 1):
+            while True:
+                number = recorder.begin(Fetch, {"task": task, "size": size})
+                try:
+                    meta = worker.client.get_meta(["x"], size, "rows", task_name=task, timeout_s=0)
+                except DeadlineExceeded:
+                    recorder.end(number, "refused")
+                    break
+                recorder.end(number, "ok", {"rows": [tag["row"] for tag in meta.custom_meta]})
+
+
 def run(folder: Path, name: str, number: int, seed: int, until: float, stale: bool) -> None:
     recorder = Recorder(folder, name)
     try:
         torch.set_num_threads(1)
         tq.init()
-        (StaleWorker if stale else Worker)(recorder, number, seed).work(until)
+        worker = (StaleWorker if stale else Worker)(recorder, number, seed)
+        while time.monotonic() < until:
+            worker.step()
         end = recorder.begin(End, {})
         tq.close()
         recorder.end(end, "ok")

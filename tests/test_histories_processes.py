@@ -19,12 +19,11 @@ from pathlib import Path
 
 import pytest
 from conftest import until
-from histories import Get, Record, check_keys
-from histories_rows import End, Fetch, check_rows
-from history_workers import KEYS, TASKS, Recorder, Worker, read_records
+from histories import Record, check_keys
+from histories_rows import End, check_rows
+from history_workers import TASKS, Recorder, drain, read_records
 
 import transfer_queue as tq
-from transfer_queue.errors import DeadlineExceeded
 
 SECONDS = float(os.environ.get("TQ_HISTORY_SECONDS", "6"))
 SEED = int(os.environ.get("TQ_HISTORY_SEED", "1"))
@@ -92,28 +91,11 @@ def nursery(client: tq.TransferQueueClient, tmp_path: Path) -> Iterator[Nursery]
     made.close()
 
 
-def drain(recorder: Recorder, client: tq.TransferQueueClient) -> None:
-    """Read every key, and fetch every row that is still offered to a task."""
-    number = recorder.begin(Get, *({"key": key} for key in KEYS))
-    found = Worker(recorder, 0, 0).read(list(KEYS))
-    recorder.end(number, "ok", *({"value": value} for value in found))
-    for task in TASKS:
-        for size in (64, 8, 1):
-            while True:
-                number = recorder.begin(Fetch, {"task": task, "size": size})
-                try:
-                    meta = client.get_meta(["x"], size, "rows", task_name=task, timeout_s=0)
-                except DeadlineExceeded:
-                    recorder.end(number, "refused")
-                    break
-                recorder.end(number, "ok", {"rows": [tag["row"] for tag in meta.custom_meta]})
-
-
 def checked(nursery: Nursery, client: tq.TransferQueueClient) -> list[str]:
     """What is wrong with everything that the workers did, all of whom have ended."""
     nursery.wait()
     until(lambda: client.stats()["clients"] == 1, "the end of the workers' sessions")
-    drain(Recorder(nursery.folder, "drain"), client)
+    drain(Recorder(nursery.folder, "drain"))
     history = [*read_records(nursery.folder), *nursery.ends]
     counts = Counter((type(record).__name__, record.outcome) for record in history)
     print(*(f"{kind} {outcome}: {count}" for (kind, outcome), count in sorted(counts.items())), sep=", ")
