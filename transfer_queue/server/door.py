@@ -10,6 +10,8 @@ from transfer_queue.server.link import peer_uid
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.door import NUMBER, SIZE
 
+BACKLOG = 4096
+
 
 class Door:
     """Listens on a unix socket of mode 0600; every visitor gets one descriptor and is shown out."""
@@ -20,7 +22,7 @@ class Door:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._socket.bind(path)
         os.chmod(path, 0o600)
-        self._socket.listen(128)
+        self._socket.listen(BACKLOG)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket, self._open)
 

@@ -15,7 +15,14 @@ import time
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, cast
 
-from transfer_queue.errors import AccessDenied, InternalError, ProtocolError, ServiceRestarted, TransferQueueError
+from transfer_queue.errors import (
+    AccessDenied,
+    InternalError,
+    ProtocolError,
+    ServiceRestarted,
+    TooManyConnections,
+    TransferQueueError,
+)
 from transfer_queue.server.blocks import Answer
 from transfer_queue.server.bulk import BulkWriter, Parts
 from transfer_queue.server.sessions import Session
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("transfer_queue.server")
 
 HELLO_TIMEOUT_S = 5.0
+STALLED_S = 10.0
 HELLO_HEADER_NBYTES = 4096
 UNIT_REQUESTS = (m.Join, m.Moved, m.Settle)
 ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Received, m.Goodbye)
@@ -47,20 +55,24 @@ class Link(asyncio.BufferedProtocol):
         self._hello: m.Hello | None = None
         self._life = hello.ANY
         self._nonce = hello.nonce()
-        self._reader = FrameReader(m.decode_client, self._destination, HELLO_HEADER_NBYTES)
+        self._reader = FrameReader(
+            m.decode_client, self._destination, HELLO_HEADER_NBYTES, server.scratch, m.header_limit
+        )
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle
         self._tickets: set[Hashable] = set()
         self._incoming: Iterator[tuple[m.Message, memoryview]] = iter(())
         self._bulk: BulkWriter | None = None  # for peers on other hosts
         self._paused = False  # the peer does not read its answers
+        self._has_room = True
+        self._unsent = 0  # how much it had left when it was looked at last
 
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._server.links.add(self)
         self._timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._transport.abort)
+        self._has_room = self._server.crowd.enter(self)
         if not self._local:
             tune(transport.get_extra_info("socket"))
             self._bulk = BulkWriter(self._transport, self.pause_writing, self.resume_writing)
@@ -85,21 +97,37 @@ class Link(asyncio.BufferedProtocol):
         except TransferQueueError as error:
             log.warning("closed a connection: %s", error)
             self._transport.abort()
+        if self._paused:
+            self._reader.keep()
         self._server.deliver()
 
     def pause_writing(self) -> None:
         self._paused = True
         self._transport.pause_reading()
+        self._unsent = self._transport.get_write_buffer_size()
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(STALLED_S, self._look_whether_it_reads)
+
+    def _look_whether_it_reads(self) -> None:
+        """Cut off a peer that took nothing of its answers for `STALLED_S`: they hold memory."""
+        unsent = self._transport.get_write_buffer_size()
+        if unsent >= self._unsent:
+            log.warning("cut off a peer that does not read its answers: %s bytes", unsent)
+            self._transport.abort()
+            return
+        self._unsent = unsent
+        self._timer = asyncio.get_running_loop().call_later(STALLED_S, self._look_whether_it_reads)
 
     def resume_writing(self) -> None:
         self._paused = False
+        self._timer.cancel()
         self._work()
         if not self._paused and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._timer.cancel()
-        self._server.links.discard(self)
+        self._server.crowd.leave(self)
         self._server.service.unit.forget(self._nonce)
         if self._session is not None:
             self._server.service.members.left(self, time.monotonic())
@@ -127,6 +155,11 @@ class Link(asyncio.BufferedProtocol):
         return into
 
     def _greet(self, message: m.Message) -> None:
+        if not self._has_room:
+            text = f"the server has {len(self._server.crowd)} connections, as many as it may"
+            self._send(m.Failed(0, TooManyConnections.code, text))
+            self._transport.close()
+            return
         match message:
             case m.Hello(version=version, nonce=nonce) if self._hello is None:
                 if version != m.PROTOCOL_VERSION:
@@ -145,6 +178,7 @@ class Link(asyncio.BufferedProtocol):
                     self._transport.close()
                     return
                 self._timer.cancel()
+                self._server.crowd.known(self)
                 self._reader.max_header_nbytes = MAX_HEADER_NBYTES
                 self._session = self._server.service.sessions.attach(self._hello.session, self._local)
                 self._send(self._server.welcome(self._local))
@@ -222,6 +256,14 @@ class Link(asyncio.BufferedProtocol):
             self._transport.writelines(parts)
         else:
             self._bulk.write(parts)
+
+    @property
+    def is_local(self) -> bool:
+        return self._local
+
+    def abort(self) -> None:
+        """Drop the connection at once."""
+        self._transport.abort()
 
     def close(self) -> None:
         self._transport.close()

@@ -18,6 +18,7 @@ import msgspec
 from transfer_queue.controller import Controller
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import from_spec
+from transfer_queue.server.crowd import SPARE_DESCRIPTORS, Crowd, raise_descriptor_limit
 from transfer_queue.server.door import Door
 from transfer_queue.server.head import Head
 from transfer_queue.server.link import Link
@@ -28,6 +29,7 @@ from transfer_queue.server.service import Service
 from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.address import host_towards, parse_address
+from transfer_queue.wire.framing import scratch
 from transfer_queue.wire.messages import Reply, Request, Welcome
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("transfer_queue.server")
 
 EVERYWHERE = ("0.0.0.0", "::")
+BACKLOG = 4096  # a server that stands still for a moment turns nobody away
 
 
 class Server:
@@ -49,8 +52,10 @@ class Server:
         if config.join and not config.host:
             config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
-        self.links: set[Link] = set()
+        self.crowd = Crowd(raise_descriptor_limit() - SPARE_DESCRIPTORS)
+        self.scratch = scratch()  # all connections of this loop receive into it, one after the other
         unit = Unit(config.budget_nbytes, config.arena_dir)
+        unit.open_arenas()  # while there are descriptors
         make = Service if config.metrics_port is None else MeteredService
         if config.join:
             self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver, make)
@@ -82,10 +87,10 @@ class Server:
             if isinstance(self.role, Outpost):
                 await self.role.join(self._advertised(tcp))
                 background.append(loop.create_task(self.role.stay()))
-            servers = [await loop.create_unix_server(lambda: Link(self, "", local=True), path)]
+            servers = [await loop.create_unix_server(lambda: Link(self, "", local=True), path, backlog=BACKLOG)]
             os.chmod(path, 0o600)
             if listening is not None:
-                servers.append(await loop.create_server(self._remote, sock=listening))
+                servers.append(await loop.create_server(self._remote, sock=listening, backlog=BACKLOG))
             watch = self._watch_owner(loop)
             self._announce(announce, path, tcp)
             await self._stopped.wait()
@@ -97,7 +102,7 @@ class Server:
             door.close()
             for server in servers:
                 server.close()
-            for link in list(self.links):
+            for link in self.crowd.links():
                 link.close()
             if isinstance(self.role, Outpost):
                 self.role.close()
@@ -194,7 +199,7 @@ def _listen(host: str, port: int) -> socket.socket:
     """A socket that listens there; connections wait until they are accepted."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(where[:2], family=family, backlog=1024)
+        return socket.create_server(where[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from error
 

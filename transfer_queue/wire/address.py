@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from typing import NamedTuple
 
 from transfer_queue.errors import ConfigError
 
 PEER_TIMEOUT_S = 15
+TIMEVAL = struct.Struct("@ll")
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
@@ -37,8 +39,9 @@ class Address(NamedTuple):
         if self.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                sock.settimeout(timeout_s)
+                limit_sending(sock, timeout_s)  # connect(2) on unix(7) waits so long for a place in a full queue
                 sock.connect(self.path)
+                sock.settimeout(timeout_s)
             except OSError:
                 sock.close()
                 raise
@@ -46,6 +49,13 @@ class Address(NamedTuple):
         sock = socket.create_connection((self.host, self.port), timeout=timeout_s)
         tune(sock)
         return sock
+
+
+def limit_sending(sock: socket.socket, timeout_s: float) -> None:
+    """Let no connect or send take longer (SO_SNDTIMEO, socket(7))."""
+    seconds = int(timeout_s)
+    value = TIMEVAL.pack(seconds, max(int((timeout_s - seconds) * 1e6), 0 if seconds else 1))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
 def tune(sock: socket.socket) -> None:

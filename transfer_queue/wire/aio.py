@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import socket
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -14,6 +15,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, tune
 from transfer_queue.wire.framing import FrameReader, frame
 
+QUEUE_S = 0.01  # how often a full queue is looked at again
 Found: TypeAlias = tuple[Any, memoryview]
 
 
@@ -63,7 +65,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         address, loop = self.address, self.loop
         try:
             if address.path:
-                connecting: Any = loop.create_unix_connection(lambda: self, address.path)
+                connecting: Any = self._connect_here()
             else:
                 connecting = loop.create_connection(lambda: self, address.host, address.port)
             await asyncio.wait_for(connecting, timeout_s)
@@ -83,6 +85,21 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._until_shutdown = self._close_with_loop()
         await self._until_shutdown.__anext__()
         return self
+
+    async def _connect_here(self) -> None:
+        """Connect to a unix socket, and wait for a place where its queue is full: nothing else tells of one."""
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                sock.connect(self.address.path)
+                await self.loop.create_unix_connection(lambda: self, sock=sock)
+                return
+            except BlockingIOError:
+                sock.close()
+            except BaseException:
+                sock.close()
+                raise
+            await asyncio.sleep(QUEUE_S)
 
     async def _close_with_loop(self) -> AsyncGenerator[None, None]:
         try:

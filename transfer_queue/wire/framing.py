@@ -1,9 +1,11 @@
 """Cutting a byte stream into frames, without I/O.
 
 A frame is `<4-byte header length><8-byte payload length><header><payload>`. The owner of a socket receives into
-`FrameReader.buffer()` and reports the count to `FrameReader.advance(n)`, which yields the frames completed. Small
-frames share one buffer, so many arrive in one system call; a large payload is received straight into the
-memory that `destination` names for it.
+`FrameReader.buffer()` and reports the count to `FrameReader.advance(n)`, which yields the frames completed. Many small
+frames arrive in one system call; a large payload is received straight into the memory that `destination` names for it.
+
+Memory grows with what was received, never with what was announced: the bytes of an unfinished header are kept, and
+nothing else. The scratch memory that bytes arrive in can be shared by all readers of one thread.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from transfer_queue.errors import ProtocolError
 PREFIX = struct.Struct("<IQ")
 CHUNK_NBYTES = 256 << 10
 MAX_HEADER_NBYTES = 256 << 20
+FRONT_NBYTES = 4 << 10  # an unfinished header up to this size is put in front of what arrives next
+KIND_NBYTES = 64  # within these first bytes of a header its kind is named
 M = TypeVar("M")
 
 
@@ -27,12 +31,21 @@ def frame(header: bytes, payload_nbytes: int = 0) -> bytes:
     return PREFIX.pack(len(header), payload_nbytes) + header
 
 
+def scratch() -> memoryview:
+    """Memory for readers to receive into."""
+    return memoryview(bytearray(CHUNK_NBYTES))
+
+
 class FrameReader(Generic[M]):
     """Receives frames of messages `M`.
 
     `decode` turns a header into a message, and raises msgspec's errors for anything else. `destination(message,
-    nbytes)` returns the writable buffer the payload goes to, or raises to refuse it. Any bytes that are not this
-    protocol raise `ProtocolError`; the reader must not be used afterwards.
+    nbytes)` returns the writable buffer the payload goes to, or raises to refuse it. `limit(first bytes of a header)`
+    is how long a header of that kind may be. Any bytes that are not this protocol raise `ProtocolError`; the reader
+    must not be used afterwards.
+
+    With a `chunk` that others use as well, what `advance` yields must be taken at once, or `keep` be called: the unread
+    bytes lie in it.
     """
 
     def __init__(
@@ -40,12 +53,17 @@ class FrameReader(Generic[M]):
         decode: Callable[[memoryview], M],
         destination: Callable[[M, int], memoryview],
         max_header_nbytes: int = MAX_HEADER_NBYTES,
+        chunk: memoryview | None = None,
+        limit: Callable[[memoryview], int] | None = None,
     ) -> None:
         self.max_header_nbytes = max_header_nbytes
         self._decode = decode
         self._destination = destination
-        self._chunk = memoryview(bytearray(CHUNK_NBYTES))
-        self._start = self._end = 0  # the unread bytes of the chunk
+        self._limit = limit
+        self._chunk = scratch() if chunk is None else chunk
+        self._rest = bytearray()  # the received part of an unfinished frame
+        self._unread = self._chunk  # what is being read lies here, from `_start` to `_end`
+        self._start = self._end = 0
         self._message: M | None = None  # its payload is being received
         self._payload = memoryview(b"")
         self._filled = 0
@@ -54,12 +72,16 @@ class FrameReader(Generic[M]):
         """Where the next bytes of the stream go; never empty."""
         if self._message is not None:
             return self._payload[self._filled :]
-        return self._chunk[self._end :]
+        size = len(self._rest)
+        if not 0 < size <= FRONT_NBYTES:
+            return self._chunk
+        self._chunk[:size] = self._rest
+        return self._chunk[size:]
 
     def advance(self, nbytes: int) -> Iterator[tuple[M, memoryview]]:
         """Account for `nbytes` received into `buffer()`; yields each (message, payload) now complete."""
         if self._message is None:
-            self._end += nbytes
+            self._received(nbytes)
         else:
             self._filled += nbytes
             if self._filled < len(self._payload):
@@ -67,7 +89,23 @@ class FrameReader(Generic[M]):
             yield self._complete()
         while (found := self._next()) is not None:
             yield found
-        self._compact()
+        self.keep()
+
+    def _received(self, nbytes: int) -> None:
+        size = len(self._rest)
+        if size <= FRONT_NBYTES:
+            self._unread, self._start, self._end = self._chunk, 0, size + nbytes
+            return
+        self._unread = self._chunk  # a bytearray that is looked at cannot grow
+        self._rest += self._chunk[:nbytes]
+        self._unread, self._start, self._end = memoryview(self._rest), 0, len(self._rest)
+
+    def keep(self) -> None:
+        """Hold the unread bytes where nobody else receives."""
+        if self._unread.obj is self._rest and not self._start:
+            return  # they are: an unfinished frame only grows
+        rest = bytearray(self._unread[self._start : self._end])
+        self._rest, self._unread, self._start, self._end = rest, memoryview(rest), 0, len(rest)
 
     def _complete(self) -> tuple[M, memoryview]:
         message, payload = self._message, self._payload
@@ -79,14 +117,15 @@ class FrameReader(Generic[M]):
         available = self._end - self._start
         if available < PREFIX.size:
             return None
-        header_nbytes, payload_nbytes = PREFIX.unpack_from(self._chunk, self._start)
+        header_nbytes, payload_nbytes = PREFIX.unpack_from(self._unread, self._start)
+        first = self._start + PREFIX.size
         if header_nbytes > self.max_header_nbytes:
             raise ProtocolError(f"header of {header_nbytes} bytes exceeds {self.max_header_nbytes}")
-        first = self._start + PREFIX.size
         if available < PREFIX.size + header_nbytes:
+            self._check_kind(header_nbytes, self._unread[first : min(self._end, first + KIND_NBYTES)])
             return None
         try:
-            message = self._decode(self._chunk[first : first + header_nbytes])
+            message = self._decode(self._unread[first : first + header_nbytes])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise ProtocolError(f"not a message: {error}") from None
         self._start = first + header_nbytes
@@ -99,28 +138,15 @@ class FrameReader(Generic[M]):
         if len(self._payload) != payload_nbytes:
             raise ProtocolError(f"payload of {payload_nbytes} bytes, {len(self._payload)} expected")
         at_hand = min(payload_nbytes, self._end - self._start)
-        self._payload[:at_hand] = self._chunk[self._start : self._start + at_hand]
+        self._payload[:at_hand] = self._unread[self._start : self._start + at_hand]
         self._start += at_hand
         self._message, self._filled = message, at_hand
         return self._complete() if at_hand == payload_nbytes else None
 
-    def _compact(self) -> None:
-        """Make room for the rest of a frame that the chunk holds in part."""
-        if self._start == self._end:
-            self._start = self._end = 0
-            if len(self._chunk) > CHUNK_NBYTES:
-                self._chunk = memoryview(bytearray(CHUNK_NBYTES))
-            return
-        needed = CHUNK_NBYTES
-        if self._end - self._start >= PREFIX.size:
-            needed = max(needed, PREFIX.size + PREFIX.unpack_from(self._chunk, self._start)[0])
-        if needed <= len(self._chunk) - self._start and self._end < len(self._chunk):
-            return
-        rest = bytes(self._chunk[self._start : self._end])
-        if needed > len(self._chunk):
-            self._chunk = memoryview(bytearray(needed))
-        self._chunk[: len(rest)] = rest
-        self._start, self._end = 0, len(rest)
+    def _check_kind(self, header_nbytes: int, head: memoryview) -> None:
+        """Refuse a header that is longer than its kind can need, as soon as its kind is known."""
+        if self._limit is not None and len(head) == KIND_NBYTES and header_nbytes > self._limit(head):
+            raise ProtocolError(f"header of {header_nbytes} bytes, at most {self._limit(head)} for its kind")
 
 
 def owned_buffer(_message: object, nbytes: int) -> memoryview:

@@ -413,6 +413,22 @@ def check_request(request: Request) -> None:
 
 decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 
+SMALL_HEADER_NBYTES, LARGE_HEADER_NBYTES = 1 << 20, 256 << 20
+LARGE = frozenset(
+    one.__name__.encode()
+    for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Settle, Pin, Restore,
+                Ack, Release)
+)  # fmt: skip
+
+
+def header_limit(head: memoryview) -> int:
+    """How long the header may be that begins like this: only what names rows, keys or blocks can need more than names
+    of fields and a sampling_config. A header is an array whose first item is its kind (msgspec's tagged structs)."""
+    start = 3 if head[0] == 0xDC else 1  # array 16, fixarray (the msgpack specification)
+    size = head[start] & 0x1F  # fixstr
+    return LARGE_HEADER_NBYTES if bytes(head[start + 1 : start + 1 + size]) in LARGE else SMALL_HEADER_NBYTES
+
+
 # Replies of these are remembered, so that a retried request has its first outcome.
 MUTATING = (
     Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Restore, Ack,

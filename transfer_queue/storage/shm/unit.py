@@ -101,6 +101,13 @@ class Unit:
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
         return block
 
+    def open_arenas(self) -> None:
+        """Open an arena for small blocks and one for large ones: untouched they cost address space only, and later
+        there may be no descriptor left for them."""
+        for grain in GRAINS:
+            if all(arena.extents.grain != grain for arena in self.arenas):
+                self.arenas.append(Arena(ARENA_NBYTES, grain, self._directory))
+
     def _find(self, nbytes: int, grain: int) -> tuple[int, int]:
         for number, arena in enumerate(self.arenas):
             if arena.extents.grain == grain:
