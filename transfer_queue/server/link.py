@@ -26,6 +26,7 @@ from transfer_queue.errors import (
 from transfer_queue.server.blocks import Answer
 from transfer_queue.server.bulk import BulkWriter, Parts
 from transfer_queue.server.sessions import Session
+from transfer_queue.server.turns import LONG
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import tune
@@ -64,6 +65,7 @@ class Link(asyncio.BufferedProtocol):
         self._incoming: Iterator[tuple[m.Message, memoryview]] = iter(())
         self._bulk: BulkWriter | None = None  # for peers on other hosts
         self._paused = False  # the peer does not read its answers
+        self._long: tuple[m.Message, memoryview] | None = None  # a request that waits for its turn
         self._has_room = True
         self._unsent = 0  # how much it had left when it was looked at last
 
@@ -91,15 +93,38 @@ class Link(asyncio.BufferedProtocol):
         """Handle what has arrived, as long as the peer takes the answers."""
         try:
             for message, payload in self._incoming:
+                if type(message) in LONG and not self._server.turns.take(self):
+                    self._long = (message, payload)
+                    self._transport.pause_reading()
+                    break
                 self._received(message, payload)
                 if self._paused or self._transport.is_closing():
                     break
         except TransferQueueError as error:
             log.warning("closed a connection: %s", error)
             self._transport.abort()
-        if self._paused:
+        if self._paused or self._long is not None:
             self._reader.keep()
         self._server.deliver()
+
+    def take_turn(self) -> None:
+        """Handle the long request that waited for its turn, and what came after it."""
+        found, self._long = self._long, None
+        if found is None or self._transport.is_closing():
+            return
+        try:
+            self._received(*found)
+        except TransferQueueError as error:
+            log.warning("closed a connection: %s", error)
+            self._transport.abort()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Handle what was read already, then read on, unless there is a reason to wait."""
+        if not self._paused and self._long is None:
+            self._work()
+        if not self._paused and self._long is None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -121,13 +146,13 @@ class Link(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._paused = False
         self._timer.cancel()
-        self._work()
-        if not self._paused and not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._go_on()
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._timer.cancel()
         self._server.crowd.leave(self)
+        self._incoming, self._bulk, self._long = iter(()), None, None
+        self._reader.forget()  # no cycle is left, so that the memory comes back at once
         self._server.service.unit.forget(self._nonce)
         if self._session is not None:
             self._server.service.members.left(self, time.monotonic())

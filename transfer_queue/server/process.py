@@ -27,6 +27,7 @@ from transfer_queue.server.metering import MeteredService
 from transfer_queue.server.outpost import Outpost
 from transfer_queue.server.service import Service
 from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, NotStarted, Ready, ServerConfig, clear_run_dir
+from transfer_queue.server.turns import Turns
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.address import host_towards, parse_address
 from transfer_queue.wire.framing import scratch
@@ -53,6 +54,7 @@ class Server:
             config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
         self.crowd = Crowd(raise_descriptor_limit() - SPARE_DESCRIPTORS)
+        self.turns = Turns()
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
         unit = Unit(config.budget_nbytes, config.arena_dir)
         unit.open_arenas()  # while there are descriptors

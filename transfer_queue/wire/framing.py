@@ -107,6 +107,12 @@ class FrameReader(Generic[M]):
         rest = bytearray(self._unread[self._start : self._end])
         self._rest, self._unread, self._start, self._end = rest, memoryview(rest), 0, len(rest)
 
+    def forget(self) -> None:
+        """Let go of memory and of the receiver; the stream has ended."""
+        self._destination = owned_buffer
+        self._rest, self._unread, self._payload, self._message = bytearray(), self._chunk, memoryview(b""), None
+        self._start = self._end = 0
+
     def _complete(self) -> tuple[M, memoryview]:
         message, payload = self._message, self._payload
         assert message is not None
