@@ -17,7 +17,7 @@ from transfer_queue.wire.address import parse_address
 
 TOKEN = "a-token-nobody-guesses"
 CLIENT = {
-    "polling_mode": False, "timeout_s": 10.0, "allow_pickle": False, "spin_s": 0.0, "copy_threads": None,
+    "polling_mode": False, "timeout_s": 10.0, "spin_s": 0.0, "copy_threads": None,
     "pool_nbytes": 1 << 28,
 }  # fmt: skip
 

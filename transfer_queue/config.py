@@ -36,13 +36,15 @@ class Environment:
     """The environment variables that count. `address`: TQ_ADDRESS, where the service is. `run_dir`: TQ_RUN_DIR, as the
     setting of that name. `reserved_rows`: TQ_PRE_ALLOC_SAMPLE_NUM, rows a partition has from the start.
     `copy_threads`: TQ_NUM_THREADS, for `client.copy_threads` (None: not set). `logging_level`: TQ_LOGGING_LEVEL, of the
-    server's log and of the logger "transfer_queue" ("": not set)."""
+    server's log and of the logger "transfer_queue" ("": not set). `allow_pickle`: TQ_ALLOW_PICKLE, whether this process
+    pickles and unpickles where its own `client.allow_pickle` is null."""
 
     address: str
     run_dir: str
     reserved_rows: int
     copy_threads: int | None
     logging_level: str
+    allow_pickle: bool
 
 
 def from_env() -> Environment:
@@ -55,6 +57,7 @@ def from_env() -> Environment:
         reserved_rows=_whole("TQ_PRE_ALLOC_SAMPLE_NUM", 1),
         copy_threads=_whole("TQ_NUM_THREADS", None),
         logging_level=level,
+        allow_pickle=_switch("TQ_ALLOW_PICKLE"),
     )
 
 
@@ -66,6 +69,13 @@ def _whole(name: str, otherwise: T) -> int | T:
     if not text.isdigit():
         raise ConfigError(f"{name}={text!r}: expected a whole number")
     return int(text)
+
+
+def _switch(name: str) -> bool:
+    text = os.environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name}={text!r}: expected 0 or 1")
+    return text == "1"
 
 
 def merged(conf: Any) -> Any:
@@ -131,7 +141,7 @@ class ConfigMismatch(UserWarning):
     """`init` attached to a service that runs with other settings than it was given; the service's hold."""
 
 
-NOT_COMPARED = ("address", "run_dir", "controller.zmq_info", "backend.SimpleStorage.zmq_info")
+NOT_COMPARED = ("address", "run_dir", "client.allow_pickle", "controller.zmq_info", "backend.SimpleStorage.zmq_info")
 
 
 def plain(conf: Any) -> dict[str, Any]:
@@ -173,6 +183,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     """What a server is started with. Raises `ConfigError` naming the setting that is wrong, and warns with
     `ConfigWarning` of settings that have no effect."""
     _warn(conf)
+    pickling(conf)  # not the server's to know, but a wrong value is refused here as all others are
     backend = str(conf.backend.storage_backend)
     if backend != "SimpleStorage":
         raise ConfigError(f"backend.storage_backend: {backend!r} is not available; this release has SimpleStorage")
@@ -202,7 +213,6 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         client={
             "polling_mode": _flag(conf.controller.polling_mode, "controller.polling_mode"),
             "timeout_s": _seconds(conf.client.timeout_s, "client.timeout_s"),
-            "allow_pickle": _flag(conf.client.allow_pickle, "client.allow_pickle"),
             "spin_s": (_number(conf.client.spin_us, "client.spin_us", 0) or 0) / 1e6,
             "copy_threads": _number(conf.client.copy_threads, "client.copy_threads", 1)
             or environment.copy_threads
@@ -211,6 +221,12 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
             "settings": plain(conf),
         },
     )
+
+
+def pickling(conf: Any) -> bool | None:
+    """What merged settings say of pickling in this process; None: nothing, TQ_ALLOW_PICKLE counts then."""
+    value = conf.client.allow_pickle
+    return None if value is None else _flag(value, "client.allow_pickle")
 
 
 def _staleness(section: Any) -> Policy:

@@ -44,14 +44,16 @@ class Interrupted(Exception):
 class Session:
     """Attached to the server at `address`; raises `ServiceUnavailable` when there is none.
 
-    `config` is what the service was started with: timeout_s, polling_mode, allow_pickle, pool_nbytes, copy_threads,
+    `config` is what the service was started with: timeout_s, polling_mode, pool_nbytes, copy_threads,
     spin_s; and for processes of the server's host the token of the other servers.
+    `allow_pickle` is this process's own choice, which no service makes for it.
     After a fork the child gets a session of its own on first use; what it inherited stays readable.
     """
 
     def __init__(self, address: Address, connect_timeout_s: float = 10.0) -> None:
         self.address = address
         self.closed = False
+        self.allow_pickle = False
         self._finished = False
         self._estate: list[Connection] = []  # these hold the pins of inherited views for as long as this process lives
         self._connect_timeout_s = connect_timeout_s

@@ -66,6 +66,7 @@ def client_for(config: Any, owner: object) -> TransferQueueClient:
     if not address or client.session.address == parse_address(address):
         return client
     own = TransferQueueClient(Session(parse_address(address)))
+    own.session.allow_pickle = client.session.allow_pickle
     weakref.finalize(owner, own.close)
     return own
 
