@@ -18,7 +18,7 @@ from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.effects import Operation
 from transfer_queue.client.session import Session
-from transfer_queue.errors import NotInitialized, ServiceUnavailable
+from transfer_queue.errors import AccessDenied, NotInitialized, ServiceUnavailable
 from transfer_queue.launch import choose
 from transfer_queue.launch.launcher import Launcher, Service
 from transfer_queue.wire.address import Address, parse_address
@@ -131,7 +131,7 @@ def _connected(addresses: Sequence[Address]) -> TransferQueueClient:
     *nearer, last = addresses
     session = None
     for address in nearer:
-        with contextlib.suppress(ServiceUnavailable):
+        with contextlib.suppress(ServiceUnavailable, AccessDenied):  # its node's server may run as another user
             session = Session(address)
             break
     session = session or Session(last)

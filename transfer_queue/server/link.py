@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
-import struct
 import time
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, cast
@@ -23,6 +21,7 @@ from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import tune
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, frame
+from transfer_queue.wire.peer import peer_uid
 
 if TYPE_CHECKING:
     from transfer_queue.server.process import Server
@@ -33,7 +32,6 @@ HELLO_TIMEOUT_S = 5.0
 HELLO_HEADER_NBYTES = 4096
 UNIT_REQUESTS = (m.Join, m.Moved, m.Settle)
 ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
-CREDENTIALS = struct.Struct("3i")
 
 
 class Link(asyncio.BufferedProtocol):
@@ -218,10 +216,3 @@ class Link(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         self._transport.close()
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a unix socket (SO_PEERCRED, unix(7))."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    uid: int = CREDENTIALS.unpack(data)[1]
-    return uid

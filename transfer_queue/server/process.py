@@ -29,6 +29,7 @@ from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, NotStarted, R
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.address import host_towards, parse_address
 from transfer_queue.wire.messages import Reply, Request, Welcome
+from transfer_queue.wire.peer import unsafe
 
 if TYPE_CHECKING:
     from transfer_queue.server.scraping import Endpoint
@@ -71,6 +72,9 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         os.makedirs(self.config.run_dir, mode=0o700, exist_ok=True)
+        why = unsafe(self.config.run_dir)
+        if why:
+            raise ConfigError(f"run_dir: {why}")
         path = os.path.join(self.config.run_dir, SOCKET_NAME)
         for name in (SOCKET_NAME, DOOR_NAME):
             _claim(os.path.join(self.config.run_dir, name))

@@ -7,6 +7,7 @@ import socket
 from typing import NamedTuple
 
 from transfer_queue.errors import ConfigError
+from transfer_queue.wire.peer import check_peer
 
 PEER_TIMEOUT_S = 15
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
@@ -33,12 +34,14 @@ class Address(NamedTuple):
         return bool(self.path)
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """A connected socket, blocking with the given timeout. Raises OSError."""
+        """A connected socket, blocking with the given timeout. Raises OSError; `AccessDenied`, which is one, where a
+        unix socket may be another user's (`peer.check_peer`)."""
         if self.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.settimeout(timeout_s)
                 sock.connect(self.path)
+                check_peer(self.path, sock)
             except OSError:
                 sock.close()
                 raise

@@ -13,6 +13,7 @@ from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, tune
 from transfer_queue.wire.framing import FrameReader, frame
+from transfer_queue.wire.peer import check_peer
 
 Found: TypeAlias = tuple[Any, memoryview]
 
@@ -69,6 +70,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
         except OSError as error:
             raise ServiceUnavailable(f"no server at {address}: {error}") from error
         try:
+            if address.path:
+                check_peer(address.path, self._transport.get_extra_info("socket"))
             nonce = hello.nonce()
             challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce), timeout_s)
             proof = hello.proof_of(challenge, address, nonce)
