@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
 from transfer_queue.server.settings import ServerConfig, default_budget
-from transfer_queue.wire.address import parse_address, token_from_environment
+from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.token import token_from_environment, token_from_file
 from transfer_queue.wire.versions import Policy
 
 T = TypeVar("T")
@@ -276,13 +277,7 @@ def _seconds(value: Any, name: str) -> float:
 
 
 def _token(path: Any) -> str:
-    if path is not None:
-        try:
-            token = Path(str(path)).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"server.token_file: {error}") from error
-    else:
-        token = token_from_environment()
+    token = token_from_environment() if path is None else token_from_file(str(path), "server.token_file")
     if not token:
         raise ConfigError(
             "server.host or server.join without a token: name server.token_file, or set TQ_TOKEN or TQ_TOKEN_FILE"

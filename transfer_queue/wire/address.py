@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.wire.peer import check_peer
+from transfer_queue.wire.token import token_from_environment
 
 PEER_TIMEOUT_S = 15
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
@@ -73,6 +74,7 @@ def parse_address(text: str, token: str = "") -> Address:
     """The address in `text`; a bare path or a run directory means its unix socket.
 
     The token comes from `token`, else from the environment variable TQ_TOKEN, else from the file TQ_TOKEN_FILE names.
+    Raises `ConfigError`.
     """
     if text.startswith("tcp:"):
         host, colon, port = text[4:].rpartition(":")
@@ -83,12 +85,3 @@ def parse_address(text: str, token: str = "") -> Address:
     if not path:
         raise ConfigError("an empty address")
     return Address(path=os.path.join(path, "tq.sock") if os.path.isdir(path) else path)
-
-
-def token_from_environment() -> str:
-    token = os.environ.get("TQ_TOKEN", "")
-    path = os.environ.get("TQ_TOKEN_FILE", "")
-    if not token and path:
-        with open(path, encoding="utf-8") as file:
-            token = file.read().strip()
-    return token
