@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
 from transfer_queue.server.settings import ServerConfig, default_budget
-from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.address import is_everywhere, parse_address
 from transfer_queue.wire.token import token_from_environment, token_from_file
 from transfer_queue.wire.versions import Policy
 
@@ -29,7 +29,7 @@ SECTIONS = (
 
 
 class ConfigWarning(UserWarning):
-    """A setting that has no effect."""
+    """A setting that has no effect, or not the one that its name suggests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +194,11 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     if join and parse_address(join).is_local:
         raise ConfigError(f"server.join: {join!r}; expected tcp:HOST:PORT")
     metrics_port = _port(conf.metrics.port, "metrics.port")
+    has_metrics = _flag(conf.metrics.enabled, "metrics.enabled")
+    metrics_host = str(conf.metrics.host or "")
+    if has_metrics and not metrics_host and is_everywhere(host):
+        text = f"server.host is {host}: metrics are on loopback only, unless metrics.host says otherwise"
+        warnings.warn(text, ConfigWarning, stacklevel=2)
     environment = from_env()
     return ServerConfig(
         run_dir=run_dir,
@@ -208,7 +213,8 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         trim_after_s=_seconds(simple.trim_after_s, "backend.SimpleStorage.trim_after_s"),
         arena_dir=None if simple.arena_dir is None else str(simple.arena_dir),
         sampler=resolve(conf.controller.sampler),
-        metrics_port=metrics_port if _flag(conf.metrics.enabled, "metrics.enabled") else None,
+        metrics_port=metrics_port if has_metrics else None,
+        metrics_host=metrics_host,
         logging_level=environment.logging_level or "WARNING",
         staleness=_staleness(conf.controller.staleness),
         client={

@@ -27,7 +27,7 @@ from transfer_queue.server.outpost import Outpost
 from transfer_queue.server.service import Service
 from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.storage.shm.unit import Unit
-from transfer_queue.wire.address import host_towards, parse_address
+from transfer_queue.wire.address import host_towards, is_everywhere, parse_address
 from transfer_queue.wire.messages import Reply, Request, Welcome
 from transfer_queue.wire.peer import unsafe
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from transfer_queue.server.scraping import Endpoint
 
 log = logging.getLogger("transfer_queue.server")
-
-EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Server:
@@ -115,7 +113,7 @@ class Server:
 
     def _advertised(self, tcp: str) -> str:
         """Where other hosts reach this one; where it listens everywhere without a host, which the controller adds."""
-        return f":{tcp.rpartition(':')[2]}" if self.config.host in EVERYWHERE else tcp
+        return f":{tcp.rpartition(':')[2]}" if is_everywhere(self.config.host) else tcp
 
     async def _open_metrics(self) -> None:
         """Serve metrics where they are enabled; the library for it is loaded only then."""
@@ -125,7 +123,8 @@ class Server:
         from transfer_queue.server.scraping import Endpoint
 
         endpoint = Endpoint(ServerCollector(self.service, self.role.compactor))
-        await endpoint.open(self.config.host, self.config.metrics_port or 0)
+        host = self.config.metrics_host or ("" if is_everywhere(self.config.host) else self.config.host)
+        await endpoint.open(host, self.config.metrics_port or 0)
         self._metrics = endpoint
 
     def _remote(self) -> Link:

@@ -45,8 +45,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the start.
     trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the
     arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
-    metrics_port: serve Prometheus metrics on `host` (loopback where there is none) and this port (None: no metrics).
-    logging_level: a level of the logging module. staleness: how old rows may be.
+    metrics_port: serve Prometheus metrics on this port (None: no metrics) of metrics_host ("": `host`, but loopback
+    where that is none or every address). logging_level: a level of the logging module. staleness: how old rows may be.
     """
 
     run_dir: str
@@ -63,6 +63,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     sampler: dict[str, Any] = {}
     client: dict[str, Any] = {}
     metrics_port: int | None = None
+    metrics_host: str = ""
     logging_level: str = "WARNING"
     staleness: Policy = Policy()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from typing import NamedTuple
@@ -60,6 +61,19 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PEER_TIMEOUT_S // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
     sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, PEER_TIMEOUT_S * 1000)
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether listening on `host` means every address of this host (0.0.0.0, ::, and other ways to write them)."""
+    if not host:
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0]
+    except OSError:
+        return False  # a name
+    address = ipaddress.ip_address(found)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_unspecified)
 
 
 def host_towards(address: Address) -> str:
