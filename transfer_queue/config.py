@@ -206,6 +206,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         host=host,
         port=_port(conf.server.port, "server.port"),
         token=_token(conf.server.token_file) if host or join else "",
+        unit_token=_unit_token(conf.server.unit_token_file, bool(join)) if host or join else "",
         join=join,
         budget_nbytes=_number(simple.budget_nbytes, "backend.SimpleStorage.budget_nbytes", 1) or default_budget(),
         max_rows=_number(simple.total_storage_size, "backend.SimpleStorage.total_storage_size", 1),
@@ -287,5 +288,18 @@ def _token(path: Any) -> str:
     if not token:
         raise ConfigError(
             "server.host or server.join without a token: name server.token_file, or set TQ_TOKEN or TQ_TOKEN_FILE"
+        )
+    return token
+
+
+def _unit_token(path: Any, needed: bool) -> str:
+    token = (
+        token_from_environment("TQ_UNIT_TOKEN")
+        if path is None
+        else token_from_file(str(path), "server.unit_token_file")
+    )
+    if not token and needed:
+        raise ConfigError(
+            "server.join without a unit token: name server.unit_token_file, or set TQ_UNIT_TOKEN or TQ_UNIT_TOKEN_FILE"
         )
     return token

@@ -19,6 +19,7 @@ from transfer_queue.server.members import Line, numbers
 from transfer_queue.server.service import Service
 from transfer_queue.server.upstream import RemoteController
 from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.aio import AsyncConnection
@@ -31,15 +32,23 @@ AGAIN_S = 0.25
 
 
 class Outpost:
-    """`unit` as a member of the service at `controller`. `deliver` is called when answers or work came from there."""
+    """`unit` as a member of the service at `controller`. `deliver` is called when answers or work came from there.
+
+    The unit token is for the membership alone; what clients ask is passed on with theirs, which `controller` has.
+    """
 
     def __init__(
-        self, controller: Address, unit: Unit, deliver: Callable[[], None], make: type[Service] = Service
+        self,
+        controller: Address,
+        unit_token: str,
+        unit: Unit,
+        deliver: Callable[[], None],
+        make: type[Service] = Service,
     ) -> None:
         self.remote = RemoteController(controller, self._answered)
         self.service = make(self.remote, unit)
         self.compactor = Compactor(self.service, self._moved)
-        self._controller = controller
+        self._controller = controller._replace(token=unit_token)
         self._address = ""
         self._deliver = deliver
         self._incarnation = secrets.token_bytes(16)
@@ -54,6 +63,7 @@ class Outpost:
         Raises `ServiceUnavailable`, `AccessDenied`, `DeadlineExceeded`.
         """
         self._address = address
+        await self.remote.check()
         await self._join()
         config: dict[str, Any] = json.loads(self._connection.welcome.config)
         self.remote.timeout_s = float(config["timeout_s"])
@@ -62,7 +72,7 @@ class Outpost:
     async def _join(self) -> None:
         self._lost.clear()
         connection = AsyncConnection(self._controller, m.decode_server, self._pushed, self._lost.set)
-        self._connection = await connection.open(self._incarnation, CONNECT_S)
+        self._connection = await connection.open(self._incarnation, CONNECT_S, hello.UNIT)
         unit = self.service.unit
         joining = m.Join(self._next_rid(), self._incarnation, self._address, numbers(unit.published()))
         joined = await self._ask(joining)

@@ -45,6 +45,10 @@ class Server:
             raise ConfigError("serving TCP needs a token: an open port without one would serve everybody")
         if config.join and not config.token:
             raise ConfigError("joining a service needs its token")
+        if config.join and not config.unit_token:
+            raise ConfigError("joining a service needs its unit token")
+        if config.unit_token and config.unit_token == config.token:
+            raise ConfigError("the unit token is that of the clients: every client could join as a unit")
         if config.join and not config.host:
             config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
@@ -52,7 +56,8 @@ class Server:
         unit = Unit(config.budget_nbytes, config.arena_dir)
         make = Service if config.metrics_port is None else MeteredService
         if config.join:
-            self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver, make)
+            where = parse_address(config.join, config.token)
+            self.role: Head | Outpost = Outpost(where, config.unit_token, unit, self.deliver, make)
         else:
             controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness)
             self.role = Head(controller, unit, make)
@@ -69,8 +74,11 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        os.makedirs(self.config.run_dir, mode=0o700, exist_ok=True)
-        why = unsafe(self.config.run_dir)
+        try:
+            os.makedirs(self.config.run_dir, mode=0o700, exist_ok=True)
+            why = unsafe(self.config.run_dir)
+        except OSError as error:
+            raise ConfigError(f"run_dir: {error}") from error
         if why:
             raise ConfigError(f"run_dir: {why}")
         path = os.path.join(self.config.run_dir, SOCKET_NAME)
@@ -85,7 +93,7 @@ class Server:
             if isinstance(self.role, Outpost):
                 self._client_config = await self.role.join(self._advertised(tcp))
                 background.append(loop.create_task(self.role.stay()))
-            servers = [await loop.create_unix_server(lambda: Link(self, "", local=True), path)]
+            servers = [await loop.create_unix_server(lambda: Link(self, ("", ""), local=True), path)]
             os.chmod(path, 0o600)
             if listening is not None:
                 servers.append(await loop.create_server(self._remote, sock=listening))
@@ -128,7 +136,7 @@ class Server:
         self._metrics = endpoint
 
     def _remote(self) -> Link:
-        return Link(self, self.config.token, local=False)
+        return Link(self, (self.config.token, self.config.unit_token), local=False)
 
     def stop(self) -> None:
         self._stopped.set()

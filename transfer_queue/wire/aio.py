@@ -56,7 +56,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self._until_shutdown: AsyncGenerator[None, None] | None = None
 
-    async def open(self, session: bytes, timeout_s: float) -> AsyncConnection:
+    async def open(self, session: bytes, timeout_s: float, role: int = hello.CLIENT) -> AsyncConnection:
         """Connect and shake hands. Raises `ServiceUnavailable`, `AccessDenied` or `DeadlineExceeded`."""
         address, loop = self.address, self.loop
         try:
@@ -73,8 +73,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
             if address.path:
                 check_peer(address.path, self._transport.get_extra_info("socket"))
             nonce = hello.nonce()
-            challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce), timeout_s)
-            proof = hello.proof_of(challenge, address, nonce)
+            challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce, role), timeout_s)
+            proof = hello.proof_of(challenge, address, nonce, role)
             self.welcome = hello.welcome_of(await self._greet(proof, timeout_s))
         except BaseException:
             self.close()

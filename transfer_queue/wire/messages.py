@@ -58,6 +58,7 @@ class Hello(Message):
     version: int
     session: bytes
     nonce: bytes
+    role: int = 0  # hello.CLIENT or hello.UNIT
 
 
 class Proof(Message):
