@@ -15,9 +15,9 @@ from transfer_queue.launch import local
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import parse_address
 
-TOKEN = "a-token-nobody-guesses"
+TOKEN, UNIT_TOKEN = "a-token-nobody-guesses", "a-token-of-units-alone"
 CLIENT = {
-    "polling_mode": False, "timeout_s": 10.0, "allow_pickle": False, "spin_s": 0.0, "copy_threads": None,
+    "polling_mode": False, "timeout_s": 10.0, "spin_s": 0.0, "copy_threads": None,
     "pool_nbytes": 1 << 28,
 }  # fmt: skip
 
@@ -39,8 +39,8 @@ class Host:
     def __init__(self, join: str = "", host: str = "127.0.0.1", **settings: Any) -> None:
         config = ServerConfig(
             owner_pid=os.getpid(), join=join, host=host,
-            **{"run_dir": "", "budget_nbytes": 1 << 30, "token": TOKEN, "sampler": {"class": "SequentialSampler"},
-               "client": CLIENT, **settings},
+            **{"run_dir": "", "budget_nbytes": 1 << 30, "token": TOKEN, "unit_token": UNIT_TOKEN,
+               "sampler": {"class": "SequentialSampler"}, "client": CLIENT, **settings},
         )  # fmt: skip
         self.server = local.start(config)
         self.tcp = f"tcp:{self.server.tcp}"

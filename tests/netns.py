@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.netns import Switch
 
-TOKEN = "a-token-nobody-guesses"
+TOKENS = {"TQ_TOKEN": "a-token-nobody-guesses", "TQ_UNIT_TOKEN": "a-token-of-units-alone"}
 AGENT = """
 import ctypes, json, os, sys, traceback
 space = os.open(sys.argv[1], os.O_RDONLY)
@@ -65,7 +65,7 @@ class Host:
         self._agent = subprocess.Popen(
             [sys.executable, "-c", AGENT, f"/var/run/netns/{self.space}"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**environment, "PYTHONPATH": root, "TQ_TOKEN": TOKEN},
+            env={**environment, "PYTHONPATH": root, **TOKENS},
         )  # fmt: skip
 
     def ask(self, code: str) -> None:

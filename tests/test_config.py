@@ -75,7 +75,7 @@ VARIABLES_OF_0_1_11 = [
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TQ_PRE_ALLOC_SAMPLE_NUM", "TQ_NUM_THREADS", "TQ_LOGGING_LEVEL"):
+    for name in ("TQ_PRE_ALLOC_SAMPLE_NUM", "TQ_NUM_THREADS", "TQ_LOGGING_LEVEL", "TQ_ALLOW_PICKLE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -181,7 +181,7 @@ def test_metrics_are_off_by_default_and_local() -> None:
     assert (conf.metrics_port, conf.host) == (0, "")
 
 
-@pytest.mark.parametrize("name", ["TQ_PRE_ALLOC_SAMPLE_NUM", "TQ_NUM_THREADS", "TQ_LOGGING_LEVEL"])
+@pytest.mark.parametrize("name", ["TQ_PRE_ALLOC_SAMPLE_NUM", "TQ_NUM_THREADS", "TQ_LOGGING_LEVEL", "TQ_ALLOW_PICKLE"])
 def test_a_wrong_variable_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "loud")
     with pytest.raises(ConfigError, match=name):

@@ -95,6 +95,29 @@ def worker(folder: Path) -> Any:
     return ShmWorker(SimpleNamespace(backend="tq_shm"), config(folder), torch.device("cpu"), Model())
 
 
+def test_a_worker_takes_folders_below_the_root_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transfer_queue.weights.vllm.engine import DiskWorker
+
+    monkeypatch.delenv("TQ_WEIGHTS_ROOT", raising=False)
+    inside, outside = tmp_path / "root" / "run", tmp_path / "other"
+    inside.mkdir(parents=True)
+    outside.mkdir()
+
+    def told(folder: Path) -> str:
+        """The code of what a worker reports that was told of this folder."""
+        engine = DiskWorker(None, config(tmp_path), torch.device("cpu"), Model())
+        engine.init_transfer_engine({"folder": str(folder)})
+        assert engine._lane.ended(20)
+        engine.shutdown()
+        return engine._engine.outcome.code
+
+    assert told(inside) == "not_supported"
+    monkeypatch.setenv("TQ_WEIGHTS_ROOT", str(tmp_path / "root"))
+    assert (told(outside), told(inside)) == ("invalid_input", "")
+
+
 class Client:
     """vLLM's worker, as far as sessions go: it refuses what is out of order."""
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
 from transfer_queue.server.settings import ServerConfig, default_budget
-from transfer_queue.wire.address import parse_address, token_from_environment
+from transfer_queue.wire.address import is_everywhere, parse_address
+from transfer_queue.wire.token import token_from_environment, token_from_file
 from transfer_queue.wire.versions import Policy
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ SECTIONS = (
 
 
 class ConfigWarning(UserWarning):
-    """A setting that has no effect."""
+    """A setting that has no effect, or not the one that its name suggests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +37,15 @@ class Environment:
     """The environment variables that count. `address`: TQ_ADDRESS, where the service is. `run_dir`: TQ_RUN_DIR, as the
     setting of that name. `reserved_rows`: TQ_PRE_ALLOC_SAMPLE_NUM, rows a partition has from the start.
     `copy_threads`: TQ_NUM_THREADS, for `client.copy_threads` (None: not set). `logging_level`: TQ_LOGGING_LEVEL, of the
-    server's log and of the logger "transfer_queue" ("": not set)."""
+    server's log and of the logger "transfer_queue" ("": not set). `allow_pickle`: TQ_ALLOW_PICKLE, whether this process
+    pickles and unpickles where its own `client.allow_pickle` is null."""
 
     address: str
     run_dir: str
     reserved_rows: int
     copy_threads: int | None
     logging_level: str
+    allow_pickle: bool
 
 
 def from_env() -> Environment:
@@ -55,6 +58,7 @@ def from_env() -> Environment:
         reserved_rows=_whole("TQ_PRE_ALLOC_SAMPLE_NUM", 1),
         copy_threads=_whole("TQ_NUM_THREADS", None),
         logging_level=level,
+        allow_pickle=_switch("TQ_ALLOW_PICKLE"),
     )
 
 
@@ -66,6 +70,13 @@ def _whole(name: str, otherwise: T) -> int | T:
     if not text.isdigit():
         raise ConfigError(f"{name}={text!r}: expected a whole number")
     return int(text)
+
+
+def _switch(name: str) -> bool:
+    text = os.environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name}={text!r}: expected 0 or 1")
+    return text == "1"
 
 
 def merged(conf: Any) -> Any:
@@ -131,7 +142,7 @@ class ConfigMismatch(UserWarning):
     """`init` attached to a service that runs with other settings than it was given; the service's hold."""
 
 
-NOT_COMPARED = ("address", "run_dir", "controller.zmq_info", "backend.SimpleStorage.zmq_info")
+NOT_COMPARED = ("address", "run_dir", "client.allow_pickle", "controller.zmq_info", "backend.SimpleStorage.zmq_info")
 
 
 def plain(conf: Any) -> dict[str, Any]:
@@ -173,6 +184,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     """What a server is started with. Raises `ConfigError` naming the setting that is wrong, and warns with
     `ConfigWarning` of settings that have no effect."""
     _warn(conf)
+    pickling(conf)  # not the server's to know, but a wrong value is refused here as all others are
     backend = str(conf.backend.storage_backend)
     if backend != "SimpleStorage":
         raise ConfigError(f"backend.storage_backend: {backend!r} is not available; this release has SimpleStorage")
@@ -182,6 +194,11 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     if join and parse_address(join).is_local:
         raise ConfigError(f"server.join: {join!r}; expected tcp:HOST:PORT")
     metrics_port = _port(conf.metrics.port, "metrics.port")
+    has_metrics = _flag(conf.metrics.enabled, "metrics.enabled")
+    metrics_host = str(conf.metrics.host or "")
+    if has_metrics and not metrics_host and is_everywhere(host):
+        text = f"server.host is {host}: metrics are on loopback only, unless metrics.host says otherwise"
+        warnings.warn(text, ConfigWarning, stacklevel=2)
     environment = from_env()
     return ServerConfig(
         run_dir=run_dir,
@@ -189,6 +206,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         host=host,
         port=_port(conf.server.port, "server.port"),
         token=_token(conf.server.token_file) if host or join else "",
+        unit_token=_unit_token(conf.server.unit_token_file, bool(join)) if host or join else "",
         join=join,
         budget_nbytes=_number(simple.budget_nbytes, "backend.SimpleStorage.budget_nbytes", 1) or default_budget(),
         max_rows=_number(simple.total_storage_size, "backend.SimpleStorage.total_storage_size", 1),
@@ -196,13 +214,13 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         trim_after_s=_seconds(simple.trim_after_s, "backend.SimpleStorage.trim_after_s"),
         arena_dir=None if simple.arena_dir is None else str(simple.arena_dir),
         sampler=resolve(conf.controller.sampler),
-        metrics_port=metrics_port if _flag(conf.metrics.enabled, "metrics.enabled") else None,
+        metrics_port=metrics_port if has_metrics else None,
+        metrics_host=metrics_host,
         logging_level=environment.logging_level or "WARNING",
         staleness=_staleness(conf.controller.staleness),
         client={
             "polling_mode": _flag(conf.controller.polling_mode, "controller.polling_mode"),
             "timeout_s": _seconds(conf.client.timeout_s, "client.timeout_s"),
-            "allow_pickle": _flag(conf.client.allow_pickle, "client.allow_pickle"),
             "spin_s": (_number(conf.client.spin_us, "client.spin_us", 0) or 0) / 1e6,
             "copy_threads": _number(conf.client.copy_threads, "client.copy_threads", 1)
             or environment.copy_threads
@@ -211,6 +229,12 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
             "settings": plain(conf),
         },
     )
+
+
+def pickling(conf: Any) -> bool | None:
+    """What merged settings say of pickling in this process; None: nothing, TQ_ALLOW_PICKLE counts then."""
+    value = conf.client.allow_pickle
+    return None if value is None else _flag(value, "client.allow_pickle")
 
 
 def _staleness(section: Any) -> Policy:
@@ -260,15 +284,22 @@ def _seconds(value: Any, name: str) -> float:
 
 
 def _token(path: Any) -> str:
-    if path is not None:
-        try:
-            token = Path(str(path)).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"server.token_file: {error}") from error
-    else:
-        token = token_from_environment()
+    token = token_from_environment() if path is None else token_from_file(str(path), "server.token_file")
     if not token:
         raise ConfigError(
             "server.host or server.join without a token: name server.token_file, or set TQ_TOKEN or TQ_TOKEN_FILE"
+        )
+    return token
+
+
+def _unit_token(path: Any, needed: bool) -> str:
+    token = (
+        token_from_environment("TQ_UNIT_TOKEN")
+        if path is None
+        else token_from_file(str(path), "server.unit_token_file")
+    )
+    if not token and needed:
+        raise ConfigError(
+            "server.join without a unit token: name server.unit_token_file, or set TQ_UNIT_TOKEN or TQ_UNIT_TOKEN_FILE"
         )
     return token

@@ -18,7 +18,7 @@ from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.effects import Operation
 from transfer_queue.client.session import Session
-from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
+from transfer_queue.errors import AccessDenied, DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
 from transfer_queue.launch import choose
 from transfer_queue.launch.launcher import Launcher, Service
 from transfer_queue.wire.address import Address, parse_address
@@ -32,6 +32,7 @@ _lock = threading.RLock()
 _client: TransferQueueClient | None = None
 _service: Service | None = None  # the one this process owns
 _announced = ""  # what this process wrote into TQ_ADDRESS
+_announced_pickle: tuple[str, str | None] | None = None  # and into TQ_ALLOW_PICKLE, with what stood there before
 
 
 def init(conf: Any = None) -> Any:
@@ -41,7 +42,8 @@ def init(conf: Any = None) -> Any:
     in `conf.run_dir` or TQ_RUN_DIR, and in the Ray cluster that this process is connected to. `conf` is a DictConfig or
     mapping merged over config.yaml. Returns the merged DictConfig when it started the service, which then ends with
     this process, and `conf` itself when it attached; warns with `ConfigMismatch` where the running service has other
-    settings. In a process whose service died it attaches to the one that took its place, or starts one. Raises
+    settings. `client.allow_pickle` is about this process alone: the service's does not count, and a later call may
+    change it. In a process whose service died it attaches to the one that took its place, or starts one. Raises
     `ConfigError`, `ServiceUnavailable`.
     """
     global _client, _service
@@ -50,6 +52,7 @@ def init(conf: Any = None) -> Any:
             _leave_the_dead()
         if _client is None:
             full = settings.merged(conf)
+            pickling = settings.pickling(full)
             level = settings.from_env().logging_level
             if level:
                 logging.getLogger("transfer_queue").setLevel(level)
@@ -65,7 +68,11 @@ def init(conf: Any = None) -> Any:
                         raise
                     full.address = str(_client.session.address)
                     full.metrics.endpoint = _client.session.config["metrics_endpoint"]
+                    _choose_pickling(pickling)
                     return full
+        else:
+            pickling = settings.pickling(settings.merged(conf)) if conf else None
+        _choose_pickling(pickling)
         settings.warn_of_differences(conf, get_client().session.config)
         return conf
 
@@ -94,6 +101,28 @@ def _leave_the_dead() -> None:
         del os.environ["TQ_ADDRESS"]
 
 
+def _choose_pickling(chosen: bool | None) -> None:
+    """Let this process pickle or not, as it was told, and those that it starts from now on."""
+    global _announced_pickle
+    if chosen is None:
+        return
+    get_client().session.allow_pickle = chosen
+    _withdraw_pickling()
+    if settings.from_env().allow_pickle != chosen:
+        _announced_pickle = "1" if chosen else "0", os.environ.get("TQ_ALLOW_PICKLE")
+        os.environ["TQ_ALLOW_PICKLE"] = _announced_pickle[0]
+
+
+def _withdraw_pickling() -> None:
+    global _announced_pickle
+    announced, _announced_pickle = _announced_pickle, None
+    if announced is None or os.environ.get("TQ_ALLOW_PICKLE") != announced[0]:
+        return
+    del os.environ["TQ_ALLOW_PICKLE"]
+    if announced[1] is not None:
+        os.environ["TQ_ALLOW_PICKLE"] = announced[1]
+
+
 def _run_dir(full: Any) -> str:
     return str(full.run_dir or "") or settings.from_env().run_dir
 
@@ -110,7 +139,7 @@ def _attach(full: Any, launcher: Launcher) -> bool:
     if known:
         address = parse_address(known)
         try:
-            _client = TransferQueueClient(Session(address))
+            _client = _client_of(Session(address))
             return True
         except ServiceUnavailable as error:
             if not (launcher.has_hosts and address.is_local):
@@ -131,12 +160,17 @@ def _connected(addresses: Sequence[Address]) -> TransferQueueClient:
     *nearer, last = addresses
     session = None
     for address in nearer:
-        with contextlib.suppress(ServiceUnavailable):
+        with contextlib.suppress(ServiceUnavailable, AccessDenied):  # its node's server may run as another user
             session = Session(address)
             break
     session = session or Session(last)
     if session.address.is_local:
         os.environ["TQ_ADDRESS"] = _announced = str(session.address)
+    return _client_of(session)
+
+
+def _client_of(session: Session) -> TransferQueueClient:
+    session.allow_pickle = settings.from_env().allow_pickle
     return TransferQueueClient(session)
 
 
@@ -151,6 +185,7 @@ def close() -> None:
             client.close()
         if announced and os.environ.get("TQ_ADDRESS") == announced:
             del os.environ["TQ_ADDRESS"]
+        _withdraw_pickling()
         if service is not None:
             atexit.unregister(close)
             service.stop()

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class Server:
         more = {
             "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT),
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp))), "VLLM_NO_USAGE_STATS": "1",
+            "TQ_WEIGHTS_ROOT": tempfile.gettempdir(),
         }  # fmt: skip
         with log.open("wb") as sink:
             self._process = subprocess.Popen(

@@ -34,16 +34,20 @@ def address(host: int) -> str:
     return f"10.77.0.{host}"
 
 
+def _tokens() -> dict[str, str]:
+    return {"TQ_TOKEN": secrets.token_hex(16), "TQ_UNIT_TOKEN": secrets.token_hex(16)}
+
+
 @contextlib.contextmanager
 def hosts(fleet: Fleet) -> Iterator[Hosts]:
     """Three hosts and a service over them; all of it is gone afterwards."""
-    found, token = Hosts(), {"TQ_TOKEN": secrets.token_hex(16)}
+    found, tokens = Hosts(), _tokens()
     with contextlib.ExitStack() as stack:
         switch = Switch()
         stack.callback(switch.close)
         for host in (1, 2, 3):
             prefix = ("ip", "netns", "exec", switch.plug_in(host))
-            found.agents[host] = fleet.agent(f"host-{host}", "ours", prefix, token)
+            found.agents[host] = fleet.agent(f"host-{host}", "ours", prefix, tokens)
             stack.callback(found.agents[host].end)
             found.ports[host] = found.agents[host].call("network.serve_raw", host=address(host))["port"]
         config: dict[str, Any] = {**CONFIG, "server": {"host": address(1)}}
@@ -138,13 +142,13 @@ def network_row(samples: Samples, metric: str, what: str, direction: str, nbytes
 
 def relay(bench: Bench) -> list[Row]:
     """Case 20: one-row operations at the controller's host, and at a host whose own server passes them on over TCP."""
-    token, samples = {"TQ_TOKEN": secrets.token_hex(16)}, Samples()
+    tokens, samples = _tokens(), Samples()
     with contextlib.ExitStack() as stack:
         agents: dict[str, Agent] = {}
 
         def start() -> None:
             for name in ("here", "there"):
-                agents[name] = bench.fleet.agent(f"relay-{name}", "ours", environment=token)
+                agents[name] = bench.fleet.agent(f"relay-{name}", "ours", environment=tokens)
                 stack.callback(agents[name].end)
             config = {**CONFIG, "server": {"host": "127.0.0.1"}}
             tcp = agents["here"].call("life.serve", options={"config": config})["tcp"]

@@ -26,9 +26,13 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Serve TCP on this address too; needs a token.")] = None,
     port: Annotated[int, typer.Option(help="TCP port; 0 takes any free one.")] = 0,
     join: Annotated[
-        str | None, typer.Option(help="Be a storage unit of the service at tcp:HOST:PORT; needs its token.")
+        str | None, typer.Option(help="Be a storage unit of the service at tcp:HOST:PORT; needs both tokens.")
     ] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token; or TQ_TOKEN, TQ_TOKEN_FILE.")] = None,
+    unit_token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the token of units, for those that join; or TQ_UNIT_TOKEN, TQ_UNIT_TOKEN_FILE."),
+    ] = None,
 ) -> None:
     """Run a service in the foreground until SIGTERM or Ctrl-C. Prints its addresses as one line of JSON."""
     given: dict[str, Any] = {}
@@ -40,6 +44,8 @@ def serve(
     if host is not None or join is not None:
         full.server.host, full.server.port, full.server.join = host, port, join
         full.server.token_file = None if token_file is None else str(token_file)
+    if unit_token_file is not None:
+        full.server.unit_token_file = str(unit_token_file)
     config = settings.server_config(full, run_dir or full.run_dir or local.new_run_dir(), owner_pid=0)
     from transfer_queue.server.process import serve as serve_here
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from transfer_queue.codec.values import Lifting
-from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable
+from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
@@ -39,6 +39,8 @@ class Connection:
         self.spin_s = spin_s
         try:
             self._socket = address.connect(timeout_s)
+        except AccessDenied:
+            raise
         except (OSError, ValueError) as error:
             raise ServiceUnavailable(f"no server at {address}: {error}") from error
         self._reader = FrameReader(decode_reply, self._destination)

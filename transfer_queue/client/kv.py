@@ -43,7 +43,7 @@ def kv_put(
         if plan.rows != 1:
             raise InvalidInput(f"kv_put writes one row, the fields have {plan.rows}")
     elif isinstance(fields, Mapping):
-        plan = plan_row(fields, bool(session.config.get("allow_pickle")))
+        plan = plan_row(fields, session.allow_pickle)
     else:
         raise InvalidInput(f"fields is a dict or a TensorDict, got {type(fields).__qualname__}")
     return (yield from _write(session, keys, partition_id, plan, None if tag is None else [tag]))
@@ -77,7 +77,7 @@ def _planned_batch(session: Session, fields: ops.Batch, count: int, parser: ops.
     if ops.num_rows(fields) != count:
         raise InvalidInput(f"{count} keys with fields of {ops.num_rows(fields)} rows")
     if parser is None:
-        return plan_batch(fields, count, bool(session.config.get("allow_pickle")))
+        return plan_batch(fields, count, session.allow_pickle)
     return ops.planned(session, fields, parser)
 
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.memory import address_of
-from transfer_queue.errors import ServiceUnavailable
+from transfer_queue.errors import AccessDenied, ServiceUnavailable
 from transfer_queue.storage.shm.arena import MAP_NORESERVE
+from transfer_queue.wire.address import Address
 from transfer_queue.wire.door import NUMBER, SIZE
 
 PAGE = 4096
@@ -97,14 +98,14 @@ class Arenas:
         return found
 
     def _enter(self, number: int) -> tuple[int, int]:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
-            visitor.settimeout(self._timeout_s)
-            try:
-                visitor.connect(self._door)
+        try:
+            with Address(path=self._door).connect(self._timeout_s) as visitor:
                 visitor.sendall(NUMBER.pack(number))
                 data, descriptors, _, _ = socket.recv_fds(visitor, SIZE.size, 1)
-            except OSError as error:
-                raise ServiceUnavailable(f"cannot map arena {number}: {error}") from error
+        except AccessDenied:
+            raise
+        except OSError as error:
+            raise ServiceUnavailable(f"cannot map arena {number}: {error}") from error
         if not descriptors:
             raise ServiceUnavailable(f"the server has no arena {number}")
         return descriptors[0], SIZE.unpack(data)[0]

@@ -137,7 +137,7 @@ def planned(session: Session, batch: Batch, parser: Parser | None) -> Plan:
         if parsed.keys() != columns.keys() or any(len(column) != count for column in parsed.values()):
             raise BatchMismatch("data_parser must keep the fields and the number of rows")
         batch = parsed
-    plan = plan_batch(batch, count, bool(session.config.get("allow_pickle")))
+    plan = plan_batch(batch, count, session.allow_pickle)
     if not plan.columns:
         raise InvalidInput("a batch needs at least one field")
     return plan

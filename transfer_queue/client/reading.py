@@ -150,7 +150,7 @@ def _assembled(
 ) -> TensorDict:
     copies = Copies(session.mover)
     copier = Copier(session.pool.allocate, copies.copy, copies.take)
-    assembler = Assembler(copier, bool(session.config.get("allow_pickle")), out)
+    assembler = Assembler(copier, session.allow_pickle, out)
     schema = {field.name: field for field in replies[0][0].schema}
     if not schema:
         return TensorDict({}, batch_size=[0])

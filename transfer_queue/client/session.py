@@ -57,8 +57,9 @@ class Session:
     known of keys. When another life answers at the address, every call that is in flight raises `ServiceRestarted` and
     the session has `ended`; views that were handed out keep their bytes. `successor` attaches to what is there now.
 
-    `config` is what the service was started with: timeout_s, polling_mode, allow_pickle, pool_nbytes, copy_threads,
+    `config` is what the service was started with: timeout_s, polling_mode, pool_nbytes, copy_threads,
     spin_s; and for processes of the server's host the token of the other servers.
+    `allow_pickle` is this process's own choice, which no service makes for it.
     After a fork the child gets a session of its own on first use; what it inherited stays readable.
     """
 
@@ -67,6 +68,7 @@ class Session:
         self.life = ANY
         self.ended: str | None = None  # why nothing of it is of use any more
         self.closed = False
+        self.allow_pickle = False
         self._finished = False
         self._estate: list[Connection] = []  # these hold the pins of inherited views for as long as this process lives
         self._connect_timeout_s = connect_timeout_s
@@ -91,7 +93,9 @@ class Session:
 
     def successor(self) -> Session:
         """A session with what answers at the address now. Raises as the constructor."""
-        return Session(self.address, self._connect_timeout_s, self)
+        found = Session(self.address, self._connect_timeout_s, self)
+        found.allow_pickle = self.allow_pickle
+        return found
 
     def _start(self, ident: bytes) -> None:
         self.ident = ident

@@ -1,5 +1,6 @@
-"""Pickle, for values the safe codec cannot hold: only where writer and reader both set `client.allow_pickle`.
+"""Pickle, for values the safe codec cannot hold: only where this process itself set `client.allow_pickle`.
 
+Writer and reader each choose, by their own setting or TQ_ALLOW_PICKLE; what the service was started with never counts.
 The only place of the package that unpickles. Servers store these bytes and never import this module.
 """
 

@@ -65,6 +65,7 @@ def client_for(config: Any, owner: object) -> TransferQueueClient:
     if not address or client.address == parse_address(address):
         return client
     own = TransferQueueClient(Session(parse_address(address)))
+    own.session.allow_pickle = client.session.allow_pickle
     weakref.finalize(owner, own.close)
     return own
 

@@ -47,6 +47,7 @@ class Supervisor:
             owner_pid=os.getpid(),
             host=config.host or self._ip,
             token=config.token or secrets.token_hex(32),
+            unit_token=config.unit_token or secrets.token_hex(32),  # to other supervisors only, within their settings
             budget_nbytes=config.budget_nbytes or default_budget(),
         )
         self._config = config

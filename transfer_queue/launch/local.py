@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ from typing import IO
 
 import msgspec
 
-from transfer_queue.errors import ServiceUnavailable, TransferQueueError, error_from_code
+from transfer_queue.errors import AccessDenied, ConfigError, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.sampler.script import refuse_while_running
 from transfer_queue.server.settings import NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.wire.address import Address, parse_address
@@ -82,9 +84,11 @@ class LocalLauncher:
 
 
 def answers(address: Address, timeout_s: float = 1.0) -> bool:
-    """Whether something listens at `address`."""
+    """Whether something listens at `address`. Raises `AccessDenied` where that may be another user's."""
     try:
         address.connect(timeout_s).close()
+    except AccessDenied:
+        raise
     except (OSError, ValueError):
         return False
     return True
@@ -102,10 +106,11 @@ def new_run_dir() -> str:
 def lock(run_dir: str) -> Iterator[None]:
     """Hold the lock of a run directory, so that of many processes one starts the server.
 
-    Raises `ServiceUnavailable` when another process holds it for longer than a start may take.
+    Raises `ServiceUnavailable` when another process holds it for longer than a start may take, `ConfigError` when its
+    file is not ours.
     """
     Path(run_dir).parent.mkdir(parents=True, exist_ok=True)
-    with open(run_dir.rstrip("/") + ".lock", "w", encoding="utf-8") as file:
+    with _lock_file(run_dir.rstrip("/") + ".lock") as file:
         deadline = time.monotonic() + START_TIMEOUT_S + STOP_TIMEOUT_S
         while not _locked(file):
             if time.monotonic() > deadline:
@@ -114,7 +119,22 @@ def lock(run_dir: str) -> Iterator[None]:
         yield
 
 
-def _locked(file: IO[str]) -> bool:
+def _lock_file(path: str) -> IO[bytes]:
+    """The file of a lock, made if need be. What lies there already is neither followed nor changed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = os.fdopen(os.open(path, flags, 0o600), "rb", buffering=0)
+    except OSError as error:
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigError(f"run_dir: cannot use the lock {path}: {why}") from error
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+        file.close()
+        raise ConfigError(f"run_dir: cannot use the lock {path}: it is not a file of this user")
+    return file
+
+
+def _locked(file: IO[bytes]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -6,9 +6,9 @@ import asyncio
 import os
 import socket
 
-from transfer_queue.server.link import peer_uid
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.door import NUMBER, SIZE
+from transfer_queue.wire.peer import peer_uid
 
 BACKLOG = 4096
 

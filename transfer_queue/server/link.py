@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
-import struct
 import time
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from transfer_queue.errors import (
     AccessDenied,
@@ -31,6 +29,7 @@ from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import tune
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, frame
+from transfer_queue.wire.peer import peer_uid
 
 if TYPE_CHECKING:
     from transfer_queue.server.process import Server
@@ -42,15 +41,15 @@ STALLED_S = 10.0
 HELLO_HEADER_NBYTES = 4096
 UNIT_REQUESTS = (m.Join, m.Moved, m.Settle)
 ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Received, m.Goodbye)
-CREDENTIALS = struct.Struct("3i")
 
 
 class Link(asyncio.BufferedProtocol):
-    """The server's end of one connection. `token` is what a TCP peer has to know, "" on the unix socket."""
+    """The server's end of one connection. `tokens` are what a TCP peer has to know, by its role ("": no such peer may
+    come); on the unix socket a client needs none."""
 
-    def __init__(self, server: Server, token: str, local: bool) -> None:
+    def __init__(self, server: Server, tokens: tuple[str, str], local: bool) -> None:
         self._server = server
-        self._token = token
+        self._tokens = tokens
         self._local = local
         self._session: Session | None = None
         self._hello: m.Hello | None = None
@@ -189,10 +188,12 @@ class Link(asyncio.BufferedProtocol):
             case m.Hello(version=version, nonce=nonce) if self._hello is None:
                 if version != m.PROTOCOL_VERSION:
                     self._refuse(f"protocol version {version}, this server speaks {m.PROTOCOL_VERSION}")
+                token = self._token(message.role)
                 self._hello = message
-                self._send(m.Challenge(self._nonce, hello.server_mac(self._token, nonce, self._nonce)))
+                self._send(m.Challenge(self._nonce, hello.server_mac(token, nonce, self._nonce, message.role)))
             case m.Proof(mac=mac) if self._hello is not None:
-                if not hello.equal(mac, hello.client_mac(self._token, self._hello.nonce, self._nonce)):
+                token, role = self._token(self._hello.role), self._hello.role
+                if not hello.equal(mac, hello.client_mac(token, self._hello.nonce, self._nonce, role)):
                     self._refuse("wrong token")
                 self._life = self._server.service.life
                 expected = hello.Life(self._hello.service, self._hello.unit)
@@ -210,7 +211,17 @@ class Link(asyncio.BufferedProtocol):
             case _:
                 raise AccessDenied(f"{type(message).__name__} before the handshake")
 
-    def _refuse(self, reason: str) -> None:
+    def _token(self, role: int) -> str:
+        """What a peer in this role has to know."""
+        if role not in hello.ROLES:
+            self._refuse(f"there is no role {role}")
+        if role == hello.UNIT and self._local:
+            self._refuse("units join over TCP")
+        if role == hello.UNIT and not self._tokens[role]:
+            self._refuse("this server takes no units: start it with server.unit_token_file")
+        return self._tokens[role]
+
+    def _refuse(self, reason: str) -> NoReturn:
         self._send(m.Failed(0, AccessDenied.code, reason))
         self._transport.close()
         raise AccessDenied(reason)
@@ -230,8 +241,14 @@ class Link(asyncio.BufferedProtocol):
             return
         ticket = (self, message.rid)
         try:
-            if isinstance(message, UNIT_REQUESTS):
-                answer: Answer | None = (self._of_unit(message), ())
+            if isinstance(message, UNIT_REQUESTS) != self._is_unit():
+                needed = "not for units" if self._is_unit() else "for units alone, who know the unit token"
+                answer: Answer | None = (
+                    m.Failed(message.rid, AccessDenied.code, f"{type(message).__name__}: {needed}"),
+                    (),
+                )
+            elif isinstance(message, UNIT_REQUESTS):
+                answer = (self._of_unit(message), ())
             else:
                 answer = self._server.service.handle(message, payload, session, ticket, time.monotonic())
         except Exception:
@@ -245,10 +262,11 @@ class Link(asyncio.BufferedProtocol):
         else:
             self._answer(answer)
 
+    def _is_unit(self) -> bool:
+        return self._hello is not None and self._hello.role == hello.UNIT
+
     def _of_unit(self, message: m.Request) -> m.Reply:
         """The reply to a storage unit of another host; its requests are few and it repeats them by itself."""
-        if self._local:
-            return m.Failed(message.rid, AccessDenied.code, "units join over TCP")
         host = self._transport.get_extra_info("peername")[0]
         return self._server.of_unit(message, host, self)
 
@@ -292,10 +310,3 @@ class Link(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         self._transport.close()
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a unix socket (SO_PEERCRED, unix(7))."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    uid: int = CREDENTIALS.unpack(data)[1]
-    return uid

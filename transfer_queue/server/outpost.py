@@ -18,10 +18,10 @@ from transfer_queue.server.members import Line, numbers
 from transfer_queue.server.service import Service
 from transfer_queue.server.upstream import RemoteController
 from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.aio import AsyncConnection
-from transfer_queue.wire.hello import Life
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -31,15 +31,23 @@ AGAIN_S = 0.25
 
 
 class Outpost:
-    """`unit` as a member of the service at `controller`. `deliver` is called when answers or work came from there."""
+    """`unit` as a member of the service at `controller`. `deliver` is called when answers or work came from there.
+
+    The unit token is for the membership alone; what clients ask is passed on with theirs, which `controller` has.
+    """
 
     def __init__(
-        self, controller: Address, unit: Unit, deliver: Callable[[], None], make: type[Service] = Service
+        self,
+        controller: Address,
+        unit_token: str,
+        unit: Unit,
+        deliver: Callable[[], None],
+        make: type[Service] = Service,
     ) -> None:
         self.remote = RemoteController(controller, self._answered)
         self.service = make(self.remote, unit)
         self.compactor = Compactor(self.service, self._moved)
-        self._controller = controller
+        self._controller = controller._replace(token=unit_token)
         self._address = ""
         self._deliver = deliver
         self.client_config: dict[str, Any] = {}
@@ -54,6 +62,7 @@ class Outpost:
         Raises `ServiceUnavailable`, `AccessDenied`, `DeadlineExceeded`.
         """
         self._address = address
+        await self.remote.check()
         await self._join()
 
     async def _join(self) -> None:
@@ -61,10 +70,10 @@ class Outpost:
         self._lost.clear()
         connection = AsyncConnection(self._controller, m.decode_server, self._pushed, self._lost.set)
         unit, incarnation = self.service.unit, self.service.life.unit
-        self._connection = await connection.open(incarnation, CONNECT_S)
+        self._connection = await connection.open(incarnation, CONNECT_S, role=hello.UNIT)
         welcome = self._connection.welcome
         if welcome.service != self.remote.life.service:
-            self.service.life = Life(welcome.service, incarnation)
+            self.service.life = hello.Life(welcome.service, incarnation)
             self.remote.begin(welcome.service)
             self.client_config = json.loads(welcome.config)
             self.remote.timeout_s = float(self.client_config["timeout_s"])

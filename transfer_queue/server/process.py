@@ -29,16 +29,16 @@ from transfer_queue.server.service import Service
 from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.server.turns import Turns
 from transfer_queue.storage.shm.unit import Unit
-from transfer_queue.wire.address import host_towards, parse_address
+from transfer_queue.wire.address import host_towards, is_everywhere, parse_address
 from transfer_queue.wire.framing import scratch
 from transfer_queue.wire.messages import Reply, Request, Welcome
+from transfer_queue.wire.peer import unsafe
 
 if TYPE_CHECKING:
     from transfer_queue.server.scraping import Endpoint
 
 log = logging.getLogger("transfer_queue.server")
 
-EVERYWHERE = ("0.0.0.0", "::")
 BACKLOG = 4096  # a server that stands still for a moment turns nobody away
 
 
@@ -50,6 +50,10 @@ class Server:
             raise ConfigError("serving TCP needs a token: an open port without one would serve everybody")
         if config.join and not config.token:
             raise ConfigError("joining a service needs its token")
+        if config.join and not config.unit_token:
+            raise ConfigError("joining a service needs its unit token")
+        if config.unit_token and config.unit_token == config.token:
+            raise ConfigError("the unit token is that of the clients: every client could join as a unit")
         if config.join and not config.host:
             config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
@@ -60,7 +64,8 @@ class Server:
         unit.open_arenas()  # while there are descriptors
         make = Service if config.metrics_port is None else MeteredService
         if config.join:
-            self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver, make)
+            where = parse_address(config.join, config.token)
+            self.role: Head | Outpost = Outpost(where, config.unit_token, unit, self.deliver, make)
         else:
             controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness)
             self.role = Head(controller, unit, config.client, make)
@@ -76,7 +81,13 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        os.makedirs(self.config.run_dir, mode=0o700, exist_ok=True)
+        try:
+            os.makedirs(self.config.run_dir, mode=0o700, exist_ok=True)
+            why = unsafe(self.config.run_dir)
+        except OSError as error:
+            raise ConfigError(f"run_dir: {error}") from error
+        if why:
+            raise ConfigError(f"run_dir: {why}")
         path = os.path.join(self.config.run_dir, SOCKET_NAME)
         for name in (SOCKET_NAME, DOOR_NAME):
             _claim(os.path.join(self.config.run_dir, name))
@@ -89,7 +100,7 @@ class Server:
             if isinstance(self.role, Outpost):
                 await self.role.join(self._advertised(tcp))
                 background.append(loop.create_task(self.role.stay()))
-            servers = [await loop.create_unix_server(lambda: Link(self, "", local=True), path, backlog=BACKLOG)]
+            servers = [await loop.create_unix_server(lambda: Link(self, ("", ""), local=True), path, backlog=BACKLOG)]
             os.chmod(path, 0o600)
             if listening is not None:
                 servers.append(await loop.create_server(self._remote, sock=listening, backlog=BACKLOG))
@@ -117,7 +128,7 @@ class Server:
 
     def _advertised(self, tcp: str) -> str:
         """Where other hosts reach this one; where it listens everywhere without a host, which the controller adds."""
-        return f":{tcp.rpartition(':')[2]}" if self.config.host in EVERYWHERE else tcp
+        return f":{tcp.rpartition(':')[2]}" if is_everywhere(self.config.host) else tcp
 
     async def _open_metrics(self) -> None:
         """Serve metrics where they are enabled; the library for it is loaded only then."""
@@ -127,11 +138,12 @@ class Server:
         from transfer_queue.server.scraping import Endpoint
 
         endpoint = Endpoint(ServerCollector(self.service, self.role.compactor))
-        await endpoint.open(self.config.host, self.config.metrics_port or 0)
+        host = self.config.metrics_host or ("" if is_everywhere(self.config.host) else self.config.host)
+        await endpoint.open(host, self.config.metrics_port or 0)
         self._metrics = endpoint
 
     def _remote(self) -> Link:
-        return Link(self, self.config.token, local=False)
+        return Link(self, (self.config.token, self.config.unit_token), local=False)
 
     def stop(self) -> None:
         self._stopped.set()

@@ -39,14 +39,15 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     """All settings of one server process; travels as JSON over its standard input.
 
     run_dir: directory (mode 0700) for its sockets. owner_pid: end when this process ends (0: standalone).
-    host, port, token: serve TCP there, peers must know the token ("" : no TCP). join: the address of the controller's
+    host, port, token: serve TCP there, peers must know the token ("" : no TCP). unit_token: what
+    servers that join as storage units must know besides (""; none may). join: the address of the controller's
     server ("tcp:HOST:PORT"), of whose service this is one more storage unit ("": this is the controller's server;
     max_rows, reserved_rows, sampler and client do not count for others). budget_nbytes: bytes of all blocks.
     max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the start.
     trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the
     arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
-    metrics_port: serve Prometheus metrics on `host` (loopback where there is none) and this port (None: no metrics).
-    logging_level: a level of the logging module. staleness: how old rows may be.
+    metrics_port: serve Prometheus metrics on this port (None: no metrics) of metrics_host ("": `host`, but loopback
+    where that is none or every address). logging_level: a level of the logging module. staleness: how old rows may be.
     """
 
     run_dir: str
@@ -54,6 +55,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     host: str = ""
     port: int = 0
     token: str = ""
+    unit_token: str = ""
     join: str = ""
     budget_nbytes: int
     max_rows: int | None = None
@@ -63,6 +65,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     sampler: dict[str, Any] = {}
     client: dict[str, Any] = {}
     metrics_port: int | None = None
+    metrics_host: str = ""
     logging_level: str = "WARNING"
     staleness: Policy = Policy()
 

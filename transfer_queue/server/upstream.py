@@ -7,6 +7,7 @@ sees the same sessions, repeats and cancellations as if the clients were connect
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -79,6 +80,12 @@ class RemoteController:
         self._deliver = deliver
         self._callers: dict[bytes, Caller] = {}
         self._asking: dict[Hashable, tuple[asyncio.Task[None], m.Request]] = {}
+
+    async def check(self) -> None:
+        """Find out whether clients will be let in with the token of this server. Raises as `Caller.connection`."""
+        caller = Caller(self.address, secrets.token_bytes(16), ANY)
+        await caller.connection()
+        caller.close()
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         asking = self._ask(self._caller(session), message, self.payloads.pop(ticket, None), ticket)

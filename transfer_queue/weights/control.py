@@ -113,6 +113,12 @@ class Control:
         self._named: tuple[_Bytes, str] | None = None  # the label, and what it was given to
         self._naming: tuple[_Bytes, str] | None = None  # what a commit that runs replaces, and the label after it
 
+    def confine(self, root: str = "") -> None:
+        """From now on calls come over a network: see `engines.base.Engine.confine`. An engine without it is left."""
+        confine = getattr(self._engine, "confine", None)
+        if confine is not None:
+            confine(root)
+
     # updates
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:

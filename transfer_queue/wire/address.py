@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import struct
 from typing import NamedTuple
 
 from transfer_queue.errors import ConfigError
+from transfer_queue.wire.peer import check_peer
+from transfer_queue.wire.token import token_from_environment
 
 PEER_TIMEOUT_S = 15
 TIMEVAL = struct.Struct("@ll")
@@ -35,12 +38,14 @@ class Address(NamedTuple):
         return bool(self.path)
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """A connected socket, blocking with the given timeout. Raises OSError."""
+        """A connected socket, blocking with the given timeout. Raises OSError; `AccessDenied`, which is one, where a
+        unix socket may be another user's (`peer.check_peer`)."""
         if self.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 limit_sending(sock, timeout_s)  # connect(2) on unix(7) waits so long for a place in a full queue
                 sock.connect(self.path)
+                check_peer(self.path, sock)
                 sock.settimeout(timeout_s)
             except OSError:
                 sock.close()
@@ -68,6 +73,19 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, PEER_TIMEOUT_S * 1000)
 
 
+def is_everywhere(host: str) -> bool:
+    """Whether listening on `host` means every address of this host (0.0.0.0, ::, and other ways to write them)."""
+    if not host:
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0]
+    except OSError:
+        return False  # a name
+    address = ipaddress.ip_address(found)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_unspecified)
+
+
 def host_towards(address: Address) -> str:
     """The address of this host on the way to `address`: what it sends from. Nothing is sent (connect(2) on udp(7))."""
     family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0][0]
@@ -80,6 +98,7 @@ def parse_address(text: str, token: str = "") -> Address:
     """The address in `text`; a bare path or a run directory means its unix socket.
 
     The token comes from `token`, else from the environment variable TQ_TOKEN, else from the file TQ_TOKEN_FILE names.
+    Raises `ConfigError`.
     """
     if text.startswith("tcp:"):
         host, colon, port = text[4:].rpartition(":")
@@ -90,12 +109,3 @@ def parse_address(text: str, token: str = "") -> Address:
     if not path:
         raise ConfigError("an empty address")
     return Address(path=os.path.join(path, "tq.sock") if os.path.isdir(path) else path)
-
-
-def token_from_environment() -> str:
-    token = os.environ.get("TQ_TOKEN", "")
-    path = os.environ.get("TQ_TOKEN_FILE", "")
-    if not token and path:
-        with open(path, encoding="utf-8") as file:
-            token = file.read().strip()
-    return token

@@ -14,6 +14,7 @@ from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, tune
 from transfer_queue.wire.framing import FrameReader, frame
+from transfer_queue.wire.peer import check_peer
 
 QUEUE_S = 0.01  # how often a full queue is looked at again
 Found: TypeAlias = tuple[Any, memoryview]
@@ -57,7 +58,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self._until_shutdown: AsyncGenerator[None, None] | None = None
 
-    async def open(self, session: bytes, timeout_s: float, life: hello.Life = hello.ANY) -> AsyncConnection:
+    async def open(
+        self, session: bytes, timeout_s: float, life: hello.Life = hello.ANY, role: int = hello.CLIENT
+    ) -> AsyncConnection:
         """Connect and shake hands with a server of `life`.
 
         Raises `ServiceUnavailable`, `ServiceRestarted`, `AccessDenied` or `DeadlineExceeded`.
@@ -74,9 +77,11 @@ class AsyncConnection(asyncio.BufferedProtocol):
         except OSError as error:
             raise ServiceUnavailable(f"no server at {address}: {error}") from error
         try:
+            if address.path:
+                check_peer(address.path, self._transport.get_extra_info("socket"))
             nonce = hello.nonce()
-            challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce, *life), timeout_s)
-            proof = hello.proof_of(challenge, address, nonce)
+            challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce, *life, role), timeout_s)
+            proof = hello.proof_of(challenge, address, nonce, role)
             self.welcome = hello.welcome_of(await self._greet(proof, timeout_s), life)
         except BaseException:
             self.close()

@@ -2,7 +2,8 @@
 
 HMAC-SHA256 over both nonces with a label per direction, so that neither proof can be reflected (a mutual
 challenge-response as in RFC 2104's construction). An empty token stands for the socket's own protection: a unix
-socket of mode 0600 whose peer has our uid.
+socket of mode 0600 whose peer has our uid. A peer comes in a role, each with a token and labels of its own: who knows
+the clients' token cannot join as a storage unit.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 
 NONCE_NBYTES = 16
+CLIENT, UNIT = ROLES = range(2)
 
 
 def nonce() -> bytes:
     return secrets.token_bytes(NONCE_NBYTES)
 
 
-def server_mac(token: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    return _mac(token, b"transfer_queue server", client_nonce, server_nonce)
+def server_mac(token: str, client_nonce: bytes, server_nonce: bytes, role: int = CLIENT) -> bytes:
+    label = (b"transfer_queue server", b"transfer_queue server of units")[role]
+    return _mac(token, label, client_nonce, server_nonce)
 
 
-def client_mac(token: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    return _mac(token, b"transfer_queue client", client_nonce, server_nonce)
+def client_mac(token: str, client_nonce: bytes, server_nonce: bytes, role: int = CLIENT) -> bytes:
+    label = (b"transfer_queue client", b"transfer_queue unit")[role]
+    return _mac(token, label, client_nonce, server_nonce)
 
 
 def equal(one: bytes, other: bytes) -> bool:
@@ -41,15 +45,15 @@ def _mac(token: str, label: bytes, client_nonce: bytes, server_nonce: bytes) -> 
     return hmac.new(token.encode(), text, hashlib.sha256).digest()
 
 
-def proof_of(challenge: m.Message, address: Address, nonce: bytes) -> m.Proof:
-    """The caller's half of the handshake, once the server proved its own."""
+def proof_of(challenge: m.Message, address: Address, nonce: bytes, role: int = CLIENT) -> m.Proof:
+    """The caller's half of the handshake, once the server proved its own; `address` has the token of the role."""
     if isinstance(challenge, m.Failed):
         raise error_from_code(challenge.code, challenge.text)
     if not isinstance(challenge, m.Challenge):
         raise ProtocolError(f"{type(challenge).__name__} instead of a challenge")
-    if not equal(challenge.mac, server_mac(address.token, nonce, challenge.nonce)):
-        raise AccessDenied(f"the server at {address} does not know our token")
-    return m.Proof(client_mac(address.token, nonce, challenge.nonce))
+    if not equal(challenge.mac, server_mac(address.token, nonce, challenge.nonce, role)):
+        raise AccessDenied(f"the server at {address} does not know our {'unit ' * (role == UNIT)}token")
+    return m.Proof(client_mac(address.token, nonce, challenge.nonce, role))
 
 
 class Life(NamedTuple):

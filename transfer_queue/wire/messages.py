@@ -63,6 +63,7 @@ class Hello(Message):
     nonce: bytes
     service: bytes = b""
     unit: bytes = b""
+    role: int = 0  # hello.CLIENT or hello.UNIT
 
 
 class Proof(Message):

@@ -121,6 +121,12 @@ class Engine(ABC):
         self._manifest: Manifest | None = None
         self._whole: Manifest | None = None  # what is installed, as a full version
 
+    def confine(self, root: str = "") -> None:
+        """From now on infos come over a network: they may name nothing on this host's file system that is not
+        below `root` ("": nothing at all, unless the engine was made with a root).
+        """
+        del root  # most engines' infos name nothing there
+
     # vLLM's calls
 
     def init_transfer_engine(self, init_info: Info) -> None:

@@ -6,6 +6,9 @@
 
 A version is written to a folder called `.tmp-...`, synced, and renamed: it is there whole or not at all. Readers hold a
 shared lock on `lease` (flock(2)); versions beyond `keep` are deleted once nobody holds theirs.
+
+A receiver that was given a root (TQ_WEIGHTS_ROOT, or by who serves it) takes folders below it only, whatever a trainer
+says; one that is called over a network takes none without.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from transfer_queue.errors import BadManifest, DigestMismatch, InvalidInput, StaleVersion, VersionGone
+from transfer_queue.errors import BadManifest, DigestMismatch, InvalidInput, NotSupported, StaleVersion, VersionGone
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.engines.drafts import Draft, label_of
 from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
@@ -40,6 +43,7 @@ from transfer_queue.weights.sources import _SAFETENSORS, INDEX, TensorMeta, Weig
 LATEST, LEASE, MANIFEST, TEMPORARY = "LATEST", "lease", "manifest.json", ".tmp-"
 _SPELLED = {dtype: spelled for spelled, dtype in _SAFETENSORS.items()}
 LENGTH = struct.Struct("<Q")
+ROOT_VARIABLE = "TQ_WEIGHTS_ROOT"
 
 
 class DiskTrainerInfo(TrainerInfo, kw_only=True):
@@ -242,16 +246,36 @@ class DiskEngine(Engine):
     init_form = DiskInfo
     update_form = DiskUpdate
 
-    def __init__(self, receiver: Receiver, **more: Any) -> None:
+    def __init__(self, receiver: Receiver, *, root: str | os.PathLike[str] = "", **more: Any) -> None:
         super().__init__(receiver, **more)
+        self._allowed = os.fspath(root) or os.environ.get(ROOT_VARIABLE, "")
+        self._is_remote = False
         self._root: Path | None = None
         self._folder: Path | None = None
         self._leases = contextlib.ExitStack()
 
+    def confine(self, root: str = "") -> None:
+        self._allowed = root or self._allowed
+        self._is_remote = True
+
     def _connect(self, info: DiskInfo) -> None:
-        self._root = Path(info.folder)
-        if not self._root.is_dir():
+        if self._is_remote and not self._allowed:
+            raise NotSupported(
+                f"this server was started without a folder for weights: weights_root, or {ROOT_VARIABLE}"
+            )
+        root = self._permitted(Path(self._allowed, info.folder))
+        if not root.is_dir():
             raise InvalidInput(f"there is no folder {info.folder}")
+        self._root = root
+
+    def _permitted(self, path: Path) -> Path:
+        """`path` where it really is, if it is below the root; without a root as it came."""
+        if not self._allowed:
+            return path
+        found = path.resolve()
+        if not found.is_relative_to(Path(self._allowed).resolve()):
+            raise InvalidInput(f"{path} is not below {self._allowed}, the only place this server takes weights from")
+        return found
 
     def _find(self, info: DiskUpdate, deadline: Deadline) -> Manifest:
         manifest = self._open(info.name, info.label)
@@ -261,7 +285,7 @@ class DiskEngine(Engine):
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
         try:
-            name = place_of(self._root or Path(), label).joinpath(LATEST).read_text()
+            name = self._permitted(place_of(self._root or Path(), label) / LATEST).read_text()
         except OSError as error:
             raise VersionGone(f"no version there yet: {error}") from None
         return self._open(name, label)
@@ -273,11 +297,11 @@ class DiskEngine(Engine):
         if Path(name).name != name or not name.startswith("v"):
             raise InvalidInput(f"{name!r} is no version's folder")
         self._leases.close()
-        folder = place_of(self._root, label) / name
+        folder = self._permitted(place_of(self._root, label) / name)
         self._leases.enter_context(_leased(folder, fcntl.LOCK_SH))
         self._folder = folder
         try:
-            return Manifest.decode((folder / MANIFEST).read_bytes())
+            return Manifest.decode(self._permitted(folder / MANIFEST).read_bytes())
         except OSError as error:  # deleted just before we had the lease
             raise VersionGone(f"no version in {folder}: {error.strerror}") from None
 
@@ -285,7 +309,7 @@ class DiskEngine(Engine):
         assert self._folder is not None
         for index in wanted:
             deadline.left()
-            path = self._folder / shard_name(index, len(manifest.buckets))
+            path = self._permitted(self._folder / shard_name(index, len(manifest.buckets)))
             read_shard(path, manifest.buckets[index], functools.partial(self.receiver.stage, index))
 
     def _ended(self) -> None:

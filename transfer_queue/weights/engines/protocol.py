@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable, error_from_code
+from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable, error_from_code
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, parse_address
@@ -140,6 +140,8 @@ class Peer:
         self.address = address
         try:
             self.stream = Stream(address.connect(timeout_s), decode_server)
+        except AccessDenied:
+            raise
         except (OSError, ValueError) as error:
             raise ServiceUnavailable(f"no server of weights at {_shown(address)}: {error}") from error
         try:

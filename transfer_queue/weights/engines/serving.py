@@ -13,13 +13,13 @@ from typing import Protocol
 import msgspec
 
 from transfer_queue.errors import AccessDenied, InvalidInput, ProtocolError, TransferQueueError, VersionGone
-from transfer_queue.server.link import peer_uid
 from transfer_queue.weights.digest import Buffer, host_bytes
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Outcome, as_typed
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import tune
+from transfer_queue.wire.peer import peer_uid
 
 log = logging.getLogger("transfer_queue.weights")
 HELLO_TIMEOUT_S = 5.0

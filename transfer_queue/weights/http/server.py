@@ -35,15 +35,19 @@ def control_app(
     max_body_nbytes: int = MAX_BODY_NBYTES,
     body_timeout_s: float = BODY_TIMEOUT_S,
     call_timeout_s: float = CALL_TIMEOUT_S,
+    weights_root: str = "",
 ) -> Starlette:
     """The routes, to be served alone or mounted: `app.mount("/", control_app(control, token))`, after other routes.
 
     Every request needs `Authorization: Bearer <token>`; "" lets everybody in. A call that has no answer within
     `call_timeout_s` gets 504 and may still take effect. Blocking work runs in threads.
+    `weights_root`: the disk engine takes weights from below this folder only (default: the engine's own, else
+    TQ_WEIGHTS_ROOT, else from nowhere).
     """
     bodies.check_token(token)
-    routes = _Routes(control if isinstance(control, AsyncControl) else AsyncControl(control), max_body_nbytes,
-                     body_timeout_s, call_timeout_s)  # fmt: skip
+    shared = control if isinstance(control, AsyncControl) else AsyncControl(control)
+    shared.control.confine(weights_root)
+    routes = _Routes(shared, max_body_nbytes, body_timeout_s, call_timeout_s)
     return Starlette(
         routes=routes.all(),
         middleware=[Middleware(_Guard, token=token)],

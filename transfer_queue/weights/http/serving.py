@@ -18,7 +18,7 @@ from transfer_queue.errors import ConfigError, DeadlineExceeded
 from transfer_queue.weights.control import Control
 from transfer_queue.weights.control_async import AsyncControl
 from transfer_queue.weights.http.server import control_app
-from transfer_queue.wire.address import token_from_environment
+from transfer_queue.wire.token import token_from_environment
 
 LOOPBACK = "127.0.0.1"
 HEAD_TIMEOUT_S = 10.0

@@ -109,6 +109,7 @@ class WorkerEngine:
         self._engine = engine(self.transport)(
             Receiver(self.target), rank=_rank(self.parallel_config), on_fault="record"
         )
+        self._engine.confine()  # a worker cannot tell who calls: vLLM's routes, or the process that made it
         self._lane = Lane()
         self._off = False
         self._patience_s = FINISH_S

@@ -1,0 +1,47 @@
+"""Who is at the other end of a unix socket, and who could have put it there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+
+from transfer_queue.errors import AccessDenied
+
+CREDENTIALS = struct.Struct("3i")
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a unix socket (SO_PEERCRED, unix(7))."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    uid: int = CREDENTIALS.unpack(data)[1]
+    return uid
+
+
+def unsafe(directory: str) -> str:
+    """Why other users could replace what lies in `directory`; "" when they cannot. Raises OSError.
+
+    With the sticky bit everybody may add files, but only their owners may replace them (inode(7)).
+    """
+    found = os.stat(directory or ".")
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{directory} belongs to another user (uid {found.st_uid}); use a directory of your own"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        mode = stat.S_IMODE(found.st_mode)
+        return f"users other than its owner may write to {directory} (mode {mode:o}): chmod go-w {directory}"
+    return ""
+
+
+def check_peer(path: str, sock: socket.socket) -> None:
+    """Refuse a connected unix socket that is not surely a server of ours: `AccessDenied`, an OSError too.
+
+    A path that begins with NUL is a name without a directory (unix(7), abstract).
+    """
+    uid = peer_uid(sock)
+    if uid not in (os.geteuid(), 0):
+        shown = path.replace("\0", "@")
+        raise AccessDenied(f"the server at unix:{shown} runs as another user (uid {uid})")
+    why = "" if path.startswith("\0") else unsafe(os.path.dirname(path))
+    if why:
+        raise AccessDenied(why)
