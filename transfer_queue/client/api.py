@@ -94,7 +94,8 @@ class Operations:
         """Write all fields of `data` (a TensorDict or a mapping of columns) to new rows, or to those of `metadata`.
 
         Atomic per partition: the cells become visible together, with the tags changed on `metadata`, when this returns.
-        `metadata` is updated and returned. Waits for room. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`,
+        `metadata` is updated and returned; with it, `partition_id` can only be that of its rows.
+        Waits for room. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`,
         `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is visible then.
         """
         return ops.put(self.session, data, metadata, partition_id, data_parser)
