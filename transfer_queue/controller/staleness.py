@@ -19,11 +19,12 @@ from transfer_queue.controller.readiness import Slots, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.controller.versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED
 from transfer_queue.errors import InvalidInput
+from transfer_queue.sampler.base import SETTINGS
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.versions import Policy
 
 VERSION, EPOCH = "weight_version", "weight_epoch"  # tags
-LIMIT, BARE = "max_staleness", "untagged"  # in a sampling_config
+LIMIT, BARE = SETTINGS  # in a sampling_config
 REQUESTS = (m.Announce, m.Admit, m.GiveBack)
 FORGED: Key = ("\0", 0)  # an epoch that nobody can announce
 MIN_LISTED = 4096
