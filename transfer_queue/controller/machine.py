@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from transfer_queue.controller import hints
 from transfer_queue.controller.checkpointing import capture, restore
 from transfer_queue.controller.fetching import Fetching, check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
@@ -273,7 +274,8 @@ class Controller:
     def _clear(self, message: m.Clear) -> m.Reply:
         table = self.tables.get(message.partition)
         if table is None:
-            return m.Done(message.rid)
+            named = message.rows is None  # rows of metadata: the name is right, the partition is gone
+            return m.Done(message.rid, hints.unknown("partition", message.partition, self.tables) if named else "")
         if message.keys is not None:
             slots = self._rows_of_keys(table, list(dict.fromkeys(message.keys)), create=False)
         elif message.rows is not None:
@@ -308,24 +310,30 @@ class Controller:
 
     def _reset(self, message: m.ResetConsumption) -> m.Reply:
         table = self.tables.get(message.partition)
-        if table is not None:
-            for name in [message.task] if message.task is not None else list(table.tasks):
-                task = table.task(name)
-                self._leases.revoke(task)
-                task.reset(table)
-                self.staleness.review(table, name)
-                self._fetching.serve(table, task, list(task.views.values()))
-        return m.Done(message.rid)
+        if table is None:
+            return m.Done(message.rid, hints.unknown("partition", message.partition, self.tables))
+        unheard = message.task is not None and message.task not in table.tasks
+        note = hints.unknown("task", message.task or "", table.tasks) if unheard else ""
+        for name in [message.task] if message.task is not None else list(table.tasks):
+            task = table.task(name)
+            self._leases.revoke(task)
+            task.reset(table)
+            self.staleness.review(table, name)
+            self._fetching.serve(table, task, list(task.views.values()))
+        return m.Done(message.rid, note)
 
     def _set_partition(self, message: m.SetPartition) -> m.Reply:
         if message.size is not None and message.size < 0:
             raise InvalidInput(f"size {message.size}")
-        table = self.tables.get(message.partition) or self._open(message.partition, 0)
+        table, note = self.tables.get(message.partition), ""
+        if table is None:
+            note = hints.created(message.partition, self.tables)
+            table = self._open(message.partition, 0)
         if message.size is not None:
             table.declared = message.size
             self._fetching.shrunk(table)
         table.metadata.update(message.metadata)
-        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows)
+        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows, note)
 
     # moving
 

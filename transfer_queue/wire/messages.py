@@ -271,7 +271,7 @@ class Welcome(Message):
 
 
 class Done(Reply):
-    pass
+    note: str = ""  # a remark for the caller's log
 
 
 class Failed(Reply):
@@ -326,6 +326,7 @@ class Located(Reply):
     parts: list[Part]
     schema: list[FieldSchema]
     units: dict[int, str] = {}  # noqa: RUF012  msgspec copies it
+    note: str = ""
 
 
 class Handed(Reply):
@@ -357,6 +358,7 @@ class PartitionInfo(Reply):
     size: int | None
     metadata: Tags
     rows: int
+    note: str = ""
 
 
 class Report(Reply):
