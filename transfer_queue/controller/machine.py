@@ -12,6 +12,7 @@ from transfer_queue.controller.checkpointing import capture, restore
 from transfer_queue.controller.fetching import Fetching, check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
+from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
@@ -67,7 +68,7 @@ class Controller:
             return self._leases.handle(message, session)
         if isinstance(message, m.Fetch):
             check_fetch(message)
-            parked = Parked(ticket, session, message, now + message.timeout_s)
+            parked = Parked(ticket, session, message, now + message.timeout_s, now - message.waited_s, message.waited_s)
             return self._fetching.fetch(parked, self.tables.get(message.partition))
         if isinstance(message, VERSION_REQUESTS):
             reply: m.Reply | None = self.staleness.handle(message, ticket, session, now)
@@ -85,8 +86,13 @@ class Controller:
             timeout_s = getattr(message, "timeout_s", 0.0)
             if timeout_s <= 0 or full.never:
                 raise StoreFull(str(full)) from None
-            self._crowded.add(Parked(ticket, session, message, now + timeout_s))
+            self._crowded.add(Parked(ticket, session, message, now + timeout_s, now))
             return None
+
+    def notice_after(self, seconds: Sequence[float]) -> None:
+        """When those who wait are told what is missing; ascending."""
+        for lot in (self._fetching.parked, self._crowded, self.staleness.admissions.parked):
+            lot.notice_after_s = seconds
 
     def next_deadline(self) -> float | None:
         lots = (self._fetching.parked, self._crowded, self._leases, self.staleness.admissions.parked)
@@ -94,9 +100,10 @@ class Controller:
         return min((d for d in deadlines if d is not None), default=None)
 
     def expire(self, now: float) -> None:
-        """End the leases and answer the parked requests whose deadline has come."""
+        """End the leases and answer the parked requests whose deadline has come; tell others what is missing."""
         self._leases.now = now
         self._leases.expire()
+        tell_waiting(self._fetching, self._crowded, self.max_rows, now)
         self._fetching.expire(now)
         self.staleness.admissions.expire(now)
         for parked in self._crowded.expired(now):

@@ -75,7 +75,7 @@ class Staleness:
             message.max_age = self.policy.max_age
         if message.rows_per_version is None:
             message.rows_per_version = self.policy.rows_per_version
-        return self.admissions.admit(message, Parked(ticket, session, message, now + message.timeout_s))
+        return self.admissions.admit(message, Parked(ticket, session, message, now + message.timeout_s, now))
 
     # rows
 

@@ -65,11 +65,13 @@ def take(
     key: Key,
     wait_s: float,
     call: Callable[[Call], Any] | None = None,
+    waited_s: float = 0.0,
 ) -> Batch | End | None:
     """The rows and data of one batch, on lease; None when there were none within `wait_s`.
 
     Of a batch that was begun before, the rest is asked for; a sampler that remembers it gives all of it, and then the
-    rows to skip are acknowledged. A batch of which nothing is left has no rows.
+    rows to skip are acknowledged. A batch of which nothing is left has no rows. `waited_s`: for how long it was waited
+    for already.
     """
     skip = terms.skip if key.batch_index == terms.skip_in else frozenset()
     size = terms.batch_size - len(skip) if len(skip) < terms.batch_size else terms.batch_size
@@ -79,6 +81,7 @@ def take(
     request = m.Fetch(
         session.next_rid(), key.partition, list(terms.data_fields), size, terms.task_name,
         ops.checked_sampling(sampling), wait_s, True, terms.lease_s, terms.until_done, terms.holder, True,
+        waited_s,
     )  # fmt: skip
     reply, payload = (call or session.call)(Call(request, wait_s=wait_s))
     rows = reply.rows if isinstance(reply, m.Handed) else reply
@@ -138,6 +141,7 @@ class Feed:
         self._found: Batch | End | BaseException | None = None
         self._working: Key | None = None  # what the thread fetches now
         self._rid = 0  # of its request
+        self._waited: tuple[Key | None, float] = (None, 0.0)  # for which batch, and for how long
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tq-prefetch", daemon=True)
         self._thread.start()
@@ -215,12 +219,17 @@ class Feed:
             self._rid = effect.request.rid
             return self._client.session.call(effect)
 
+        waited_s = self._waited[1] if self._waited[0] == key else 0.0
+        self._waited = (None, 0.0)
         try:
-            return take(self._client, self._terms, key, wait_s, call)
+            found = take(self._client, self._terms, key, wait_s, call, waited_s)
         except Interrupted:
             return None
         except BaseException as error:  # noqa: BLE001  it is raised in the consumer's thread
             return error
+        if found is None:
+            self._waited = (key, waited_s + wait_s)
+        return found
 
     def _deliver(self, key: Key, found: Batch | End | BaseException | None) -> None:
         with self._changed:

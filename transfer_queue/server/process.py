@@ -51,11 +51,13 @@ class Server:
         self.config = config
         self.links: set[Link] = set()
         unit = Unit(config.budget_nbytes, config.arena_dir)
+        unit.notice_after(config.notice_after_s)
         make = Service if config.metrics_port is None else MeteredService
         if config.join:
             self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver, make)
         else:
             controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness)
+            controller.notice_after(config.notice_after_s)
             self.role = Head(controller, unit, make)
         self.service = self.role.service
         self._client_config = config.client

@@ -310,7 +310,7 @@ class Service:
 
     def _settle_held(self) -> None:
         for ticket, reply in self.controller.outbox:
-            if ticket not in self._held:
+            if ticket not in self._held or isinstance(reply, m.Waiting):
                 continue
             for held in self._released(ticket):
                 if ticket in self.controller.doubtful:
@@ -333,9 +333,12 @@ class Service:
         return min((d for d in (owner.next_deadline() for owner in owners) if d is not None), default=None)
 
     def answered(self, now: float) -> Iterator[tuple[Hashable, Answer]]:
-        """Tickets and answers of parked requests that were answered since the last call."""
+        """Tickets and answers of parked requests that were answered since the last call; `Waiting` is none yet."""
         while self.controller.outbox:
             ticket, reply = self.controller.outbox.pop(0)
+            if isinstance(reply, m.Waiting):
+                yield ticket, (reply, ())
+                continue
             payload = self.controller.payloads.pop(ticket, NO_BYTES)
             self.controller.doubtful.discard(ticket)
             reading = self._reading.pop(ticket, None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from transfer_queue.controller.parking import NOTICE_AFTER_S
 from transfer_queue.wire.versions import Policy
 
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
@@ -47,6 +48,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
     metrics_port: serve Prometheus metrics on `host` (loopback where there is none) and this port (None: no metrics).
     logging_level: a level of the logging module. staleness: how old rows may be.
+    notice_after_s: when callers that wait are told what is missing, ascending.
     """
 
     run_dir: str
@@ -65,6 +67,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     metrics_port: int | None = None
     logging_level: str = "WARNING"
     staleness: Policy = Policy()
+    notice_after_s: tuple[float, ...] = NOTICE_AFTER_S
 
 
 class NotStarted(msgspec.Struct, kw_only=True, tag=True):
