@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from transfer_queue.client.session import Interrupted, Session
 from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
+
+log = logging.getLogger("transfer_queue")
 
 Batch: TypeAlias = tuple[TensorDict, BatchMeta]
 RETRY_S = 0.05
@@ -78,6 +81,7 @@ def take(
     sampling = {**terms.sampling_config, "batch_index": key.batch_index, "partition_id": key.partition}
     session = client.session
     session.stay()
+    started = time.perf_counter()
     request = m.Fetch(
         session.next_rid(), key.partition, list(terms.data_fields), size, terms.task_name,
         ops.checked_sampling(sampling), wait_s, True, terms.lease_s, terms.until_done, terms.holder, True,
@@ -89,6 +93,10 @@ def take(
         return END
     if not rows.rows:
         return None
+    if log.isEnabledFor(logging.DEBUG):
+        num_rows, elapsed_ms = len(rows.rows) // 8, 1e3 * (time.perf_counter() - started)
+        text = "stream %r, batch %s: %d rows x %s, %.2f ms"
+        log.debug(text, key.partition, key.batch_index, num_rows, terms.data_fields, elapsed_ms)
     whole = batch_meta(rows, key.partition)
     try:
         meta = _without(client, whole, skip)
