@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from transfer_queue.names import LOOKED_AT, near
@@ -30,3 +32,15 @@ def test_other_numbers_and_other_words_are_no_slips(other: str) -> None:
 def test_only_so_many_names_are_looked_at() -> None:
     assert near("words", [*(f"other{n}" for n in range(LOOKED_AT)), "word"]) is None
     assert near("words", [*(f"other{n}" for n in range(LOOKED_AT - 1)), "word"]) == "word"
+
+
+def test_looking_for_a_near_name_holds_nobody_up() -> None:
+    names = [f"rollout_{n:08x}_{n * 7919 % 1000}_of_training_{'abcde'[n % 5]}" for n in range(1000)]
+    took = []
+    for _ in range(5):
+        started = time.perf_counter()
+        near("rollout_00000003_of_trianing", names)
+        near("x" * 100_000, names)
+        near("short", ["y" * 100_000] * 200)
+        took.append(time.perf_counter() - started)
+    assert min(took) < 0.01

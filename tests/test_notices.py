@@ -15,6 +15,7 @@ from units import BUDGET, Shell
 
 import transfer_queue as tq
 from transfer_queue.controller import Controller
+from transfer_queue.controller.parking import AT_ONCE
 from transfer_queue.errors import ConfigError, DeadlineExceeded, InvalidInput, StoreFull
 from transfer_queue.sampler import GRPOGroupNSampler, SequentialSampler
 from transfer_queue.server.service import Service
@@ -89,6 +90,18 @@ def test_rows_on_lease_are_counted_and_a_sampler_that_does_not_take_what_is_read
     box.expire(10)
     ((_, text),) = told(box)
     assert text.endswith("0 taken, 2 on lease, 2 ready, but not what GRPOGroupNSampler takes")
+
+
+def test_of_many_that_wait_only_some_are_told_at_once() -> None:
+    box = Box()
+    for ticket in range(AT_ONCE + 1):
+        box.fetch(1, wait_s=20, ticket=ticket)
+    box.expire(10)
+    assert [ticket for ticket, _ in told(box)] == list(range(AT_ONCE))
+    assert box.controller.next_deadline() == 10
+    box.expire(10)
+    assert [ticket for ticket, _ in told(box)] == [AT_ONCE]
+    assert box.controller.next_deadline() == 20
 
 
 def test_a_request_goes_on_where_the_one_before_ended() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from transfer_queue.controller.fetching import Fetching
 
 LISTED = 8
+Counts: TypeAlias = dict[tuple[str, str], int]  # rows on which a field is written, by partition and field
 
 
 def tell_waiting(fetching: Fetching, crowded: ParkingLot[Any], max_rows: int | None, now: float) -> None:
     """Tell those who are due what they wait for."""
     told: list[tuple[Hashable, m.Reply]] = []
+    counts: Counts = {}
     for parked, waited_s in fetching.parked.due(now):
-        text = of_fetch(parked.message, fetching.tables, type(fetching.sampler).__name__)
+        text = of_fetch(parked.message, fetching.tables, type(fetching.sampler).__name__, counts)
         told.append((parked.ticket, m.Waiting(parked.message.rid, f"get_meta waits for {waited_s:g} s: {text}")))
     for room, waited_s in crowded.due(now):
         used = sum(table.num_rows for table in fetching.tables.values())
@@ -36,8 +38,8 @@ def tell_waiting(fetching: Fetching, crowded: ParkingLot[Any], max_rows: int | N
     fetching.outbox.extend(told)
 
 
-def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str) -> str:
-    """What was asked for, and how far it is."""
+def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts: Counts) -> str:
+    """What was asked for, and how far it is. `counts` are those of this moment: many wait for the same."""
     text = (
         f"{message.batch_size} rows with {message.fields[:LISTED]} in partition {message.partition!r} "
         f"for task {message.task!r}: "
@@ -46,19 +48,21 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str) -> str
     if table is None:
         return f"{text}there is no such partition{hint(message.partition, tables)}"
     size = "" if table.declared is None else f" of {table.declared} declared"
-    written = ", ".join(_written(message.fields[:LISTED], table))
+    written = ", ".join(_written(message.fields[:LISTED], table, counts))
     return f"{text}{table.num_rows} rows{size}, {written}; {_taken(message, table.task(message.task), sampler)}"
 
 
-def _written(fields: Iterable[str], table: Table) -> Iterable[str]:
+def _written(fields: Iterable[str], table: Table, counts: Counts) -> Iterable[str]:
     """On how many rows each of the fields is written."""
-    live = table.live()
     for name in fields:
         field = table.fields.get(name)
         if field is None:
             yield f"{name!r} written on none{hint(name, table.fields)}"
-        else:
-            yield f"{name!r} written on {np.count_nonzero(table.cells[field.number, live])}"
+            continue
+        count = counts.get((table.name, name))
+        if count is None:
+            count = counts[table.name, name] = int(np.count_nonzero(table.cells[field.number, table.live()]))
+        yield f"{name!r} written on {count}"
 
 
 def _taken(message: m.Fetch, task: Task, sampler: str) -> str:

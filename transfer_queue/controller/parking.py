@@ -9,6 +9,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
 NOTICE_AFTER_S = (10.0, 60.0, 300.0)  # when somebody who waits is told what is missing
+AT_ONCE = 32
 
 
 class Parked(Generic[T]):
@@ -85,9 +86,12 @@ class ParkingLot(Generic[T]):
         return found
 
     def due(self, now: float) -> list[tuple[Parked[T], float]]:
-        """The requests whose askers are to be told what is missing, and for how long they have waited."""
-        found = []
-        while (time := self._first(self._notices)) is not None and time <= now:
+        """The requests whose askers are to be told what is missing, and for how long they have waited.
+
+        `AT_ONCE` at most, so that others are served in between; the rest is due as soon as possible.
+        """
+        found: list[tuple[Parked[T], float]] = []
+        while len(found) < AT_ONCE and (time := self._first(self._notices)) is not None and time <= now:
             parked = heapq.heappop(self._notices)[2]
             found.append((parked, parked.told))
             self._expect_notice(parked)
