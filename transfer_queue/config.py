@@ -217,6 +217,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         metrics_port=metrics_port if has_metrics else None,
         metrics_host=metrics_host,
         logging_level=environment.logging_level or "WARNING",
+        notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
         client={
             "polling_mode": _flag(conf.controller.polling_mode, "controller.polling_mode"),
@@ -281,6 +282,14 @@ def _seconds(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
         raise ConfigError(f"{name}: expected a number of seconds above 0, got {value!r}")
     return float(value)
+
+
+def _times(values: Any, name: str) -> tuple[float, ...]:
+    from omegaconf import ListConfig
+
+    if not isinstance(values, ListConfig):
+        raise ConfigError(f"{name}: expected a list of seconds, got {values!r}")
+    return tuple(sorted(_seconds(value, name) for value in values))
 
 
 def _token(path: Any) -> str:

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 from transfer_queue import checkpoint
 from transfer_queue import config as settings
@@ -18,6 +18,7 @@ from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.effects import Operation
 from transfer_queue.client.session import Session
+from transfer_queue.client.tracing import traced
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
 from transfer_queue.launch import choose
 from transfer_queue.launch.launcher import Launcher, Service
@@ -53,9 +54,7 @@ def init(conf: Any = None) -> Any:
         if _client is None:
             full = settings.merged(conf)
             pickling = settings.pickling(full)
-            level = settings.from_env().logging_level
-            if level:
-                logging.getLogger("transfer_queue").setLevel(level)
+            _log_as_told()
             launcher = _launcher(full)
             while not _attach(full, launcher):
                 _service = launcher.launch(settings.server_config(full, _run_dir(full), os.getpid()))
@@ -121,6 +120,27 @@ def _withdraw_pickling() -> None:
     del os.environ["TQ_ALLOW_PICKLE"]
     if announced[1] is not None:
         os.environ["TQ_ALLOW_PICKLE"] = announced[1]
+
+
+class _Fallback(logging.StreamHandler[TextIO]):
+    """Standard error, as long as the program has not set up logging by itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def _log_as_told() -> None:
+    """Give the logger "transfer_queue" the level of TQ_LOGGING_LEVEL, and a handler where it has none."""
+    level = settings.from_env().logging_level
+    if not level:
+        return
+    logger = logging.getLogger("transfer_queue")
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = _Fallback()
+        handler.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(name)s - %(message)s"))
+        logger.addHandler(handler)
 
 
 def _run_dir(full: Any) -> str:
@@ -211,6 +231,7 @@ def _session() -> Session:
     """The session of this process, attached on first use when a service runs."""
     if _client is None:
         full = settings.merged(None)
+        _log_as_told()
         with _lock:
             if _client is None and not _attach(full, _launcher(full)):
                 raise NotInitialized("TransferQueue is not initialized: call transfer_queue.init(), or set TQ_ADDRESS")
@@ -221,7 +242,7 @@ def _plain(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
     @functools.wraps(operation)
     def function(*args: P.args, **kwargs: P.kwargs) -> T:
         session = _session()
-        return run(session, operation(session, *args, **kwargs))
+        return run(session, traced(operation(session, *args, **kwargs), operation.__name__))
 
     function.__module__ = __name__  # where pickle finds it
     return function
@@ -231,7 +252,7 @@ def _async(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
     @functools.wraps(operation)
     async def function(*args: P.args, **kwargs: P.kwargs) -> T:
         session = _session()
-        return await run_async(session, operation(session, *args, **kwargs))
+        return await run_async(session, traced(operation(session, *args, **kwargs), operation.__name__))
 
     function.__module__ = __name__
     function.__name__ = function.__qualname__ = f"async_{operation.__name__}"

@@ -22,6 +22,7 @@ from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.kv import kv_list
+from transfer_queue.client.notes import warn
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import checked_tags
 from transfer_queue.errors import UnsupportedValue
@@ -94,7 +95,8 @@ class Operations:
         """Write all fields of `data` (a TensorDict or a mapping of columns) to new rows, or to those of `metadata`.
 
         Atomic per partition: the cells become visible together, with the tags changed on `metadata`, when this returns.
-        `metadata` is updated and returned. Waits for room. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`,
+        `metadata` is updated and returned; with it, `partition_id` can only be that of its rows.
+        Waits for room. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`,
         `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is visible then.
         """
         return ops.put(self.session, data, metadata, partition_id, data_parser)
@@ -131,7 +133,8 @@ class Operations:
 
     def clear_partition(self, partition_id: str) -> Operation[None]:
         """Remove the partition with all rows, tags and consumption; an unknown one is fine."""
-        yield Call(m.Clear(self.session.next_rid(), partition_id, None, None))
+        reply = (yield Call(m.Clear(self.session.next_rid(), partition_id, None, None)))[0]
+        warn("clear_partition", reply.note)
 
     def get_consumption_status(self, task_name: str, partition_id: str) -> Operation[Status]:
         """(global indexes ascending, int8: 1 where `task_name` took the row); (None, None) for an unknown partition."""
@@ -156,7 +159,8 @@ class Operations:
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> Operation[bool]:
         """Offer every row again to one task, or to all. True, also for an unknown partition."""
-        yield Call(m.ResetConsumption(self.session.next_rid(), partition_id, task_name))
+        reply = (yield Call(m.ResetConsumption(self.session.next_rid(), partition_id, task_name)))[0]
+        warn("reset_consumption", reply.note)
         return True
 
     def get_partition_list(self) -> Operation[list[str]]:
@@ -167,7 +171,8 @@ class Operations:
     ) -> Operation[None]:
         """Declare how many rows a partition will have in all, and merge `metadata` into its own; creates it."""
         tags = checked_tags([metadata or {}], 1)[0]
-        yield Call(m.SetPartition(self.session.next_rid(), partition_id, size, tags))
+        reply = (yield Call(m.SetPartition(self.session.next_rid(), partition_id, size, tags)))[0]
+        warn("set_partition", reply.note)
 
     def get_partition(self, partition_id: str) -> Operation[dict[str, Any] | None]:
         """`{"size", "metadata", "rows"}` of a partition, None for an unknown one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import struct
 import time
@@ -17,10 +18,13 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.framing import FrameReader, frame
 
+log = logging.getLogger("transfer_queue")
+
 _lifting = Lifting()
 decode_reply = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
 JOIN_NBYTES = 256 << 10
 MAX_IN_VAIN, LOOK_AGAIN = 4, 16
+MIN_WAIT_S = 0.001
 TIMEVAL = struct.Struct("@ll")
 
 
@@ -124,9 +128,11 @@ class Connection:
                 nbytes = self._recv(0)
             if nbytes is None or time.monotonic() - started > timeout_s:
                 raise DeadlineExceeded(f"{what}: no answer from {self.address} within {timeout_s:g} s")
-            found = list(self._reader.advance(nbytes))
-            if found:
-                return found[0]
+            for found in list(self._reader.advance(nbytes)):
+                if not isinstance(found[0], m.Waiting):
+                    return found
+                log.warning("%s", found[0].text)
+                self._limit(max(MIN_WAIT_S, started + timeout_s - time.monotonic()))
             nbytes = None
 
     def _spin(self, until: float) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation, Together
 from transfer_queue.client.session import Session
+from transfer_queue.client.tracing import traced
 from transfer_queue.wire import messages as m
 
 P = ParamSpec("P")
@@ -145,7 +146,7 @@ def blocking(operation: Callable[Concatenate[Any, P], Operation[T]]) -> Callable
 
     @functools.wraps(operation)
     def method(self: HasSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return run(self.session, operation(self, *args, **kwargs))
+        return run(self.session, traced(operation(self, *args, **kwargs), operation.__name__))
 
     return method
 
@@ -157,6 +158,6 @@ def awaitable(
 
     @functools.wraps(operation)
     async def method(self: HasSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await run_async(self.session, operation(self, *args, **kwargs))
+        return await run_async(self.session, traced(operation(self, *args, **kwargs), operation.__name__))
 
     return method

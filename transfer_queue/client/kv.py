@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from transfer_queue.client import operations as ops
 from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.notes import warn
 from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, checked_tags, commit, store
@@ -158,4 +159,5 @@ def kv_list(session: Session, partition_id: str | None = None) -> Operation[dict
 
 def kv_clear(session: Session, keys: list[str] | str, partition_id: str) -> Operation[None]:
     """Remove rows by key. Keys that do not exist are fine; a partition without rows left is gone."""
-    yield Call(m.Clear(session.next_rid(), partition_id, ops.key_list(keys), None))
+    reply = (yield Call(m.Clear(session.next_rid(), partition_id, ops.key_list(keys), None)))[0]
+    warn("kv_clear", reply.note)

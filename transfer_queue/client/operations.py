@@ -152,6 +152,9 @@ def put(
         plan = planned(session, data, data_parser)
         reply = yield from store(session, plan, Rows(partition_id, plan.rows), None)
         return committed_meta(session, reply, partition_id, plan, None)
+    if partition_id is not None and set(metadata.partition_ids) - {partition_id}:
+        others = sorted(set(metadata.partition_ids) - {partition_id})
+        raise InvalidInput(f"partition_id {partition_id!r}, but the metadata has rows of {others[:8]}: leave it out")
     count = num_rows(data)
     if len(metadata) != count or not count:
         raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
+from transfer_queue.client.notes import warn_once
 from transfer_queue.client.remote import received
 from transfer_queue.client.session import Session
 from transfer_queue.codec.assemble import Assembler
@@ -112,6 +113,8 @@ def _located(
     while True:
         reply, payload = answer or (yield Call(request))
         answer = None
+        if reply.note:
+            warn_once(f"kv_batch_get of {request.partition!r}", reply.note)
         try:
             elsewhere = yield from received(session, reply)
             layouts = [decode_layout(data) for data in reply.layouts]

@@ -102,7 +102,11 @@ class Admissions:
         self.serve()
 
     def _late(self, message: m.Admit) -> str:
+        return f"{self.refusal(message)}, and no version came within {message.timeout_s:g} s"
+
+    def refusal(self, message: m.Admit) -> str:
+        """Why the request has to wait."""
         return (
             f"{message.count} more rows for task {message.task!r} would be more than {message.max_age} versions old: "
-            f"{self.tasks[message.task].rows} are admitted, and no version came within {message.timeout_s:g} s"
+            f"{self.tasks[message.task].rows} are admitted"
         )

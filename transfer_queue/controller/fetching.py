@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from transfer_queue.controller.leases import Leases, check_lease
+from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.readiness import Slots, Task, View
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
@@ -65,14 +65,14 @@ class Fetching:
 
     def __init__(self, sampler: BaseSampler, outbox: list[tuple[Hashable, Reply]], tables: Mapping[str, Table]) -> None:
         self.sampler = sampler
-        self._tables = tables
+        self.tables = tables
         self.leases = Leases(tables, self._offered, self._settled)
         self.unreceived = Unreceived()
         self.staleness = Staleness(tables, outbox, self._settled, self.unreceived)
         self.parked: ParkingLot[Fetch] = ParkingLot()
         self._on_behalf: dict[bytes, list[Parked[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Parked[Fetch]]] = {}  # their partition does not exist (yet)
-        self._outbox = outbox
+        self.outbox = outbox
         self._remembered = False  # the sampler remembers a result that others may wait for
 
     def fetch(self, request: Parked[Fetch], table: Table | None) -> Reply | None:
@@ -172,7 +172,7 @@ class Fetching:
                 kept.append(request)
             else:
                 self.parked.remove(request)
-                self._outbox.append((request.ticket, reply))
+                self.outbox.append((request.ticket, reply))
                 self._settled(table, table.task(request.message.task))
         view.waiters = kept + view.waiters
 
@@ -196,7 +196,7 @@ class Fetching:
         for request in list(task.finishing):
             if self.parked.holds(request) and self._is_done(request, table):
                 self.parked.remove(request)
-                self._outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
+                self.outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
 
     def shrunk(self, table: Table) -> None:
         """Rows were cleared, or fewer are expected."""
@@ -220,7 +220,7 @@ class Fetching:
                 self.parked.remove(request)
                 self._abandon([request])
                 text = "the session that would hold the rows has ended"
-                self._outbox.append((request.ticket, Failed(request.message.rid, LeaseExpired.code, text)))
+                self.outbox.append((request.ticket, Failed(request.message.rid, LeaseExpired.code, text)))
         self.leases.end_session(session)
 
     def forget(self, tickets: set[Hashable]) -> None:
@@ -239,10 +239,10 @@ class Fetching:
         self._abandon(expired)
         for request in expired:
             try:
-                reply: Reply = _timed_out(request.message, self._tables.get(request.message.partition))
+                reply: Reply = _timed_out(request.message, self.tables.get(request.message.partition))
             except TransferQueueError as error:
                 reply = Failed(request.message.rid, error.code, str(error))
-            self._outbox.append((request.ticket, reply))
+            self.outbox.append((request.ticket, reply))
 
     def _view(self, table: Table, message: Fetch) -> View:
         task, fields = table.task(message.task), tuple(message.fields)
@@ -303,7 +303,7 @@ class Fetching:
             self.leases.undo(grant)
         elif isinstance(grant, Consumed):
             grant.askers -= 1
-            if grant.askers or self._tables.get(grant.table.name) is not grant.table:
+            if grant.askers or self.tables.get(grant.table.name) is not grant.table:
                 return
             slots = grant.table.slots_of(grant.rows)
             back = grant.table.tasks[grant.task].give_back(slots[slots >= 0])
@@ -375,5 +375,7 @@ def check_fetch(message: Fetch) -> None:
         raise InvalidInput(f"data_fields {message.fields}: name each field to wait for once")
     if message.batch_size < 1:
         raise InvalidInput(f"batch_size {message.batch_size}")
+    if not 0 <= message.waited_s < MAX_LEASE_S:
+        raise InvalidInput(f"waited_s {message.waited_s}")
     check_lease(message.lease_s)
     check_limit(message.sampling)

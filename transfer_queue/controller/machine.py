@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from transfer_queue.controller import hints
 from transfer_queue.controller.checkpointing import capture, restore
 from transfer_queue.controller.fetching import Fetching, check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
+from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
@@ -68,7 +70,7 @@ class Controller:
             return self._leases.handle(message, session)
         if isinstance(message, m.Fetch):
             check_fetch(message)
-            parked = Parked(ticket, session, message, now + message.timeout_s)
+            parked = Parked(ticket, session, message, now + message.timeout_s, now - message.waited_s, message.waited_s)
             return self._fetching.fetch(parked, self.tables.get(message.partition))
         if isinstance(message, VERSION_REQUESTS):
             answer: m.Reply | None = self.staleness.handle(message, ticket, session, now)
@@ -88,8 +90,13 @@ class Controller:
             timeout_s = getattr(message, "timeout_s", 0.0)
             if timeout_s <= 0 or full.never:
                 raise StoreFull(str(full)) from None
-            self._crowded.add(Parked(ticket, session, message, now + timeout_s))
+            self._crowded.add(Parked(ticket, session, message, now + timeout_s, now))
             return None
+
+    def notice_after(self, seconds: Sequence[float]) -> None:
+        """When those who wait are told what is missing; ascending."""
+        for lot in (self._fetching.parked, self._crowded, self.staleness.admissions.parked):
+            lot.notice_after_s = seconds
 
     def next_deadline(self) -> float | None:
         lots = (self._fetching.parked, self._crowded, self._leases, self.staleness.admissions.parked)
@@ -97,9 +104,10 @@ class Controller:
         return min((d for d in deadlines if d is not None), default=None)
 
     def expire(self, now: float) -> None:
-        """End the leases and answer the parked requests whose deadline has come."""
+        """End the leases and answer the parked requests whose deadline has come; tell others what is missing."""
         self._leases.now = now
         self._leases.expire()
+        tell_waiting(self._fetching, self._crowded, self.max_rows, now)
         self._fetching.expire(now)
         self.staleness.admissions.expire(now)
         for parked in self._crowded.expired(now):
@@ -302,7 +310,8 @@ class Controller:
     def _clear(self, message: m.Clear) -> m.Reply:
         table = self.tables.get(message.partition)
         if table is None:
-            return m.Done(message.rid)
+            named = message.rows is None  # rows of metadata: the name is right, the partition is gone
+            return m.Done(message.rid, hints.unknown("partition", message.partition, self.tables) if named else "")
         if message.keys is not None:
             slots = self._rows_of_keys(table, list(dict.fromkeys(message.keys)), create=False)
         elif message.rows is not None:
@@ -338,25 +347,31 @@ class Controller:
 
     def _reset(self, message: m.ResetConsumption) -> m.Reply:
         table = self.tables.get(message.partition)
-        if table is not None:
-            for name in [message.task] if message.task is not None else list(table.tasks):
-                task = table.task(name)
-                self._leases.revoke(task)
-                self._unreceived.void(table, name)
-                task.reset(table)
-                self.staleness.review(table, name)
-                self._fetching.serve(table, task, list(task.views.values()))
-        return m.Done(message.rid)
+        if table is None:
+            return m.Done(message.rid, hints.unknown("partition", message.partition, self.tables))
+        unheard = message.task is not None and message.task not in table.tasks
+        note = hints.unknown("task", message.task or "", table.tasks) if unheard else ""
+        for name in [message.task] if message.task is not None else list(table.tasks):
+            task = table.task(name)
+            self._leases.revoke(task)
+            self._unreceived.void(table, name)
+            task.reset(table)
+            self.staleness.review(table, name)
+            self._fetching.serve(table, task, list(task.views.values()))
+        return m.Done(message.rid, note)
 
     def _set_partition(self, message: m.SetPartition) -> m.Reply:
         if message.size is not None and message.size < 0:
             raise InvalidInput(f"size {message.size}")
-        table = self.tables.get(message.partition) or self._open(message.partition, 0)
+        table, note = self.tables.get(message.partition), ""
+        if table is None:
+            note = hints.created(message.partition, self.tables)
+            table = self._open(message.partition, 0)
         if message.size is not None:
             table.declared = message.size
             self._fetching.shrunk(table)
         table.metadata.update(message.metadata)
-        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows)
+        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows, note)
 
     # moving
 

@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.controller.fetching import row_set
+from transfer_queue.controller.hints import left_out
 from transfer_queue.controller.locating import located
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.status import status, unknown
 from transfer_queue.controller.table import Table, indexes_of
 from transfer_queue.errors import RowCleared, UnknownRows
+from transfer_queue.names import hint
 from transfer_queue.wire import messages as m
 
 
@@ -39,7 +41,12 @@ class Queries:
     def get(self, message: m.Get) -> m.Reply:
         table = self._tables.get(message.partition)
         if message.keys is not None:
-            return located(message, table, self._slots_of_keys(message, table))
+            slots = self._slots_of_keys(message, table)
+            reply = located(message, table, slots)
+            if len(slots) < len(message.keys) or len(reply.schema) < len(message.fields or ()):
+                assert table is not None
+                reply.note = left_out(message, table, reply.schema)
+            return reply
         indexes = indexes_of(message.rows or b"")
         if table is None:
             raise RowCleared(f"partition {message.partition!r} does not exist any more")
@@ -52,6 +59,10 @@ class Queries:
         if not found or (message.strict and len(found) < len(keys)):
             missing = [key for key, slot in zip(keys, known, strict=True) if slot is None]
             detail = f" ({missing[:8]} in partition {message.partition!r})"
+            if table is None:
+                detail += hint(message.partition, self._tables)
+            elif missing:
+                detail += hint(missing[0], table.keys)
             raise UnknownRows("keys or partition were not found!" + detail)
         return np.array(found, np.int64)
 

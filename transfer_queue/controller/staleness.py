@@ -20,11 +20,12 @@ from transfer_queue.controller.table import Table
 from transfer_queue.controller.unreceived import Unreceived
 from transfer_queue.controller.versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED
 from transfer_queue.errors import InvalidInput
+from transfer_queue.sampler.base import SETTINGS
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.versions import Policy
 
 VERSION, EPOCH = "weight_version", "weight_epoch"  # tags
-LIMIT, BARE = "max_staleness", "untagged"  # in a sampling_config
+LIMIT, BARE = SETTINGS  # in a sampling_config
 REQUESTS = (m.Announce, m.Admit, m.GiveBack)
 FORGED: Key = ("\0", 0)  # an epoch that nobody can announce
 MIN_LISTED = 4096
@@ -76,7 +77,7 @@ class Staleness:
             message.max_age = self.policy.max_age
         if message.rows_per_version is None:
             message.rows_per_version = self.policy.rows_per_version
-        return self.admissions.admit(message, Parked(ticket, session, message, now + message.timeout_s))
+        return self.admissions.admit(message, Parked(ticket, session, message, now + message.timeout_s, now))
 
     # rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from transfer_queue.client.session import Interrupted, Session
 from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
+
+log = logging.getLogger("transfer_queue")
 
 Batch: TypeAlias = tuple[TensorDict, BatchMeta]
 RETRY_S = 0.05
@@ -64,13 +67,14 @@ def take(
     terms: Terms,
     key: Key,
     wait_s: float,
+    waited_s: float = 0.0,
     asking: Callable[[Session, int], None] = lambda session, rid: None,
 ) -> Batch | End | None:
     """The rows and data of one batch, on lease; None when there were none within `wait_s`.
 
     Of a batch that was begun before, the rest is asked for; a sampler that remembers it gives all of it, and then the
-    rows to skip are acknowledged. A batch of which nothing is left has no rows. `asking` is told the request's number
-    before it is sent. When this raises, nothing was taken.
+    rows to skip are acknowledged. A batch of which nothing is left has no rows. `waited_s`: for how long it was waited
+    for already. `asking` is told the request's number before it is sent. When this raises, nothing was taken.
     """
     session = client.session
     session.stay()
@@ -80,18 +84,25 @@ def take(
     request = m.Fetch(
         session.next_rid(), key.partition, list(terms.data_fields), size, terms.task_name,
         ops.checked_sampling(sampling), wait_s, True, terms.lease_s, terms.until_done, terms.holder, True,
+        waited_s,
     )  # fmt: skip
     asking(session, request.rid)
     return run(session, _taking(session, request, skip))
 
 
 def _taking(session: Session, request: m.Fetch, skip: frozenset[int]) -> Operation[Batch | End | None]:
+    started = time.perf_counter()
     reply, payload = yield Call(request, wait_s=request.timeout_s)
     rows: m.RowSet = reply.rows if isinstance(reply, m.Handed) else reply
     if rows.lease == m.DONE:
         return END
     if not rows.rows:
         return None
+    if log.isEnabledFor(logging.DEBUG):
+        num_rows, elapsed_ms = len(rows.rows) // 8, 1e3 * (time.perf_counter() - started)
+        text = "stream %r, batch %s: %d rows x %s, %.2f ms"
+        where = (request.partition, request.sampling.get("batch_index"))
+        log.debug(text, *where, num_rows, request.fields, elapsed_ms)
     whole = batch_meta(session.service_id, rows, request.partition)
     meta = yield from _without(session, whole, skip)
     if not len(meta):
@@ -138,6 +149,7 @@ class Feed:
         self._found: Batch | End | BaseException | None = None
         self._working: Key | None = None  # what the thread fetches now
         self._asking: tuple[Session, int] | None = None  # its request
+        self._waited: tuple[Key | None, float] = (None, 0.0)  # for which batch, and for how long
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tq-prefetch", daemon=True)
         self._thread.start()
@@ -216,12 +228,17 @@ class Feed:
         def asking(session: Session, rid: int) -> None:
             self._asking = (session, rid)
 
+        waited_s = self._waited[1] if self._waited[0] == key else 0.0
+        self._waited = (None, 0.0)
         try:
-            return take(self._client, self._terms, key, wait_s, asking)
+            found = take(self._client, self._terms, key, wait_s, waited_s, asking)
         except Interrupted:
             return None
         except BaseException as error:  # noqa: BLE001  it is raised in the consumer's thread
             return error
+        if found is None:
+            self._waited = (key, waited_s + wait_s)
+        return found
 
     def _deliver(self, key: Key, found: Batch | End | BaseException | None) -> None:
         with self._changed:

@@ -97,6 +97,7 @@ class WorkerFeed:
 
     def get(self, key: Key) -> Batch | End:
         """The batch of `key` once it is its turn, or the end."""
+        waited_s = 0.0
         while True:
             mine = self._turn.is_mine(self._plan, key.batch_index)
             if mine is None:
@@ -104,7 +105,8 @@ class WorkerFeed:
             found: Batch | End | None = None
             if mine:
                 try:
-                    found = take(self._client, self._terms, key, WAIT_S)
+                    found = take(self._client, self._terms, key, WAIT_S, waited_s=waited_s)
+                    waited_s += WAIT_S
                 except LeaseExpired:
                     found = END
             if found is not None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.errors import ConfigError, InvalidInput, UnsupportedValue
+from transfer_queue.names import nearest
 from transfer_queue.sampler.script import MAIN_NAMES, main_module
 
 Ready: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
 Sampled: TypeAlias = tuple[list[int], list[int]]
+SETTINGS = ("max_staleness", "untagged")  # of the controller, which takes them out of a sampling_config
+KEYS = ("dp_rank", "batch_index", "task_name", "partition_id")  # what the samplers of this package know
+NEVER = ("self", "ready_indexes", "batch_size", "partition")  # of a `sample`: not its caller's to give
+REPEATED = ("task_name", "partition_id")  # every sampler is given those of the request
 
 
 class PartitionView(Protocol):
@@ -123,14 +129,19 @@ class BaseSampler(ABC):
         """With fewer ready rows than this, `sample` is not called, except for a result it remembers."""
         return batch_size
 
-    def check_request(  # noqa: B027  nothing to refuse unless a subclass says so
-        self, batch_size: int, sampling_config: Mapping[str, Any]
-    ) -> None:
+    def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
         """Refuses what no ready rows could satisfy; called once per request, before it may wait.
 
         Raises:
-            InvalidInput: a parameter is missing or wrong.
+            InvalidInput: a parameter is missing or wrong. Here: `sample` does not know its name.
         """
+        known = _keys_of(type(self).sample)
+        unknown = () if known is None else [key for key in sampling_config if key not in known]
+        if known is not None and unknown:
+            raise InvalidInput(
+                f"sampling_config: {type(self).__name__} does not know {unknown[0]!r}; "
+                f"the nearest is {nearest(unknown[0], (*known, *SETTINGS))!r}"
+            )
 
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: Mapping[str, Any] | None = None
@@ -215,6 +226,22 @@ class BaseSampler(ABC):
             elif name in given or vars(self).get(name, parameter.default) != parameter.default:
                 named[name] = given.get(name, parameter.default)
         return named
+
+
+@functools.lru_cache(64)
+def _keys_of(sample: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The keys of a sampling_config that this `sample` takes; None: any."""
+    if getattr(sample, "__module__", "").startswith(f"{__package__}."):
+        return KEYS
+    try:
+        parameters = inspect.signature(sample).parameters.values()
+    except (TypeError, ValueError):
+        return None  # not written in Python
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [parameter.name for parameter in parameters if parameter.kind in by_name]
+    return (*REPEATED, *(name for name in named if name not in NEVER))
 
 
 def class_spec(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:

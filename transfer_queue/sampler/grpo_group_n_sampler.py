@@ -70,7 +70,8 @@ class GRPOGroupNSampler(BaseSampler):
         return sampled, list(sampled)
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
-        """InvalidInput for a `batch_size` that `sample` refuses."""
+        """InvalidInput for a `batch_size` that `sample` refuses, and as `BaseSampler`."""
+        super().check_request(batch_size, sampling_config)
         if type(self).sample is GRPOGroupNSampler.sample:
             self._groups_in(batch_size)
 

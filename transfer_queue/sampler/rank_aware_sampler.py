@@ -51,7 +51,8 @@ class RankAwareSampler(BaseSampler):
         return batch_size if type(self).sample is RankAwareSampler.sample and batch_size >= 0 else None
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
-        """MissingParameter or InvalidInput for what `sample` refuses."""
+        """MissingParameter or InvalidInput for what `sample` refuses, and as `BaseSampler`."""
+        super().check_request(batch_size, sampling_config)
         if type(self).sample is RankAwareSampler.sample:
             _check(sampling_config.get("dp_rank"), sampling_config.get("batch_index"))
 

@@ -85,6 +85,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
         """InvalidInput for what `sample` refuses, and for a `dp_rank` of `dp_size` or more: it would wait for ever."""
+        super().check_request(batch_size, sampling_config)
         if not self._is_own():
             return
         self._groups_in(batch_size)

@@ -276,7 +276,10 @@ class Link(asyncio.BufferedProtocol):
             self._send(message)
 
     def answer_parked(self, ticket: Hashable, answer: Answer) -> None:
-        """Send the answer of a request of this connection that was parked."""
+        """Send the answer of a request of this connection that was parked, or what it waits for."""
+        if isinstance(answer[0], m.Waiting):
+            self.push(answer[0])
+            return
         self._tickets.discard(ticket)
         assert self._session is not None
         self._server.service.close_request(self._session, answer)  # over a lost connection it is asked for again

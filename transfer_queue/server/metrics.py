@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from transfer_queue.controller import Controller
+from transfer_queue.controller.readiness import Task
 from transfer_queue.controller.table import Table
 from transfer_queue.server.compacting import Compactor
 from transfer_queue.server.metering import BOUNDS, CONTROLLER, STORAGE, Histogram, MeteredService
@@ -116,7 +117,7 @@ class ServerCollector(Collector):
         for part in _parts(controller):
             rows = [((table.name,), table.num_rows) for table in part]
             yield _gauges("tq_partition_samples_total", "Rows of a partition.", "partition_id", rows)
-        text = "Share of the rows with at least one field, the same for all tasks."
+        text = "Share of the rows (of the declared size) with all fields that a task asks for; all: with at least one."
         for part in _parts(controller):
             yield _gauges("tq_partition_production_progress", text, labels, _production(part))
         for part in _parts(controller):
@@ -160,10 +161,28 @@ def _parts(controller: Controller) -> Iterator[list[Table]]:
 
 def _production(tables: list[Table]) -> Rows:
     for table in tables:
-        written = np.bitwise_or.reduce(table.cells[: len(table.fields), : table.size], axis=0)
-        progress = int(np.count_nonzero(written)) / (table.num_rows or 1)
-        for task in ("all", *table.tasks):
-            yield (table.name, task), progress
+        expected = (table.num_rows if table.declared is None else table.declared) or 1
+        counts: dict[frozenset[str], int] = {}  # tasks often ask for the same fields
+        asked = {"all": frozenset[str](), **{name: _asked_for(task) for name, task in table.tasks.items()}}
+        for name, fields in asked.items():
+            if fields not in counts:
+                counts[fields] = _num_written(table, fields)
+            yield (table.name, name), min(1.0, counts[fields] / expected)
+
+
+def _asked_for(task: Task) -> frozenset[str]:
+    """The fields that any of its fetches asked for."""
+    return frozenset().union(*task.views)
+
+
+def _num_written(table: Table, fields: frozenset[str]) -> int:
+    """Rows with all of `fields`, with any field where there are none to ask for."""
+    if not fields:
+        return int(np.count_nonzero(np.bitwise_or.reduce(table.cells[: len(table.fields), : table.size], axis=0)))
+    if not fields <= table.fields.keys():
+        return 0
+    written = [table.cells[table.fields[name].number, : table.size] != 0 for name in fields]
+    return int(np.count_nonzero(np.logical_and.reduce(written, axis=0)))
 
 
 def _consumption(tables: list[Table]) -> Rows:

@@ -61,6 +61,7 @@ class Server:
         self.turns = Turns()
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
         unit = Unit(config.budget_nbytes, config.arena_dir)
+        unit.notice_after(config.notice_after_s)
         unit.open_arenas()  # while there are descriptors
         make = Service if config.metrics_port is None else MeteredService
         if config.join:
@@ -68,6 +69,7 @@ class Server:
             self.role: Head | Outpost = Outpost(where, config.unit_token, unit, self.deliver, make)
         else:
             controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness)
+            controller.notice_after(config.notice_after_s)
             self.role = Head(controller, unit, config.client, make)
         self.service = self.role.service
         self._metrics: Endpoint | None = None

@@ -171,12 +171,12 @@ class Service:
     def _withdraw(self, ticket: Hashable, session: Session) -> None:
         """Do not send an answer that crosses the cancellation of its request."""
         for outbox in (self.controller.outbox, self.unit.outbox):
-            for at, (one, reply) in enumerate(outbox):
-                if one == ticket:
-                    del outbox[at]
-                    if isinstance(reply, m.Allocated):
-                        self._discard(reply.block, session)
-                    return
+            crossing = [reply for one, reply in outbox if one == ticket]
+            if crossing:
+                outbox[:] = [found for found in outbox if found[0] != ticket]
+            for reply in crossing:
+                if isinstance(reply, m.Allocated):
+                    self._discard(reply.block, session)
 
     def handle(
         self, message: m.Request, payload: memoryview, session: Session, ticket: Hashable, now: float
@@ -347,7 +347,7 @@ class Service:
 
     def _settle_held(self) -> None:
         for ticket, reply in self.controller.outbox:
-            if ticket not in self._held:
+            if ticket not in self._held or isinstance(reply, m.Waiting):
                 continue
             for held in self._released(ticket):
                 if ticket in self.controller.doubtful:
@@ -370,9 +370,12 @@ class Service:
         return min((d for d in (owner.next_deadline() for owner in owners) if d is not None), default=None)
 
     def answered(self, now: float) -> Iterator[tuple[Hashable, Answer]]:
-        """Tickets and answers of parked requests that were answered since the last call."""
+        """Tickets and answers of parked requests that were answered since the last call; `Waiting` is none yet."""
         while self.controller.outbox:
             ticket, reply = self.controller.outbox.pop(0)
+            if isinstance(reply, m.Waiting):
+                yield ticket, (reply, ())
+                continue
             payload = self.controller.payloads.pop(ticket, NO_BYTES)
             self.controller.doubtful.discard(ticket)
             reading = self._reading.pop(ticket, None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from transfer_queue.controller.parking import NOTICE_AFTER_S
 from transfer_queue.wire.versions import Policy
 
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
@@ -48,6 +49,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
     metrics_port: serve Prometheus metrics on this port (None: no metrics) of metrics_host ("": `host`, but loopback
     where that is none or every address). logging_level: a level of the logging module. staleness: how old rows may be.
+    notice_after_s: when callers that wait are told what is missing, ascending.
     """
 
     run_dir: str
@@ -68,6 +70,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     metrics_host: str = ""
     logging_level: str = "WARNING"
     staleness: Policy = Policy()
+    notice_after_s: tuple[float, ...] = NOTICE_AFTER_S
 
 
 class NotStarted(msgspec.Struct, kw_only=True, tag=True):

@@ -23,12 +23,15 @@ SPARE_S = 1.0  # how much later than its own deadline a request is given up here
 
 
 class Caller:
-    """The connection of one session, opened on first use and again after it was lost."""
+    """The connection of one session, opened on first use and again after it was lost. `told` gets what a request that
+    waits there waits for, with its ticket."""
 
-    def __init__(self, address: Address, session: bytes, life: Life) -> None:
+    def __init__(self, address: Address, session: bytes, life: Life, told: Callable[[Hashable, m.Reply], None]) -> None:
         self._address = address
         self._session = session
         self._life = life
+        self._told = told
+        self.asking: dict[int, Hashable] = {}  # tickets of the requests under way
         self._opening: asyncio.Future[AsyncConnection] | None = None
 
     async def call(self, message: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
@@ -46,9 +49,14 @@ class Caller:
         if opening is not None and opening.done() and (opening.exception() or opening.result().error is not None):
             opening = None
         if opening is None:
-            connecting = AsyncConnection(self._address, m.decode_server).open(self._session, CONNECT_S, self._life)
-            opening = self._opening = asyncio.ensure_future(connecting)
+            connecting = AsyncConnection(self._address, m.decode_server, self._pushed)
+            opened = connecting.open(self._session, CONNECT_S, self._life)
+            opening = self._opening = asyncio.ensure_future(opened)
         return await asyncio.shield(opening)
+
+    def _pushed(self, message: m.Message) -> None:
+        if isinstance(message, m.Waiting) and message.rid in self.asking:
+            self._told(self.asking[message.rid], message)
 
     def notify(self, message: m.Message) -> None:
         """Tell the controller, if it can be told now."""
@@ -83,7 +91,7 @@ class RemoteController:
 
     async def check(self) -> None:
         """Find out whether clients will be let in with the token of this server. Raises as `Caller.connection`."""
-        caller = Caller(self.address, secrets.token_bytes(16), ANY)
+        caller = Caller(self.address, secrets.token_bytes(16), ANY, self._tell)
         await caller.connection()
         caller.close()
 
@@ -96,12 +104,13 @@ class RemoteController:
     def _caller(self, session: bytes) -> Caller:
         caller = self._callers.get(session)
         if caller is None:
-            caller = self._callers[session] = Caller(self.address, session, self.life)
+            caller = self._callers[session] = Caller(self.address, session, self.life, self._tell)
         return caller
 
     async def _ask(self, caller: Caller, message: m.Request, payload: memoryview | None, ticket: Hashable) -> None:
         wait_s = STATE_S if isinstance(message, (m.Snapshot, m.Restore)) else getattr(message, "timeout_s", 0.0)
         answer = memoryview(b"")
+        caller.asking[message.rid] = ticket
         try:
             if isinstance(message, m.Fetch) and message.holder:
                 await self._caller(message.holder).connection()  # the controller has to know whom it lends to
@@ -110,12 +119,18 @@ class RemoteController:
             reply = m.Failed(message.rid, error.code, f"controller at {self.address}: {error}")
             if isinstance(error, (DeadlineExceeded, ServiceUnavailable)):
                 self.doubtful.add(ticket)
+        finally:
+            if caller.asking.get(message.rid) == ticket:
+                del caller.asking[message.rid]
         located = reply.located if isinstance(reply, m.Handed) else reply
         if isinstance(located, (m.Located, m.Captured)):
             located.units.setdefault(0, str(self.address))
         if answer:
             self.payloads[ticket] = answer
         del self._asking[ticket]
+        self._tell(ticket, reply)
+
+    def _tell(self, ticket: Hashable, reply: m.Reply) -> None:
         self.outbox.append((ticket, reply))
         self._deliver()
 

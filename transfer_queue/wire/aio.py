@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import socket
 from collections.abc import AsyncGenerator, Callable
@@ -15,6 +16,8 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, tune
 from transfer_queue.wire.framing import FrameReader, frame
 from transfer_queue.wire.peer import check_peer
+
+log = logging.getLogger("transfer_queue")
 
 QUEUE_S = 0.01  # how often a full queue is looked at again
 Found: TypeAlias = tuple[Any, memoryview]
@@ -33,7 +36,8 @@ class Waiting(NamedTuple):
 class AsyncConnection(asyncio.BufferedProtocol):
     """A socket of one event loop after the handshake; lives until the loop shuts down or its owner closes it.
 
-    `pushed` gets the messages that answer no request, `lost` is called once when the connection is gone.
+    `pushed` gets the messages that answer no request, and what requests wait for (without it, the log does). `lost` is
+    called once when the connection is gone.
     """
 
     def __init__(
@@ -208,6 +212,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
             for found in self._reader.advance(nbytes):
                 message = found[0]
                 future = self._hello
+                if isinstance(message, m.Waiting):
+                    self._told(message)
+                    continue
                 if future is None and self._pushed is not None and not isinstance(message, m.Reply):
                     self._pushed(message)
                     continue
@@ -219,6 +226,13 @@ class AsyncConnection(asyncio.BufferedProtocol):
         except TransferQueueError as error:
             self._fail(error)
             self._transport.abort()
+
+    def _told(self, message: m.Waiting) -> None:
+        """A request waits on, as before: its asker learns for what."""
+        if self._pushed is not None:
+            self._pushed(message)
+        elif message.rid in self._waiting:
+            log.warning("%s", message.text)
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = f": {error}" if error else ""

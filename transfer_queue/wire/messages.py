@@ -32,6 +32,9 @@ from transfer_queue.wire.leases import Renew as Renew
 from transfer_queue.wire.listings import Changes as Changes
 from transfer_queue.wire.listings import Listing as Listing
 from transfer_queue.wire.listings import ListKeys as ListKeys
+from transfer_queue.wire.partitions import GetPartition as GetPartition
+from transfer_queue.wire.partitions import PartitionInfo as PartitionInfo
+from transfer_queue.wire.partitions import SetPartition as SetPartition
 from transfer_queue.wire.units import Blocks as Blocks
 from transfer_queue.wire.units import Cut as Cut
 from transfer_queue.wire.units import Drop as Drop
@@ -141,6 +144,7 @@ class Fetch(Request):
     until_done: bool = False
     holder: bytes = b""
     locate: bool = False
+    waited_s: float = 0.0  # with earlier requests for the same rows
 
 
 class Scan(Request):
@@ -245,18 +249,6 @@ class ListPartitions(Request):
     pass
 
 
-class SetPartition(Request):
-    """Declare a partition's size (rows expected in all) and merge metadata; creates it."""
-
-    partition: str
-    size: int | None
-    metadata: Tags
-
-
-class GetPartition(Request):
-    partition: str
-
-
 class Adopt(Request):
     """Hold another session's pins as well (a forked child takes over what its parent reads)."""
 
@@ -295,11 +287,17 @@ class Welcome(Message):
 
 
 class Done(Reply):
-    pass
+    note: str = ""  # a remark for the caller's log
 
 
 class Failed(Reply):
     code: str
+    text: str
+
+
+class Waiting(Reply):
+    """Not the answer yet: the request stays parked, and `text` says what is missing."""
+
     text: str
 
 
@@ -350,6 +348,7 @@ class Located(Reply):
     parts: list[Part]
     schema: list[FieldSchema]
     units: dict[int, str] = {}  # noqa: RUF012  msgspec copies it
+    note: str = ""
 
 
 class Handed(Reply):
@@ -376,13 +375,6 @@ class Status(Reply):
     declared: int | None
 
 
-class PartitionInfo(Reply):
-    known: bool
-    size: int | None
-    metadata: Tags
-    rows: int
-
-
 class Report(Reply):
     values: dict[str, Any]
 
@@ -397,7 +389,7 @@ ClientMessage: TypeAlias = (
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured | Lent | Handed
-    | Counted | Admitted
+    | Counted | Admitted | Waiting
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.storage.shm.arena import Arena
 from transfer_queue.storage.shm.pins import NO_REQUEST, Pins
-from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocate, Allocated, Failed, Piece, Reply
+from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocate, Allocated, Failed, Piece, Reply, Waiting
 
 PAGE = 4096
 SMALL_NBYTES = 64 << 10
@@ -74,7 +74,7 @@ class Unit:
             return allocated
         if message.timeout_s <= 0:
             raise StoreFull(self._full(message.nbytes))
-        self._waiting.add(Parked(ticket, session, message, now + message.timeout_s))
+        self._waiting.add(Parked(ticket, session, message, now + message.timeout_s, now))
         return None
 
     def _allocated(self, message: Allocate, session: bytes) -> Allocated | None:
@@ -255,7 +255,15 @@ class Unit:
     def next_deadline(self) -> float | None:
         return self._waiting.next_deadline()
 
+    def notice_after(self, seconds: Sequence[float]) -> None:
+        """When those who wait for room are told who has it; ascending."""
+        self._waiting.notice_after_s = seconds
+
     def expire(self, now: float) -> None:
+        for parked, waited_s in self._waiting.due(now):
+            pinned = sum(self._blocks[number].nbytes for number in self._pins.counts())
+            text = f"put waits for {waited_s:g} s: {self._full(parked.message.nbytes)}, readers hold {pinned} of them"
+            self.outbox.append((parked.ticket, Waiting(parked.message.rid, text)))
         for parked in self._waiting.expired(now):
             text = f"{self._full(parked.message.nbytes)} after waiting {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, Failed(parked.message.rid, StoreFull.code, text)))

@@ -1,0 +1,76 @@
+"""What is missing, in words, for those who have waited for long."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from transfer_queue.controller.parking import ParkingLot
+from transfer_queue.controller.readiness import RESERVED, Task
+from transfer_queue.controller.table import Table
+from transfer_queue.names import hint
+from transfer_queue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transfer_queue.controller.fetching import Fetching
+
+LISTED = 8
+Counts: TypeAlias = dict[tuple[str, str], int]  # rows on which a field is written, by partition and field
+
+
+def tell_waiting(fetching: Fetching, crowded: ParkingLot[Any], max_rows: int | None, now: float) -> None:
+    """Tell those who are due what they wait for."""
+    told: list[tuple[Hashable, m.Reply]] = []
+    counts: Counts = {}
+    for parked, waited_s in fetching.parked.due(now):
+        text = of_fetch(parked.message, fetching.tables, type(fetching.sampler).__name__, counts)
+        told.append((parked.ticket, m.Waiting(parked.message.rid, f"get_meta waits for {waited_s:g} s: {text}")))
+    for room, waited_s in crowded.due(now):
+        used = sum(table.num_rows for table in fetching.tables.values())
+        text = f"put waits for {waited_s:g} s: {used} of total_storage_size={max_rows} rows are in use"
+        told.append((room.ticket, m.Waiting(room.message.rid, f"{text}; clear what was used")))
+    admissions = fetching.staleness.admissions
+    for asking, waited_s in admissions.parked.due(now):
+        text = f"admit waits for {waited_s:g} s: {admissions.refusal(asking.message)}"
+        told.append((asking.ticket, m.Waiting(asking.message.rid, text)))
+    fetching.outbox.extend(told)
+
+
+def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts: Counts) -> str:
+    """What was asked for, and how far it is. `counts` are those of this moment: many wait for the same."""
+    text = (
+        f"{message.batch_size} rows with {message.fields[:LISTED]} in partition {message.partition!r} "
+        f"for task {message.task!r}: "
+    )
+    table = tables.get(message.partition)
+    if table is None:
+        return f"{text}there is no such partition{hint(message.partition, tables)}"
+    size = "" if table.declared is None else f" of {table.declared} declared"
+    written = ", ".join(_written(message.fields[:LISTED], table, counts))
+    return f"{text}{table.num_rows} rows{size}, {written}; {_taken(message, table.task(message.task), sampler)}"
+
+
+def _written(fields: Iterable[str], table: Table, counts: Counts) -> Iterable[str]:
+    """On how many rows each of the fields is written."""
+    for name in fields:
+        field = table.fields.get(name)
+        if field is None:
+            yield f"{name!r} written on none{hint(name, table.fields)}"
+            continue
+        count = counts.get((table.name, name))
+        if count is None:
+            count = counts[table.name, name] = int(np.count_nonzero(table.cells[field.number, table.live()]))
+        yield f"{name!r} written on {count}"
+
+
+def _taken(message: m.Fetch, task: Task, sampler: str) -> str:
+    reserved = task.lent.get(RESERVED, 0)
+    old = " or too old" if task.limit is not None and task.limit.judges else ""
+    text = f"{task.num_consumed} taken{old}, {task.num_lent - reserved} on lease"
+    if reserved:
+        text += f", {reserved} kept for other ranks"
+    view = task.views.get(tuple(message.fields))
+    ready = 0 if view is None else view.count
+    return f"{text}, {ready} ready" + (f", but not what {sampler} takes" if ready >= message.batch_size else "")
