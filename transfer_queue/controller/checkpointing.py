@@ -97,20 +97,17 @@ def restore(controller: Controller, message: m.Restore, ticket: Hashable) -> m.R
 
 def exported(controller: Controller) -> tuple[bytes, list[int]]:
     """The state as of now, and the blocks it refers to. Costs time by rows and tags: nothing else runs meanwhile."""
-    blocks: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for number, entry in controller.ledger.entries.items():
-        blocks.setdefault((entry.partition, entry.group), []).append((number, entry.total))
     sampler = controller._fetching.sampler
     saved = SavedController(
         FORMAT,
         controller._next_index,
         _name(sampler),
         _sampler_state(sampler),
-        [_saved_table(table, blocks) for table in controller.tables.values()],
+        [_saved_table(table, controller.ledger.entries) for table in controller.tables.values()],
         controller.staleness.admissions.versions.saved(),
         controller.staleness.admissions.tasks,
     )
-    return _encode(saved), sorted(controller.ledger.entries)
+    return _encode(saved), sorted(block for table in controller.tables.values() for block in table.blocks)
 
 
 def _name(sampler: BaseSampler) -> str:
@@ -125,7 +122,10 @@ def _sampler_state(sampler: BaseSampler) -> Any:
         raise SamplerFailed(f"{_name(sampler)}.save_checkpoint gave no plain data: {error!r}") from error
 
 
-def _saved_table(table: Table, blocks: dict[tuple[str, int], list[tuple[int, int]]]) -> SavedTable:
+def _saved_table(table: Table, entries: dict[int, Entry]) -> SavedTable:
+    blocks: dict[int, list[tuple[int, int]]] = {}
+    for number in sorted(table.blocks):
+        blocks.setdefault(entries[number].group, []).append((number, entries[number].total))
     live = table.live_slots()
     slots = live.tolist()
     patterns: dict[bytes, int] = {}
@@ -136,7 +136,7 @@ def _saved_table(table: Table, blocks: dict[tuple[str, int], list[tuple[int, int
         used = {cells[table.fields[name].number] for name in group.fields}
         written = np.flatnonzero(np.logical_or.reduce([known[one] == number for one in used]))
         runs = _runs(written, group.block[live[written]], group.row[live[written]])
-        groups.append(SavedGroup(list(group.fields), rows_bytes(np.array(blocks.get((table.name, number), []))), runs))
+        groups.append(SavedGroup(list(group.fields), rows_bytes(np.array(blocks.get(number, []))), runs))
     return SavedTable(
         table.name,
         table.declared,
@@ -218,10 +218,12 @@ def _load_sampler(sampler: BaseSampler, state: Any) -> None:
 
 def _switch(controller: Controller, tables: dict[str, Table], entries: dict[int, Entry]) -> None:
     fetching = controller._fetching
+    before = controller.ledger.entries
     controller.ledger.replace(entries)
     fetching.leases.clear()
     for table in controller.tables.values():
         fetching.orphan(table)
+        controller.remains.add(table, before)
     controller.tables.clear()
     controller.tables.update(tables)
     controller.staleness.restored(tables)
@@ -301,12 +303,12 @@ def _place(table: Table, number: int, saved: SavedGroup, blocks: dict[int, int],
     group.block[written] = np.repeat(_renumbered(runs[:, 1].tolist(), blocks), count)
     group.row[written] = np.repeat(row, count) + offset
     live = np.bincount(np.repeat(np.arange(len(runs)), count), weights=mine[:, written].sum(axis=0)).astype(np.int64)
-    _enter(table.name, number, runs[:, 1].tolist(), live.tolist(), _ints(saved.blocks, 2), blocks, entries)
+    _enter(table, number, runs[:, 1].tolist(), live.tolist(), _ints(saved.blocks, 2), blocks, entries)
     return int(live.sum())
 
 
 def _enter(
-    partition: str,
+    table: Table,
     group: int,
     of_runs: list[int],
     live: list[int],
@@ -319,12 +321,13 @@ def _enter(
         cells[block] = cells.get(block, 0) + number
     totals = dict(known.tolist())
     if totals.keys() != cells.keys() or any(totals[block] < number for block, number in cells.items()):
-        _refuse(f"blocks of {partition!r}")
+        _refuse(f"blocks of {table.name!r}")
     for block, number in cells.items():
-        entry = Entry(totals[block], partition, group)
+        entry = Entry(totals[block], table, group)
         entry.live = number
         if entries.setdefault(blocks[block], entry) is not entry:
             _refuse(f"block {block} belongs to several puts")
+        table.blocks.add(blocks[block])
 
 
 def _renumbered(saved: Sequence[int], blocks: dict[int, int]) -> NDArray[np.int64]:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transfer_queue.server")
 
+TIDY_S = 0.001  # how long others wait for work that belongs to no request
+
 EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -63,6 +65,7 @@ class Server:
         self._stopped = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = 0.0
+        self._tidying = False
         self._recent_peak = 0
 
     async def run(self, announce: int) -> None:
@@ -148,6 +151,9 @@ class Server:
             link = cast(Link, ticket[0])  # type: ignore[index]
             link.answer_parked(ticket, answer)
         self.role.work()
+        if self.service.leftovers and not self._tidying:
+            self._tidying = True
+            asyncio.get_running_loop().call_soon(self._tidy)
         deadline = self.service.next_deadline()
         if deadline is None or (self._timer is not None and deadline == self._wake_at):
             return
@@ -160,6 +166,14 @@ class Server:
     def _expire(self) -> None:
         self._timer = None
         self.service.expire(time.monotonic())
+        self.deliver()
+
+    def _tidy(self) -> None:
+        """Do some of what is left to do; the loop looks after its connections before it goes on."""
+        self._tidying = False
+        until = time.monotonic() + TIDY_S
+        while self.service.leftovers and time.monotonic() < until:
+            self.service.tidy()
         self.deliver()
 
     async def _trim(self) -> None:
