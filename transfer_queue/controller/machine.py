@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.controller.checkpointing import capture, restore
+from transfer_queue.controller.checkpointing import capture
 from transfer_queue.controller.fetching import Fetching, check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
@@ -15,6 +15,7 @@ from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.remains import Remains
+from transfer_queue.controller.restoring import Restoring
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.table import Table, indexes_of, rows_bytes
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode
@@ -48,6 +49,7 @@ class Controller:
         self.captures: set[bytes] = set()  # sessions that are about to pin the blocks of a snapshot
         self.ledger = Ledger()
         self.remains = Remains(self.ledger.freed)
+        self.restoring = Restoring(self)
         self.max_rows = max_rows
         self._reserved_rows = reserved_rows
         self._next_index = 0
@@ -76,7 +78,7 @@ class Controller:
         if isinstance(message, m.Snapshot):
             return capture(self, message, ticket, session)
         if isinstance(message, m.Restore):
-            return restore(self, message, ticket)
+            return self.restoring.start(message, ticket)
         if isinstance(message, m.Recycle):
             self.captures.discard(session)
             return m.Done(message.rid)
@@ -109,6 +111,7 @@ class Controller:
         self._fetching.forget(tickets)
         self._crowded.forget(tickets)
         self.staleness.admissions.forget(tickets)
+        self.restoring.forget(tickets)
 
     def end_session(self, session: bytes) -> None:
         """A client is gone for good: what is lent to it is offered again."""
@@ -132,10 +135,11 @@ class Controller:
     @property
     def unfinished(self) -> bool:
         """Whether `tidy` has something to do."""
-        return bool(self.remains)
+        return bool(self.remains or self.restoring)
 
     def tidy(self) -> None:
-        """Do a slice of the work that cleared partitions left; nothing depends on when."""
+        """Do a step of loading a checkpoint, and a slice of what cleared partitions left."""
+        self.restoring.step()
         self.remains.slice()
 
     @property
@@ -144,7 +148,8 @@ class Controller:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._fetching.parked) + len(self._crowded) + len(self.staleness.admissions.parked)
+        loading = len(self.restoring)
+        return len(self._fetching.parked) + len(self._crowded) + len(self.staleness.admissions.parked) + loading
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -368,6 +373,7 @@ class Controller:
 
     def lose(self, unit: int) -> None:
         """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""
+        self.restoring.lose(unit)
         for block in [number for number in self.ledger.entries if number >> m.UNIT_SHIFT == unit]:
             entry = self.ledger.find(block)
             if entry is not None:

@@ -49,6 +49,10 @@ class Remains:
             while self.slice():
                 pass
 
+    def hold(self, part: dict[Any, Any]) -> None:
+        """Free the memory of something that nobody else refers to."""
+        self._parts.append(part)
+
     def blocks(self) -> set[int]:
         """The blocks that are yet to be freed."""
         return {block for blocks, _ in self._blocks for block in blocks}

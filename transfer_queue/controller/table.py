@@ -157,6 +157,10 @@ class Table:
         self.__dict__ = Table(self.name).__dict__
         return held
 
+    def give_room(self, count: int) -> None:
+        """Grow to this many slots, whether or not they are used."""
+        self._resize(None, max(MIN_CAPACITY, count))
+
     def shrink(self) -> None:
         """Drop the slots of cleared rows when they are the majority."""
         if self.size < SHRINK_SLOTS or 2 * self.num_alive > self.size:

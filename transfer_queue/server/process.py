@@ -244,7 +244,7 @@ def serve(config: ServerConfig, announce: int) -> None:
     logging.basicConfig(level=config.logging_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     server = Server(config)
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # replies are trees of small objects without cycles
+    gc.set_threshold(10_000, 100, 20)  # replies are trees of small objects without cycles
     try:
         import uvloop
 
