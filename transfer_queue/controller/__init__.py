@@ -11,7 +11,8 @@
 
 A state machine without I/O: a request is answered at once, or parked and answered by the event that completes it.
 Answers to parked requests collect in `outbox`, blocks nobody needs any more in `freed`; the shell (`server`) sends and
-frees them. What takes long is done by `tidy`, in slices, which the shell calls while `unfinished`. Nothing here sleeps, reads a clock or knows a socket.
+frees them. What takes long is done in slices, by `tidy`, which the shell calls while `unfinished`. Nothing here sleeps,
+reads a clock or knows a socket.
 """
 
 from transfer_queue.controller.machine import Controller as Controller
