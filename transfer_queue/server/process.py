@@ -244,7 +244,9 @@ def serve(config: ServerConfig, announce: int) -> None:
     logging.basicConfig(level=config.logging_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     server = Server(config)
     gc.freeze()
-    gc.set_threshold(10_000, 100, 20)  # replies are trees of small objects without cycles
+    # Replies are trees of small objects without cycles. A new table's lists should be old before they are long: the
+    # collector looks at every row of a young one, while others wait.
+    gc.set_threshold(10_000, 5, 400)
     try:
         import uvloop
 
