@@ -6,11 +6,13 @@
                   └─ View   the rows ready for one field set, kept up to date by every commit
         └─ Ledger       how many live cells every block still holds
         └─ Staleness    which rows are too old for which task; Admissions: how many producers may start
-    checkpointing       the whole state as bytes, and back
+        └─ Remains      what cleared partitions leave, freed in slices
+    checkpointing       the whole state as bytes; Restoring: putting one back, step by step
 
 A state machine without I/O: a request is answered at once, or parked and answered by the event that completes it.
 Answers to parked requests collect in `outbox`, blocks nobody needs any more in `freed`; the shell (`server`) sends and
-frees them. Nothing here sleeps, reads a clock or knows a socket.
+frees them. What takes long is done in slices, by `tidy`, which the shell calls while `unfinished`. Nothing here sleeps,
+reads a clock or knows a socket.
 """
 
 from transfer_queue.controller.machine import Controller as Controller

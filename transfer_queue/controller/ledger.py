@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transfer_queue.controller.table import Table
 
 
 class Entry:
     """One block: its live and original cells, and where its locations are written down."""
 
-    __slots__ = ("group", "live", "partition", "total")
+    __slots__ = ("group", "live", "table", "total")
 
-    def __init__(self, cells: int, partition: str, group: int) -> None:
+    def __init__(self, cells: int, table: Table, group: int) -> None:
         self.live = self.total = cells
-        self.partition = partition
+        self.table = table
         self.group = group
 
 
 class Ledger:
-    """Live cells by block. Blocks that reach zero go to `freed`, thinly used ones to `thin`; the shell empties both."""
+    """Live cells by block. Blocks that reach zero go to `freed`, thinly used ones to `thin`; the shell empties both.
+
+    `entries` also has the blocks of partitions that are gone, until `Remains` frees them: their table does not list
+    them any more.
+    """
 
     def __init__(self, thin_fraction: float = 0.25) -> None:
         self.entries: dict[int, Entry] = {}
@@ -25,13 +33,18 @@ class Ledger:
         self.thin: set[int] = set()
         self._thin_fraction = thin_fraction
 
-    def open(self, block: int, cells: int, partition: str, group: int) -> None:
-        self.entries[block] = Entry(cells, partition, group)
+    def find(self, block: int) -> Entry | None:
+        """The entry of a block with live cells; None when no row refers to it."""
+        entry = self.entries.get(block)
+        return entry if entry is not None and block in entry.table.blocks else None
+
+    def open(self, block: int, cells: int, table: Table, group: int) -> None:
+        self.entries[block] = Entry(cells, table, group)
+        table.blocks.add(block)
 
     def replace(self, entries: dict[int, Entry]) -> None:
-        """Only `entries` count from now on; the blocks held so far are freed."""
-        self.freed.extend(self.entries)
-        self.thin.clear()
+        """Only `entries` count from now on."""
+        self.thin = set()
         self.entries = entries
 
     def release(self, released: Iterable[tuple[int, int]]) -> None:
@@ -41,7 +54,21 @@ class Ledger:
             entry.live -= cells
             if entry.live == 0:
                 del self.entries[block]
+                entry.table.blocks.discard(block)
                 self.thin.discard(block)
                 self.freed.append(block)
             elif entry.live <= entry.total * self._thin_fraction:
                 self.thin.add(block)
+
+    def check_invariants(self, tables: Iterable[Table], gone: set[int]) -> None:
+        """`gone` are the blocks that are yet to be freed."""
+        live: dict[int, int] = {}
+        for table in tables:
+            cells: dict[int, int] = {}
+            for block, number in table.release(table.live_slots(), range(len(table.fields))):
+                cells[block] = cells.get(block, 0) + number
+            assert cells.keys() == table.blocks
+            assert all(self.entries[block].table is table for block in cells)
+            live |= cells
+        assert live == {block: entry.live for block, entry in self.entries.items() if block not in gone}
+        assert gone.isdisjoint([*self.freed, *live])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
-from transfer_queue.controller.checkpointing import capture, restore
+from transfer_queue.controller.checkpointing import capture
 from transfer_queue.controller.fetching import Fetching, check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
@@ -16,11 +16,13 @@ from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.remains import Remains
+from transfer_queue.controller.restoring import Restoring
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.table import Table, indexes_of, rows_bytes
 from transfer_queue.controller.unreceived import Grant, Inserted
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode
-from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.sampler.base import BaseSampler, forgets_partitions
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.versions import Policy
 
@@ -49,6 +51,8 @@ class Controller:
         self.doubtful: set[Hashable] = set()
         self.captures: set[bytes] = set()  # sessions that are about to pin the blocks of a snapshot
         self.ledger = Ledger()
+        self.remains = Remains(self.ledger.freed)
+        self.restoring = Restoring(self)
         self.max_rows = max_rows
         self._reserved_rows = reserved_rows
         self._next_index = 0
@@ -78,7 +82,7 @@ class Controller:
         if isinstance(message, m.Snapshot):
             return capture(self, message, ticket, session)
         if isinstance(message, m.Restore):
-            return restore(self, message, ticket)
+            return self.restoring.start(message, ticket)
         if isinstance(message, m.Recycle):
             self.captures.discard(session)
             return m.Done(message.rid)
@@ -119,6 +123,7 @@ class Controller:
         self._fetching.forget(tickets)
         self._crowded.forget(tickets)
         self.staleness.admissions.forget(tickets)
+        self.restoring.forget(tickets)
 
     def end_session(self, session: bytes) -> None:
         """A client is gone for good: what it had not received, and what is lent to it, is offered again."""
@@ -165,12 +170,23 @@ class Controller:
         return [] if self.captures else self.ledger.freed
 
     @property
+    def unfinished(self) -> bool:
+        """Whether `tidy` has something to do."""
+        return bool(self.remains or self.restoring)
+
+    def tidy(self) -> None:
+        """Do a step of loading a checkpoint, and a slice of what cleared partitions left."""
+        self.restoring.step()
+        self.remains.slice()
+
+    @property
     def num_rows(self) -> int:
         return sum(table.num_rows for table in self.tables.values())
 
     @property
     def num_waiting(self) -> int:
-        return len(self._fetching.parked) + len(self._crowded) + len(self.staleness.admissions.parked)
+        loading = len(self.restoring)
+        return len(self._fetching.parked) + len(self._crowded) + len(self.staleness.admissions.parked) + loading
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -205,7 +221,7 @@ class Controller:
         if message.fields and message.block != NO_BLOCK:
             number = table.group(message.fields)
             released = table.write(slots, number, message.block)
-            self.ledger.open(message.block, count * len(message.fields), message.partition, number)
+            self.ledger.open(message.block, count * len(message.fields), table, number)
             self.ledger.release(released)
         if message.tags is not None:
             table.merge_tags(slots, message.tags)
@@ -318,19 +334,27 @@ class Controller:
             slots = np.unique(table.slots_of(indexes_of(message.rows)))
             slots = slots[slots >= 0]
         else:
-            slots = table.live_slots()
-        whole = message.keys is None and message.rows is None
+            if table.num_alive and not forgets_partitions(self._fetching.sampler):
+                self._fetching.sampler.forget(table.name, set(table.index[table.live()].tolist()))
+            self._remove(table)
+            self._retry_crowded()
+            return m.Done(message.rid)
         if len(slots):
             self._fetching.sampler.forget(table.name, set(table.index[slots].tolist()))
             self.ledger.release(table.clear(slots))
-        if whole or (message.keys is not None and not table.num_rows):
-            del self.tables[table.name]
-            self._fetching.closed(table)
+        if message.keys is not None and not table.num_rows:
+            self._remove(table)
         else:
             self._fetching.shrunk(table)
             table.shrink()
         self._retry_crowded()
         return m.Done(message.rid)
+
+    def _remove(self, table: Table) -> None:
+        """The partition is gone now, and its name is free; its memory is given back in slices."""
+        del self.tables[table.name]
+        self._fetching.closed(table)
+        self.remains.add(table, self.ledger.entries)
 
     def _retry_crowded(self) -> None:
         """Rows were freed: answer requests that wait for room, in order, as far as it goes."""
@@ -377,40 +401,38 @@ class Controller:
 
     def rows_in(self, block: int) -> tuple[Slots, list[str]] | None:
         """(rows of `block` with live cells, ascending; fields with live cells), or None when there are none."""
-        entry = self.ledger.entries.get(block)
-        return None if entry is None else self.tables[entry.partition].rows_in(entry.group, block)
+        entry = self.ledger.find(block)
+        return None if entry is None else entry.table.rows_in(entry.group, block)
 
     def relocate(self, block: int, target: int, rows: Slots) -> bool:
         """The live cells of `block` now lie in `target`, whose rows are `rows` of the old block, ascending.
 
         `block` is freed. False when none was left to move.
         """
-        entry = self.ledger.entries.get(block)
+        entry = self.ledger.find(block)
         if entry is None:
             return False
-        self.tables[entry.partition].relocate(entry.group, block, target, rows)
-        self.ledger.open(target, entry.live, entry.partition, entry.group)
+        entry.table.relocate(entry.group, block, target, rows)
+        self.ledger.open(target, entry.live, entry.table, entry.group)
         self.ledger.release([(block, entry.live)])
         return True
 
     def lose(self, unit: int) -> None:
         """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""
+        self.restoring.lose(unit)
         for block in [number for number in self.ledger.entries if number >> m.UNIT_SHIFT == unit]:
-            entry = self.ledger.entries[block]
-            table = self.tables[entry.partition]
-            self.ledger.release(table.lose(entry.group, block))
+            entry = self.ledger.find(block)
+            if entry is not None:
+                self.ledger.release(entry.table.lose(entry.group, block))
 
     def check_invariants(self) -> None:
         """Tables agree with themselves, and the ledger with the tables; tests call this after each event."""
         self._leases.check_invariants()
         self._unreceived.check_invariants()
         self.staleness.check_invariants()
-        live: dict[int, int] = {}
         for table in self.tables.values():
             table.check_invariants()
-            for block, cells in table.release(table.live_slots(), range(len(table.fields))):
-                live[block] = live.get(block, 0) + cells
-        assert live == {block: entry.live for block, entry in self.ledger.entries.items()}
+        self.ledger.check_invariants(self.tables.values(), self.remains.blocks())
 
 
 class _Crowded(Exception):

@@ -18,7 +18,7 @@ from transfer_queue.controller.parking import Parked
 from transfer_queue.controller.readiness import Slots, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.controller.unreceived import Unreceived
-from transfer_queue.controller.versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED
+from transfer_queue.controller.versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED, Versions
 from transfer_queue.errors import InvalidInput
 from transfer_queue.sampler.base import SETTINGS
 from transfer_queue.wire import messages as m
@@ -82,7 +82,7 @@ class Staleness:
     # rows
 
     def tagged(self, table: Table, slots: Slots) -> None:
-        """The tags of these rows changed, or the rows were restored."""
+        """The tags of these rows changed."""
         keys = [_key(table.tags[slot]) for slot in slots.tolist()]
         if any(key is not None for key in keys) or bool((table.births.born[slots] != UNTAGGED).any()):
             table.births.set(slots, table.index[slots], keys, self.admissions.versions)
@@ -136,11 +136,11 @@ class Staleness:
             task.limit = new
             self.review(table, name)
 
-    def restored(self, tables: Mapping[str, Table]) -> None:
-        """`admissions` and the tables were replaced."""
-        for table in tables.values():
-            if table.any_tags:
-                self.tagged(table, table.live_slots())
+    def restore(self, table: Table, slots: Slots, versions: Versions) -> None:
+        """Enter new rows of a table that nobody uses yet, as what their tags say where `versions` were announced."""
+        keys = [_key(table.tags[slot]) for slot in slots.tolist()]
+        if any(key is not None for key in keys):
+            table.births.set(slots, table.index[slots], keys, versions)
 
     def check_invariants(self) -> None:
         """Rows are known as what their tags say, and none that is too old is offered; tests call this."""

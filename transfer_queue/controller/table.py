@@ -64,6 +64,7 @@ class Table:
         self.fields: dict[str, Field] = {}
         self.tasks: dict[str, Task] = {}
         self.lost: set[int] = set()  # indexes of rows that lost cells
+        self.blocks: set[int] = set()  # those with live cells; kept by the ledger
         self.num_alive = 0
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
@@ -149,6 +150,16 @@ class Table:
             task.drop(slots)
         self.num_alive -= len(slots)
         return released
+
+    def take_all(self) -> dict[str, Any]:
+        """Everything that the table holds, by attribute; it is as good as new afterwards."""
+        held = self.__dict__
+        self.__dict__ = Table(self.name).__dict__
+        return held
+
+    def give_room(self, count: int) -> None:
+        """Grow to this many slots, whether or not they are used."""
+        self._resize(None, max(MIN_CAPACITY, count))
 
     def shrink(self) -> None:
         """Drop the slots of cleared rows when they are the majority."""

@@ -162,7 +162,8 @@ class BaseSampler(ABC):
         """Drops every remembered result that contains one of these rows, which are gone and may be reused.
 
         The controller calls this before the rows' indexes can be given to other rows. Samplers that remember rows
-        elsewhere, or in another layout, extend this and `clear_cache`.
+        elsewhere, or in another layout, extend this and `clear_cache`. When a whole partition goes and neither was
+        extended, only `clear_cache` is called; else this with all rows, and then `clear_cache`.
         """
         for task in list(self._states.get(partition, {})):
             self._forget_of_task(partition, task, indexes)
@@ -242,6 +243,15 @@ def _keys_of(sample: Callable[..., Any]) -> tuple[str, ...] | None:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = [parameter.name for parameter in parameters if parameter.kind in by_name]
     return (*REPEATED, *(name for name in named if name not in NEVER))
+
+
+def forgets_partitions(sampler: BaseSampler) -> bool:
+    """Whether `clear_cache` forgets all that `forget` would for every row of a partition: both are ours."""
+    own = f"{__package__}."
+    return all(
+        getattr(method, "__module__", "").startswith(own)
+        for method in (type(sampler).forget, type(sampler).clear_cache)
+    )
 
 
 def class_spec(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:

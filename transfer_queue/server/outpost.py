@@ -154,6 +154,8 @@ class Outpost:
     def _drop(self, blocks: bytes) -> None:
         self.remote.freed.extend(np.frombuffer(blocks, np.int64).tolist())
         self.service.settle()
+        if self.service.leftovers:
+            self._deliver()
 
     def close(self) -> None:
         self.remote.close()

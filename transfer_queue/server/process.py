@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("transfer_queue.server")
 
 BACKLOG = 4096  # a server that stands still for a moment turns nobody away
+TIDY_S = 0.001  # how long others wait for work that belongs to no request
 
 
 class Server:
@@ -76,6 +77,7 @@ class Server:
         self._stopped = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = 0.0
+        self._tidying = False
         self._recent_peak = 0
 
     async def run(self, announce: int) -> None:
@@ -168,6 +170,9 @@ class Server:
             link = cast(Link, ticket[0])  # type: ignore[index]
             link.answer_parked(ticket, answer)
         self.role.work()
+        if self.service.leftovers and not self._tidying:
+            self._tidying = True
+            asyncio.get_running_loop().call_soon(self._tidy)
         deadline = self.service.next_deadline()
         if deadline is None or (self._timer is not None and deadline == self._wake_at):
             return
@@ -180,6 +185,14 @@ class Server:
     def _expire(self) -> None:
         self._timer = None
         self.service.expire(time.monotonic())
+        self.deliver()
+
+    def _tidy(self) -> None:
+        """Do some of what is left to do; the loop looks after its connections before it goes on."""
+        self._tidying = False
+        until = time.monotonic() + TIDY_S
+        while self.service.leftovers and time.monotonic() < until:
+            self.service.tidy()
         self.deliver()
 
     async def _trim(self) -> None:
@@ -250,7 +263,9 @@ def serve(config: ServerConfig, announce: int) -> None:
     logging.basicConfig(level=config.logging_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     server = Server(config)
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # replies are trees of small objects without cycles
+    # Replies are trees of small objects without cycles. A new table's lists should be old before they are long: the
+    # collector looks at every row of a young one, while others wait.
+    gc.set_threshold(10_000, 5, 400)
     try:
         import uvloop
 

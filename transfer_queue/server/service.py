@@ -14,6 +14,7 @@ from transfer_queue.controller.table import indexes_of
 from transfer_queue.errors import DataLost, InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.blocks import Answer, Blocks
 from transfer_queue.server.handing import Handing
+from transfer_queue.server.leftovers import Leftovers
 from transfer_queue.server.members import Members
 from transfer_queue.server.sessions import Session, Sessions
 from transfer_queue.storage.shm.unit import Block, Unit
@@ -30,7 +31,8 @@ class Control(Protocol):
 
     `handle` answers, raises the caller's error, or returns None; the answer then appears in `outbox` as (ticket,
     reply). `payloads` has the payloads of requests and replies that have one, by ticket. After a reply that only says
-    that no answer came, `doubtful` has the ticket. `freed` lists blocks that no row refers to any more.
+    that no answer came, `doubtful` has the ticket. `freed` lists blocks that no row refers to any more. While
+    `unfinished`, `tidy` does a slice of what is left to do.
     """
 
     outbox: list[tuple[Hashable, m.Reply]]
@@ -39,6 +41,8 @@ class Control(Protocol):
 
     @property
     def freed(self) -> list[int]: ...
+    @property
+    def unfinished(self) -> bool: ...
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None: ...
     def forget(self, tickets: set[Hashable]) -> None: ...
@@ -46,6 +50,7 @@ class Control(Protocol):
     def received(self, session: bytes, rid: int) -> None: ...
     def take_back(self, session: bytes, rid: int) -> None: ...
     def expire(self, now: float) -> None: ...
+    def tidy(self) -> None: ...
     def next_deadline(self) -> float | None: ...
     def statistics(self) -> dict[str, Any]: ...
     def check_invariants(self) -> None: ...
@@ -77,6 +82,7 @@ class Service:
         self.blocks = Blocks(unit)
         self.members = Members()
         self.sessions = Sessions()
+        self.leftovers = Leftovers(controller, unit, self.members)
         self.doubts: list[int] = []  # blocks whose commit got no answer: the controller knows what became of it
         self.tcp = ""  # where other hosts reach this server
         self.num_requests = 0
@@ -219,6 +225,8 @@ class Service:
         if rule is not None:
             return rule(message, session)
         if isinstance(message, m.Allocate):
+            if message.timeout_s <= 0:
+                self.leftovers.make_room(message.nbytes)
             allocated = self.unit.allocate(message, ticket, session.ident, now)
             return None if allocated is None else (allocated, ())
         if isinstance(message, m.Commit) and message.block >= 0:
@@ -250,9 +258,11 @@ class Service:
         if self.members.has(message.block):
             reply = self.controller.handle(message, ticket, session.ident, now)
             return None if reply is None else (reply, ())
-        block = (
-            self.blocks.inline(payload) if message.block == 0 else self.unit.unpublished(message.block, session.ident)
-        )
+        if message.block == 0:
+            self.leftovers.make_room(len(payload))
+            block = self.blocks.inline(payload)
+        else:
+            block = self.unit.unpublished(message.block, session.ident)
         layout, message.block, message.layout = message.layout, block.number, b""
         try:
             reply = self.controller.handle(message, ticket, session.ident, now)
@@ -333,17 +343,13 @@ class Service:
         """Publish what was committed, recycle what nobody needs any more, and let waiting allocations use it."""
         if self._held:
             self._settle_held()
-        freed = self.controller.freed
-        if freed:
-            self._drop(freed)
-            freed.clear()
+        self.leftovers.recycle()
         self.unit.retry()
 
-    def _drop(self, freed: list[int]) -> None:
-        elsewhere = self.members.drop(freed)
-        for block in freed:
-            if block not in elsewhere and self.unit.block(block) is not None:
-                self.unit.drop(block)
+    def tidy(self) -> None:
+        """A slice of `leftovers`; called as long as there are some."""
+        self.leftovers.work()
+        self.settle()
 
     def _settle_held(self) -> None:
         for ticket, reply in self.controller.outbox:
@@ -415,4 +421,4 @@ class Service:
     def check_invariants(self) -> None:
         self.controller.check_invariants()
         self.unit.check_invariants()
-        assert not self.controller.freed
+        self.leftovers.check_invariants()

@@ -85,6 +85,7 @@ class RemoteController:
         self.payloads: dict[Hashable, memoryview] = {}
         self.doubtful: set[Hashable] = set()
         self.freed: list[int] = []
+        self.unfinished = False
         self._deliver = deliver
         self._callers: dict[bytes, Caller] = {}
         self._asking: dict[Hashable, tuple[asyncio.Task[None], m.Request]] = {}
@@ -157,6 +158,9 @@ class RemoteController:
 
     def next_deadline(self) -> float | None:
         return None
+
+    def tidy(self) -> None:
+        """The controller's own server does that."""
 
     def statistics(self) -> dict[str, Any]:
         return {"controller": str(self.address), "waiting_requests": len(self._asking)}
