@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.launch import local
-from transfer_queue.server.settings import ServerConfig, default_budget
+from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import Address, parse_address
 
 CONTROLLER, UNIT, NAMESPACE = "TransferQueueController", "TransferQueueUnit", "transfer_queue"
@@ -47,7 +47,6 @@ class Supervisor:
             owner_pid=os.getpid(),
             host=config.host or self._ip,
             token=config.token or secrets.token_hex(32),
-            budget_nbytes=config.budget_nbytes or default_budget(),
         )
         self._config = config
         self._is_stopping = False

@@ -34,7 +34,7 @@ class Blocks:
         nbytes = max(1, len(payload))
         block = self.unit.place(nbytes, None)
         if block is None:
-            raise StoreFull(f"{nbytes} bytes do not fit into the store now")
+            raise StoreFull(self.unit.full(nbytes))
         self.unit.memory(block)[: len(payload)] = payload
         return block
 

@@ -25,7 +25,15 @@ from transfer_queue.server.members import Line
 from transfer_queue.server.metering import MeteredService
 from transfer_queue.server.outpost import Outpost
 from transfer_queue.server.service import Service
-from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, NotStarted, Ready, ServerConfig, clear_run_dir
+from transfer_queue.server.settings import (
+    DOOR_NAME,
+    SOCKET_NAME,
+    NotStarted,
+    Ready,
+    ServerConfig,
+    budget_of,
+    clear_run_dir,
+)
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.address import host_towards, parse_address
 from transfer_queue.wire.messages import Reply, Request, Welcome
@@ -50,7 +58,7 @@ class Server:
             config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
         self.links: set[Link] = set()
-        unit = Unit(config.budget_nbytes, config.arena_dir)
+        unit = Unit(budget_of(config), config.arena_dir)
         make = Service if config.metrics_port is None else MeteredService
         if config.join:
             self.role: Head | Outpost = Outpost(parse_address(config.join, config.token), unit, self.deliver, make)
