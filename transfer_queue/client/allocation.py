@@ -10,7 +10,7 @@ import torch
 
 from transfer_queue.client.describing import field_specs
 from transfer_queue.client.drivers import awaitable, blocking
-from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.effects import Call, Offload, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, checked_tags, commit, send_block
 from transfer_queue.codec.dtypes import torch_dtype
@@ -39,8 +39,10 @@ def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operati
         if not published:
             session.notify(m.Discard(found.block))
 
-    memory = session.views.hold(found.block, found.arena, found.offset, nbytes, ended)
-    allocation._fill(memory)
+    def hold() -> Bytes:
+        return session.views.hold(found.block, found.arena, found.offset, nbytes, ended)
+
+    allocation._fill((yield Offload(hold, nbytes)))
     return allocation
 
 
