@@ -96,7 +96,7 @@ class WorkerFeed:
         self._turn = turn
 
     def get(self, key: Key) -> Batch | End:
-        """The batch of `key` once it is its turn, or the end."""
+        """The batch of `key` once it is its turn, or the end. Raises what fetching it raised."""
         while True:
             mine = self._turn.is_mine(self._plan, key.batch_index)
             if mine is None:
@@ -107,6 +107,9 @@ class WorkerFeed:
                     found = take(self._client, self._terms, key, WAIT_S)
                 except LeaseExpired:
                     found = END
+                except BaseException:
+                    self._turn.pass_on(self._plan, key.batch_index)  # who waits for it finds out as well
+                    raise
             if found is not None:
                 self._turn.pass_on(self._plan, key.batch_index)
                 return found
