@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from transfer_queue.client.describing import field_specs
@@ -20,6 +19,7 @@ from transfer_queue.codec.plan import plan_empty
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 Specs = Mapping[str, "tuple[Sequence[int], torch.dtype]"]
 
@@ -131,4 +131,4 @@ class Allocation(Mapping[str, torch.Tensor]):
 
 def committed_meta(reply: m.Committed, partition: str, plan: Plan, tags: list[m.Tags] | None) -> BatchMeta:
     """Metadata of the rows a commit wrote."""
-    return BatchMeta._build(np.frombuffer(reply.rows, np.int64), partition, field_specs(plan.schema()), True, tags)
+    return BatchMeta._build(numbers_of(reply.rows), partition, field_specs(plan.schema()), True, tags)

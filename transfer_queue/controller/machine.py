@@ -15,10 +15,11 @@ from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
-from transfer_queue.controller.table import Table, indexes_of, rows_bytes
-from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode
+from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, StoreFull, TransferQueueError, UnknownMode
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.versions import Policy
 
 NO_BLOCK = -1
@@ -337,12 +338,17 @@ class Controller:
     def relocate(self, block: int, target: int, rows: Slots) -> bool:
         """The live cells of `block` now lie in `target`, whose rows are `rows` of the old block, ascending.
 
-        `block` is freed. False when none was left to move.
+        `block` is freed. False when none was left to move. `ProtocolError` when `target` cannot be that.
         """
         entry = self.ledger.entries.get(block)
         if entry is None:
             return False
-        self.tables[entry.partition].relocate(entry.group, block, target, rows)
+        table = self.tables[entry.partition]
+        left, _ = table.rows_in(entry.group, block)
+        is_other = target in self.ledger.entries or target >> m.UNIT_SHIFT != block >> m.UNIT_SHIFT
+        if is_other or bool((rows[1:] <= rows[:-1]).any()) or not np.isin(left, rows).all():
+            raise ProtocolError(f"block {target} does not have what is left of block {block}")
+        table.relocate(entry.group, block, target, rows)
         self.ledger.open(target, entry.live, entry.partition, entry.group)
         self.ledger.release([(block, entry.live)])
         return True

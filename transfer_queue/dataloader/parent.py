@@ -1,7 +1,7 @@
 """A worker process ends when the process that started it ends, whatever the worker waits for.
 
-Other signs are not enough: a worker that waits in a queue never sees its end, because its forked siblings hold the other
-end of the pipe as well, and so it is with the sentinel of `multiprocessing.parent_process()`.
+Other signs are not enough: a worker that waits in a queue never sees its end, because its forked siblings hold the
+other end of the pipe as well, and so it is with the sentinel of `multiprocessing.parent_process()`.
 """
 
 from __future__ import annotations

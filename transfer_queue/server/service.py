@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.blocks import Answer, Blocks
 from transfer_queue.server.handing import Handing
@@ -15,6 +13,7 @@ from transfer_queue.server.members import Members
 from transfer_queue.server.sessions import Session, Sessions
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 NO_BYTES = memoryview(b"")
 MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
@@ -203,7 +202,7 @@ class Service:
     def _complete(self, reply: m.Reply, payload: memoryview) -> Answer:
         """The answer that a controller's reply makes."""
         if isinstance(reply, m.Captured):
-            reply.units = self.members.addresses(np.frombuffer(reply.blocks, np.int64).tolist(), reply.units)
+            reply.units = self.members.addresses(numbers_of(reply.blocks).tolist(), reply.units)
         return reply, (payload,) if payload else ()
 
     def _commit(
