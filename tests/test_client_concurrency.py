@@ -295,6 +295,36 @@ def test_a_cancelled_wait_for_room_takes_no_room(service: Service) -> None:
         client.allocate({"x": ((5 << 20,), torch.uint8)})
 
 
+async def longest_standstill_share(work: Callable[[], Any]) -> float:
+    """The longest time for which the running loop did nothing else during `work`, as a part of all of it."""
+    gaps: list[float] = []
+    started = time.monotonic()
+    working = asyncio.ensure_future(work())
+    while not working.done():
+        at = time.monotonic()
+        await asyncio.sleep(0.0005)
+        gaps.append(time.monotonic() - at)
+    await working
+    return max(gaps) / (time.monotonic() - started)
+
+
+@pytest.mark.parametrize("kind", ["put", "allocate"])
+def test_the_loop_goes_on_while_large_puts_are_under_way(client: tq.TransferQueueClient, kind: str) -> None:
+    columns = {f"x{number}": torch.ones(1, 4 << 20) for number in range(16)}
+    held: list[Any] = []
+
+    async def allocate() -> None:
+        held.append(await client.async_allocate({"x": ((1, 4 << 20), torch.float32)}))
+
+    async def work() -> None:
+        if kind == "put":
+            await asyncio.gather(*(client.async_put(batch(1, **{n: x}), partition_id=n) for n, x in columns.items()))
+        else:
+            await asyncio.gather(*(allocate() for _ in range(16)))
+
+    assert asyncio.run(longest_standstill_share(work)) < 0.4
+
+
 def test_async_deadline_of_a_fetch(client: tq.TransferQueueClient) -> None:
     async def main() -> None:
         started = time.monotonic()

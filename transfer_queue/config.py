@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
-from transfer_queue.server.settings import ServerConfig, default_budget
+from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import is_everywhere, parse_address
 from transfer_queue.wire.token import token_from_environment, token_from_file
 from transfer_queue.wire.versions import Policy
@@ -208,7 +208,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         token=_token(conf.server.token_file) if host or join else "",
         unit_token=_unit_token(conf.server.unit_token_file, bool(join)) if host or join else "",
         join=join,
-        budget_nbytes=_number(simple.budget_nbytes, "backend.SimpleStorage.budget_nbytes", 1) or default_budget(),
+        budget_nbytes=_number(simple.budget_nbytes, "backend.SimpleStorage.budget_nbytes", 1) or 0,
         max_rows=_number(simple.total_storage_size, "backend.SimpleStorage.total_storage_size", 1),
         reserved_rows=environment.reserved_rows,
         trim_after_s=_seconds(simple.trim_after_s, "backend.SimpleStorage.trim_after_s"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from transfer_queue.client.describing import field_specs
 from transfer_queue.client.drivers import awaitable, blocking
-from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.effects import Call, Offload, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, checked_tags, commit, send_block
 from transfer_queue.codec.dtypes import torch_dtype
@@ -20,6 +19,7 @@ from transfer_queue.codec.plan import plan_empty
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 Specs = Mapping[str, "tuple[Sequence[int], torch.dtype]"]
 
@@ -39,8 +39,10 @@ def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operati
         if not published:
             session.notify(m.Discard(found.block))
 
-    memory = session.views.hold(found.rid, found.block, found.arena, found.offset, nbytes, ended)
-    allocation._fill(memory)
+    def hold() -> Bytes:
+        return session.views.hold(found.rid, found.block, found.arena, found.offset, nbytes, ended)
+
+    allocation._fill((yield Offload(hold, nbytes)))
     return allocation
 
 
@@ -133,5 +135,5 @@ def committed_meta(
     session: Session, reply: m.Committed, partition: str, plan: Plan, tags: list[m.Tags] | None
 ) -> BatchMeta:
     """Metadata of the rows a commit wrote."""
-    rows, schema = np.frombuffer(reply.rows, np.int64), field_specs(plan.schema())
-    return BatchMeta._build(rows, partition, schema, True, tags, session.service_id)
+    schema = field_specs(plan.schema())
+    return BatchMeta._build(numbers_of(reply.rows), partition, schema, True, tags, session.service_id)

@@ -12,6 +12,7 @@ import torch
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, FieldSchema
+from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.messages import RowSet
 
 
@@ -37,7 +38,7 @@ def batch_meta(service_id: bytes, reply: RowSet, partition: str, fields: list[st
     schema = field_specs(reply.schema)
     for name in fields or ():
         schema.setdefault(name, UNKNOWN)
-    indexes = np.frombuffer(reply.rows, np.int64)
+    indexes = numbers_of(reply.rows)
     ready = True if reply.ready is None else np.frombuffer(reply.ready, np.int8).copy()
     meta = BatchMeta._build(indexes, partition, schema, ready, reply.tags, service_id)
     meta.lease = reply.lease

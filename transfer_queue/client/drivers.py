@@ -123,7 +123,7 @@ async def _perform_async(session: Session, effect: Effect, given: Given) -> Any:
     if type(effect) is Offload:
         if effect.nbytes < OFFLOAD_NBYTES:
             return effect.work()
-        return await _finish(asyncio.get_running_loop().run_in_executor(None, effect.work))
+        return await _finish(asyncio.wrap_future(session.mover.start(effect.work)))
     if type(effect) is Together:
         given.calls += effect.calls
         found = await asyncio.gather(*(session.call_async(call) for call in effect.calls))

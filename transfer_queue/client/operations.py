@@ -24,6 +24,7 @@ from transfer_queue.codec.values import is_plain
 from transfer_queue.errors import BatchMismatch, InvalidInput, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 log = logging.getLogger("transfer_queue")
 
@@ -255,7 +256,7 @@ def status(reply: m.Status, num_fields: int | None = None) -> tuple[torch.Tensor
     """(global indexes, int8 status) of a partition, ascending; (None, None) when it or a field is unknown."""
     if not reply.known:
         return None, None
-    runs = np.frombuffer(reply.runs, np.int64).reshape(-1, 2)
+    runs = numbers_of(reply.runs, 2)
     rows = torch.from_numpy(row_numbers(runs))
     values = torch.from_numpy(np.frombuffer(reply.status, np.int8).copy())
     return rows, values if num_fields is None else values.view(len(rows), num_fields)

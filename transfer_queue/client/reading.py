@@ -12,20 +12,22 @@ from tensordict import TensorDict
 
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.notes import warn_once
-from transfer_queue.client.remote import received
+from transfer_queue.client.remote import layout_of, received
 from transfer_queue.client.session import Session
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Bytes, Layout, decode_layout
 from transfer_queue.codec.memory import Copies
 from transfer_queue.codec.rows import Block, Copier, row_numbers
-from transfer_queue.errors import ProtocolError, RowCleared
+from transfer_queue.errors import ProtocolError, RowCleared, SchemaConflict
 from transfer_queue.schema import OBJECTS, FieldSchema
 from transfer_queue.storage.shm.unit import SMALL_NBYTES
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import Numbers, numbers_of
 
 # Smaller reads are copied: they must not hold a whole block, and tidying up after a view costs the size of its block.
 VIEW_NBYTES, VIEW_SHARE, LARGE_VIEW_NBYTES = 64 << 10, 8, 32 << 20
 MAX_LOOKS = 3
+MAX_ARENAS = 1 << 16
 RUN_NBYTES = 24  # of one (piece, first row, number of rows)
 
 
@@ -124,7 +126,7 @@ def _located(
                     layout, data = elsewhere[number]
                     lying.append(Lying(reply.rid, piece, layout, Block(data, layout, 0), None))
                 else:
-                    lying.append(_lying(session, reply.rid, piece, layouts[piece.layout], payload, own))
+                    lying.append(_lying(session, reply.rid, piece, layout_of(piece, layouts), payload, own))
         except RowCleared:
             looks -= 1
             if not looks:
@@ -139,12 +141,14 @@ def _located(
 
 def _lying(session: Session, rid: int, piece: m.Piece, layout: Layout, payload: memoryview, own: bool) -> Lying:
     """The memory of one piece of this host: in the payload, or mapped."""
-    if layout.nbytes > piece.nbytes:
-        raise ProtocolError(f"a block of {piece.nbytes} bytes with a layout of {layout.nbytes}")
+    if layout.nbytes > piece.nbytes or piece.offset < 0 or not m.INLINE <= piece.arena < MAX_ARENAS:
+        raise ProtocolError(f"a block of {piece.nbytes} bytes at {piece.offset} with a layout of {layout.nbytes}")
     if piece.arena == m.INLINE:
         data: Bytes = np.frombuffer(payload, np.uint8)[piece.offset : piece.offset + piece.nbytes]
         return Lying(rid, piece, layout, Block(data, layout, 0), None)
     data = session.arenas[piece.arena].shared[piece.offset : piece.offset + piece.nbytes]
+    if len(data) < piece.nbytes:
+        raise ProtocolError(f"a block of {piece.nbytes} bytes at {piece.offset}, beyond its arena")
     return Lying(rid, piece, layout, Block(data, layout, -1), None if own else session)
 
 
@@ -170,7 +174,7 @@ def _fields(
 ) -> dict[str, Any]:
     content: dict[str, Any] = dict.fromkeys(schema)
     for part in reply.parts:
-        table = np.frombuffer(part.runs, np.int64).reshape(-1, 3)
+        table = _runs(part, reply, lying)
         runs = table.tolist()
         single = len(runs) == 1
         scattered = not single and table[0, 0] == table[-1, 0] and bool((table[:, 0] == table[0, 0]).all())
@@ -181,7 +185,33 @@ def _fields(
             if single or schema[name].kind == OBJECTS:
                 located = [(lying[p].block_for(name, n, single), first, n) for p, first, n in runs]
             content[name] = assembler.field(schema[name], located, rows)
+    if any(value is None for value in content.values()):
+        raise ProtocolError("a reply without some of its fields")
     return content
+
+
+def _runs(part: m.Part, reply: m.Located, lying: list[Lying]) -> Numbers:
+    """Where the rows of a part lie: as many as the reply has, each in a block that is there."""
+    table = numbers_of(part.runs, 3)
+    if not (_is_one_run if len(table) == 1 else _are_runs)(table, reply.count, lying):
+        raise ProtocolError(f"runs that are not {reply.count} rows of {len(lying)} blocks")
+    if not {field.name for field in reply.schema}.issuperset(part.fields):
+        raise ProtocolError(f"fields {part.fields} without a schema")
+    return table
+
+
+def _is_one_run(table: Numbers, count: int, lying: list[Lying]) -> bool:
+    """As `_are_runs`, ten microseconds faster."""
+    piece, first, rows = table[0].tolist()
+    return 0 <= piece < len(lying) and 0 <= first < first + rows <= lying[piece].layout.rows and rows == count
+
+
+def _are_runs(table: Numbers, count: int, lying: list[Lying]) -> bool:
+    pieces, firsts, rows = table[:, 0], table[:, 1], table[:, 2]
+    if not len(table) or pieces.min() < 0 or pieces.max() >= len(lying) or firsts.min() < 0 or rows.min() < 1:
+        return False
+    limits = np.array([one.layout.rows for one in lying])[pieces]
+    return not bool((rows > limits - firsts).any()) and int(rows.sum()) == count
 
 
 def _joined_fields(
@@ -190,12 +220,22 @@ def _joined_fields(
     """The rows of several partitions, one after the other."""
     located: dict[str, list[tuple[Block, int, int]]] = {name: [] for name in schema}
     for reply, lying in replies:
-        schema.update({field.name: schema[field.name].merged(field) for field in reply.schema})
+        for field in reply.schema:
+            schema[field.name] = _merged(schema.get(field.name), field)
         for part in reply.parts:
-            runs = np.frombuffer(part.runs, np.int64).reshape(-1, 3).tolist()
+            runs = _runs(part, reply, lying).tolist()
             for name in part.fields:
                 located[name] += [(lying[p].block_for(name, n, False), first, n) for p, first, n in runs]
     return {name: assembler.field(field, located[name]) for name, field in schema.items()}
+
+
+def _merged(known: FieldSchema | None, field: FieldSchema) -> FieldSchema:
+    if known is None:
+        raise ProtocolError(f"field {field.name!r} was not in the first of several replies")
+    if known.conflict(field) is not None:
+        one, other = (f"{each.kind} {each.dtype} {each.shape}" for each in (known, field))
+        raise SchemaConflict(f"field {field.name!r} is {one} in one partition and {other} in another")
+    return known.merged(field)
 
 
 def new_tensordict(content: dict[str, Any], count: int) -> TensorDict:

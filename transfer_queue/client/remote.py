@@ -4,7 +4,7 @@ straight into their place, over several connections when they are many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from transfer_queue.codec.layout import Bytes, Ints, Layout, decode_layout
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.errors import ProtocolError
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 STREAM_NBYTES = 32 << 20  # what one call moves at most
 
@@ -48,9 +49,11 @@ def received(session: Session, reply: m.Located) -> Operation[dict[int, Received
             blocks = [one.block for one in taken.pieces if one.arena == m.ELSEWHERE]
             pinned.append((to, m.Unpin(taken.rid, blocks)))
             layouts = [decode_layout(layout) for layout in taken.layouts]
+            if len(taken.pieces) != len(pieces):
+                raise ProtocolError(f"{len(taken.pieces)} pieces, {len(pieces)} were asked for")
             for piece, one in zip(pieces, taken.pieces, strict=True):
-                layout = layouts[one.layout]
-                if layout.nbytes > one.nbytes:
+                layout = layout_of(one, layouts)
+                if layout.nbytes > one.nbytes or one.offset < 0:
                     raise ProtocolError(f"a block of {one.nbytes} bytes with a layout of {layout.nbytes}")
                 if one.arena == m.INLINE:
                     data: Bytes = np.frombuffer(payload, np.uint8)[one.offset : one.offset + one.nbytes]
@@ -68,6 +71,12 @@ def received(session: Session, reply: m.Located) -> Operation[dict[int, Received
     return found
 
 
+def layout_of(piece: m.Piece, layouts: Sequence[Layout]) -> Layout:
+    if not 0 <= piece.layout < len(layouts):
+        raise ProtocolError(f"layout {piece.layout} of {len(layouts)}")
+    return layouts[piece.layout]
+
+
 def _reads(session: Session, block: int, data: Bytes, to: str) -> Iterator[Call]:
     for start in range(0, len(data), STREAM_NBYTES):
         part = memoryview(data[start : start + STREAM_NBYTES])  # type: ignore[arg-type]
@@ -82,7 +91,7 @@ def _cuts(reply: m.Located) -> dict[int, m.Cut]:
     runs: dict[int, list[Ints]] = {}
     fields: dict[int, dict[str, None]] = {}
     for part in reply.parts:
-        table = np.frombuffer(part.runs, np.int64).reshape(-1, 3)
+        table = numbers_of(part.runs, 3)
         for piece in elsewhere.intersection(np.unique(table[:, 0]).tolist()):
             runs.setdefault(piece, []).append(table[table[:, 0] == piece, 1:])
             fields.setdefault(piece, {}).update(dict.fromkeys(part.fields))
@@ -98,11 +107,11 @@ def _recount(reply: m.Located, taken: dict[int, bytes], found: dict[int, Receive
     """Let the runs of cut pieces name rows of the cut; rows of a run lie together in it, too."""
     cut = {}
     for piece, data in taken.items():
-        rows = np.frombuffer(data, np.int64)
+        rows = numbers_of(data)
         if found[piece].layout.rows == len(rows):
             cut[piece] = rows
     for part in reply.parts:
-        table = np.frombuffer(part.runs, np.int64).reshape(-1, 3).copy()
+        table = numbers_of(part.runs, 3).copy()
         for piece in cut.keys() & set(table[:, 0].tolist()):
             of_piece = table[:, 0] == piece
             table[of_piece, 1] = np.searchsorted(cut[piece], table[of_piece, 1])

@@ -21,6 +21,7 @@ from transfer_queue.client.writing import send_block
 from transfer_queue.codec.layout import Ints
 from transfer_queue.errors import ProtocolError
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.checkpoints import STATE_S
 
 CHUNK_NBYTES = 4 << 20
@@ -134,7 +135,7 @@ def snapshot(session: Session) -> Iterator[Snapshot]:
 
 def _pin_all(found: Snapshot, captured: m.Captured, own: int) -> None:
     """Pin every block where it lies; none goes away meanwhile."""
-    blocks = np.frombuffer(captured.blocks, np.int64)
+    blocks = numbers_of(captured.blocks)
     units = blocks >> m.UNIT_SHIFT
     try:
         for unit in np.unique(units).tolist():

@@ -65,8 +65,12 @@ def _store_block(
     wait_s = max(0.0, deadline - time.monotonic())
     allocated: m.Allocated = (yield Call(m.Allocate(session.next_rid(), nbytes, False, wait_s), wait_s=wait_s))[0]
     if session.is_local:
-        into = session.arenas[allocated.arena].writable(allocated.offset, nbytes)
-        yield Offload(lambda: plan.write(into, session.mover), nbytes)
+
+        def fill() -> None:
+            into = session.arenas[allocated.arena].writable(allocated.offset, nbytes)
+            plan.write(into, session.mover)
+
+        yield Offload(fill, nbytes)
     else:
         own = session.pool.allocate(nbytes)
         yield Offload(lambda: plan.write(own, session.mover), nbytes)

@@ -13,13 +13,14 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 
 from transfer_queue.codec.layout import Bytes, Ints
 
+T = TypeVar("T")
 HUGE_NBYTES = 2 << 20
 THREADED_NBYTES = 4 << 20
 DIRECT_NBYTES = 256 << 10
@@ -66,6 +67,7 @@ class Mover:
     def __init__(self, num_threads: int | None = None) -> None:
         self._helpers = max(0, (num_threads or min(4, os.cpu_count() or 1)) - 1)
         self._pool: ThreadPoolExecutor | None = None
+        self._workers: ThreadPoolExecutor | None = None
         self._pid = 0
         self._lock = threading.Lock()
 
@@ -85,18 +87,36 @@ class Mover:
             other.result()
         return None
 
-    def close(self) -> None:
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work`, which moves bytes, in a thread. More at once than copy well would keep the processors from an
+        event loop that waits for them."""
         with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None and self._pid == os.getpid():
-            pool.shutdown()
+            self._leave_to_parent()
+            if self._workers is None:
+                self._workers = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="tq-work")
+            return self._workers.submit(work)
+
+    def close(self) -> None:
+        """End the threads, once what was started is done."""
+        with self._lock:
+            self._leave_to_parent()
+            pools = (self._workers, self._pool)
+            self._workers = self._pool = None
+        for pool in pools:
+            if pool is not None:
+                pool.shutdown()
 
     def _helper(self) -> ThreadPoolExecutor:
         with self._lock:
-            if self._pool is None or self._pid != os.getpid():
+            self._leave_to_parent()
+            if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="tq-copy")
-                self._pid = os.getpid()
             return self._pool
+
+    def _leave_to_parent(self) -> None:
+        """A forked child has none of the threads."""
+        if self._pid != os.getpid():
+            self._pid, self._pool, self._workers = os.getpid(), None, None
 
 
 class Copies:

@@ -20,9 +20,14 @@ from transfer_queue.schema import DENSE, VARIED
 
 
 class Block:
-    """The memory of one block. Views of parts of at least `view_nbytes` may be handed out (-1: none may)."""
+    """The memory of one block. Views of parts of at least `view_nbytes` may be handed out (-1: none may).
+
+    Raises `ProtocolError` when the layout needs more than there is.
+    """
 
     def __init__(self, data: Bytes, layout: Layout, view_nbytes: int) -> None:
+        if layout.nbytes > len(data):
+            raise ProtocolError(f"a block of {len(data)} bytes with a layout of {layout.nbytes}")
         self.data = data  # uint8, at least layout.nbytes
         self.layout = layout
         self.view_nbytes = view_nbytes

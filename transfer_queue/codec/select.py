@@ -8,6 +8,7 @@ import numpy as np
 
 from transfer_queue.codec.layout import Builder, Bytes, Column, Ints, Layout
 from transfer_queue.codec.rows import Block, Copier, Run, gather_ragged, join_offsets, take_dense, varied_parts
+from transfer_queue.errors import ProtocolError
 from transfer_queue.schema import DENSE, NESTED, RAGGED, VARIED
 
 Fill = Callable[[Bytes], None]
@@ -16,8 +17,10 @@ Fill = Callable[[Bytes], None]
 def selected(layout: Layout, data: Bytes, rows: Ints, fields: Sequence[str]) -> tuple[Layout, Fill]:
     """The layout of a block with only `rows` (ascending) of `fields`, and the function that writes it.
 
-    The function only reads `data` and may run in another thread.
+    The function only reads `data` and may run in another thread. `ProtocolError` when that is no such block.
     """
+    if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < layout.rows:
+        raise ProtocolError(f"rows {rows[0]}..{rows[-1]} of a block of {layout.rows}")
     block = Block(data, layout, view_nbytes=-1)
     builder = Builder()
     writes: list[tuple[int, Bytes]] = []

@@ -20,9 +20,10 @@ from typing import TypeAlias
 import numpy as np
 
 from transfer_queue.controller.readiness import RESERVED, Slots, Task
-from transfer_queue.controller.table import Table, indexes_of
+from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput, LeaseExpired
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import indexes_of
 
 LeaseRequest: TypeAlias = "m.Ack | m.Renew | m.Release"
 REQUESTS = (m.Ack, m.Renew, m.Release)

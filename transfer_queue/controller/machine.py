@@ -19,11 +19,12 @@ from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.remains import Remains
 from transfer_queue.controller.restoring import Restoring
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
-from transfer_queue.controller.table import Table, indexes_of, rows_bytes
+from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import Grant, Inserted
-from transfer_queue.errors import InvalidInput, RowCleared, StoreFull, TransferQueueError, UnknownMode
+from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, StoreFull, TransferQueueError, UnknownMode
 from transfer_queue.sampler.base import BaseSampler, forgets_partitions
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.versions import Policy
 
 NO_BLOCK = -1
@@ -407,11 +408,15 @@ class Controller:
     def relocate(self, block: int, target: int, rows: Slots) -> bool:
         """The live cells of `block` now lie in `target`, whose rows are `rows` of the old block, ascending.
 
-        `block` is freed. False when none was left to move.
+        `block` is freed. False when none was left to move. `ProtocolError` when `target` cannot be that.
         """
         entry = self.ledger.find(block)
         if entry is None:
             return False
+        left, _ = entry.table.rows_in(entry.group, block)
+        is_other = self.ledger.find(target) is not None or target >> m.UNIT_SHIFT != block >> m.UNIT_SHIFT
+        if is_other or bool((rows[1:] <= rows[:-1]).any()) or not np.isin(left, rows).all():
+            raise ProtocolError(f"block {target} does not have what is left of block {block}")
         entry.table.relocate(entry.group, block, target, rows)
         self.ledger.open(target, entry.live, entry.table, entry.group)
         self.ledger.release([(block, entry.live)])

@@ -13,10 +13,11 @@ from transfer_queue.controller.hints import left_out
 from transfer_queue.controller.locating import located
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.status import status, unknown
-from transfer_queue.controller.table import Table, indexes_of
+from transfer_queue.controller.table import Table
 from transfer_queue.errors import RowCleared, UnknownRows
 from transfer_queue.names import hint
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import indexes_of
 
 
 class Queries:

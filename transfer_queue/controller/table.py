@@ -387,12 +387,5 @@ class Table:
                 assert not expected[: view.low].any()
 
 
-def indexes_of(data: bytes) -> NDArray[np.int64]:
-    """Row indexes as they travel."""
-    if len(data) % 8:
-        raise InvalidInput(f"row indexes of {len(data)} bytes")
-    return np.frombuffer(data, np.int64)
-
-
 def rows_bytes(values: NDArray[Any]) -> bytes:
     return np.ascontiguousarray(values, np.int64).tobytes()

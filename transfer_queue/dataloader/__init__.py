@@ -5,6 +5,7 @@ StreamingDataLoader     torch's DataLoader; with workers, `Deliveries` in the pa
      └─ Feed            fetches ahead in one thread and keeps leases alive; `take` is one fetch
          └─ Holder      the session that holds the leases: they end with it
 workers                 what a loader tells its workers, and whose turn it is to fetch
+parent                  workers end with the process that started them
 """
 
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader

@@ -16,6 +16,7 @@ from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
 from transfer_queue.dataloader.holder import Holder, client_for
+from transfer_queue.dataloader.parent import end_with_parent
 from transfer_queue.dataloader.receipts import Acks, Receipt, split
 from transfer_queue.dataloader.workers import Links, Plan, WorkerFeed, batches
 from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
@@ -140,8 +141,10 @@ class StreamingDataset(IterableDataset[Any]):
         return self._client
 
     def __iter__(self) -> Iterator[Any]:
-        client = self.client()
         worker = get_worker_info()
+        if worker is not None:
+            end_with_parent()
+        client = self.client()
         if worker is not None and self.links is not None:
             return self._worker_batches(client, worker.id, self.links)
         if worker is not None and self._stride == 1:  # a plain DataLoader: workers share the batches between them

@@ -96,7 +96,7 @@ class WorkerFeed:
         self._turn = turn
 
     def get(self, key: Key) -> Batch | End:
-        """The batch of `key` once it is its turn, or the end."""
+        """The batch of `key` once it is its turn, or the end. Raises what fetching it raised."""
         waited_s = 0.0
         while True:
             mine = self._turn.is_mine(self._plan, key.batch_index)
@@ -109,6 +109,9 @@ class WorkerFeed:
                     waited_s += WAIT_S
                 except LeaseExpired:
                     found = END
+                except BaseException:
+                    self._turn.pass_on(self._plan, key.batch_index)  # who waits for it finds out as well
+                    raise
             if found is not None:
                 self._turn.pass_on(self._plan, key.batch_index)
                 return found

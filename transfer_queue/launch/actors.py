@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.launch import local
-from transfer_queue.server.settings import ServerConfig, default_budget
+from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import Address, parse_address
 
 CONTROLLER, UNIT, NAMESPACE = "TransferQueueController", "TransferQueueUnit", "transfer_queue"
@@ -48,7 +48,6 @@ class Supervisor:
             host=config.host or self._ip,
             token=config.token or secrets.token_hex(32),
             unit_token=config.unit_token or secrets.token_hex(32),  # to other supervisors only, within their settings
-            budget_nbytes=config.budget_nbytes or default_budget(),
         )
         self._config = config
         self._is_stopping = False

@@ -13,6 +13,7 @@ from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.server.sessions import Session
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 REMOTE_INLINE_NBYTES = 1 << 20
 MAX_STATE_NBYTES = 8 << 30
@@ -34,7 +35,7 @@ class Blocks:
         nbytes = max(1, len(payload))
         block = self.unit.place(nbytes, None)
         if block is None:
-            raise StoreFull(f"{nbytes} bytes do not fit into the store now")
+            raise StoreFull(self.unit.full(nbytes))
         self.unit.memory(block)[: len(payload)] = payload
         return block
 
@@ -113,7 +114,7 @@ class Blocks:
         """The pinned block of what `cut` asks for; the block itself when that is all, or when there is no room."""
         block = self.unit.block(cut.block)
         assert block is not None
-        layout, rows = decode_layout(block.layout), np.frombuffer(cut.rows, np.int64)
+        layout, rows = decode_layout(block.layout), numbers_of(cut.rows)
         if not len(rows) or rows[0] < 0 or rows[-1] >= layout.rows or (np.diff(rows) <= 0).any():
             raise InvalidInput(f"rows of a block of {layout.rows}: ascending and distinct")
         self.unit.pin(block.number, session.ident, rid)
@@ -152,7 +153,7 @@ class Blocks:
     def pin(self, message: m.Request, session: Session) -> Answer:
         """Pin whole blocks, to be mapped or read."""
         assert isinstance(message, m.Pin)
-        pieces = [m.Piece(block, m.ELSEWHERE, 0, 0, 0) for block in np.frombuffer(message.blocks, np.int64).tolist()]
+        pieces = [m.Piece(block, m.ELSEWHERE, 0, 0, 0) for block in numbers_of(message.blocks).tolist()]
         reply = m.Taken(message.rid, pieces, [])
         if len(self.unit.describe(pieces, reply.layouts)) < len(pieces):
             raise RowCleared("the blocks lay on a unit that is not here any more")

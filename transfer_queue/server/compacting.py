@@ -6,15 +6,18 @@ The controller's server finds the thin blocks; each unit rewrites its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from transfer_queue.codec.layout import Ints, decode_layout, encode_layout
 from transfer_queue.codec.select import selected
 from transfer_queue.controller import Controller
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import ProtocolError, TransferQueueError
 from transfer_queue.server.members import Members, unit_of
 from transfer_queue.server.service import Service
 from transfer_queue.wire import messages as m
+
+log = logging.getLogger("transfer_queue.server")
 
 MIN_NBYTES = 1 << 20
 OWNER = b"compaction"
@@ -65,6 +68,8 @@ class Compactor:
                 unit.drop(target.number)
                 return
             self.num_moved += 1
+        except ProtocolError as error:
+            log.warning("block %d stays as it is, its writer described it wrongly: %s", number, error)
         finally:
             unit.unpin(number, OWNER)
             self._service.settle()

@@ -6,13 +6,13 @@ from typing import Any
 
 from transfer_queue.codec.layout import Ints
 from transfer_queue.controller import Controller
-from transfer_queue.controller.table import indexes_of
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.server.compacting import Compactor, start_thin
 from transfer_queue.server.members import Line
 from transfer_queue.server.service import Service
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 
 class Head:
@@ -45,7 +45,7 @@ class Head:
                 case m.Settle():
                     return self.members.settle(message)
                 case m.Moved(block=block, target=target, rows=rows):
-                    if self.controller.relocate(block, target, indexes_of(rows)):
+                    if self.controller.relocate(block, target, numbers_of(rows)):
                         self.service.settle()
                         return m.Done(message.rid)
         except TransferQueueError as error:

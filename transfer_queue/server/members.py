@@ -14,6 +14,7 @@ import numpy as np
 
 from transfer_queue.errors import InvalidInput, ServiceUnavailable
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 AWAY_S = 60.0
 MAX_REFUSED = 1 << 16
@@ -54,7 +55,7 @@ class Members:
             self._last += 1
             member = self._members[self._last] = Member(self._last, message.incarnation, address, line)
         member.line, member.address = line, address
-        has = np.frombuffer(message.blocks, np.int64).tolist()
+        has = numbers_of(message.blocks).tolist()
         needed = {block for block in self.known() if unit_of(block) == member.number}
         return m.Joined(message.rid, member.number, numbers([block for block in has if block not in needed]))
 
@@ -93,7 +94,7 @@ class Members:
     def settle(self, message: m.Settle) -> m.Blocks:
         """Which blocks no row refers to; they are refused from now on."""
         known = set(self.known())
-        gone = [block for block in np.frombuffer(message.blocks, np.int64).tolist() if block not in known]
+        gone = [block for block in numbers_of(message.blocks).tolist() if block not in known]
         self._refused.update(dict.fromkeys(gone))
         while len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]

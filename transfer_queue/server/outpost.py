@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from transfer_queue.codec.layout import Ints
 from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.server.compacting import Compactor
@@ -22,6 +20,7 @@ from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.aio import AsyncConnection
+from transfer_queue.wire.arrays import numbers_of
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -148,11 +147,11 @@ class Outpost:
             case m.Drop(blocks=blocks):
                 self._drop(blocks)
             case m.Thin(block=block, rows=rows, fields=fields):
-                self.compactor.start(block, np.frombuffer(rows, np.int64), fields)
+                self.compactor.start(block, numbers_of(rows), fields)
         self._deliver()
 
     def _drop(self, blocks: bytes) -> None:
-        self.remote.freed.extend(np.frombuffer(blocks, np.int64).tolist())
+        self.remote.freed.extend(numbers_of(blocks).tolist())
         self.service.settle()
         if self.service.leftovers:
             self._deliver()

@@ -26,7 +26,15 @@ from transfer_queue.server.members import Line
 from transfer_queue.server.metering import MeteredService
 from transfer_queue.server.outpost import Outpost
 from transfer_queue.server.service import Service
-from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, NotStarted, Ready, ServerConfig, clear_run_dir
+from transfer_queue.server.settings import (
+    DOOR_NAME,
+    SOCKET_NAME,
+    NotStarted,
+    Ready,
+    ServerConfig,
+    budget_of,
+    clear_run_dir,
+)
 from transfer_queue.server.turns import Turns
 from transfer_queue.storage.shm.unit import Unit
 from transfer_queue.wire.address import host_towards, is_everywhere, parse_address
@@ -61,7 +69,7 @@ class Server:
         self.crowd = Crowd(raise_descriptor_limit() - SPARE_DESCRIPTORS)
         self.turns = Turns()
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
-        unit = Unit(config.budget_nbytes, config.arena_dir)
+        unit = Unit(budget_of(config), config.arena_dir)
         unit.notice_after(config.notice_after_s)
         unit.open_arenas()  # while there are descriptors
         make = Service if config.metrics_port is None else MeteredService

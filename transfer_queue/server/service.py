@@ -7,10 +7,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
-from transfer_queue.controller.table import indexes_of
 from transfer_queue.errors import DataLost, InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.blocks import Answer, Blocks
 from transfer_queue.server.handing import Handing
@@ -19,6 +16,7 @@ from transfer_queue.server.members import Members
 from transfer_queue.server.sessions import Session, Sessions
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import indexes_of, numbers_of
 from transfer_queue.wire.hello import Life
 
 NO_BYTES = memoryview(b"")
@@ -248,7 +246,7 @@ class Service:
     def _complete(self, reply: m.Reply, payload: memoryview) -> Answer:
         """The answer that a controller's reply makes."""
         if isinstance(reply, m.Captured):
-            reply.units = self.members.addresses(np.frombuffer(reply.blocks, np.int64).tolist(), reply.units)
+            reply.units = self.members.addresses(numbers_of(reply.blocks).tolist(), reply.units)
         return reply, (payload,) if payload else ()
 
     def _commit(

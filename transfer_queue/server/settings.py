@@ -10,10 +10,13 @@ from typing import Any
 import msgspec
 
 from transfer_queue.controller.parking import NOTICE_AFTER_S
+from transfer_queue.errors import ConfigError
+from transfer_queue.storage.shm.arena import free_nbytes
 from transfer_queue.wire.versions import Policy
 
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
 MEMORY_SHARE = 0.6
+DISK_SHARE = 0.95  # of what is free where the arena files are: their books need space as well
 
 
 def clear_run_dir(run_dir: str) -> None:
@@ -36,6 +39,23 @@ def default_budget() -> int:
     return int(min(limits) * MEMORY_SHARE)
 
 
+def budget_of(config: ServerConfig) -> int:
+    """The bytes that the blocks of a server may have: what was configured, else the default of this host.
+
+    Arena files must fit where they lie: raises `ConfigError` when what was configured does not, or nothing does.
+    """
+    wanted = config.budget_nbytes or default_budget()
+    free = None if config.arena_dir is None else free_nbytes(config.arena_dir)
+    if free is None or (config.budget_nbytes and wanted <= free):
+        return wanted
+    if config.budget_nbytes or not free:
+        raise ConfigError(
+            f"backend.SimpleStorage.budget_nbytes: {wanted} bytes, but {config.arena_dir} (arena_dir) has {free} bytes"
+            " free"
+        )
+    return min(wanted, int(free * DISK_SHARE))
+
+
 class ServerConfig(msgspec.Struct, kw_only=True):
     """All settings of one server process; travels as JSON over its standard input.
 
@@ -43,10 +63,10 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     host, port, token: serve TCP there, peers must know the token ("" : no TCP). unit_token: what
     servers that join as storage units must know besides (""; none may). join: the address of the controller's
     server ("tcp:HOST:PORT"), of whose service this is one more storage unit ("": this is the controller's server;
-    max_rows, reserved_rows, sampler and client do not count for others). budget_nbytes: bytes of all blocks.
-    max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the start.
-    trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of the
-    arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
+    max_rows, reserved_rows, sampler and client do not count for others). budget_nbytes: bytes of all blocks (0: see
+    `budget_of`). max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the
+    start. trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of
+    the arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
     metrics_port: serve Prometheus metrics on this port (None: no metrics) of metrics_host ("": `host`, but loopback
     where that is none or every address). logging_level: a level of the logging module. staleness: how old rows may be.
     notice_after_s: when callers that wait are told what is missing, ascending.
@@ -59,7 +79,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     token: str = ""
     unit_token: str = ""
     join: str = ""
-    budget_nbytes: int
+    budget_nbytes: int = 0
     max_rows: int | None = None
     reserved_rows: int = 1
     trim_after_s: float = 60.0

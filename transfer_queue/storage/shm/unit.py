@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
-from transfer_queue.storage.shm.arena import Arena
+from transfer_queue.storage.shm.arena import NO_SPACE, Arena
 from transfer_queue.storage.shm.pins import NO_REQUEST, Pins
 from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocate, Allocated, Failed, Piece, Reply, Waiting
 
@@ -39,7 +39,7 @@ class Unit:
     `number` and are never used again.
 
     An allocation that does not fit now is parked, and answered in `outbox` when memory is released, first come, first
-    served.
+    served. Arenas in a `directory` need space of its file system as well: none is as if the budget had no room.
     """
 
     def __init__(self, budget_nbytes: int, directory: str | None = None) -> None:
@@ -55,6 +55,8 @@ class Unit:
         self._unpublished: dict[bytes, set[int]] = {}
         self._pins = Pins()
         self._waiting: ParkingLot[Allocate] = ParkingLot()
+        self._disk_is_full = False  # why the latest block that found no room found none
+        self._refused: Parked[Allocate] | None = None  # waits for space of the file system, and none was released yet
 
     def renumber(self, number: int) -> None:
         """Number the blocks from here on as those of unit `number`."""
@@ -69,12 +71,16 @@ class Unit:
             raise InvalidInput(f"a block of {message.nbytes} bytes")
         if message.nbytes > self.budget_nbytes:
             raise StoreFull(f"{message.nbytes} bytes exceed the store's budget of {self.budget_nbytes} bytes")
-        allocated = None if len(self._waiting) else self._allocated(message, session)
+        is_first = not len(self._waiting)
+        allocated = self._allocated(message, session) if is_first else None
         if allocated is not None:
             return allocated
         if message.timeout_s <= 0:
-            raise StoreFull(self._full(message.nbytes))
-        self._waiting.add(Parked(ticket, session, message, now + message.timeout_s, now))
+            raise StoreFull(self.full(message.nbytes))
+        parked = Parked(ticket, session, message, now + message.timeout_s, now)
+        self._waiting.add(parked)
+        if is_first and self._disk_is_full:
+            self._refused = parked
         return None
 
     def _allocated(self, message: Allocate, session: bytes) -> Allocated | None:
@@ -86,12 +92,16 @@ class Unit:
         return Allocated(message.rid, block.number, block.arena, block.offset)
 
     def place(self, nbytes: int, session: bytes | None) -> Block | None:
-        """A new block, or None when the budget has no room for it now."""
+        """A new block, or None when the budget or the file system has no room for it now."""
         small = nbytes <= SMALL_NBYTES
         size = -(-nbytes // GRAINS[not small]) * GRAINS[not small]
         if self.used_nbytes + size > self.budget_nbytes:
+            self._disk_is_full = False
             return None
-        number, offset = self._find(nbytes, GRAINS[not small])
+        place = self._reserved(nbytes, GRAINS[not small])
+        if place is None:
+            return None
+        number, offset = place
         block = Block(self._next, number, offset, nbytes, session)
         self._next += 1
         self._blocks[block.number] = block
@@ -108,14 +118,35 @@ class Unit:
             if all(arena.extents.grain != grain for arena in self.arenas):
                 self.arenas.append(Arena(ARENA_NBYTES, grain, self._directory))
 
-    def _find(self, nbytes: int, grain: int) -> tuple[int, int]:
+    def _reserved(self, nbytes: int, grain: int) -> tuple[int, int] | None:
+        """Arena and offset of a range that can be written; None when the file system has no space for it."""
+        for attempt in range(2):
+            if attempt:
+                self.trim(0)  # free ranges elsewhere hold space
+            place = self._find(nbytes, grain)
+            if place is None:
+                continue
+            arena, offset = self.arenas[place[0]], place[1]
+            if arena.reserve(offset, nbytes):
+                return place
+            arena.extents.give(offset, nbytes)
+        self._disk_is_full = True
+        return None
+
+    def _find(self, nbytes: int, grain: int) -> tuple[int, int] | None:
+        """A range of an arena, if need be of a new one; None when there is no space for its file."""
         for number, arena in enumerate(self.arenas):
             if arena.extents.grain == grain:
                 offset = arena.extents.take(nbytes)
                 if offset is not None:
                     return number, offset
         size = max(ARENA_NBYTES, -(-nbytes // PAGE) * PAGE)
-        self.arenas.append(Arena(size, grain, self._directory))
+        try:
+            self.arenas.append(Arena(size, grain, self._directory))
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            return None
         offset = self.arenas[-1].extents.take(nbytes)
         assert offset is not None
         return len(self.arenas) - 1, offset
@@ -151,6 +182,7 @@ class Unit:
         extents = self.arenas[block.arena].extents
         extents.give(block.offset, block.nbytes)
         self.used_nbytes -= extents.rounded(block.nbytes)
+        self._refused = None
 
     # reading
 
@@ -242,8 +274,11 @@ class Unit:
     def retry(self) -> None:
         """Memory may have been released: answer waiting allocations in order, as far as it goes."""
         for parked in self._waiting:
+            if parked is self._refused:
+                return  # asking the file system again costs as much as it has free
             allocated = self._allocated(parked.message, parked.session)
             if allocated is None:
+                self._refused = parked if self._disk_is_full else None
                 return
             self._waiting.remove(parked)
             self.outbox.append((parked.ticket, allocated))
@@ -262,15 +297,18 @@ class Unit:
     def expire(self, now: float) -> None:
         for parked, waited_s in self._waiting.due(now):
             pinned = sum(self._blocks[number].nbytes for number in self._pins.counts())
-            text = f"put waits for {waited_s:g} s: {self._full(parked.message.nbytes)}, readers hold {pinned} of them"
+            text = f"put waits for {waited_s:g} s: {self.full(parked.message.nbytes)}, readers hold {pinned} of them"
             self.outbox.append((parked.ticket, Waiting(parked.message.rid, text)))
         for parked in self._waiting.expired(now):
-            text = f"{self._full(parked.message.nbytes)} after waiting {parked.message.timeout_s:g} s"
+            text = f"{self.full(parked.message.nbytes)} after waiting {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, Failed(parked.message.rid, StoreFull.code, text)))
+        self._refused = None
         self.retry()  # a smaller request may have stood behind one that did not fit
 
-    def _full(self, nbytes: int) -> str:
-        return f"{nbytes} bytes do not fit: {self.used_nbytes} of {self.budget_nbytes} bytes are in use"
+    def full(self, nbytes: int) -> str:
+        """Why a block of `nbytes` found no room just now."""
+        why = f"the file system of {self._directory} is full, " if self._disk_is_full else ""
+        return f"{nbytes} bytes do not fit: {why}{self.used_nbytes} of {self.budget_nbytes} bytes are in use"
 
     def resident_nbytes(self) -> int:
         return sum(arena.resident_nbytes() for arena in self.arenas)

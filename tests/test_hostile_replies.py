@@ -1,0 +1,196 @@
+"""Blocks that their writers described wrongly, replies that do not fit: readers raise errors of this package only."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tables import packed
+from test_codec_bounds import NUMBERS, ORIGINAL, PLAN, ROWS, places, touch, with_change
+
+import transfer_queue as tq
+from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.drivers import run
+from transfer_queue.client.effects import Together
+from transfer_queue.client.reading import read
+from transfer_queue.client.remote import received
+from transfer_queue.client.session import Session
+from transfer_queue.errors import SchemaConflict, TransferQueueError
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+
+FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None,
+                suppress_health_check=list(HealthCheck))  # fmt: skip
+LAYOUT = PLAN.layout()
+SCHEMA = PLAN.schema()
+NAMES = [field.name for field in SCHEMA]
+RUNS = [[0, 0, ROWS]], [[0, 1, 2]], [[0, 3, 1], [0, 0, 2], [0, 2, 1]]
+WRONG: list[Any] = [
+    None,
+    "",
+    "x",
+    "dense",
+    "ragged",
+    "varied",
+    "objects",
+    "nested",
+    "int64",
+    "float64",
+    "bool",
+    "no",
+    [],
+    {},
+]
+
+
+@pytest.fixture(scope="module")
+def session(shared: tq.TransferQueueClient) -> Session:
+    return shared.session
+
+
+def located(layout: bytes, runs: Any, arena: int = m.INLINE) -> m.Located:
+    count = sum(run[2] for run in runs)
+    pieces = [m.Piece(1, arena, 0, len(ORIGINAL.data), 0)]
+    return m.Located(
+        1, count, pieces, [layout], [m.Part(list(NAMES), packed(np.array(runs).reshape(-1)))], list(SCHEMA)
+    )
+
+
+def attempt(session: Session, reply: m.Located, **options: Any) -> None:
+    """Read what the reply names, and every byte of the result."""
+    request = m.Get(1, "p", None, b"", None, False)
+    payload = memoryview(bytearray(ORIGINAL.data.tobytes()))
+    with contextlib.suppress(TransferQueueError):
+        found = run(session, read(session, [request], located=(reply, payload), **options))
+        for _, value in found.items():
+            if not isinstance(value, torch.Tensor) or value.numel() < 1 << 20:
+                touch(value)
+
+
+def read_all_ways(session: Session, layout: bytes) -> None:
+    for runs in RUNS:
+        attempt(session, located(layout, runs))
+    attempt(
+        session,
+        located(layout, RUNS[0]),
+        out={"dense": torch.empty(ROWS, 2, 3), "flat": torch.empty(ROWS, dtype=torch.int64)},
+    )
+
+
+def test_a_layout_as_it_was_written_is_read(session: Session) -> None:
+    for runs in RUNS:
+        reply = located(LAYOUT, runs)
+        payload = memoryview(bytearray(ORIGINAL.data.tobytes()))
+        found = run(session, read(session, [m.Get(1, "p", None, b"", None, False)], located=(reply, payload)))
+        assert set(found.keys()) == set(NAMES)
+
+
+def changes() -> Iterator[bytes]:
+    """The layout with one value changed, wherever."""
+    content = msgspec.msgpack.decode(LAYOUT)
+    for path in places(content):
+        for value in [*NUMBERS, *WRONG]:
+            yield with_change(content, path, value)
+
+
+def test_every_changed_layout_is_read_or_refused(session: Session) -> None:
+    for number, layout in enumerate(changes()):
+        if number % 3 == 0:
+            attempt(session, located(layout, RUNS[number // 3 % 3]))
+
+
+def test_layouts_whose_columns_change_places_are_read_or_refused(session: Session) -> None:
+    content = msgspec.msgpack.decode(LAYOUT)
+    columns = content[2]
+    for name in range(len(columns)):
+        for other in range(len(columns)):
+            changed = copy.deepcopy(content)
+            changed[2][name] = copy.deepcopy(columns[other])
+            changed[2][name][0] = columns[name][0]
+            read_all_ways(session, msgspec.msgpack.encode(changed))
+
+
+@FUZZ
+@given(data=st.data())
+def test_several_changes_are_read_or_refused(session: Session, data: st.DataObject) -> None:
+    content = msgspec.msgpack.decode(LAYOUT)
+    for _ in range(data.draw(st.integers(1, 4))):
+        path = data.draw(st.sampled_from(list(places(content))))
+        content = msgspec.msgpack.decode(with_change(content, path, data.draw(st.sampled_from([*NUMBERS, *WRONG]))))
+    attempt(session, located(msgspec.msgpack.encode(content), data.draw(st.sampled_from(RUNS))))
+
+
+HOSTILE = st.sampled_from([*NUMBERS, 5, 1000])
+
+
+def changed_reply(data: st.DataObject, arena: int) -> m.Located:
+    """A reply with one to three of its parts changed."""
+    reply = located(LAYOUT, data.draw(st.sampled_from(RUNS)), arena)
+    for _ in range(data.draw(st.integers(1, 3))):
+        what = data.draw(st.sampled_from(["piece", "runs", "bytes", "count", "fields", "layouts", "schema", "pieces"]))
+        part = reply.parts[0] if reply.parts else m.Part([], b"")
+        if what == "piece" and reply.pieces:
+            field = data.draw(st.sampled_from(["offset", "nbytes", "layout", "arena"]))
+            setattr(reply.pieces[0], field, data.draw(HOSTILE))
+        elif what == "runs" and len(part.runs) >= 8:
+            runs = np.frombuffer(part.runs[: len(part.runs) // 8 * 8], np.int64).copy()
+            runs[data.draw(st.integers(0, len(runs) - 1))] = data.draw(HOSTILE)
+            part.runs = runs.tobytes()
+        elif what == "bytes":
+            part.runs = data.draw(st.sampled_from([b"", b"1", part.runs[:-1], part.runs[8:], part.runs + b"12345678"]))
+        elif what == "count":
+            reply.count = data.draw(HOSTILE)
+        elif what == "fields":
+            part.fields = data.draw(st.lists(st.sampled_from([*NAMES, "other"]), max_size=3))
+        elif what == "layouts":
+            reply.layouts = data.draw(st.sampled_from([[], [b""], [b"\xc1"], [LAYOUT, LAYOUT]]))
+        elif what == "schema":
+            reply.schema = data.draw(st.lists(st.sampled_from(SCHEMA), max_size=3))
+        elif what == "pieces":
+            reply.pieces = data.draw(st.sampled_from([[], reply.pieces * 2]))
+    return reply
+
+
+@FUZZ
+@given(data=st.data())
+def test_replies_that_do_not_fit_are_refused(session: Session, data: st.DataObject) -> None:
+    attempt(session, changed_reply(data, m.INLINE))
+
+
+@FUZZ
+@given(data=st.data())
+def test_answers_of_other_hosts_that_do_not_fit_are_refused(session: Session, data: st.DataObject) -> None:
+    """A unit is asked for a part of a block, and answers with another, or with nonsense."""
+    reply = located(LAYOUT, data.draw(st.sampled_from(RUNS)), m.ELSEWHERE)
+    piece = m.Piece(1, m.INLINE, 0, len(ORIGINAL.data), 0)
+    taken = m.Taken(1, [piece], [LAYOUT])
+    if data.draw(st.booleans()):
+        setattr(piece, data.draw(st.sampled_from(["offset", "nbytes", "layout"])), data.draw(HOSTILE))
+    if data.draw(st.booleans()):
+        content = msgspec.msgpack.decode(LAYOUT)
+        path = data.draw(st.sampled_from(list(places(content))))
+        taken.layouts = [with_change(content, path, data.draw(st.sampled_from([*NUMBERS, *WRONG])))]
+    if data.draw(st.booleans()):
+        taken.pieces = data.draw(st.sampled_from([[], [piece, piece]]))
+    operation = received(session, reply)
+    assert isinstance(next(operation), Together)
+    with contextlib.suppress(TransferQueueError, StopIteration):
+        operation.send([(taken, memoryview(bytearray(ORIGINAL.data.tobytes())))])
+
+
+def test_partitions_whose_fields_differ_in_rank_are_not_read_together(session: Session) -> None:
+    client = TransferQueueClient(session)
+    one = client.put({"x": torch.ones(2, 3)}, partition_id="flat")
+    other = client.put({"x": torch.ones(2, 3, 4)}, partition_id="deep")
+    with pytest.raises(SchemaConflict, match="partition"):
+        client.get_data(BatchMeta.concat([one, other]))
+    for name in ("flat", "deep"):
+        client.clear_partition(name)
