@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transfer_queue.controller import Controller
+from transfer_queue.controller.checkpointing import exported
 from transfer_queue.errors import error_from_code
 from transfer_queue.sampler import BaseSampler, SequentialSampler
 from transfer_queue.schema import DENSE, OBJECTS, FieldSchema
@@ -35,6 +37,12 @@ def as_schema(field: str | FieldSchema) -> FieldSchema:
 
 def packed(rows: Sequence[int]) -> bytes:
     return np.array(rows, np.int64).tobytes()
+
+
+def content(controller: Controller) -> tuple[Any, list[int]]:
+    """What is saved of a controller, but for the random names of the lives that its rows are from."""
+    state, blocks = exported(controller)
+    return {name: value for name, value in msgspec.msgpack.decode(state).items() if name != "lineage"}, blocks
 
 
 class Box:

@@ -66,7 +66,7 @@ def test_blocks_stay_pinned_until_the_saver_releases_them_or_is_gone(service: Se
     assert len(cut.pieces) == 2
     send(service, session, m.Clear(3, "p", None, None))
     assert service.unit.used_nbytes == 128
-    service.notify(m.Unpin([cut.pieces[0].block]), saver)
+    service.notify(m.Unpin(cut.rid, [cut.pieces[0].block]), saver)
     assert service.unit.used_nbytes == 64
     service.detach(saver, set(), 0.0)
     assert service.unit.used_nbytes == 0
@@ -81,7 +81,7 @@ def test_blocks_are_not_recycled_before_the_saver_had_time_to_pin_them(service: 
     taken, _ = send(service, saver, m.Pin(2, reply.blocks))
     send(service, saver, m.Recycle(3))
     assert service.unit.used_nbytes == 64
-    service.notify(m.Unpin([piece.block for piece in taken.pieces]), saver)
+    service.notify(m.Unpin(taken.rid, [piece.block for piece in taken.pieces]), saver)
     assert service.unit.used_nbytes == 0
 
 
@@ -98,7 +98,7 @@ def test_a_snapshot_asked_for_again_pins_once(service: Service, session: Session
     send(service, session, commit(1, 2), b"ab")
     for _ in range(2):
         cut, _ = captured(service, session, 2)
-    service.notify(m.Unpin([piece.block for piece in cut.pieces]), session)
+    service.notify(m.Unpin(cut.rid, [piece.block for piece in cut.pieces]), session)
     assert service.unit.pinned_nbytes() == {}
 
 

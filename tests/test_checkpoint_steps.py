@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tables import Box, indexes
+from tables import Box, content, indexes
 from test_checkpoint_controller import busy, moved
 from test_checkpoint_service import captured, filled, send
 from test_service import commit
@@ -173,7 +173,7 @@ def test_a_state_of_format_1_is_read() -> None:
     box = Box()
     restored(box.controller, state, moved([1, 2, 4, 5], 0))
     box.controller.check_invariants()
-    assert exported(box.controller) == exported(busy().controller)
+    assert content(box.controller) == content(busy().controller)
 
 
 def test_tags_that_name_versions_count_as_before() -> None:
@@ -204,7 +204,7 @@ def test_the_blocks_of_a_load_are_published_with_its_rows(service: Service) -> N
     session = service.sessions.attach(b"client", local=True)
     send(service, session, commit(1, 2), b"ab")
     cut, state = captured(service, session, 2)
-    service.notify(m.Unpin([piece.block for piece in cut.pieces]), session)
+    service.notify(m.Unpin(cut.rid, [piece.block for piece in cut.pieces]), session)
     request = filled(service, session, cut, 10)
     assert send(service, session, request, state) is None
     assert send(service, session, m.Clear(30, "p", None, None)) is not None

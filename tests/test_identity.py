@@ -286,6 +286,39 @@ def test_init_attaches_to_the_service_that_took_the_place_of_the_dead_one(lives:
     assert tq.get_client().stats()["pid"] == lives.pid != before
 
 
+def test_a_client_whose_service_ended_twice_says_what_to_do(lives: Lives) -> None:
+    client = tq.get_client()
+    lives.again()
+    meets_the_next_life(client.get_partition_list)
+    lives.end("kill")
+    for _ in range(2):
+        with pytest.raises(ServiceUnavailable, match=r"pid \d+.*gone.*transfer_queue.init"):
+            client.get_partition_list()
+    lives.start()
+    assert client.get_partition_list() == []
+
+
+def test_rows_of_a_loaded_checkpoint_keep_their_names(lives: Lives, tmp_path: Path) -> None:
+    client = tq.get_client()
+    saved = client.put({"x": torch.tensor([1.0, 2.0])}, partition_id="p")
+    tq.save_checkpoint(tmp_path / "checkpoint")
+    later = client.put({"x": torch.tensor([3.0])}, partition_id="p")
+    lives.again()
+    meets_the_next_life(client.get_partition_list)
+    own = client.put({"x": torch.tensor([9.0, 9.0])}, partition_id="p")
+    assert own.global_indexes == saved.global_indexes
+    tq.load_checkpoint(tmp_path / "checkpoint")
+    assert client.get_data(saved)["x"].tolist() == [1.0, 2.0]
+    new = client.put({"x": torch.tensor([4.0])}, partition_id="p")
+    for gone in (own, later):
+        with pytest.raises(DataLost):
+            client.get_data(gone)
+    tq.load_checkpoint(tmp_path / "checkpoint")
+    assert client.get_data(saved)["x"].tolist() == [1.0, 2.0]
+    with pytest.raises(DataLost):
+        client.get_data(new)
+
+
 def test_init_starts_a_service_where_its_own_died(service: Service) -> None:
     before = service().stats()["pid"]
     os.kill(before, signal.SIGKILL)

@@ -20,6 +20,7 @@ from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
+from transfer_queue.wire.lives import naming
 
 Specs = Mapping[str, "tuple[Sequence[int], torch.dtype]"]
 
@@ -136,4 +137,6 @@ def committed_meta(
 ) -> BatchMeta:
     """Metadata of the rows a commit wrote."""
     schema = field_specs(plan.schema())
-    return BatchMeta._build(numbers_of(reply.rows), partition, schema, True, tags, session.service_id)
+    return BatchMeta._build(
+        numbers_of(reply.rows), partition, schema, True, tags, naming(session.service_id, reply.loads)
+    )

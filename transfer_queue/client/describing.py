@@ -13,6 +13,7 @@ from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, FieldSchema
 from transfer_queue.wire.arrays import numbers_of
+from transfer_queue.wire.lives import naming
 from transfer_queue.wire.messages import RowSet
 
 
@@ -40,6 +41,6 @@ def batch_meta(service_id: bytes, reply: RowSet, partition: str, fields: list[st
         schema.setdefault(name, UNKNOWN)
     indexes = numbers_of(reply.rows)
     ready = True if reply.ready is None else np.frombuffer(reply.ready, np.int8).copy()
-    meta = BatchMeta._build(indexes, partition, schema, ready, reply.tags, service_id)
+    meta = BatchMeta._build(indexes, partition, schema, ready, reply.tags, naming(service_id, reply.loads))
     meta.lease = reply.lease
     return meta

@@ -19,6 +19,7 @@ from transfer_queue.codec.plan import plan_batch, plan_row
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import KVBatchMeta
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.lives import naming
 
 
 def kv_put(
@@ -97,7 +98,8 @@ def _write(
         reply = yield from store(session, plan, rows, wire_tags)
     else:
         reply = (yield commit(session, rows, [], b"", -1, wire_tags))[0]
-    return KVBatchMeta._build(list(keys), reply.tags, partition_id, reply.fields, service_id=session.service_id)
+    life = naming(session.service_id, reply.loads)
+    return KVBatchMeta._build(list(keys), reply.tags, partition_id, reply.fields, service_id=life)
 
 
 def kv_batch_get(

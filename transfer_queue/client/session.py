@@ -93,7 +93,10 @@ class Session:
 
     def successor(self) -> Session:
         """A session with what answers at the address now. Raises as the constructor."""
-        found = Session(self.address, self._connect_timeout_s, self)
+        try:
+            found = Session(self.address, self._connect_timeout_s, self)
+        except ServiceUnavailable as error:
+            raise self._explained(error, "") from error.__cause__
         found.allow_pickle = self.allow_pickle
         return found
 

@@ -40,6 +40,7 @@ def exported(controller: Controller) -> tuple[bytes, list[int]]:
         [_saved_table(table, controller.ledger.entries) for table in controller.tables.values()],
         controller.staleness.admissions.versions.saved(),
         controller.staleness.admissions.tasks,
+        controller.lineage.saved(controller._next_index),
     )
     return encode(saved), sorted(block for table in controller.tables.values() for block in table.blocks)
 

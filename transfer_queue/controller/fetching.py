@@ -334,7 +334,7 @@ def _all_ready(table: Table, slots: Slots, fields: Sequence[str]) -> bool:
 
 def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: bytes | None = None) -> RowSet:
     tags: list[Tags] | None = table.tags_of(slots)
-    return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready)
+    return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready, loads=table.loads)
 
 
 def _is_whole(table: Table) -> bool:

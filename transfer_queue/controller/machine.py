@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from transfer_queue.controller.checkpointing import capture
 from transfer_queue.controller.fetching import Fetching, check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
+from transfer_queue.controller.lineage import Lineage
 from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.queries import Queries, known_slots
@@ -25,6 +27,7 @@ from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, Store
 from transfer_queue.sampler.base import BaseSampler, forgets_partitions
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
+from transfer_queue.wire.lives import ID_NBYTES
 from transfer_queue.wire.versions import Policy
 
 NO_BLOCK = -1
@@ -54,6 +57,7 @@ class Controller:
         self.ledger = Ledger()
         self.remains = Remains(self.ledger.freed)
         self.restoring = Restoring(self)
+        self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))
         self.max_rows = max_rows
         self._reserved_rows = reserved_rows
         self._next_index = 0
@@ -71,6 +75,7 @@ class Controller:
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         self._leases.now = now
+        self.lineage.check(message)
         if isinstance(message, LEASE_REQUESTS):
             return self._leases.handle(message, session)
         if isinstance(message, m.Fetch):
@@ -234,7 +239,11 @@ class Controller:
         rows = rows_bytes(table.index[slots])
         keyed = message.keys is not None
         return m.Committed(
-            message.rid, rows, table.tags_of(slots) if keyed else None, table.common_fields(slots) if keyed else []
+            message.rid,
+            rows,
+            table.tags_of(slots) if keyed else None,
+            table.common_fields(slots) if keyed else [],
+            table.loads,
         )
 
     def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
@@ -284,7 +293,7 @@ class Controller:
     def _open(self, name: str, count: int) -> Table:
         """Create a partition about to get `count` rows."""
         self._check_room(count)
-        table = self.tables[name] = Table(name)
+        table = self.tables[name] = Table(name, self.lineage.loads)
         if self._reserved_rows:
             table.reserve(self._next_index, self._reserved_rows)
             self._next_index += self._reserved_rows

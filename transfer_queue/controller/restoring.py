@@ -164,7 +164,7 @@ def _build(draft: Draft, data: bytes | memoryview, refilled: list[m.Refilled]) -
     for one in saved.tables:
         if one.name in draft.tables:
             refuse("partitions repeat")
-        table = draft.tables[one.name] = Table(one.name)
+        table = draft.tables[one.name] = Table(one.name, controller.lineage.loads + 1)
         yield from _fill(draft, table, one, versions)
     if len(draft.entries) != len(draft.blocks) or not 0 <= saved.next_index < 1 << 62:
         refuse("blocks or indexes do not add up")
@@ -211,6 +211,7 @@ def _switch(draft: Draft, saved: SavedController, versions: Versions) -> None:
             fetching.serve(table, task, list(task.views.values()))
     last = max((int(table.index[table.size - 1]) for table in tables.values() if table.size), default=-1)
     controller._next_index = max(controller._next_index, saved.next_index, last + 1)
+    controller.lineage.restored(saved.lineage)
     controller._retry_crowded()
 
 

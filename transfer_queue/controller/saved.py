@@ -70,6 +70,7 @@ class SavedController(msgspec.Struct):
     tables: list[SavedTable]
     versions: SavedVersions = msgspec.field(default_factory=SavedVersions)
     admitted: dict[str, Admitted] = {}
+    lineage: dict[bytes, int] = {}
 
 
 class TableOf1(SavedTable):

@@ -51,8 +51,9 @@ class Lying(NamedTuple):
 
 
 class Table:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, loads: int = 0) -> None:
         self.name = name
+        self.loads = loads  # see `lineage`
         self.declared: int | None = None
         self.metadata: Tags = {}
         self.size = 0  # slots in use

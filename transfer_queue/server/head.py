@@ -24,6 +24,7 @@ class Head:
         self.controller = controller
         self.client_config = client_config
         self.service = make(controller, unit)
+        self.service.life = self.service.life._replace(service=controller.lineage.service_id)
         self.members = self.service.members
         self.members.lose = controller.lose
         self.members.known = lambda: controller.ledger.entries

@@ -7,8 +7,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
-from transfer_queue.errors import DataLost, InvalidInput, LeaseExpired, RowCleared, TransferQueueError
+from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.blocks import Answer, Blocks
 from transfer_queue.server.handing import Handing
 from transfer_queue.server.leftovers import Leftovers
@@ -16,11 +15,11 @@ from transfer_queue.server.members import Members
 from transfer_queue.server.sessions import Session, Sessions
 from transfer_queue.storage.shm.unit import Block, Unit
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.arrays import indexes_of, numbers_of
+from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.hello import Life
+from transfer_queue.wire.lives import ID_NBYTES
 
 NO_BYTES = memoryview(b"")
-ID_NBYTES = 16
 MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
 
 
@@ -76,7 +75,7 @@ class Service:
     def __init__(self, controller: Control, unit: Unit) -> None:
         self.controller = controller
         self.unit = unit
-        self.life = Life(*(secrets.token_bytes(ID_NBYTES),) * 2)  # a unit that joins a service takes over its half
+        self.life = Life(b"", secrets.token_bytes(ID_NBYTES))  # of the service: whoever knows the controller says it
         self.blocks = Blocks(unit)
         self.members = Members()
         self.sessions = Sessions()
@@ -193,7 +192,6 @@ class Service:
         if message.rid in session.parked:  # asked again over another connection
             self._forget({session.parked.pop(message.rid)})
         try:
-            self._check_life(message)
             answer = self._handle(message, payload, session, ticket, now)
         except TransferQueueError as error:
             answer = (m.Failed(message.rid, error.code, str(error)), ())
@@ -203,18 +201,6 @@ class Service:
             session.remember(answer)
         self.settle()
         return answer
-
-    def _check_life(self, message: m.Request) -> None:
-        """Refuse numbers of another life of the service: here they name something else, or nothing."""
-        named = getattr(message, "service", b"")
-        if not named or named == self.life.service:
-            return
-        if isinstance(message, LEASE_REQUESTS):
-            raise LeaseExpired(f"lease {message.lease} ended with the service that gave it, and with it its rows")
-        keys = getattr(message, "keys", None)
-        rows = keys if keys is not None else indexes_of(getattr(message, "rows", None) or b"").tolist()
-        where = getattr(message, "partition", "")
-        raise DataLost(f"partition {where!r}: rows {rows[:8]} were lost with the service that held them")
 
     def _handle(
         self, message: m.Request, payload: memoryview, session: Session, ticket: Hashable, now: float

@@ -312,17 +312,20 @@ class Data(Reply):
 
 
 class Committed(Reply):
-    """`tags` are the merged tags of the rows (None: all empty), `fields` those every row now has."""
+    """`tags` are the merged tags of the rows (None: all empty), `fields` those every row now has. `loads`: see
+    `lives`."""
 
     rows: bytes
     tags: list[Tags] | None
     fields: list[str]
+    loads: int = 0
 
 
 class RowSet(Reply):
     """Rows with what metadata needs. `ready` is None when all are, else one byte per row (or row and field).
 
     `lease` is the number of the lease they are held on, 0 for none; `DONE` in the empty answer to a fetch `until_done`.
+    `loads`: see `lives`.
     """
 
     rows: bytes
@@ -330,6 +333,7 @@ class RowSet(Reply):
     schema: list[FieldSchema]
     ready: bytes | None
     lease: int = 0
+    loads: int = 0
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):
