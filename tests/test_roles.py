@@ -34,7 +34,7 @@ def head(start_host: StartHost) -> Host:
 
 async def _ask(address: Address, role: int, request: m.Request) -> Any:
     connection = AsyncConnection(address, m.decode_server)
-    await connection.open(os.urandom(16), 5.0, role)
+    await connection.open(os.urandom(16), 5.0, role=role)
     try:
         return (await connection.call(request, None, 5.0))[0]
     finally:
@@ -89,7 +89,7 @@ def _opens(address: Address, role: int, token: str, claimed: int) -> bool:
                     return message
 
         nonce = hello.nonce()
-        sock.sendall(frame(m.encode(m.Hello(m.PROTOCOL_VERSION, os.urandom(16), nonce, role))))
+        sock.sendall(frame(m.encode(m.Hello(m.PROTOCOL_VERSION, os.urandom(16), nonce, role=role))))
         challenge = next_message()
         assert isinstance(challenge, m.Challenge)
         sock.sendall(frame(m.encode(m.Proof(hello.client_mac(token, nonce, challenge.nonce, claimed)))))

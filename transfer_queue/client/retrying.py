@@ -7,7 +7,7 @@ import time
 from transfer_queue.errors import ServiceRestarted, ServiceUnavailable, TooManyConnections
 
 REFUSED_S = 3.0  # for so long a host where nobody listens may be one whose server comes back in a moment
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
 
 
 class Retry:

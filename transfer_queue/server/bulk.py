@@ -33,6 +33,11 @@ class BulkWriter:
         self._behind: list[Parts] = []  # what waits for the thread
         self._busy = False
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a thread sends, which looks by itself whether the peer reads."""
+        return self._busy
+
     def write(self, parts: Parts) -> None:
         if self._busy:
             self._behind.append(parts)

@@ -19,10 +19,14 @@ class Head:
     """The controller, the unit of its host, and the units that joined it. Clients are told `client_config`."""
 
     def __init__(
-        self, controller: Controller, unit: Unit, client_config: dict[str, Any], make: type[Service] = Service
+        self,
+        controller: Controller,
+        unit: Unit,
+        make: type[Service] = Service,
+        client_config: dict[str, Any] | None = None,
     ) -> None:
         self.controller = controller
-        self.client_config = client_config
+        self.client_config = client_config or {}
         self.service = make(controller, unit)
         self.service.life = self.service.life._replace(service=controller.lineage.service_id)
         self.members = self.service.members

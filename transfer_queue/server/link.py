@@ -135,7 +135,7 @@ class Link(asyncio.BufferedProtocol):
     def _look_whether_it_reads(self) -> None:
         """Cut off a peer that took nothing of its answers for `STALLED_S`: they hold memory."""
         unsent = self._transport.get_write_buffer_size()
-        if unsent >= self._unsent:
+        if unsent >= self._unsent and not (self._bulk is not None and self._bulk.is_sending):
             log.warning("cut off a peer that does not read its answers: %s bytes", unsent)
             self._transport.abort()
             return

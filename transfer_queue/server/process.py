@@ -79,7 +79,7 @@ class Server:
         else:
             controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness)
             controller.notice_after(config.notice_after_s)
-            self.role = Head(controller, unit, config.client, make)
+            self.role = Head(controller, unit, make, config.client)
         self.service = self.role.service
         self._metrics: Endpoint | None = None
         self._stopped = asyncio.Event()
