@@ -78,8 +78,6 @@ def test_a_proxy_forwards_cuts_refuses_and_stalls(proxy: Proxy, monkeypatch: pyt
     assert "a" in tq.kv_list("p")["p"]
 
 
-
-
 @pytest.mark.parametrize("nbytes", [1, 20, 90_000, 1_000_000])
 def test_a_put_and_a_get_whose_connections_are_cut_on_the_way_succeed(proxy: Proxy, nbytes: int) -> None:
     for round_ in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation, Together
 from transfer_queue.client.session import Session
@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 OFFLOAD_NBYTES = 1 << 20
 GIVING = frozenset({m.Allocated, m.Located, m.Taken, m.RowSet, m.Handed, m.Admitted})  # answers that give something
-TAKING = (m.Fetch, m.Insert, m.Admit)  # requests that take rows, or the right to start some
+TAKING = frozenset({m.Fetch, m.Insert, m.Admit})  # requests that take rows, or the right to start some
 
 
 class HasSession(Protocol):
@@ -24,38 +24,24 @@ class HasSession(Protocol):
     def session(self) -> Session: ...
 
 
-class Given:
-    """What an operation asked for so far, and may have been given: rows, blocks, pins.
-
-    When it ends with an error, in whatever way, all of that is given back. When it returns, the service is told that
-    the rows are in their asker's hands."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def answered(self, call: Call, found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
-        """The answer to the last call."""
-        if type(found[0]) not in GIVING:
-            self.calls.remove(call)
-        return found
-
-    def rows(self) -> list[Call]:
-        return [call for call in self.calls if isinstance(call.request, TAKING)]
+Given: TypeAlias = "list[Call]"  # what an operation asked for so far, and may have been given: rows, blocks, pins
 
 
 def run(session: Session, operation: Operation[T]) -> T:
     """Carry out `operation` in this thread.
 
-    An exception that strikes anywhere in it, KeyboardInterrupt included, leaves nothing taken, pinned or allocated.
+    When it ends with an exception, wherever that strikes (KeyboardInterrupt included), all that it was given is given
+    back. When it returns, the service is told that the rows are in their asker's hands.
     """
-    given = Given()
+    given: Given = []
     try:
         result = _carry_out(session, operation, given)
-        for call in given.rows():
-            session.notify(m.Received(call.request.rid), call.to)
+        for call in given:
+            if type(call.request) in TAKING:
+                session.notify(m.Received(call.request.rid), call.to)
         return result
     except BaseException as error:
-        for call in given.calls:
+        for call in given:
             session.give_up(call, error)
         raise
 
@@ -76,28 +62,31 @@ def _carry_out(session: Session, operation: Operation[T], given: Given) -> T:
 
 def _perform(session: Session, effect: Effect, given: Given) -> Any:
     if type(effect) is Call:
-        given.calls.append(effect)
-        return given.answered(effect, session.call(effect))
+        given.append(effect)
+        found = session.call(effect)
+        if type(found[0]) not in GIVING:
+            given.pop()
+        return found
     if type(effect) is Offload:
         return effect.work()
     if type(effect) is Together:
-        given.calls += effect.calls
-        found = session.call_together(effect.calls)
-        return [given.answered(*one) for one in zip(effect.calls, found, strict=True)]
+        given += effect.calls
+        return session.call_together(effect.calls)
     assert type(effect) is Notify
     return session.notify(effect.message, effect.to)
 
 
 async def run_async(session: Session, operation: Operation[T]) -> T:
     """As `run`, on the running loop; work on many bytes goes to a thread, so the loop stays free."""
-    given = Given()
+    given: Given = []
     try:
         result = await _carry_out_async(session, operation, given)
-        for call in given.rows():
-            session.notify_on_loop(m.Received(call.request.rid), call.to)
+        for call in given:
+            if type(call.request) in TAKING:
+                session.confirm_on_loop(call.request.rid, call.to)
         return result
     except BaseException:
-        for call in given.calls:
+        for call in given:
             session.notify_on_loop(m.Cancel(call.request.rid), call.to)
         raise
 
@@ -118,16 +107,18 @@ async def _carry_out_async(session: Session, operation: Operation[T], given: Giv
 
 async def _perform_async(session: Session, effect: Effect, given: Given) -> Any:
     if type(effect) is Call:
-        given.calls.append(effect)
-        return given.answered(effect, await session.call_async(effect))
+        given.append(effect)
+        found = await session.call_async(effect)
+        if type(found[0]) not in GIVING:
+            given.remove(effect)
+        return found
     if type(effect) is Offload:
         if effect.nbytes < OFFLOAD_NBYTES:
             return effect.work()
         return await _finish(asyncio.wrap_future(session.mover.start(effect.work)))
     if type(effect) is Together:
-        given.calls += effect.calls
-        found = await asyncio.gather(*(session.call_async(call) for call in effect.calls))
-        return [given.answered(*one) for one in zip(effect.calls, found, strict=True)]
+        given += effect.calls
+        return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
     assert type(effect) is Notify
     return session.notify_on_loop(effect.message, effect.to)
 

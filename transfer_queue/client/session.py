@@ -364,6 +364,16 @@ class Session:
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
         return self._checked(found)
 
+    def confirm_on_loop(self, rid: int, to: str = "") -> None:
+        """Tell that the answer to a request was received: with what the running loop sends next, or in a moment."""
+        future = self._loops.get((asyncio.get_running_loop(), to))
+        if future is not None and future.done() and not future.cancelled() and not future.exception():
+            connection = future.result()
+            if connection.error is None:
+                connection.confirm(rid)
+                return
+        self._owe(m.Received(rid), to)
+
     def notify_on_loop(self, message: m.Message, to: str = "") -> None:
         """As `notify`, from the running loop and without waiting: over its connection, else with the next call."""
         future = self._loops.get((asyncio.get_running_loop(), to))

@@ -76,6 +76,9 @@ class Controller:
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         self._leases.now = now
         self.lineage.check(message)
+        rule = self._rules.get(type(message))
+        if rule is not None:
+            return self._by_rule(rule, message, ticket, session, now)
         if isinstance(message, LEASE_REQUESTS):
             return self._leases.handle(message, session)
         if isinstance(message, m.Fetch):
@@ -89,11 +92,16 @@ class Controller:
             return capture(self, message, ticket, session)
         if isinstance(message, m.Restore):
             return self.restoring.start(message, ticket)
-        if isinstance(message, m.Recycle):
-            self.captures.discard(session)
-            return m.Done(message.rid)
+        assert isinstance(message, m.Recycle), message
+        self.captures.discard(session)
+        return m.Done(message.rid)
+
+    def _by_rule(
+        self, rule: Callable[[Any], m.Reply], message: m.Request, ticket: Hashable, session: bytes, now: float
+    ) -> m.Reply | None:
+        """The answer, or None after parking a request for new rows."""
         try:
-            reply = self._rules[type(message)](message)
+            reply = rule(message)
             self._note_inserted(message, reply, session)
             return reply
         except _Crowded as full:
@@ -158,7 +166,7 @@ class Controller:
 
     def _note_inserted(self, message: m.Request, reply: m.Reply, session: bytes) -> None:
         """Be able to remove new rows, should their asker never get them."""
-        if isinstance(message, m.Insert) and isinstance(reply, m.RowSet):
+        if type(message) is m.Insert and isinstance(reply, m.RowSet):
             rows = Inserted(self.tables[message.partition], indexes_of(reply.rows))
             self._unreceived.add(session, message.rid, rows)
 

@@ -68,6 +68,8 @@ class ParkingLot(Generic[T]):
 
     def next_deadline(self) -> float | None:
         """When the next request still parked has to be answered or told something."""
+        if not self._by_ticket:
+            return None
         deadline, notice = self._first(self._deadlines), self._first(self._notices)
         return notice if deadline is None or (notice is not None and notice < deadline) else deadline
 

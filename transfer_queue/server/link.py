@@ -39,7 +39,7 @@ log = logging.getLogger("transfer_queue.server")
 HELLO_TIMEOUT_S = 5.0
 STALLED_S = 10.0
 HELLO_HEADER_NBYTES = 4096
-UNIT_REQUESTS = (m.Join, m.Moved, m.Settle)
+UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Settle})
 ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Received, m.Goodbye)
 
 
@@ -92,11 +92,14 @@ class Link(asyncio.BufferedProtocol):
         """Handle what has arrived, as long as the peer takes the answers."""
         try:
             for message, payload in self._incoming:
-                if type(message) in LONG and not self._server.turns.take(self):
-                    self._long = (message, payload)
-                    self._transport.pause_reading()
-                    break
-                self._received(message, payload)
+                if type(message) in LONG:
+                    if not self._server.turns.take(self):
+                        self._long = (message, payload)
+                        self._transport.pause_reading()
+                        break
+                    self._receive_long(message, payload)
+                else:
+                    self._received(message, payload)
                 if self._paused or self._transport.is_closing():
                     break
         except TransferQueueError as error:
@@ -112,11 +115,16 @@ class Link(asyncio.BufferedProtocol):
         if found is None or self._transport.is_closing():
             return
         try:
-            self._received(*found)
+            self._receive_long(*found)
         except TransferQueueError as error:
             log.warning("closed a connection: %s", error)
             self._transport.abort()
         self._go_on()
+
+    def _receive_long(self, message: m.Message, payload: memoryview) -> None:
+        started = time.perf_counter()
+        self._received(message, payload)
+        self._server.turns.took(started)
 
     def _go_on(self) -> None:
         """Handle what was read already, then read on, unless there is a reason to wait."""
@@ -241,13 +249,14 @@ class Link(asyncio.BufferedProtocol):
             return
         ticket = (self, message.rid)
         try:
-            if isinstance(message, UNIT_REQUESTS) != self._is_unit():
+            for_units = type(message) in UNIT_REQUESTS
+            if for_units != self._is_unit():
                 needed = "not for units" if self._is_unit() else "for units alone, who know the unit token"
                 answer: Answer | None = (
                     m.Failed(message.rid, AccessDenied.code, f"{type(message).__name__}: {needed}"),
                     (),
                 )
-            elif isinstance(message, UNIT_REQUESTS):
+            elif for_units:
                 answer = (self._of_unit(message), ())
             else:
                 answer = self._server.service.handle(message, payload, session, ticket, time.monotonic())

@@ -186,7 +186,7 @@ class Service:
     ) -> Answer | None:
         """The answer, or None when the request was parked."""
         self.num_requests += 1
-        known = session.replies.get(message.rid) if isinstance(message, m.MUTATING) else None
+        known = session.replies.get(message.rid) if type(message) in m.MUTATING else None
         if known is not None:
             return known
         if message.rid in session.parked:  # asked again over another connection
@@ -197,7 +197,7 @@ class Service:
             answer = (m.Failed(message.rid, error.code, str(error)), ())
         if answer is None:
             session.parked[message.rid] = ticket
-        elif isinstance(message, m.MUTATING):
+        elif type(message) in m.MUTATING:
             session.remember(answer)
         self.settle()
         return answer

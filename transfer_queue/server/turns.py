@@ -1,5 +1,5 @@
-"""Whose long request is next: of those that can take milliseconds, few run between two looks at the sockets, so that
-short requests of others wait for one of them at most, however many come at once."""
+"""Whose long request is next: after one that took milliseconds the sockets are looked at before the next one runs, so
+that short requests of others wait for one of them at most, however many come at once."""
 
 from __future__ import annotations
 
@@ -10,44 +10,37 @@ from typing import Protocol
 
 from transfer_queue.wire import messages as m
 
-BUDGET_S = 0.002
-LONG = frozenset({m.ListKeys, m.Scan, m.NameRows, m.Consumption, m.Production, m.Snapshot})  # they cost a whole table
+LONG_S = 0.001
+LONG = frozenset({m.ListKeys, m.Scan, m.NameRows, m.Consumption, m.Production, m.Snapshot})  # they may cost a table
 
 
 class Waiting(Protocol):
-    """A connection whose next request is a long one."""
+    """A connection whose next request may be a long one."""
 
     def take_turn(self) -> None: ...
 
 
 class Turns:
-    """Long requests of one event loop, in order of arrival. A turn is what one round of the loop may spend on them: the
-    first one, and others until `BUDGET_S` has passed."""
+    """Requests of one event loop that may take long, in order of arrival. A turn ends with one that did."""
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque()
-        self._since: float | None = None  # when the first one of this round began
+        self._rests = False  # a long one ran since the sockets were looked at
 
     def take(self, who: Waiting) -> bool:
         """Whether it is `who`'s turn now; otherwise `take_turn` is called when it is."""
-        if self._since is None:
-            self._begin()
-            return True
-        if not self._waiting and time.perf_counter() - self._since < BUDGET_S:
+        if not self._rests and not self._waiting:
             return True
         self._waiting.append(who)
         return False
 
-    def _begin(self) -> None:
-        self._since = time.perf_counter()
-        asyncio.get_running_loop().call_soon(self._next)  # after the sockets were looked at again
+    def took(self, started: float) -> None:
+        """A request that began at `started` (time.perf_counter()) is done."""
+        if time.perf_counter() - started > LONG_S and not self._rests:
+            self._rests = True
+            asyncio.get_running_loop().call_soon(self._next)  # after the sockets were looked at
 
     def _next(self) -> None:
-        self._since = None
-        if not self._waiting:
-            return
-        self._begin()
-        end = time.perf_counter() + BUDGET_S
-        self._waiting.popleft().take_turn()
-        while self._waiting and time.perf_counter() < end:
+        self._rests = False
+        while self._waiting and not self._rests:
             self._waiting.popleft().take_turn()

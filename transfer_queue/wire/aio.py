@@ -19,6 +19,7 @@ from transfer_queue.wire.peer import check_peer
 
 log = logging.getLogger("transfer_queue")
 
+CONFIRM_S = 0.001
 QUEUE_S = 0.01  # how often a full queue is looked at again
 Found: TypeAlias = tuple[Any, memoryview]
 
@@ -58,6 +59,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._next_check = math.inf
         self._outgoing: list[bytes | memoryview] = []
+        self._confirmed: list[bytes] = []  # what rides with the next of them
         self._hello: asyncio.Future[Found] | None = None
         self._transport: asyncio.Transport
         self._until_shutdown: AsyncGenerator[None, None] | None = None
@@ -176,6 +178,13 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if self.error is None:
             self._write(frame(m.encode(message)))
 
+    def confirm(self, rid: int) -> None:
+        """Say that the answer to `rid` was received, with what is sent next or after `CONFIRM_S`."""
+        if self.error is None:
+            self._confirmed.append(frame(m.encode(m.Received(rid))))
+            if len(self._confirmed) == 1:
+                self.loop.call_later(CONFIRM_S, self._flush)
+
     def _write(self, *parts: bytes | memoryview) -> None:
         """Send at once when nothing else is in flight, else together with what this turn of the loop still writes."""
         if len(self._waiting) > 1 or self._outgoing:
@@ -183,10 +192,12 @@ class AsyncConnection(asyncio.BufferedProtocol):
                 self.loop.call_soon(self._flush)
             self._outgoing += parts
         else:
-            self._transport.writelines(parts)
+            confirmed, self._confirmed = self._confirmed, []
+            self._transport.writelines([*confirmed, *parts])
 
     def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
+        outgoing, self._outgoing = [*self._confirmed, *self._outgoing], []
+        self._confirmed = []
         if outgoing and not self._transport.is_closing():
             self._transport.writelines(outgoing)
 

@@ -102,6 +102,11 @@ class FrameReader(Generic[M]):
 
     def keep(self) -> None:
         """Hold the unread bytes where nobody else receives."""
+        if self._start == self._end:
+            if self._rest:
+                self._rest = bytearray()
+            self._unread, self._start, self._end = self._chunk, 0, 0
+            return
         if self._unread.obj is self._rest and not self._start:
             return  # they are: an unfinished frame only grows
         rest = bytearray(self._unread[self._start : self._end])

@@ -427,7 +427,7 @@ def header_limit(head: memoryview) -> int:
 
 
 # Replies of these are remembered, so that a retried request has its first outcome.
-MUTATING = (
+MUTATING = frozenset((
     Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Restore, Ack,
     Release, Announce, Admit, GiveBack,
-)  # fmt: skip
+))  # fmt: skip
