@@ -118,7 +118,7 @@ def sample(kind: Any) -> m.Message:
         "partition": "p", "task": "t", "fields": ["x"], "keys": None, "rows": packed([0, 1]), "count": 2, "block": 1,
         "blocks": packed([1]), "lease": 1, "tags": [{}, {}], "timeout_s": 0.0, "nbytes": 100, "offset": 0,
         "layout": LAYOUT, "batch_size": 1, "cuts": [m.Cut(1, packed([0, 2]), ["x"])], "target": 2, "address": ":1",
-        "lease_s": 1.0, "layouts": [LAYOUT], "names": ["a"], "session": b"remote", "known": {},
+        "lease_s": 1.0, "layouts": [LAYOUT], "names": ["a"], "session": b"remote", "known": {}, "rids": [7],
     }  # fmt: skip
     if kind is m.Commit:
         known |= {"fields": [FieldSchema("x", "dense", "int64", ())], "block": 3}

@@ -132,7 +132,7 @@ def test_the_rows_of_an_asker_that_died_before_it_confirmed_come_back(
     asker = Connection(client.address, secrets.token_bytes(16), 5.0)
     for rid in (1, 2):
         asker.call(fetch(rid, lease_s=lease_s), None, 5.0)
-    asker.notify(m.Received(1))
+    asker.notify(m.Received([1]))
     asker.close()
     until(lambda: client.get_meta(["x"], 1, "p", task_name="t", timeout_s=5).size == 1, "the row that came back")
     assert client.get_meta(["x"], 1, "p", task_name="t", timeout_s=5).size == 1
@@ -182,7 +182,7 @@ def test_a_cancel_that_crosses_the_answer_gives_the_rows_back(client: tq.Transfe
         asker.call(fetch(rid), None, 5.0)  # the answer is here, but its asker is gone
         asker.notify(m.Cancel(rid))
     asker.call(fetch(99), None, 5.0)
-    asker.notify(m.Received(99))
+    asker.notify(m.Received([99]))
     asker.notify(m.Cancel(99))
     asker.call(m.ListPartitions(100), None, 5.0)
     asker.close()
@@ -295,7 +295,7 @@ def test_what_a_unit_passed_on_and_nobody_received_comes_back(start_host: Callab
     asker = Connection(unit.client.address, secrets.token_bytes(16), 5.0)
     asker.call(fetch(1), None, 5.0)
     asker.call(fetch(2), None, 5.0)
-    asker.notify(m.Received(1))
+    asker.notify(m.Received([1]))
     asker.call(m.ListPartitions(3), None, 5.0)
     asker.close()
     until(lambda: left(head.client) == 1, "the undoing of the second fetch")

@@ -38,7 +38,7 @@ def run(session: Session, operation: Operation[T]) -> T:
         result = _carry_out(session, operation, given)
         for call in given:
             if type(call.request) in TAKING:
-                session.notify(m.Received(call.request.rid), call.to)
+                session.notify(m.Received([call.request.rid]), call.to)
         return result
     except BaseException as error:
         for call in given:

@@ -372,7 +372,7 @@ class Session:
             if connection.error is None:
                 connection.confirm(rid)
                 return
-        self._owe(m.Received(rid), to)
+        self._owe(m.Received([rid]), to)
 
     def notify_on_loop(self, message: m.Message, to: str = "") -> None:
         """As `notify`, from the running loop and without waiting: over its connection, else with the next call."""

@@ -135,12 +135,14 @@ class Service:
 
     def notify(self, message: m.Message, session: Session) -> None:
         """Carry out a one-way message; whatever is wrong with it is ignored."""
+        if type(message) is m.Received:  # the most frequent one, which frees nothing
+            for rid in message.rids:
+                self.controller.received(session.ident, rid)
+                session.forget(rid)
+            return
         match message:
             case m.Unpin(rid=rid, blocks=blocks):
                 self.blocks.unpin_all(rid, blocks, session)
-            case m.Received(rid=rid):
-                self.controller.received(session.ident, rid)
-                session.forget(rid)
             case m.Discard(block=block):
                 self._discard(block, session)
             case m.Cancel(rid=rid):

@@ -148,7 +148,7 @@ class RemoteController:
             caller.close()
 
     def received(self, session: bytes, rid: int) -> None:
-        self._caller(session).notify(m.Received(rid))
+        self._caller(session).notify(m.Received([rid]))
 
     def take_back(self, session: bytes, rid: int) -> None:
         self._caller(session).notify(m.Cancel(rid))

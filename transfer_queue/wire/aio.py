@@ -59,7 +59,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._next_check = math.inf
         self._outgoing: list[bytes | memoryview] = []
-        self._confirmed: list[bytes] = []  # what rides with the next of them
+        self._confirmed: list[int] = []  # requests whose answers were received: said with what is sent next
         self._hello: asyncio.Future[Found] | None = None
         self._transport: asyncio.Transport
         self._until_shutdown: AsyncGenerator[None, None] | None = None
@@ -181,9 +181,13 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def confirm(self, rid: int) -> None:
         """Say that the answer to `rid` was received, with what is sent next or after `CONFIRM_S`."""
         if self.error is None:
-            self._confirmed.append(frame(m.encode(m.Received(rid))))
+            self._confirmed.append(rid)
             if len(self._confirmed) == 1:
                 self.loop.call_later(CONFIRM_S, self._flush)
+
+    def _confirmation(self) -> list[bytes]:
+        rids, self._confirmed = self._confirmed, []
+        return [frame(m.encode(m.Received(rids)))] if rids else []
 
     def _write(self, *parts: bytes | memoryview) -> None:
         """Send at once when nothing else is in flight, else together with what this turn of the loop still writes."""
@@ -192,12 +196,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
                 self.loop.call_soon(self._flush)
             self._outgoing += parts
         else:
-            confirmed, self._confirmed = self._confirmed, []
-            self._transport.writelines([*confirmed, *parts])
+            self._transport.writelines([*self._confirmation(), *parts] if self._confirmed else parts)
 
     def _flush(self) -> None:
-        outgoing, self._outgoing = [*self._confirmed, *self._outgoing], []
-        self._confirmed = []
+        outgoing, self._outgoing = [*self._confirmation(), *self._outgoing], []
         if outgoing and not self._transport.is_closing():
             self._transport.writelines(outgoing)
 

@@ -208,9 +208,9 @@ class Cancel(Message):
 
 
 class Received(Message):
-    """One way: the rows that request `rid` took are in their asker's hands; until then they are undone with it."""
+    """One way: the rows that these requests took are in their asker's hands; until then they are undone with them."""
 
-    rid: int
+    rids: list[int]
 
 
 class Clear(Request):
