@@ -40,7 +40,7 @@ HELLO_TIMEOUT_S = 5.0
 STALLED_S = 10.0
 HELLO_HEADER_NBYTES = 4096
 UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Settle})
-ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Received, m.Goodbye)
+ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
 
 
 class Link(asyncio.BufferedProtocol):
@@ -90,6 +90,7 @@ class Link(asyncio.BufferedProtocol):
 
     def _work(self) -> None:
         """Handle what has arrived, as long as the peer takes the answers."""
+        changed = False
         try:
             for message, payload in self._incoming:
                 if type(message) in LONG:
@@ -98,8 +99,12 @@ class Link(asyncio.BufferedProtocol):
                         self._transport.pause_reading()
                         break
                     self._receive_long(message, payload)
+                elif type(message) is m.Received and self._session is not None:
+                    self._server.service.confirm(message, self._session)
+                    continue  # of all messages the most frequent one, and nobody waits for what it does
                 else:
                     self._received(message, payload)
+                changed = True
                 if self._paused or self._transport.is_closing():
                     break
         except TransferQueueError as error:
@@ -107,7 +112,8 @@ class Link(asyncio.BufferedProtocol):
             self._transport.abort()
         if self._paused or self._long is not None:
             self._reader.keep()
-        self._server.deliver()
+        if changed:  # for others, too
+            self._server.deliver()
 
     def take_turn(self) -> None:
         """Handle the long request that waited for its turn, and what came after it."""
@@ -119,6 +125,7 @@ class Link(asyncio.BufferedProtocol):
         except TransferQueueError as error:
             log.warning("closed a connection: %s", error)
             self._transport.abort()
+        self._server.deliver()
         self._go_on()
 
     def _receive_long(self, message: m.Message, payload: memoryview) -> None:

@@ -135,11 +135,6 @@ class Service:
 
     def notify(self, message: m.Message, session: Session) -> None:
         """Carry out a one-way message; whatever is wrong with it is ignored."""
-        if type(message) is m.Received:  # the most frequent one, which frees nothing
-            for rid in message.rids:
-                self.controller.received(session.ident, rid)
-                session.forget(rid)
-            return
         match message:
             case m.Unpin(rid=rid, blocks=blocks):
                 self.blocks.unpin_all(rid, blocks, session)
@@ -147,9 +142,17 @@ class Service:
                 self._discard(block, session)
             case m.Cancel(rid=rid):
                 self._cancel(rid, session)
+            case m.Received():
+                self.confirm(message, session)
             case m.Goodbye():
                 session.ended = True
         self.settle()
+
+    def confirm(self, message: m.Received, session: Session) -> None:
+        """Answers are in their asker's hands. It changes nothing that anybody waits for."""
+        for rid in message.rids:
+            self.controller.received(session.ident, rid)
+            session.forget(rid)
 
     def _discard(self, block: int, session: Session) -> None:
         mine = (block, session.ident)
