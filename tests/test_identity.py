@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import pickle
@@ -16,6 +17,7 @@ import pytest
 import torch
 from conftest import until
 from hosts import CLIENT, LARGE, TOKEN, Host, firsts, rows
+from streams import dataset, numbers
 
 import transfer_queue as tq
 from transfer_queue.client.connection import Connection
@@ -25,6 +27,7 @@ from transfer_queue.errors import (
     DeadlineExceeded,
     InvalidInput,
     LeaseExpired,
+    ServiceError,
     ServiceRestarted,
     ServiceUnavailable,
     error_from_code,
@@ -274,6 +277,34 @@ def test_the_server_itself_refuses_what_names_another_life(lives: Lives) -> None
         assert isinstance(error_from_code(reply.code, reply.text), error)
     call.close()
     assert tq.kv_list() == {"p": {"a": {}}}
+
+
+# loaders
+
+
+def wide_rows(count: int) -> dict[str, torch.Tensor]:
+    x = torch.arange(count)
+    return {"x": x, "wide": x[:, None].repeat(1, 20_000)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_outlives_its_service_goes_on_with_the_next(lives: Lives, num_workers: int) -> None:
+    client = tq.get_client()
+    client.put(wide_rows(8), partition_id="p")
+    loader = tq.StreamingDataLoader(dataset(should_check_consumption_status=True), num_workers=num_workers)
+    stream = iter(loader)
+    kept, _ = next(stream)
+    lives.again()
+    with pytest.raises(ServiceError):
+        list(stream)
+    del stream
+    with contextlib.suppress(ServiceRestarted):  # where only the workers have met it so far
+        client.get_partition_list()
+    client.put(wide_rows(4), partition_id="p")
+    loader.step("p")
+    assert numbers(loader) == [[0, 1], [2, 3]]
+    assert kept["x"].tolist() == [0, 1]
+    assert int(kept["wide"].unbind()[1][-1]) == 1
 
 
 # init
