@@ -310,7 +310,7 @@ def test_peers_that_never_read_delay_nobody(host: Host, deaf: Callable[[], None]
     quiet = longest_call(host.client, 1.5)
     longest = longest_call(host.client, 1.5, deaf)
     print(f"longest call {longest * 1e3:.1f} ms, {quiet * 1e3:.1f} ms before")
-    assert longest < 0.03 + quiet
+    assert longest < 0.1 + 3 * quiet, "one long request, not all twenty; docs/benchmarks.md has the figure"
 
 
 def test_peers_that_never_read_are_cut_off_and_leave_no_memory(host: Host, deaf: Callable[[], None]) -> None:
