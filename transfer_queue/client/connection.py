@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import struct
 import time
 from typing import Any
 
@@ -15,7 +14,7 @@ from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.address import Address
+from transfer_queue.wire.address import Address, timeval
 from transfer_queue.wire.framing import FrameReader, frame
 
 log = logging.getLogger("transfer_queue")
@@ -25,7 +24,6 @@ decode_reply = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift)
 JOIN_NBYTES = 256 << 10
 MAX_IN_VAIN, LOOK_AGAIN = 4, 16
 MIN_WAIT_S = 0.001
-TIMEVAL = struct.Struct("@ll")
 
 
 class Connection:
@@ -67,8 +65,7 @@ class Connection:
     def _limit(self, timeout_s: float) -> None:
         """Let no send or receive take longer."""
         if timeout_s != self._timeout_s:
-            seconds = int(timeout_s)
-            value = TIMEVAL.pack(seconds, max(int((timeout_s - seconds) * 1e6), 0 if seconds else 1))
+            value = timeval(timeout_s)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
             self._timeout_s = timeout_s

@@ -58,9 +58,13 @@ class Address(NamedTuple):
 
 def limit_sending(sock: socket.socket, timeout_s: float) -> None:
     """Let no connect or send take longer (SO_SNDTIMEO, socket(7))."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(timeout_s))
+
+
+def timeval(timeout_s: float) -> bytes:
+    """A limit as the socket options take it; never zero, which would be none."""
     seconds = int(timeout_s)
-    value = TIMEVAL.pack(seconds, max(int((timeout_s - seconds) * 1e6), 0 if seconds else 1))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+    return TIMEVAL.pack(seconds, max(int((timeout_s - seconds) * 1e6), 0 if seconds else 1))
 
 
 def tune(sock: socket.socket) -> None:
