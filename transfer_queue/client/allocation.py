@@ -11,7 +11,7 @@ from transfer_queue.client.describing import field_specs
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Offload, Operation
 from transfer_queue.client.session import Session
-from transfer_queue.client.writing import Rows, checked_tags, commit, send_block
+from transfer_queue.client.writing import Rows, checked_tags, commit, noted, send_block
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.layout import Bytes
@@ -117,7 +117,8 @@ class Allocation(Mapping[str, torch.Tensor]):
         if block is None:
             block = yield from self._upload()
         self._published.append(True)
-        reply = (yield commit(self.session, rows, self._plan.schema(), self._plan.layout(), block, wire_tags))[0]
+        fields, layout = self._plan.schema(), self._plan.layout()
+        reply = noted(rows, (yield commit(self.session, rows, fields, layout, block, wire_tags))[0])
         return committed_meta(self.session, reply, partition_id, self._plan, wire_tags)
 
     def _upload(self) -> Operation[int]:

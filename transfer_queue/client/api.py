@@ -91,15 +91,16 @@ class Operations:
         metadata: BatchMeta | None = None,
         partition_id: str | None = None,
         data_parser: ops.Parser | None = None,
+        strict_schema: bool | None = None,
     ) -> Operation[BatchMeta]:
         """Write all fields of `data` (a TensorDict or a mapping of columns) to new rows, or to those of `metadata`.
 
         Atomic per partition: the cells become visible together, with the tags changed on `metadata`, when this returns.
         `metadata` is updated and returned; with it, `partition_id` can only be that of its rows.
-        Waits for room. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`,
-        `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is visible then.
+        `strict_schema`: see `kv_put`. Waits for room. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`
+        (where strict), `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is visible then.
         """
-        return ops.put(self.session, data, metadata, partition_id, data_parser)
+        return ops.put(self.session, data, metadata, partition_id, data_parser, strict_schema)
 
     def get_data(
         self,

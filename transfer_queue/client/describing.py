@@ -11,7 +11,7 @@ import torch
 
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.schema import DENSE, NESTED, OBJECTS, FieldSchema
+from transfer_queue.schema import DENSE, MIXED, NESTED, OBJECTS, FieldSchema
 from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.lives import naming
 from transfer_queue.wire.messages import RowSet
@@ -19,7 +19,7 @@ from transfer_queue.wire.messages import RowSet
 
 @lru_cache(maxsize=4096)
 def _spec(field: FieldSchema) -> dict[str, Any]:
-    if field.kind in (OBJECTS, NESTED):
+    if field.kind in (OBJECTS, NESTED, MIXED):
         return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
     dense = field.kind == DENSE
     shape = torch.Size(field.shape or (1,)) if dense else None

@@ -15,7 +15,7 @@ from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, checked_tags, commit, store
 from transfer_queue.codec.filling import Plan
-from transfer_queue.codec.plan import plan_batch, plan_row
+from transfer_queue.codec.plan import columns_of_row, plan_batch, plan_row
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import KVBatchMeta
 from transfer_queue.wire import messages as m
@@ -29,11 +29,16 @@ def kv_put(
     fields: TensorDictBase | Mapping[str, Any] | None = None,
     tag: Mapping[str, Any] | None = None,
     data_parser: ops.Parser | None = None,
+    strict_schema: bool | None = None,
 ) -> Operation[KVBatchMeta]:
     """Write fields and tag of one row; other fields and tag names of the row stay.
 
-    In a dict, a tensor is the value of a cell, and everything else is one object. A TensorDict has batch size 1.
-    Atomic. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`, `StoreFull`; nothing is stored then.
+    In a dict, a tensor is the value of a cell; numbers, arrays and lists of numbers become tensors, as in the columns
+    of `kv_batch_put`, and everything else is one object. A TensorDict has batch size 1.
+    Rows of a field may differ: with another kind or rank a get of both gives a list, with another dtype it raises
+    `SchemaConflict`, and the log of the put says so once. `strict_schema` refuses such a put (None: as
+    `controller.strict_schema` of the service says). Atomic. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`
+    (where strict), `StoreFull`; nothing is stored then.
     """
     if fields is None and tag is None:
         raise InvalidInput("give fields, tag or both")
@@ -41,18 +46,15 @@ def kv_put(
     if fields is None:
         plan = None
     elif data_parser is not None or isinstance(fields, TensorDictBase):
-        plan = ops.planned(session, fields if isinstance(fields, TensorDictBase) else _as_batch(fields), data_parser)
+        batch = fields if isinstance(fields, TensorDictBase) else columns_of_row(fields)
+        plan = ops.planned(session, batch, data_parser)
         if plan.rows != 1:
             raise InvalidInput(f"kv_put writes one row, the fields have {plan.rows}")
     elif isinstance(fields, Mapping):
         plan = plan_row(fields, session.allow_pickle)
     else:
         raise InvalidInput(f"fields is a dict or a TensorDict, got {type(fields).__qualname__}")
-    return (yield from _write(session, keys, partition_id, plan, None if tag is None else [tag]))
-
-
-def _as_batch(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.unsqueeze(0) if isinstance(v, torch.Tensor) else [v] for k, v in fields.items()}
+    return (yield from _write(session, keys, partition_id, plan, None if tag is None else [tag], strict_schema))
 
 
 def kv_batch_put(
@@ -62,6 +64,7 @@ def kv_batch_put(
     fields: TensorDictBase | Mapping[str, Any] | None = None,
     tags: Sequence[Mapping[str, Any]] | None = None,
     data_parser: ops.Parser | None = None,
+    strict_schema: bool | None = None,
 ) -> Operation[KVBatchMeta]:
     """Write fields and tags of the rows `keys`, creating those that do not exist. Atomic.
 
@@ -72,7 +75,7 @@ def kv_batch_put(
         raise InvalidInput("give fields, tags or both")
     ops.distinct_keys(keys)
     plan = None if fields is None else _planned_batch(session, fields, len(keys), data_parser)
-    return (yield from _write(session, keys, partition_id, plan, tags))
+    return (yield from _write(session, keys, partition_id, plan, tags, strict_schema))
 
 
 def _planned_batch(session: Session, fields: ops.Batch, count: int, parser: ops.Parser | None) -> Plan:
@@ -89,11 +92,12 @@ def _write(
     partition_id: str,
     plan: Plan | None,
     tags: Sequence[Mapping[str, Any]] | None,
+    strict_schema: bool | None,
 ) -> Operation[KVBatchMeta]:
     if type(partition_id) is not str:
         raise InvalidInput(f"partition_id is a string, got {partition_id!r}")
     wire_tags = None if tags is None else checked_tags(tags, len(keys))
-    rows = Rows(partition_id, len(keys), list(keys))
+    rows = Rows(partition_id, len(keys), list(keys), strict_schema=strict_schema)
     if plan is not None and plan.columns:
         reply = yield from store(session, plan, rows, wire_tags)
     else:

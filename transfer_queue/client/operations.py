@@ -145,13 +145,18 @@ def planned(session: Session, batch: Batch, parser: Parser | None) -> Plan:
 
 
 def put(
-    session: Session, data: Batch, metadata: BatchMeta | None, partition_id: str | None, data_parser: Parser | None
+    session: Session,
+    data: Batch,
+    metadata: BatchMeta | None,
+    partition_id: str | None,
+    data_parser: Parser | None,
+    strict_schema: bool | None = None,
 ) -> Operation[BatchMeta]:
     if metadata is None:
         if not partition_id:
             raise InvalidInput("put needs metadata or a partition_id")
         plan = planned(session, data, data_parser)
-        reply = yield from store(session, plan, Rows(partition_id, plan.rows), None)
+        reply = yield from store(session, plan, Rows(partition_id, plan.rows, strict_schema=strict_schema), None)
         return committed_meta(session, reply, partition_id, plan, None)
     if partition_id is not None and set(metadata.partition_ids) - {partition_id}:
         others = sorted(set(metadata.partition_ids) - {partition_id})
@@ -161,14 +166,16 @@ def put(
         raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
     for positions, part in _by_partition(metadata):
         rows_of_part = data if len(part) == count else _rows_at(data, positions)
-        schema = yield from _put_part(session, rows_of_part, part, data_parser)
+        schema = yield from _put_part(session, rows_of_part, part, data_parser, strict_schema)
     metadata.field_schema = {**metadata._frozen_schema(), **schema}
     metadata._set_ready()
     metadata._forget_tag_edits()
     return metadata
 
 
-def _put_part(session: Session, data: Batch, meta: BatchMeta, parser: Parser | None) -> Operation[dict[str, Any]]:
+def _put_part(
+    session: Session, data: Batch, meta: BatchMeta, parser: Parser | None, strict: bool | None
+) -> Operation[dict[str, Any]]:
     """Write to the rows of one partition, with the tags their holder changed."""
     plan = planned(session, data, parser)
     edits = meta._tag_edits()
@@ -177,7 +184,7 @@ def _put_part(session: Session, data: Batch, meta: BatchMeta, parser: Parser | N
         unchanged: tuple[bool, dict[str, Any]] = (False, {})
         tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
     replaced = [position for position, (replace, _) in edits.items() if replace]
-    rows = Rows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced, meta.service_id)
+    rows = Rows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced, meta.service_id, strict)
     yield from store(session, plan, rows, tags)
     return field_specs(plan.schema())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Bytes, Layout, decode_layout
 from transfer_queue.codec.memory import Copies
 from transfer_queue.codec.rows import Block, Copier, row_numbers
-from transfer_queue.errors import ProtocolError, RowCleared, SchemaConflict
+from transfer_queue.errors import ProtocolError, RowCleared
 from transfer_queue.schema import OBJECTS, FieldSchema
 from transfer_queue.storage.shm.unit import SMALL_NBYTES
 from transfer_queue.wire import messages as m
@@ -97,7 +97,7 @@ def read(
         located = None
     gathers = own or any(len(part.runs) > RUN_NBYTES for reply, _ in replies for part in reply.parts)
     nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if gathers else 0
-    found: TensorDict = yield Offload(lambda: _assembled(session, replies, out), nbytes)
+    found: TensorDict = yield Offload(lambda: _assembled(session, replies, out, _names(requests, replies)), nbytes)
     if device is not None:
         found = found.to(device)
     for reply, lying in replies:
@@ -105,6 +105,24 @@ def read(
         if pinned:
             yield Notify(m.Unpin(reply.rid, pinned))
     return found
+
+
+def _names(requests: Sequence[m.Get], replies: Sequence[tuple[m.Located, list[Lying]]]) -> Callable[[int], str]:
+    """What row number so and so of the result is called in an error: by its key or global index where it is known."""
+
+    def name(position: int) -> str:
+        for request, (reply, _) in zip(requests, replies, strict=True):
+            if position >= reply.count:
+                position -= reply.count
+                continue
+            if request.keys is not None and len(request.keys) == reply.count:
+                return f"row {request.keys[position]!r}"
+            if request.rows is not None:
+                return f"row {numbers_of(request.rows)[position]}"
+            break
+        return f"row {position} of the result"
+
+    return name
 
 
 def _located(
@@ -153,11 +171,14 @@ def _lying(session: Session, rid: int, piece: m.Piece, layout: Layout, payload: 
 
 
 def _assembled(
-    session: Session, replies: list[tuple[m.Located, list[Lying]]], out: Mapping[str, torch.Tensor] | None
+    session: Session,
+    replies: list[tuple[m.Located, list[Lying]]],
+    out: Mapping[str, torch.Tensor] | None,
+    name_row: Callable[[int], str],
 ) -> TensorDict:
     copies = Copies(session.mover)
     copier = Copier(session.pool.allocate, copies.copy, copies.take)
-    assembler = Assembler(copier, session.allow_pickle, out)
+    assembler = Assembler(copier, session.allow_pickle, out, name_row)
     schema = {field.name: field for field in replies[0][0].schema}
     if not schema:
         return TensorDict({}, batch_size=[0])
@@ -232,9 +253,6 @@ def _joined_fields(
 def _merged(known: FieldSchema | None, field: FieldSchema) -> FieldSchema:
     if known is None:
         raise ProtocolError(f"field {field.name!r} was not in the first of several replies")
-    if known.conflict(field) is not None:
-        one, other = (f"{each.kind} {each.dtype} {each.shape}" for each in (known, field))
-        raise SchemaConflict(f"field {field.name!r} is {one} in one partition and {other} in another")
     return known.merged(field)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transfer_queue.client.effects import Call, Offload, Operation, Together
+from transfer_queue.client.notes import warn_once
 from transfer_queue.client.session import Session
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.layout import Bytes
@@ -31,6 +32,7 @@ class Rows(NamedTuple):
     indexes: bytes | None = None
     replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones; never changed
     service: bytes = b""  # the life of the service that named the indexes
+    strict_schema: bool | None = None  # None: as the service is configured
 
 
 def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
@@ -44,7 +46,8 @@ def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -
         payload = np.empty(plan.nbytes, np.uint8)
         plan.write(payload, session.mover)
         try:
-            return (yield commit(session, rows, fields, layout, 0, tags, memoryview(payload)))[0]  # type: ignore[arg-type]
+            memory = memoryview(payload)  # type: ignore[arg-type]
+            return noted(rows, (yield commit(session, rows, fields, layout, 0, tags, memory))[0])
         except StoreFull:
             if time.monotonic() >= deadline:
                 raise
@@ -76,7 +79,7 @@ def _store_block(
         yield Offload(lambda: plan.write(own, session.mover), nbytes)
         yield from send_block(session, allocated.block, own)
     wait_s = max(0.0, deadline - time.monotonic())
-    return (yield commit(session, rows, fields, layout, allocated.block, tags, wait_s=wait_s))[0]
+    return noted(rows, (yield commit(session, rows, fields, layout, allocated.block, tags, wait_s=wait_s))[0])
 
 
 def send_block(session: Session, block: int, data: Bytes) -> Operation[None]:
@@ -102,9 +105,19 @@ def commit(
     wait_s = session.timeout_s if wait_s is None else wait_s
     request = m.Commit(
         session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s,
-        rows.replaced, rows.service,
+        rows.replaced, rows.service, _is_strict(session, rows.strict_schema),
     )  # fmt: skip
     return Call(request, payload, wait_s)
+
+
+def noted(rows: Rows, reply: m.Committed) -> m.Committed:
+    """The reply; what it remarks goes to the log, once in a process."""
+    warn_once(f"put to partition {rows.partition!r}", reply.note)
+    return reply
+
+
+def _is_strict(session: Session, asked: bool | None) -> bool:
+    return bool(session.config.get("strict_schema", False)) if asked is None else asked
 
 
 def checked_tags(tags: Sequence[Mapping[str, Any]], count: int) -> list[m.Tags]:

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from transfer_queue.codec import images
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.codec.layout import MAX_DIMS, Bytes, checked_offsets
 from transfer_queue.codec.nested import Offsets, jagged, trimmed
 from transfer_queue.codec.values import Ext, encode
 from transfer_queue.errors import ProtocolError, UnsupportedValue
 
-TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTYPE, DEVICE, STACK = range(40, 51)
+TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTYPE, DEVICE, STACK, IMAGE = range(40, 52)
 
 Source = torch.Tensor | np.ndarray[Any, Any]
 
@@ -32,6 +33,7 @@ class BufferWriter:
         self.refs: list[int] = []
         self._row_start = 0
         self._known: dict[tuple[Any, ...], int] = {}
+        self._images: dict[int, tuple[Any, list[Any], Bytes]] = {}  # by id; copies of a prompt share theirs
 
     def end_row(self) -> None:
         self._row_start = len(self.refs)
@@ -57,6 +59,8 @@ class BufferWriter:
             return _ext(STACK, [lower(item) for item in value.tensordicts])
         if isinstance(value, TensorDict):
             return _ext(TENSORDICT, [list(value.batch_size), [[k, lower(v)] for k, v in value.items()]])
+        if images.is_image(value):
+            return self._image(value)
         return NotImplemented
 
     def _tensor(self, value: torch.Tensor, lower: Callable[[Any], Any]) -> Any:
@@ -64,6 +68,7 @@ class BufferWriter:
             if value.layout != torch.jagged:
                 raise UnsupportedValue("a strided nested tensor inside a value cannot be stored: use a list of tensors")
             plain: Any = value
+            check_jagged(value)
             if plain._lengths is not None:
                 plain = _without_holes(value)
             values, offsets = trimmed(plain)
@@ -87,6 +92,14 @@ class BufferWriter:
         key = (place, value.dtype.str, value.shape, value.strides) if value.size and value.dtype.names is None else None
         return _ext(NDARRAY, [_describe(value.dtype, lower), list(value.shape), self._ref(value, key)])
 
+    def _image(self, value: Any) -> Any:
+        held = self._images.get(id(value))
+        if held is None:
+            held = self._images[id(value)] = (value, *images.taken_apart(value))
+        _, description, data = held
+        key = (data.__array_interface__["data"][0], data.nbytes, IMAGE) if data.size else None
+        return _ext(IMAGE, [description, self._ref(data, key)])
+
     def _ref(self, source: Source, key: tuple[Any, ...] | None) -> int:
         number = self._known.get(key) if key is not None else None
         if number is None:
@@ -107,13 +120,47 @@ def _without_holes(value: torch.Tensor) -> Any:
 
 
 def check_tensor(value: torch.Tensor) -> None:
-    """`UnsupportedValue` for tensors that are not plain strided memory."""
+    """`UnsupportedValue`, saying what to do, for tensors that are not plain strided memory. Touches no memory."""
+    kind = type(value)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        _check_class(value)
+    if value.layout is not torch.strided or value.is_quantized:
+        what = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.").replace("_", " ")
+        how = ".dequantize()" if value.is_quantized else ".to_dense()"
+        raise UnsupportedValue(f"a {what} tensor cannot be stored: put {how} of it")
     if value.dim() > MAX_DIMS:
         raise UnsupportedValue(f"a tensor of {value.dim()} dimensions cannot be stored")
-    if value.layout != torch.strided or value.is_quantized:
-        raise UnsupportedValue(f"a tensor of layout {value.layout} ({value.dtype}) cannot be stored: make it dense")
+    try:
+        if value.data_ptr() or not value.numel():
+            return
+    except RuntimeError:
+        raise UnsupportedValue(
+            "a tensor inside a torch.func transform has no memory of its own: put it outside"
+        ) from None
     if value.device.type == "meta":
         raise UnsupportedValue("a tensor on the meta device has no data to store")
+    raise UnsupportedValue("the memory of the tensor was freed (as FSDP does with parameters): gather it first")
+
+
+def _check_class(value: torch.Tensor) -> None:
+    """Subclasses that stand for other tensors have no memory, and reading it would crash the process."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if hasattr(value, "full_tensor") and hasattr(value, "to_local"):
+        how = "put .full_tensor() of it for all of the tensor, .to_local() for this rank's part"
+        raise UnsupportedValue(f"a DTensor cannot be stored: {how}")
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedValue(f"a {name} has no memory of its own: put a plain tensor of its values")
+    if getattr(value, "__dict__", None):
+        names = sorted(vars(value))[:4]
+        raise UnsupportedValue(f"a {name} with attributes {names} would lose them: put .as_subclass(torch.Tensor)")
+
+
+def check_jagged(value: Any) -> None:
+    """As `check_tensor`, of the parts of a jagged tensor."""
+    for part in (value._values, value._offsets, value._lengths):
+        if part is not None:
+            check_tensor(part)
 
 
 def _describe(dtype: np.dtype[Any], lower: Callable[[Any], Any]) -> Any:
@@ -157,7 +204,7 @@ class BufferReader:
             raise ProtocolError(f"unknown extension {code}")
         try:
             return rule(self, content)
-        except ProtocolError:
+        except (ProtocolError, UnsupportedValue):
             raise
         except (LookupError, ArithmeticError, RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"a damaged array in a value: {error}") from None
@@ -229,4 +276,5 @@ _LIFTS: dict[int, Callable[[BufferReader, Any], Any]] = {
     STACK: BufferReader._stack,
     NP_DTYPE: lambda reader, content: np.lib.format.descr_to_dtype(content),
     DEVICE: lambda reader, content: torch.device(content),
+    IMAGE: lambda reader, content: images.put_together(content[0], reader._bytes(content[1])),
 }

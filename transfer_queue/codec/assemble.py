@@ -5,6 +5,7 @@
 | tensors without dimensions | dense tensor (n,) |
 | tensors that agree in all dimensions but at most one | jagged NestedTensor; ragged dimension 1 when uniform |
 | tensors that differ in several dimensions | strided NestedTensor |
+| tensors of different rank | NonTensorStack of the tensors |
 | TensorDicts | TensorDict of batch size (n, ...) |
 | anything else | NonTensorStack |
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.layout import Bytes, Column, Ints
@@ -35,12 +37,20 @@ Located = Sequence[tuple[Block, int, int]]  # (block, first row, number of rows)
 
 
 class Assembler:
-    """Turns runs into values; `out` maps fields to preallocated dense tensors (n, *row shape)."""
+    """Turns runs into values; `out` maps fields to preallocated dense tensors (n, *row shape). `name_row` says what row
+    number so and so of the result is called."""
 
-    def __init__(self, copier: Copier, allow_pickle: bool, out: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        copier: Copier,
+        allow_pickle: bool,
+        out: Mapping[str, torch.Tensor] | None = None,
+        name_row: Callable[[int], str] = "row {}".format,
+    ) -> None:
         self.copier = copier
         self.allow_pickle = allow_pickle
         self.out = out or {}
+        self.name_row = name_row
         self._offsets: dict[object, Offsets] = {}
 
     def field(self, schema: FieldSchema, located: Located, rows: Ints | None = None) -> Any:
@@ -51,7 +61,7 @@ class Assembler:
             if column is not None and column.kind == DENSE and column.shape == schema.shape:
                 if rows.min() < 0 or rows.max() >= block.layout.rows:
                     raise ProtocolError(f"field {schema.name!r}: rows that are not in their block")
-                dtype = _dtype([Run(block, column, 0, 1)])
+                dtype = _dtype(column)
                 return self._dense(take_dense(block, column, rows, self.copier), dtype, len(rows), column.shape)
         runs = []
         for block, start, count in located:
@@ -64,12 +74,14 @@ class Assembler:
     def _value(self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None) -> Any:
         """The rows of one column. `inner`: it lies in a TensorDict of that batch shape beyond the rows."""
         column = runs[0].column
+        if not mixing.are_alike(runs):
+            return self._mixed(name, runs, inner)
         if column.kind in (OBJECTS, NESTED):
-            if any(run.column.kind != column.kind for run in runs):
-                raise SchemaConflict(f"field {name!r}: some rows are {column.kind}, others not")
             return stack(self.objects(runs), inner or ()) if column.kind == OBJECTS else self._tensordict(runs)
-        dtype = _dtype(runs)
+        dtype = _common_dtype(runs, self.name_row)
         merged = shape if shape == column.shape and len(runs) == 1 else merged_shape(shape, runs)
+        if dtype is None:
+            return self._widened(name, merged, runs, inner)
         ragged = [d for d, size in enumerate(merged) if size == -1] if -1 in merged else []
         if name in self.out and inner is None:
             return self._into(self.out[name], name, merged, runs)
@@ -86,6 +98,42 @@ class Assembler:
         data = gather_dense(runs, self.copier)
         return self._dense(data, dtype, count, merged) if inner is None else _typed(data, dtype, (count, *merged))
 
+    def _mixed(self, name: str, runs: list[Run], inner: tuple[int, ...] | None) -> NonTensorStack:
+        """Rows that are no one column, as they are."""
+        if inner is not None:
+            raise SchemaConflict(
+                f"field {name!r}: its TensorDicts hold tensors in some rows and other things in others"
+            )
+        if name in self.out:
+            raise InvalidInput(f"out[{name!r}]: the rows are of several kinds")
+        return stack([row for run in runs for row in self._rows(name, run)])
+
+    def _rows(self, name: str, run: Run) -> list[Any]:
+        if run.column.kind == OBJECTS:
+            return self.objects([run])
+        return mixing.rows_of(self._value(name, run.column.shape, [run], None))
+
+    def _widened(
+        self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        """Numbers of which some were Python's ints."""
+        now = Assembler(
+            Copier(self.copier.allocate), self.allow_pickle
+        )  # the numbers are looked at before `Copies.run`
+        rows = [row for run in runs for row in now._rows(name, run)]
+        rows = mixing.widened(rows, mixing.common_dtype(runs, self.name_row), name, self.name_row)
+        if name in self.out:
+            self._check_out(name, (len(rows), *shape), rows[0].dtype)
+            return self.out[name].copy_(torch.stack(rows))
+        return mixing.joined(rows, shape) if inner is None else torch.stack(rows)
+
+    def _check_out(self, name: str, expected: tuple[int, ...], dtype: torch.dtype) -> None:
+        target = self.out[name]
+        if -1 in expected or tuple(target.shape) != expected or target.dtype != dtype:
+            raise InvalidInput(
+                f"out[{name!r}] is {target.dtype} {tuple(target.shape)}; the rows are {dtype} {expected}"
+            )
+
     def _dense(self, data: Bytes, dtype: torch.dtype, count: int, shape: tuple[int, ...]) -> torch.Tensor:
         if not shape:
             return _typed(data, dtype, (count,))
@@ -99,12 +147,8 @@ class Assembler:
         return found
 
     def _into(self, target: torch.Tensor, name: str, shape: tuple[int, ...], runs: list[Run]) -> torch.Tensor:
-        expected = (sum(run.rows for run in runs), *shape)
         dtype = torch_dtype(runs[0].column.dtype)
-        if -1 in shape or tuple(target.shape) != expected or target.dtype != dtype:
-            raise InvalidInput(
-                f"out[{name!r}] is {target.dtype} {tuple(target.shape)}; the rows are {dtype} {expected}"
-            )
+        self._check_out(name, (sum(run.rows for run in runs), *shape), dtype)
         at = 0
         for run in runs:
             row = run.column.row_nbytes()
@@ -190,16 +234,24 @@ class Assembler:
         return span
 
 
-def _dtype(runs: Sequence[Run]) -> torch.dtype:
-    """The dtype of the rows, which are tensors of one dtype in all runs."""
-    column = runs[0].column
+def _dtype(column: Column) -> torch.dtype:
+    """The dtype of a column of tensors."""
     dtype = torch_dtype(column.dtype)
-    columns = {id(run.column): run.column for run in runs}.values() if len(runs) > 1 else (column,)
-    for other in columns:
-        if other.dtype != column.dtype or other.kind in (OBJECTS, NESTED):
-            raise SchemaConflict(f"field {column.name!r}: rows of dtype {column.dtype} and {other.dtype or other.kind}")
-        if other.itemsize != dtype.itemsize:
-            raise ProtocolError(f"field {column.name!r}: {other.itemsize} bytes an element of {column.dtype}")
+    if column.itemsize != dtype.itemsize:
+        raise ProtocolError(f"field {column.name!r}: {column.itemsize} bytes an element of {column.dtype}")
+    return dtype
+
+
+def _common_dtype(runs: Sequence[Run], name_row: Callable[[int], str]) -> torch.dtype | None:
+    """The dtype of the rows, which are tensors; None where some have to be converted to it."""
+    first = runs[0].column
+    dtype = _dtype(first)
+    if len(runs) == 1:
+        return dtype
+    columns = {id(run.column): run.column for run in runs}.values()
+    if any(_dtype(column) != dtype for column in columns):
+        mixing.common_dtype(runs, name_row)
+        return None
     return dtype
 
 

@@ -36,7 +36,10 @@ Ints = NDArray[np.int64]
 
 
 class Column(msgspec.Struct, array_like=True, gc=False):
-    """One column of a layout. `parts` are (offset, nbytes) in the block; `shape` is a row's, -1 where it differs."""
+    """One column of a layout. `parts` are (offset, nbytes) in the block; `shape` is a row's, -1 where it differs.
+
+    `weak` as in `FieldSchema`.
+    """
 
     name: str
     kind: str
@@ -46,9 +49,10 @@ class Column(msgspec.Struct, array_like=True, gc=False):
     ragged: int
     parts: list[tuple[int, int]]
     children: list[Column]
+    weak: bool = False
 
     def schema(self) -> FieldSchema:
-        return FieldSchema(self.name, self.kind, self.dtype, self.shape)
+        return FieldSchema(self.name, self.kind, self.dtype, self.shape, self.weak)
 
     def row_nbytes(self) -> int:
         """Bytes of one row (dense), or of one step along the ragged dimension (ragged)."""

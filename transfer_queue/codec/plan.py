@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from transfer_queue.codec import lists
-from transfer_queue.codec.arrays import BufferWriter, Source, check_tensor
+from transfer_queue.codec.arrays import BufferWriter, Source, check_jagged, check_tensor
 from transfer_queue.codec.dtypes import dtype_name
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.layout import Builder, Column
@@ -33,15 +33,28 @@ def plan_batch(batch: TensorDictBase | Mapping[str, Any], rows: int, allow_pickl
     """Plan all columns of `batch`, each with `rows` rows.
 
     In a mapping, lists of numbers become dense columns and lists of number lists ragged ones. Raises `InvalidInput`
-    for a column of another length and `UnsupportedValue`, naming row, field and type, for what cannot be kept exactly.
+    for a column of another length and `UnsupportedValue`, naming row, field and type of all that cannot be kept
+    exactly.
     """
     plan = Plan(rows, allow_pickle)
-    numbers = not isinstance(batch, TensorDictBase)
-    for name, value in items_of(batch):
+    _add_columns(plan, items_of(batch), not isinstance(batch, TensorDictBase))
+    return plan
+
+
+def _add_columns(plan: Plan, items: Iterable[tuple[Any, Any]], numbers: bool) -> None:
+    """Plan these columns. What cannot be stored is told of all fields at once, as it has to be mended in all."""
+    refused: list[UnsupportedValue] = []
+    for name, value in items:
         if type(name) is not str:
             raise InvalidInput(f"field names are strings, got {name!r}")
-        plan.columns.append(_column(plan, name, value, numbers))
-    return plan
+        try:
+            plan.columns.append(_column(plan, name, value, numbers))
+        except UnsupportedValue as error:
+            refused.append(error)
+    if len(refused) == 1:
+        raise refused[0]
+    if refused:
+        raise UnsupportedValue("; ".join(map(str, refused)))
 
 
 def items_of(batch: TensorDictBase | Mapping[str, Any]) -> Any:
@@ -51,18 +64,27 @@ def items_of(batch: TensorDictBase | Mapping[str, Any]) -> Any:
 
 
 def plan_row(fields: Mapping[str, Any], allow_pickle: bool = False) -> Plan:
-    """One row: tensors are its cells' values, anything else is one object."""
+    """One row, of the kind of column that `plan_batch` makes of many: a tensor, an array, a number or a list of numbers
+    is a tensor, anything else is one object.
+
+    Raises as `plan_batch`, and `InvalidInput` for a nested tensor.
+    """
     plan = Plan(1, allow_pickle)
-    for name, value in fields.items():
-        if type(name) is not str:
-            raise InvalidInput(f"field names are strings, got {name!r}")
-        if isinstance(value, torch.Tensor):
-            if value.is_nested:
-                raise InvalidInput(f"field {name!r}: a nested tensor is many rows; kv_put takes one")
-            plan.columns.append(_dense(plan, name, _checked(name, value).unsqueeze(0)))
-        else:
-            plan.columns.append(_objects(plan, name, [value]))
+    _add_columns(plan, columns_of_row(fields).items(), numbers=True)
     return plan
+
+
+def columns_of_row(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of one row as columns of one row."""
+    return {name: _column_of(name, value) for name, value in fields.items()}
+
+
+def _column_of(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            raise InvalidInput(f"field {name!r}: a nested tensor is many rows; kv_put takes one")
+        return _checked(name, value).unsqueeze(0)
+    return value[None] if type(value) is np.ndarray and lists.as_tensor(value[None]) is not None else [value]
 
 
 def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Plan:
@@ -87,6 +109,9 @@ def _column(plan: Plan, name: str, value: Any, numbers: bool) -> Column:
     if isinstance(value, torch.Tensor):
         if not value.is_nested:
             return _dense(plan, name, value)
+        if value.layout == torch.jagged:
+            with _named(name):
+                check_jagged(value)
         if value.layout == torch.jagged and getattr(value, "_lengths", None) is None:
             return _jagged(plan, name, value)
         return _rows(plan, name, list(value.unbind()))
@@ -100,7 +125,7 @@ def _column(plan: Plan, name: str, value: Any, numbers: bool) -> Column:
     if isinstance(value, NonTensorStack):
         return _sequence(plan, name, [_datum(item) for item in value.tensordicts], numbers=False)
     if isinstance(value, NonTensorData):
-        return _objects(plan, name, [_repeated(value.data, value.batch_size[1:])] * plan.rows)
+        return _non_tensor(plan, name, value)
     if isinstance(value, TensorDictBase):
         return _nested(plan, name, value)
     if isinstance(value, (list, tuple)):
@@ -108,9 +133,23 @@ def _column(plan: Plan, name: str, value: Any, numbers: bool) -> Column:
     raise UnsupportedValue(f"field {name!r}: a column is a tensor, array or list, got {type(value).__qualname__}")
 
 
-def _repeated(value: Any, shape: Sequence[int]) -> Any:
-    """The value, in lists nested as `shape` says."""
-    return [_repeated(value, shape[1:])] * shape[0] if shape else value
+def _non_tensor(plan: Plan, name: str, value: Any) -> Column:
+    """The column of a NonTensorData. Data of one item per row is a column, which is how tensordict wraps arrays;
+    anything else is one value for all rows."""
+    data = _datum(value)
+    if isinstance(data, torch.Tensor) and data.dim() and len(data) == plan.rows and len(value.batch_size) < 2:
+        return _column(plan, name, data, numbers=False)
+    _check_rows(plan, name, value.batch_size[0] if value.batch_size else plan.rows)
+    return _objects(plan, name, _spread(data, [plan.rows, *value.batch_size[1:]]))
+
+
+def _spread(data: Any, shape: Sequence[int]) -> Any:
+    """One value for every place of `shape`, in nested lists: the items of `data` where it has as many, else `data`."""
+    if not shape:
+        return data
+    if (isinstance(data, (list, tuple)) or (isinstance(data, np.ndarray) and data.ndim)) and len(data) == shape[0]:
+        return [_spread(item, shape[1:]) for item in data]
+    return [_spread(data, shape[1:])] * shape[0]
 
 
 def _datum(item: Any) -> Any:
@@ -127,11 +166,14 @@ def _sequence(plan: Plan, name: str, values: list[Any], numbers: bool) -> Column
         if len({(value.dtype, value.dim()) for value in values}) == 1:
             return _rows(plan, name, values)
     elif numbers and values:
-        column = lists.numbers(values)
-        if isinstance(column, torch.Tensor):
-            return _dense(plan, name, column)
-        if column is not None:
-            return _ragged(plan, name, column[0], column[1], 0)
+        found = lists.numbers(values)
+        if found is not None:
+            if isinstance(found, torch.Tensor):
+                column = _dense(plan, name, found)
+            else:
+                column = _ragged(plan, name, *found, 0)
+            column.weak = column.dtype == "int64"
+            return column
     return _objects(plan, name, values)
 
 
@@ -140,8 +182,16 @@ def _check_rows(plan: Plan, name: str, rows: int) -> None:
         raise InvalidInput(f"field {name!r} has {rows} rows, expected {plan.rows}")
 
 
-def _checked(name: str, value: torch.Tensor) -> torch.Tensor:
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
     try:
+        yield
+    except UnsupportedValue as error:
+        raise UnsupportedValue(f"field {name!r}: {error}") from None
+
+
+def _checked(name: str, value: torch.Tensor) -> torch.Tensor:
+    try:  # not `_named`: this runs for every row of a list of tensors
         check_tensor(value)
     except UnsupportedValue as error:
         raise UnsupportedValue(f"field {name!r}: {error}") from None

@@ -1,7 +1,7 @@
-"""User types the object codec may carry: enums, dataclasses, named tuples, or anything with two plain functions.
+"""Types of the user's own that the object codec carries by two plain functions, or by a name of their own.
 
-A type is known on the wire by its registered name only, never by an import path, so decoding can construct nothing
-that the reading process did not register itself.
+A registered type is known on the wire by that name: reading constructs only what this process registered itself.
+Enums, dataclasses and named tuples travel without being registered (`codec.classes`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class Registration(NamedTuple):
     cls: type
     to_plain: Callable[[Any], Any]
     from_plain: Callable[[Any], Any]
+    standard: bool  # by its fields: those of a subclass may be others
 
 
 _BY_TYPE: dict[type, Registration] = {}
@@ -32,19 +33,22 @@ def register_type(
     to_plain: Callable[[Any], Any] | None = None,
     from_plain: Callable[[Any], Any] | None = None,
 ) -> type:
-    """Let samples hold values of exactly `cls`; call it in every process that writes or reads them.
+    """Let samples hold values of `cls` and its subclasses; call it in every process that writes or reads them.
 
-    Enums, dataclasses and named tuples need no functions. For other types `to_plain` returns a value the codec
-    can carry and `from_plain` rebuilds the original from it. `name` defaults to module and qualified name. Usable as a
-    class decorator. Raises `InvalidInput` for a type without functions, or a name taken by another type.
+    `to_plain` returns a value the codec can carry and `from_plain` rebuilds the original from it; what a subclass comes
+    back as is up to them, unless it is registered as well. Enums, dataclasses and named tuples need no functions, and
+    where their class is imported before reading they need not be registered. `name` defaults to module and qualified
+    name. Usable as a class decorator. Raises `InvalidInput` for a type without functions, or a name taken by another
+    type.
     """
     name = name or f"{cls.__module__}:{cls.__qualname__}"
+    standard = to_plain is None or from_plain is None
     if to_plain is None or from_plain is None:
         to_plain, from_plain = _standard(cls)
     held = _BY_NAME.get(name)
     if held is not None and held.cls is not cls and held.cls.__qualname__ != cls.__qualname__:
         raise InvalidInput(f"the name {name!r} is registered for {held.cls}")
-    _BY_TYPE[cls] = _BY_NAME[name] = Registration(name, cls, to_plain, from_plain)
+    _BY_TYPE[cls] = _BY_NAME[name] = Registration(name, cls, to_plain, from_plain, standard)
     return cls
 
 
@@ -75,7 +79,17 @@ def _from_fields(cls: type, plain: dict[str, Any]) -> Any:
 
 
 def by_type(cls: type) -> Registration | None:
+    """The registration of exactly `cls`."""
     return _BY_TYPE.get(cls)
+
+
+def by_base(cls: type) -> Registration | None:
+    """The registration of the nearest base of `cls` that has functions of its own."""
+    for base in cls.__mro__[1:]:
+        found = _BY_TYPE.get(base)
+        if found is not None and not found.standard:
+            return found
+    return None
 
 
 def by_name(name: str) -> Registration | None:

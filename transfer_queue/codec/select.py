@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from transfer_queue.codec.layout import Builder, Bytes, Column, Ints, Layout
@@ -41,7 +42,7 @@ def _column(block: Block, column: Column, rows: Ints, builder: Builder, writes: 
         place = builder.place(flat.nbytes)
         writes.append((place[0], flat))
         parts.append(place)
-    return Column(column.name, column.kind, column.dtype, column.itemsize, column.shape, column.ragged, parts, children)
+    return msgspec.structs.replace(column, parts=parts, children=children)
 
 
 def _parts(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:

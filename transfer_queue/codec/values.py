@@ -3,6 +3,8 @@
 msgpack alone turns tuples and sets into lists, enums into their values and datetimes into strings. `lower` rewrites a
 value so that everything msgpack would change travels as a typed extension; `lift` is the decoder's hook that undoes
 it. Tensors and arrays leave the message: `Buffers` collects them and the message holds their number.
+
+One kind of value does not come back as it was: an exception comes back as its text.
 """
 
 from __future__ import annotations
@@ -10,15 +12,19 @@ from __future__ import annotations
 import datetime
 import decimal
 import fractions
+import pathlib
 import struct
+import sys
+import traceback
 import uuid
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
-from transfer_queue.codec.registry import by_name, by_type
+from transfer_queue.codec import classes
+from transfer_queue.codec.registry import by_base, by_name, by_type
 from transfer_queue.errors import ProtocolError, UnsupportedValue
 
 Ext = msgspec.msgpack.Ext
@@ -28,6 +34,7 @@ TUPLE, SET, FROZENSET, BIGINT, COMPLEX, DATETIME, DATE, TIME, TIMEDELTA, DECIMAL
     1, 14
 )
 DICT, SURROGATE, REGISTERED, PICKLE, RANGE, ORDERED, DEQUE = range(14, 21)
+PATH, COUNTER, DEFAULTDICT, CONFIG, CLASS = range(21, 26)
 ARRAY_CODES = range(40, 60)  # tensors, arrays and TensorDicts: codec.arrays
 
 _ATOMS = frozenset((str, int, float, bool, type(None), bytes))
@@ -88,17 +95,44 @@ class Lowering:
             found = self.buffers.lower(value, self.lower)
             if found is not NotImplemented:
                 return found
-        registration = by_type(kind)
+        registration = by_type(kind) or by_base(kind)
         if registration is not None:
             return self.ext(REGISTERED, [registration.name, registration.to_plain(value)])
+        found = self._of_family(value)
+        if found is not NotImplemented:
+            return found
         if self.allow_pickle:
             from transfer_queue.codec import opaque
 
             return Ext(PICKLE, opaque.dump(value))
-        raise UnsupportedValue(
-            f"a value of type {kind.__module__}.{kind.__qualname__} cannot be stored with its type kept; register it "
-            "with transfer_queue.register_type, or set client.allow_pickle on writer and reader"
-        )
+        fields = classes.kind_of(kind)
+        if fields is not None:
+            content = classes.fields_of(value, fields, self.lower)
+            return Ext(CLASS, encode([fields, f"{kind.__module__}:{kind.__qualname__}", content]))
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise UnsupportedValue(f"a value of type {name} cannot be stored with its type kept: {advice(value)}")
+
+    def _of_family(self, value: Any) -> Any:
+        """Values that are known by a base class; NotImplemented for others."""
+        if isinstance(value, pathlib.PurePath):
+            concrete = isinstance(value, pathlib.Path)
+            return self.ext(PATH, [concrete, isinstance(value, pathlib.PureWindowsPath), str(value)])
+        if isinstance(value, BaseException):
+            return self.lower("".join(traceback.format_exception_only(value)).rstrip())
+        omegaconf = sys.modules.get("omegaconf")
+        if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
+            return self._config(omegaconf, value)
+        return NotImplemented
+
+    def _config(self, omegaconf: Any, value: Any) -> Any:
+        """Interpolations stay, but for those of a part: what they name may lie outside of it."""
+        try:
+            resolve = value._get_parent() is not None
+            plain = omegaconf.OmegaConf.to_container(value, resolve=resolve)
+        except omegaconf.errors.OmegaConfBaseException as error:
+            raise UnsupportedValue(f"a config cannot be stored: {error}") from None
+        is_list = isinstance(value, omegaconf.ListConfig)
+        return self.ext(CONFIG, [is_list, plain, dict(value._metadata.flags or {})])
 
     def ext(self, code: int, content: Any) -> Any:
         return Ext(code, encode(self.lower(content)))
@@ -143,8 +177,35 @@ def _zone(zone: datetime.tzinfo | None) -> Any:
     return [offset, None if name == default else name]
 
 
-def _refuse_default(value: Any) -> Any:
-    raise UnsupportedValue("a defaultdict cannot be stored: its factory is code; convert it to a dict")
+FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, bytes, frozenset)}
+
+
+def _default(low: Lowering, value: defaultdict[Any, Any]) -> Any:
+    factory = value.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if name is not None and FACTORIES.get(name) is not factory:
+        raise UnsupportedValue(f"the factory of a defaultdict, {factory!r}, is code: convert it with dict(...)")
+    return low.ext(DEFAULTDICT, [name, [[key, item] for key, item in value.items()]])
+
+
+def advice(value: Any) -> str:
+    """What to do with a value that cannot be stored."""
+    kind = type(value)
+    for base in (dict, list, tuple, set, frozenset, str, bytes, int, float):
+        if isinstance(value, base):
+            return f"convert it with {base.__name__}(...), or register it with transfer_queue.register_type"
+    if hasattr(value, "model_dump"):
+        return "convert it with .model_dump(), or register it with transfer_queue.register_type"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return "it is code: store its name"
+    if hasattr(value, "state_dict"):
+        return "store its .state_dict()"
+    if hasattr(value, "fileno") or hasattr(value, "acquire"):
+        return "it belongs to this process: store what it holds"
+    if hasattr(value, "__next__"):
+        return "it can be read only once: make a list of it"
+    how = "set client.allow_pickle on writer and reader"
+    return f"register {kind.__qualname__} with transfer_queue.register_type, or {how}"
 
 
 _RULES: dict[type, Callable[[Lowering, Any], Any]] = {
@@ -167,7 +228,8 @@ _RULES: dict[type, Callable[[Lowering, Any], Any]] = {
     range: lambda low, v: low.ext(RANGE, [v.start, v.stop, v.step]),
     OrderedDict: lambda low, v: low.ext(ORDERED, [[key, item] for key, item in v.items()]),
     deque: lambda low, v: low.ext(DEQUE, [list(v), v.maxlen]),
-    defaultdict: lambda low, v: _refuse_default(v),
+    defaultdict: _default,
+    Counter: lambda low, v: low.ext(COUNTER, [[key, item] for key, item in v.items()]),
 }
 
 
@@ -188,6 +250,8 @@ class Lifting:
             return self._registered(self.unpack(data))
         if code == PICKLE:
             return self._pickled(bytes(data))
+        if code == CLASS:
+            return self._of_class(self.unpack(data))
         rule = _LIFTS.get(code)
         if rule is None:
             raise ProtocolError(f"unknown extension {code}")
@@ -208,6 +272,17 @@ class Lifting:
             return registration.from_plain(plain)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise UnsupportedValue(f"{registration.cls} cannot be rebuilt from {plain!r:.200}: {error}") from error
+
+    def _of_class(self, content: Any) -> Any:
+        if type(content) is not list or len(content) != 3 or type(content[1]) is not str:
+            raise ProtocolError("a damaged value of a class")
+        kind, place, fields = content
+        if kind not in (classes.ENUM, classes.FLAG) and type(fields) is not list:
+            raise ProtocolError(f"a damaged value of {place}")
+        registration = by_name(place)
+        if registration is not None and registration.standard:
+            return classes.rebuilt(kind, place, fields, registration.cls)
+        return classes.rebuilt(kind, place, fields)
 
     def _pickled(self, data: bytes) -> Any:
         if not self._allow_pickle:
@@ -230,6 +305,29 @@ def _lift_moment(content: Any, cls: Any) -> Any:
     return moment
 
 
+def _lift_path(content: Any) -> Any:
+    concrete, windows, text = content
+    if concrete and windows == isinstance(pathlib.PurePath(), pathlib.PureWindowsPath):
+        return pathlib.Path(text)
+    return pathlib.PureWindowsPath(text) if windows else pathlib.PurePosixPath(text)
+
+
+def _lift_default(content: Any) -> Any:
+    name, items = content
+    return defaultdict(None if name is None else FACTORIES[name], dict(items))
+
+
+def _lift_config(content: Any) -> Any:
+    import omegaconf
+
+    is_list, plain, flags = content
+    kind = omegaconf.ListConfig if is_list else omegaconf.DictConfig
+    try:
+        return kind(plain, flags=flags or None)
+    except omegaconf.errors.OmegaConfBaseException as error:
+        raise ValueError(str(error)) from None
+
+
 _RAW = frozenset((BIGINT, COMPLEX, DATE, DECIMAL, UUID, BYTEARRAY, SURROGATE))  # their bytes are not msgpack
 _LIFTS: dict[int, Callable[[Any], Any]] = {
     TUPLE: tuple,
@@ -250,4 +348,8 @@ _LIFTS: dict[int, Callable[[Any], Any]] = {
     RANGE: lambda content: range(*content),
     ORDERED: OrderedDict,
     DEQUE: lambda content: deque(*content),
+    PATH: _lift_path,
+    COUNTER: lambda content: Counter(dict(content)),
+    DEFAULTDICT: _lift_default,
+    CONFIG: _lift_config,
 }

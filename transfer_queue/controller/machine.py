@@ -229,8 +229,7 @@ class Controller:
         if message.block in self.ledger.entries:
             raise InvalidInput(f"block {message.block} is published already")
         table = self.tables.get(message.partition)
-        if table is not None:
-            table.check(message.fields)
+        note = "" if table is None else table.check(message.fields, message.strict)
         table, slots = self._target(message, table)
         if message.fields and message.block != NO_BLOCK:
             number = table.group(message.fields)
@@ -252,6 +251,7 @@ class Controller:
             table.tags_of(slots) if keyed else None,
             table.common_fields(slots) if keyed else [],
             table.loads,
+            note,
         )
 
     def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:

@@ -190,15 +190,25 @@ class Table:
 
     # fields
 
-    def check(self, schema: Sequence[FieldSchema]) -> None:
-        """`SchemaConflict` when a put of these fields does not fit earlier ones, `InvalidInput` for too many sets."""
+    def check(self, schema: Sequence[FieldSchema], strict: bool = False) -> str:
+        """A remark where a put of these fields brings another dtype than earlier ones, else "".
+
+        Raises `InvalidInput` for too many sets of fields; `SchemaConflict` where `strict` and the put brings another
+        dtype, rank or kind.
+        """
+        notes = []
         for new in schema:
             held = self.fields.get(new.name)
-            reason = held.schema.conflict(new) if held is not None else None
-            if reason is not None:
+            reason = held.schema.conflict(new) if held is not None and held.schema != new else None
+            if held is None or reason is None:
+                continue
+            if strict:
                 raise SchemaConflict(f"partition {self.name!r}: {reason}")
+            if held.schema.differs_in_dtype(new):
+                notes.append(f"{reason}: a get of rows of both will raise")
         if len(self.groups) > MAX_GROUPS and tuple(sorted(new.name for new in schema)) not in self._group_numbers:
             raise InvalidInput(f"partition {self.name!r}: more than {MAX_GROUPS} different sets of fields")
+        return "; ".join(notes)
 
     def group(self, schema: Sequence[FieldSchema]) -> int:
         """The number of the group of these fields; registers fields and group when new."""

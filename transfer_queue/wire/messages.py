@@ -100,7 +100,8 @@ class Commit(Request):
     """Publish one block as cells of `fields` on some rows, merge `tags`, and wake waiters: one atomic step.
 
     Rows are named by `keys` (upsert), by `rows` (existing indexes), or by neither (`count` new rows).
-    `block` is 0 when the payload rides inline, -1 when there are only tags.
+    `block` is 0 when the payload rides inline, -1 when there are only tags. `strict`: refused when a field holds
+    another dtype, rank or kind.
     """
 
     partition: str
@@ -114,6 +115,7 @@ class Commit(Request):
     timeout_s: float
     replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones instead of merging
     service: bytes = b""
+    strict: bool = False
 
 
 class Insert(Request):
@@ -313,12 +315,13 @@ class Data(Reply):
 
 class Committed(Reply):
     """`tags` are the merged tags of the rows (None: all empty), `fields` those every row now has. `loads`: see
-    `lives`."""
+    `lives`. `note`: a remark for the writer."""
 
     rows: bytes
     tags: list[Tags] | None
     fields: list[str]
     loads: int = 0
+    note: str = ""
 
 
 class RowSet(Reply):

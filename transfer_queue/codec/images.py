@@ -1,0 +1,137 @@
+"""PIL images without pickle: their encoded file where they were opened from one, else their pixels.
+
+An image that was opened and not changed travels as its file, which is smaller, and comes back opened: of the same
+class, with all frames, decoded when it is used. Of any other image travel the pixels with mode, size, palette and info.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.codec.layout import Bytes
+from transfer_queue.errors import ProtocolError, UnsupportedValue
+
+FILE, PIXELS = "file", "pixels"
+# Formats whose decoders are part of Pillow; others run programs (EPS) or load handlers of somebody else.
+FORMATS = frozenset(
+    ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
+)
+
+
+def is_image(value: Any) -> bool:
+    """Whether it is a PIL image; where PIL was not imported nothing is."""
+    pil = sys.modules.get("PIL.Image")
+    return pil is not None and isinstance(value, pil.Image)
+
+
+def taken_apart(image: Any) -> tuple[list[Any], Bytes]:
+    """(description, bytes) of an image. The description holds plain values only. The image does not change."""
+    encoded = _file_of(image)
+    if encoded is not None:
+        return [FILE, image.format, image.tell()], np.frombuffer(encoded, np.uint8)
+    pixels = image.tobytes() if image.width and image.height else b""
+    palette = None
+    if image.palette is not None and image.mode in ("P", "PA"):
+        palette = [image.palette.rawmode or image.palette.mode, bytes(image.palette.palette)]
+    description = [PIXELS, image.mode, list(image.size), palette, _info(image.info)]
+    return description, np.frombuffer(pixels, np.uint8)
+
+
+def _file_of(image: Any) -> bytes | None:
+    """The file an image was opened from, where it still is that image."""
+    source = getattr(image, "fp", None) or getattr(image, "_fp", None)
+    if getattr(image, "format", None) not in FORMATS or source is None or getattr(source, "closed", True):
+        return None
+    try:
+        encoded = _whole(source)
+        again = opened(image.format, image.tell(), encoded)
+    except (OSError, ValueError, AttributeError, EOFError, ProtocolError, UnsupportedValue):
+        return None
+    same = (type(again), again.mode, again.size, again.info) == (type(image), image.mode, image.size, image.info)
+    return encoded if same and (_is_lazy(image) or _same_pixels(again, image)) else None
+
+
+def _whole(source: Any) -> bytes:
+    if isinstance(source, io.BytesIO):
+        return source.getvalue()
+    at = source.tell()
+    try:
+        source.seek(0)
+        content: bytes = source.read()
+        return content
+    finally:
+        source.seek(at)
+
+
+def _is_lazy(image: Any) -> bool:
+    """Whether the pixels were never decoded, so that nobody can have changed them."""
+    return getattr(image, "_im", None) is None
+
+
+def _same_pixels(again: Any, image: Any) -> bool:
+    return bool(again.tobytes() == image.tobytes() and again.getpalette() == image.getpalette())
+
+
+def _info(info: dict[Any, Any]) -> list[Any]:
+    """What can be kept of what a file said beside its pixels: numbers, texts, bytes, and tuples of them."""
+    return [[key, kept] for key, value in info.items() if (kept := _kept(value)) is not None]
+
+
+def _kept(value: Any) -> Any:
+    if type(value) in (str, bytes, int, float, bool):
+        return value
+    if type(value) is tuple:
+        items = [_kept(item) for item in value]
+        return None if any(item is None for item in items) else ["t", items]
+    return float(value) if hasattr(value, "numerator") else None  # a rational of EXIF
+
+
+def put_together(description: Any, data: Bytes) -> Any:
+    """The image. Raises `ProtocolError` for what is no image, `UnsupportedValue` where Pillow is missing."""
+    kind, *rest = description
+    if kind == FILE:
+        name, frame = rest
+        return opened(name, frame, data.tobytes())
+    mode, size, palette, info = rest
+    image_module = _pillow()
+    width, height = size
+    if width and height:
+        image = image_module.frombytes(mode, (width, height), data.tobytes())
+    else:
+        image = image_module.new(mode, (width, height))  # `frombytes` takes no image without pixels
+    if palette is not None:
+        image.putpalette(palette[1], palette[0])
+        if image.mode != mode:
+            raise ProtocolError(f"a palette for an image of mode {mode}")
+    image.info = {key: _unkept(value) for key, value in info}
+    return image
+
+
+def _unkept(value: Any) -> Any:
+    return tuple(map(_unkept, value[1])) if isinstance(value, list) else value
+
+
+def opened(name: str, frame: int, encoded: bytes) -> Any:
+    """An image of a file, at one of its frames; only its header is read."""
+    if name not in FORMATS:
+        raise ProtocolError(f"an image of format {name!r}")
+    image_module = _pillow()
+    try:
+        image = image_module.open(io.BytesIO(encoded), formats=[name])
+        if frame:
+            image.seek(frame)
+    except (OSError, EOFError, SyntaxError) as error:
+        raise UnsupportedValue(f"an image of format {name} cannot be opened here: {error}") from None
+    return image
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UnsupportedValue("the sample holds an image: install pillow on this reader") from None
+    return Image
