@@ -80,8 +80,8 @@ def rows_of(value: Any) -> list[Any]:
 
 def through(value: Any, allow_pickle: bool = False) -> Any:
     """One object through a block and back."""
-    block = put_row({"x": [value]}, allow_pickle)
-    return rows_of(get(block, "x", allow_pickle=allow_pickle))[0][0]
+    block = put_row({"x": {"value": value}}, allow_pickle)
+    return rows_of(get(block, "x", allow_pickle=allow_pickle))[0]["value"]
 
 
 def changed(block: Block, layout: Layout) -> Block:

@@ -64,14 +64,15 @@ class Box:
     # writing
 
     def put(self, where: Any, fields: Sequence[str | FieldSchema] = ("a",), tags: Any = None, partition: str = "p",
-            timeout_s: float = 0.0, ticket: Any = None) -> Any:  # fmt: skip
+            timeout_s: float = 0.0, ticket: Any = None, strict: bool = False) -> Any:  # fmt: skip
         """`where`: a number of new rows, keys, or indexes. The reply, or None when it was parked."""
         keys = list(where) if isinstance(where, (list, tuple)) and where and isinstance(where[0], str) else None
         rows = packed(where) if isinstance(where, (list, tuple)) and keys is None else None
         count = where if isinstance(where, int) else len(where)
         block = self.last_block = next(self.numbers) if fields else -1
         schemas = [as_schema(field) for field in fields]
-        return self.handle(m.Commit(block, partition, count, keys, rows, schemas, block, b"", tags, timeout_s), ticket)
+        message = m.Commit(block, partition, count, keys, rows, schemas, block, b"", tags, timeout_s, strict=strict)
+        return self.handle(message, ticket)
 
     def insert(self, count: int, fields: Sequence[str] = ("a",), partition: str = "p", **more: Any) -> Any:
         return self.handle(m.Insert(1, partition, count, list(fields), more.get("timeout_s", 0.0)), more.get("ticket"))

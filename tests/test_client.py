@@ -344,9 +344,15 @@ BAD_PUTS: dict[str, tuple[type[Exception], Callable[[tq.TransferQueueClient, str
     "no rows": (ValueError, lambda c, p, m: c.put(batch(0, x=torch.zeros(0)), partition_id=p + "2")),
     "no fields": (ValueError, lambda c, p, m: c.put(batch(2), metadata=m)),
     "a row twice": (ValueError, lambda c, p, m: c.put(batch(2, x=torch.ones(2)), metadata=m.select_samples([0, 0]))),
-    "another dtype": (SchemaConflict, lambda c, p, m: c.put(batch(2, x=torch.ones(2).double()), metadata=m)),
-    "another rank": (SchemaConflict, lambda c, p, m: c.put(batch(2, x=torch.ones(2, 2)), metadata=m)),
-    "objects for tensors": (SchemaConflict, lambda c, p, m: c.put({"x": ["a", "b"]}, metadata=m)),
+    "another dtype": (
+        SchemaConflict,
+        lambda c, p, m: c.put(batch(2, x=torch.ones(2).double()), metadata=m, strict_schema=True),
+    ),
+    "another rank": (
+        SchemaConflict,
+        lambda c, p, m: c.put(batch(2, x=torch.ones(2, 2)), metadata=m, strict_schema=True),
+    ),
+    "objects for tensors": (SchemaConflict, lambda c, p, m: c.put({"x": ["a", "b"]}, metadata=m, strict_schema=True)),
 }
 
 

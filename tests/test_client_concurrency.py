@@ -111,7 +111,7 @@ def test_a_commit_that_conflicts_gives_the_memory_back(client: tq.TransferQueueC
     before = used(client)
     room = client.allocate({"x": ((1, 50_000), torch.float64)})
     with pytest.raises(SchemaConflict):
-        room.commit("p", keys=["b"])
+        room.commit("p", keys=["b"], strict_schema=True)
     del room
     until(lambda: used(client) == before, "the end of the block")
     assert tq.kv_list() == {"p": {"a": {}}}

@@ -96,7 +96,7 @@ def test_packing_keeps_type_and_value(value: Any) -> None:
 @QUICK
 @given(st.lists(values(), min_size=1, max_size=3))
 def test_a_column_of_any_values_comes_back(rows: list[Any]) -> None:
-    assert_rows(get(put_row({"x": rows}), "x"), [rows])
+    assert_rows(get(put_row({"x": {"v": rows}}), "x"), [{"v": rows}])
     named = [{"v": row} for row in rows]  # a list of equally shaped tensors would be a tensor column
     assert_rows(get(put({"x": named}, len(rows)), "x"), named)
 

@@ -88,7 +88,9 @@ def test_a_schema_conflict_is_refused_before_anything_is_visible(box: Box, confl
     box.put(["k"], ["a"])
     for where in (["k"], ["new"], 2):
         tags = [{"t": 1}] * (where if isinstance(where, int) else len(where))
-        refused(SchemaConflict, lambda where=where, tags=tags: box.put(where, ["b", conflict], tags), "'a'")
+        refused(
+            SchemaConflict, lambda where=where, tags=tags: box.put(where, ["b", conflict], tags, strict=True), "'a'"
+        )
     assert box.scan(["a"]) == {0: 1}
     assert box.produced(["b"]) == (False, {})
     assert box.tags([0]) == [{}]

@@ -302,7 +302,7 @@ def test_waiting_puts_are_served_in_order_as_far_as_there_is_room() -> None:
 def test_a_waiting_put_that_no_longer_fits_the_schema_is_refused_when_its_turn_comes() -> None:
     box = Box(max_rows=2)
     box.put(["a", "b"], ["x"])
-    box.put(["c"], ["y"], timeout_s=9, ticket="w")
+    box.put(["c"], ["y"], timeout_s=9, ticket="w", strict=True)
     box.put(["a"], ["y"])
     table = box.controller.tables["p"]
     table.fields["y"] = table.fields["y"]._replace(schema=m.FieldSchema("y", "dense", "int64", (2,)))

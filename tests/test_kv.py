@@ -313,12 +313,13 @@ def test_a_refused_put_leaves_existing_rows_as_they_are(part: str) -> None:
     tq.kv_batch_put(["a", "b"], part, batch(2, x=torch.tensor([1.0, 2.0])), tags=[{"n": 1}, {"n": 2}])
     with pytest.raises(InvalidInput):
         tq.kv_batch_put(["a", "a"], part, batch(2, x=torch.tensor([8.0, 9.0])), tags=[{"n": 8}, {"n": 9}])
+    other = batch(2, x=torch.tensor([8, 9]))
     with pytest.raises(SchemaConflict, match="dtype"):
-        tq.kv_batch_put(["a", "c"], part, batch(2, x=torch.tensor([8, 9])), tags=[{"n": 8}, {"n": 9}])
+        tq.kv_batch_put(["a", "c"], part, other, tags=[{"n": 8}, {"n": 9}], strict_schema=True)
     with pytest.raises(SchemaConflict):
-        tq.kv_batch_put(["a", "c"], part, {"x": ["s", "t"]})
+        tq.kv_batch_put(["a", "c"], part, {"x": ["s", "t"]}, strict_schema=True)
     with pytest.raises(SchemaConflict, match="dims"):
-        tq.kv_put("c", part, {"x": torch.zeros(3)})
+        tq.kv_put("c", part, {"x": torch.zeros(3)}, strict_schema=True)
     assert tq.kv_list(part) == {part: {"a": {"n": 1}, "b": {"n": 2}}}
     assert tq.kv_batch_get(["a", "b"], part)["x"].tolist() == [1.0, 2.0]
 

@@ -71,12 +71,16 @@ def test_T02_rows_are_never_handed_out_without_their_tags(shared: Client, part: 
     assert all("i" in tag for tag in tags)
 
 
-def test_T03_another_dtype_is_refused_and_nothing_is_cast(shared: Client, part: str) -> None:
+def test_T03_another_dtype_is_never_cast(shared: Client, part: str) -> None:
     shared.put(batch(1, x=torch.tensor([1.0])), partition_id=part)
     for other in (torch.tensor([1.0], dtype=torch.float64), torch.tensor([16777217])):
         with pytest.raises(SchemaConflict, match="dtype"):
-            shared.put(batch(1, x=other), partition_id=part)
-    assert len(shared.get_meta(["x"], 1, part, mode="force_fetch")) == 1
+            shared.put(batch(1, x=other), partition_id=part, strict_schema=True)
+        meta = shared.put(batch(1, x=other), partition_id=part)
+        got = shared.get_data(meta)["x"]
+        assert (got.dtype, got.tolist()) == (other.dtype, other.tolist())
+    with pytest.raises(SchemaConflict, match=r"float32 in row \d+; float64 in row \d+; int64 in row \d+"):
+        shared.get_data(shared.get_meta(["x"], 3, part, mode="force_fetch"))
 
 
 def test_T04_a_late_put_never_lands_on_rows_of_others(shared: Client, part: str) -> None:
@@ -153,7 +157,7 @@ def test_T17_a_refused_put_leaves_tags_it_would_have_replaced(shared: Client, pa
     rows.clear_custom_meta()
     rows.update_custom_meta([{"new": 2}])
     with pytest.raises(SchemaConflict):
-        shared.put(batch(1, x=torch.zeros(1, dtype=torch.float64)), metadata=rows)
+        shared.put(batch(1, x=torch.zeros(1, dtype=torch.float64)), metadata=rows, strict_schema=True)
     assert shared.get_meta(["x"], 1, part, mode="force_fetch").custom_meta == [{"old": 1}]
     shared.put(batch(1, x=torch.ones(1)), metadata=rows)
     assert shared.get_meta(["x"], 1, part, mode="force_fetch").custom_meta == [{"new": 2}]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transfer_queue.client.api import TransferQueueClient as TransferQueueClient
+    from transfer_queue.client.dense import Padding as Padding
+    from transfer_queue.client.dense import to_dense as to_dense
     from transfer_queue.codec.registry import register_type as register_type
     from transfer_queue.dataloader import StreamingDataLoader as StreamingDataLoader
     from transfer_queue.dataloader import StreamingDataset as StreamingDataset
@@ -56,6 +58,7 @@ _HOMES = {
         "give_back", "async_give_back",
     ),
     "transfer_queue.client.api": ("TransferQueueClient",),
+    "transfer_queue.client.dense": ("Padding", "to_dense"),
     "transfer_queue.codec.registry": ("register_type",),
     "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader"),
     "transfer_queue.errors": ("StorageKeyNotFoundError",),

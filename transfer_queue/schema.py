@@ -19,8 +19,8 @@ class FieldSchema(msgspec.Struct, array_like=True, gc=False, frozen=True):
     `kind`: "dense" (all rows have `shape`), "ragged" (one dimension differs, -1 in `shape`), "varied" (same rank,
     several dimensions differ, -1 each), "objects" (anything else), "nested" (a TensorDict; `shape` is its batch
     shape beyond the rows), "mixed" (rows of several kinds, ranks or dtypes). `dtype` is torch's name without the
-    module, "" for objects, nested and mixed. `weak`: int64 made of Python's ints, which take the dtype of the field's other
-    numbers, as they do in one list.
+    module, "" for objects, nested and mixed. `weak`: int64 made of Python's ints, which take the dtype of the field's
+    other numbers, as they do in one list.
     """
 
     name: str

@@ -91,11 +91,12 @@ class Allocation(Mapping[str, torch.Tensor]):
         keys: list[str] | None = None,
         metadata: BatchMeta | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
+        strict_schema: bool | None = None,
     ) -> Operation[BatchMeta]:
         """Publish: one round trip whatever the size, atomic. Rows are new, or those of `keys`, or those of `metadata`.
 
-        Returns their metadata. Raises `InvalidInput` when called twice or when the rows do not fit; the allocation
-        stays usable after `InvalidInput`, and is given up after any other error.
+        Returns their metadata. `strict_schema`: see `kv_put`. Raises `InvalidInput` when called twice or when the rows
+        do not fit; the allocation stays usable after `InvalidInput`, and is given up after any other error.
         """
         if self._published:
             raise InvalidInput("this allocation was committed before")
@@ -110,7 +111,7 @@ class Allocation(Mapping[str, torch.Tensor]):
         if keys is not None and len(set(keys)) != count:
             raise InvalidInput("Got duplicated keys.")
         wire_tags = None if tags is None else checked_tags(tags, count)
-        rows = Rows(partition_id, count, keys)
+        rows = Rows(partition_id, count, keys, strict_schema=strict_schema)
         if metadata is not None:
             rows = rows._replace(indexes=metadata.indexes.tobytes(), service=metadata.service_id)
         block = self._block

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from transfer_queue.client import operations as ops
 from transfer_queue.client import versions
 from transfer_queue.client.allocation import Allocation, Specs, allocate
+from transfer_queue.client.dense import Pad
 from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Operation
@@ -108,14 +109,18 @@ class Operations:
         copy: bool = False,
         out: Mapping[str, torch.Tensor] | None = None,
         device: torch.device | str | None = None,
+        dense: bool = False,
+        pad: Pad | None = None,
     ) -> Operation[TensorDict]:
         """The fields and rows of `metadata`, in its order.
 
         Writable and isolated: nobody else sees what the caller writes into them. Zero-copy where the rows lie together,
         unless `copy`; in-place changes of large views are slower than of copies. `out`: dense tensors (rows, *row
-        shape) to fill. `device`: where the result goes. Raises `NotReady`, `StorageKeyNotFoundError`.
+        shape) to fill. `device`: where the result goes. `dense`: no nested tensors; `pad`: a number, a `Padding` or a
+        mapping of them by field, which fills up rows of different length (see `to_dense`). Raises `NotReady`,
+        `StorageKeyNotFoundError`, `SchemaConflict` for rows of several dtypes, `InvalidInput`.
         """
-        return ops.get_data(self.session, metadata, copy, out, device)
+        return ops.get_data(self.session, metadata, copy, out, device, dense, pad)
 
     def allocate(self, specs: Specs, timeout_s: float | None = None) -> Operation[Allocation]:
         """Uninitialised tensors in the store, to be filled and published without a copy.

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from transfer_queue.client import operations as ops
+from transfer_queue.client.dense import Pad
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.notes import warn
 from transfer_queue.client.reading import read
@@ -114,15 +115,18 @@ def kv_batch_get(
     strict: bool = False,
     copy: bool = False,
     device: torch.device | str | None = None,
+    dense: bool = False,
+    pad: Pad | None = None,
 ) -> Operation[TensorDict]:
     """The rows of `keys` in their order, all fields that every one of them has or those of `select_fields`.
 
     Keys that do not exist, and fields that are not written on every row, are left out; `strict` raises `UnknownRows` or
-    `NotReady` instead. `copy` and `device` as in `get_data`. Raises `UnknownRows` (a ValueError) when no key exists and
-    `NotReady` (a ValueError) when the rows have no field in common.
+    `NotReady` instead. `copy`, `device`, `dense` and `pad` as in `get_data`. Raises `UnknownRows` (a
+    ValueError) when no key exists, `NotReady` (a ValueError) when the rows have no field in common, `SchemaConflict` for
+    rows of several dtypes.
     """
     request = _get(session, keys, partition_id, select_fields, strict)
-    return (yield from read(session, [request], copy=copy, device=device))
+    return (yield from read(session, [request], copy=copy, device=device, dense=dense, pad=pad))
 
 
 def _get(

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from transfer_queue.client.allocation import committed_meta
+from transfer_queue.client.dense import Pad
 from transfer_queue.client.describing import batch_meta, field_specs
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.reading import read
@@ -230,6 +231,8 @@ def get_data(
     copy: bool,
     out: Mapping[str, torch.Tensor] | None,
     device: torch.device | str | None,
+    dense: bool = False,
+    pad: Pad | None = None,
 ) -> Operation[TensorDict]:
     if metadata is None or not len(metadata) or not metadata.field_names:
         log.warning("get_data: the metadata names no rows or no fields")
@@ -239,7 +242,7 @@ def get_data(
         m.Get(session.next_rid(), part.sole_partition, None, part.indexes.tobytes(), fields, True, life)
         for part in _segments(metadata)
     ]
-    return (yield from read(session, requests, copy=copy, out=out, device=device))
+    return (yield from read(session, requests, copy=copy, out=out, device=device, dense=dense, pad=pad))
 
 
 def _segments(meta: BatchMeta) -> list[BatchMeta]:

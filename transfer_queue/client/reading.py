@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from transfer_queue.client.dense import Pad, check_pad, to_dense
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.notes import warn_once
 from transfer_queue.client.remote import layout_of, received
@@ -81,6 +82,8 @@ def read(
     copy: bool = False,
     out: Mapping[str, torch.Tensor] | None = None,
     device: torch.device | str | None = None,
+    dense: bool = False,
+    pad: Pad | None = None,
     located: tuple[m.Located, memoryview] | None = None,
 ) -> Operation[TensorDict]:
     """The rows of all requests, one after the other, as a TensorDict whose batch size is their number.
@@ -88,8 +91,9 @@ def read(
     `located` is the answer to the first request where it came already.
 
     Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the
-    result goes.
+    result goes. With `dense` or `pad` the result holds no nested tensors, see `to_dense`.
     """
+    check_pad(pad)
     replies: list[tuple[m.Located, list[Lying]]] = []
     own = copy or bool(out)
     for request in requests:
@@ -104,6 +108,8 @@ def read(
         pinned = [one.piece.block for one in lying if one.is_pinned]
         if pinned:
             yield Notify(m.Unpin(reply.rid, pinned))
+    if dense or pad is not None:
+        found = yield Offload(lambda: to_dense(found, pad), sum(p.nbytes for reply, _ in replies for p in reply.pieces))
     return found
 
 

@@ -168,10 +168,7 @@ def _sequence(plan: Plan, name: str, values: list[Any], numbers: bool) -> Column
     elif numbers and values:
         found = lists.numbers(values)
         if found is not None:
-            if isinstance(found, torch.Tensor):
-                column = _dense(plan, name, found)
-            else:
-                column = _ragged(plan, name, *found, 0)
+            column = _dense(plan, name, found) if isinstance(found, torch.Tensor) else _ragged(plan, name, *found, 0)
             column.weak = column.dtype == "int64"
             return column
     return _objects(plan, name, values)

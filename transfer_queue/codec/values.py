@@ -96,19 +96,19 @@ class Lowering:
             if found is not NotImplemented:
                 return found
         registration = by_type(kind) or by_base(kind)
-        if registration is not None:
+        if registration is not None and not registration.standard:
             return self.ext(REGISTERED, [registration.name, registration.to_plain(value)])
         found = self._of_family(value)
         if found is not NotImplemented:
             return found
-        if self.allow_pickle:
+        if self.allow_pickle and registration is None:
             from transfer_queue.codec import opaque
 
             return Ext(PICKLE, opaque.dump(value))
         fields = classes.kind_of(kind)
         if fields is not None:
-            content = classes.fields_of(value, fields, self.lower)
-            return Ext(CLASS, encode([fields, f"{kind.__module__}:{kind.__qualname__}", content]))
+            place = f"{kind.__module__}:{kind.__qualname__}" if registration is None else registration.name
+            return Ext(CLASS, encode([fields, place, classes.fields_of(value, fields, self.lower)]))
         name = f"{kind.__module__}.{kind.__qualname__}"
         raise UnsupportedValue(f"a value of type {name} cannot be stored with its type kept: {advice(value)}")
 
