@@ -125,7 +125,7 @@ class Assembler:
         if name in self.out:
             self._check_out(name, (len(rows), *shape), rows[0].dtype)
             return self.out[name].copy_(torch.stack(rows))
-        return mixing.joined(rows, shape) if inner is None else torch.stack(rows)
+        return mixing.joined(rows) if inner is None else torch.stack(rows)
 
     def _check_out(self, name: str, expected: tuple[int, ...], dtype: torch.dtype) -> None:
         target = self.out[name]

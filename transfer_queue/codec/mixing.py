@@ -73,14 +73,10 @@ def rows_of(value: Any) -> list[Any]:
     return list(value.unbind(0)) if hasattr(value, "unbind") else list(value)
 
 
-def joined(rows: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """Row tensors of one dtype, `shape` with -1 where they differ, as the column that a get returns."""
-    if not shape:
+def joined(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers, or rows of numbers, of one dtype as the column that a get returns."""
+    if not rows[0].dim():
         return torch.stack(rows)
-    ragged = [d for d, size in enumerate(shape) if size == -1] or [0]
-    if len(ragged) > 1:
-        return torch.nested.as_nested_tensor(rows, layout=torch.strided)
-    dim = ragged[0]
     marks = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([row.shape[dim] for row in rows], out=marks[1:])
-    return jagged(torch.cat(rows, dim=dim), Offsets.of(marks), dim + 1)
+    np.cumsum([len(row) for row in rows], out=marks[1:])
+    return jagged(torch.cat(rows), Offsets.of(marks), 1)

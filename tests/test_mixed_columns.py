@@ -1,0 +1,135 @@
+"""Rows of a field that differ in kind, rank or dtype: taken as TransferQueue 0.1.11 takes them, but never cast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+
+import transfer_queue as tq
+from transfer_queue.client import notes
+from transfer_queue.errors import InvalidInput, SchemaConflict
+
+
+@pytest.fixture
+def part(shared: tq.TransferQueueClient) -> Iterator[str]:
+    yield "mixed"
+    shared.clear_partition("mixed")
+
+
+def two(part: str, first: Any, second: Any) -> Any:
+    tq.kv_put("a", part, {"x": first})
+    tq.kv_put("b", part, {"x": second})
+    return tq.kv_batch_get(["a", "b"], part).get("x")
+
+
+ONE, SQUARE = torch.ones(2), torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(ONE, None), (None, ONE), (ONE, "text"), (ONE, SQUARE), (SQUARE, torch.tensor(1.0)), (0.5, [1.0, 2.0]),
+     (TensorDict({"t": ONE}, []), None)],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_several_kinds_come_back_as_a_list(part: str, first: Any, second: Any) -> None:
+    rows = two(part, first, second).tolist()
+    for got, put in zip(rows, (first, second), strict=True):
+        if isinstance(put, (float, list)):
+            put = torch.tensor(put)
+        if isinstance(put, (torch.Tensor, TensorDict)):
+            assert type(got) is type(put)
+            assert bool((got == put).all())
+        else:
+            assert got == put
+    assert isinstance(tq.kv_batch_get("a", part).get("x"), torch.Tensor) == isinstance(first, (torch.Tensor, float)), (
+        "each alone is what it was"
+    )
+
+
+def test_rows_of_several_kinds_survive_a_checkpoint_and_many_readers(part: str, tmp_path: Any) -> None:
+    two(part, torch.ones(3), None)
+    tq.save_checkpoint(tmp_path / "saved")
+    tq.load_checkpoint(tmp_path / "saved")
+    meta = tq.get_client().get_meta(["x"], 2, part, mode="force_fetch")
+    assert meta.field_schema["x"]["is_non_tensor"]
+    assert [type(row) for row in tq.get_client().get_data(meta)["x"]] == [torch.Tensor, type(None)]
+
+
+def test_another_dtype_is_taken_with_one_warning_and_only_a_get_of_both_raises(
+    part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "_said", {})
+    tq.kv_put("a", part, {"x": ONE})
+    for key in ("b", "c"):
+        tq.kv_put(key, part, {"x": ONE.double()})
+    assert ["float64" in record.message for record in caplog.records] == [True]
+    assert tq.kv_batch_get("a", part)["x"].dtype == torch.float32
+    assert tq.kv_batch_get(["b", "c"], part)["x"].dtype == torch.float64
+    with pytest.raises(SchemaConflict, match=r"'x'.*float32 in row 'a'; float64 in row 'b', row 'c'"):
+        tq.kv_batch_get(["a", "b", "c"], part)
+    assert tq.kv_batch_get(["a", "b"], part, select_fields=["nothing"]).batch_size == (0,)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 0.5), (0.5, 1), ([1, 2], [0.5]), (torch.tensor(0.5), 1)], ids=str)
+def test_pythons_ints_take_the_dtype_of_the_other_numbers(part: str, first: Any, second: Any) -> None:
+    got = two(part, first, second)
+    assert got.dtype == torch.float32
+    assert [row.tolist() for row in got.unbind()] == [torch.as_tensor(v).float().tolist() for v in (first, second)]
+
+
+def test_an_int_that_would_change_is_refused_and_tensors_are_never_converted(part: str) -> None:
+    with pytest.raises(SchemaConflict, match=r"an integer of row 'b' does not fit into float32"):
+        two(part, 0.5, 2**24 + 1)
+    with pytest.raises(SchemaConflict, match="int64 in row 'b'"):
+        two(part, torch.tensor(0.5), torch.tensor(1))
+
+
+def test_numbers_put_one_by_one_and_in_a_batch_are_one_column(part: str) -> None:
+    tq.kv_put("a", part, {"score": 0.5, "ids": [1, 2], "array": np.arange(2.0)})
+    tq.kv_batch_put(["b"], part, {"score": [0.25], "ids": [[3]], "array": [np.arange(3.0)]})
+    td = tq.kv_batch_get(["a", "b"], part)
+    assert td["score"].tolist() == [0.5, 0.25]
+    assert [row.tolist() for row in td["ids"].unbind()] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [np.array(["a", "bc"]), np.array([b"a", b"bc"]), np.array([{"a": [1]}, None], object),
+     np.array(["2024-01-01", "NaT"], "M8[s]"), ["a", "b"], ("a", "b"), NonTensorData(["a", {"b": 1}], batch_size=[2]),
+     NonTensorData(("a", "b"), batch_size=[2])],
+    ids=repr,
+)  # fmt: skip
+def test_data_of_one_item_per_row_is_a_column(part: str, column: Any) -> None:
+    wanted = list(column.data if isinstance(column, NonTensorData) else column)
+    tq.kv_batch_put(["a", "b"], part, TensorDict({"x": column}, batch_size=2))
+    for keys, rows in ((["a", "b"], wanted), (["b"], wanted[1:])):
+        got = tq.kv_batch_get(keys, part).get("x").tolist()
+        assert str(got) == str(rows) or [str(row) for row in got] == [str(row) for row in rows]
+
+
+def test_other_data_is_one_value_for_all_rows(part: str) -> None:
+    for number, value in enumerate(("ab", ["a", "b", "c"], {"a": 1, "b": 2}, None)):
+        tq.kv_batch_put(["a", "b"], f"{part}{number}", TensorDict({"x": NonTensorData(value, batch_size=[2])}, [2]))
+        assert tq.kv_batch_get(["a", "b"], f"{part}{number}").get("x").tolist() == [value, value]
+        tq.kv_clear(["a", "b"], f"{part}{number}")
+
+
+def test_an_object_column_takes_room_for_its_rows_once(part: str, shared: tq.TransferQueueClient) -> None:
+    logs = np.empty(64, object)
+    logs[:] = [[{"role": "user", "content": f"{n:04}" * 500}] for n in range(64)]
+    before = shared.stats()["arena_nbytes_used"]
+    tq.kv_batch_put([str(n) for n in range(64)], part, TensorDict({"message_log": logs}, batch_size=64))
+    assert shared.stats()["arena_nbytes_used"] - before < 4 * 64 * 2000
+    assert tq.kv_batch_get("7", part)["message_log"][0] == logs[7]
+
+
+def test_out_needs_rows_of_one_kind(part: str, shared: tq.TransferQueueClient) -> None:
+    two(part, ONE, None)
+    meta = shared.get_meta(["x"], 2, part, mode="force_fetch")
+    with pytest.raises(InvalidInput, match="several kinds"):
+        shared.get_data(meta, out={"x": torch.zeros(2, 2)})
