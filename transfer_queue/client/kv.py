@@ -122,8 +122,8 @@ def kv_batch_get(
 
     Keys that do not exist, and fields that are not written on every row, are left out; `strict` raises `UnknownRows` or
     `NotReady` instead. `copy`, `device`, `dense` and `pad` as in `get_data`. Raises `UnknownRows` (a
-    ValueError) when no key exists, `NotReady` (a ValueError) when the rows have no field in common, `SchemaConflict` for
-    rows of several dtypes.
+    ValueError) when no key exists, `NotReady` (a ValueError) when the rows have no field in common, `SchemaConflict`
+    for rows of several dtypes.
     """
     request = _get(session, keys, partition_id, select_fields, strict)
     return (yield from read(session, [request], copy=copy, device=device, dense=dense, pad=pad))

@@ -120,7 +120,8 @@ def num_rows(batch: Batch) -> int:
     elif isinstance(batch, Mapping):
         first = next(iter(batch.values()), ())
         try:
-            count = len(first)
+            nested = isinstance(first, torch.Tensor) and first.is_nested
+            count = int(first.size(0)) if nested else len(first)  # a strided one has no len
         except TypeError:
             raise InvalidInput(f"a column has rows, got {type(first).__qualname__} without length") from None
     else:
