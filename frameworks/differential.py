@@ -18,7 +18,9 @@ Run = Callable[[Sequence[str | Path], Path], int]
 # case -> why it differs; the rows of docs/compatibility.md. A case that stops differing has to go from here.
 INTENDED = {
     "what_is_left_of_refused_puts": "a refused put leaves nothing behind; there it leaves its keys",
-    "dtypes_that_differ": "another dtype is refused; there the put succeeds and the controller keeps the first",
+    "dtypes_that_differ": "a get of rows of several dtypes raises; there they are cast to the first",
+    "put_of_a_dict": "numbers and lists of numbers are tensors, as in a batch; there they are objects",
+    "put_of_an_array": "an array is a tensor, as in a batch; there it is an object",
     "one_value_for_all_rows": "a NonTensorData column is one value for every row; there the put fails",
     "keys_and_rows": "metadata of no rows names no fields; there it names those of the partition",
     "shapes_and_dtypes_of_metadata": "metadata tells no row shapes of ragged fields",

@@ -12,12 +12,13 @@ import sys
 import by_key
 import by_row
 import of_metadata
+import random_columns
 from cases import CASES, outcome
 from omegaconf import OmegaConf
 
 import transfer_queue as tq
 
-__all__ = ["by_key", "by_row", "of_metadata"]
+__all__ = ["by_key", "by_row", "of_metadata", "random_columns"]
 
 
 def main(out: str, needs_ray: bool) -> None:

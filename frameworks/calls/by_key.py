@@ -178,7 +178,11 @@ def rows_of_several_puts_in_one_column() -> Any:
 @case
 def dtypes_that_differ() -> Any:
     tq.kv_put("a", "dtype", {"x": torch.ones(2)})
-    return attempt(tq.kv_put, "b", "dtype", {"x": torch.ones(2, dtype=torch.int64)}), tq.kv_list("dtype")
+    return (
+        attempt(tq.kv_put, "b", "dtype", {"x": torch.ones(2, dtype=torch.int64)}),
+        tq.kv_list("dtype"),
+        [attempt(tq.kv_batch_get, keys, "dtype") for keys in ("a", ["a", "b"])],
+    )
 
 
 @case

@@ -50,7 +50,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
-    return value if isinstance(value, (str, int, float, bool, type(None))) else f"{type(value).__name__} {value}"
+    return value if type(value) in (str, int, float, bool, type(None)) else f"{type(value).__name__} {value}"
 
 
 def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

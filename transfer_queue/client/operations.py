@@ -118,7 +118,7 @@ def num_rows(batch: Batch) -> int:
         size = list(batch.batch_size)
         count = size[0] if size else 0
     elif isinstance(batch, Mapping):
-        first = next(iter(batch.values()), ())
+        first: Any = next(iter(batch.values()), ())
         try:
             nested = isinstance(first, torch.Tensor) and first.is_nested
             count = int(first.size(0)) if nested else len(first)  # a strided one has no len

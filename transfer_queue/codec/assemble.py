@@ -77,7 +77,7 @@ class Assembler:
         if not mixing.are_alike(runs):
             return self._mixed(name, runs, inner)
         if column.kind in (OBJECTS, NESTED):
-            return stack(self.objects(runs), inner or ()) if column.kind == OBJECTS else self._tensordict(runs)
+            return self._objects(runs, inner) if column.kind == OBJECTS else self._tensordict(runs)
         dtype = _common_dtype(runs, self.name_row)
         merged = shape if shape == column.shape and len(runs) == 1 else merged_shape(shape, runs)
         if dtype is None:
@@ -98,15 +98,29 @@ class Assembler:
         data = gather_dense(runs, self.copier)
         return self._dense(data, dtype, count, merged) if inner is None else _typed(data, dtype, (count, *merged))
 
-    def _mixed(self, name: str, runs: list[Run], inner: tuple[int, ...] | None) -> NonTensorStack:
-        """Rows that are no one column, as they are."""
+    def _objects(self, runs: list[Run], inner: tuple[int, ...] | None) -> Any:
+        rows = self.objects(runs)
+        if inner is None and mixing.are_tensors(rows):
+            return mixing.joined(self._now().objects(runs))
+        return stack(rows, inner or ())
+
+    def _now(self) -> Assembler:
+        """One whose values can be looked at before `Copies.run`."""
+        return Assembler(Copier(self.copier.allocate), self.allow_pickle)
+
+    def _mixed(self, name: str, runs: list[Run], inner: tuple[int, ...] | None) -> Any:
+        """Rows that were put as columns of several kinds, as they are."""
         if inner is not None:
             raise SchemaConflict(
                 f"field {name!r}: its TensorDicts hold tensors in some rows and other things in others"
             )
         if name in self.out:
             raise InvalidInput(f"out[{name!r}]: the rows are of several kinds")
-        return stack([row for run in runs for row in self._rows(name, run)])
+        rows = [row for run in runs for row in self._rows(name, run)]
+        if mixing.are_tensors(rows):
+            now = self._now()
+            return mixing.joined([row for run in runs for row in now._rows(name, run)])
+        return stack(rows)
 
     def _rows(self, name: str, run: Run) -> list[Any]:
         if run.column.kind == OBJECTS:
@@ -117,9 +131,7 @@ class Assembler:
         self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None
     ) -> torch.Tensor:
         """Numbers of which some were Python's ints."""
-        now = Assembler(
-            Copier(self.copier.allocate), self.allow_pickle
-        )  # the numbers are looked at before `Copies.run`
+        now = self._now()
         rows = [row for run in runs for row in now._rows(name, run)]
         rows = mixing.widened(rows, mixing.common_dtype(runs, self.name_row), name, self.name_row)
         if name in self.out:

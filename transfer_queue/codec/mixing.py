@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from transfer_queue.codec.dtypes import torch_dtype
-from transfer_queue.codec.nested import Offsets, jagged
+from transfer_queue.codec.nested import Offsets, jagged, nested
 from transfer_queue.codec.rows import Run
 from transfer_queue.errors import SchemaConflict
 from transfer_queue.schema import NESTED, NUMBERS, OBJECTS
@@ -73,10 +73,26 @@ def rows_of(value: Any) -> list[Any]:
     return list(value.unbind(0)) if hasattr(value, "unbind") else list(value)
 
 
-def joined(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Numbers, or rows of numbers, of one dtype as the column that a get returns."""
+def are_tensors(rows: Sequence[Any]) -> bool:
+    """Whether the rows, put among other things, are tensors that make one tensor column."""
+    if type(rows[0]) is not torch.Tensor or not all(type(row) is torch.Tensor for row in rows):
+        return False
+    return len({(row.dtype, row.dim()) for row in rows}) == 1
+
+
+def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Row tensors of one dtype and rank as the column that a get returns."""
     if not rows[0].dim():
-        return torch.stack(rows)
-    marks = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=marks[1:])
-    return jagged(torch.cat(rows), Offsets.of(marks), 1)
+        return torch.stack(list(rows))
+    sizes = list(zip(*(row.shape for row in rows), strict=True))
+    differing = [dim for dim, at in enumerate(sizes) if len(set(at)) > 1] or [0]
+    if len(differing) == 1:
+        dim = differing[0]
+        marks = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(sizes[dim], out=marks[1:])
+        return jagged(torch.cat(list(rows), dim=dim), Offsets.of(marks), dim + 1)
+    values = torch.cat([row.reshape(-1) for row in rows])
+    shapes = torch.tensor([row.shape for row in rows])
+    steps = torch.tensor([torch.empty(row.shape, device="meta").stride() for row in rows])
+    lengths = torch.tensor([row.numel() for row in rows])
+    return nested(values, shapes, steps, lengths.cumsum(0) - lengths)
