@@ -444,5 +444,11 @@ def test_pickle_needs_the_readers_consent() -> None:
         get(block, "x")
 
 
+@pytest.mark.parametrize("value", [threading.Lock(), lambda: 0, (i for i in ())], ids=repr)
+def test_what_pickle_cannot_hold_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(UnsupportedValue, match=r"row 0, field 'x': .*cannot be pickled"):
+        put_row({"x": {"v": value}}, allow_pickle=True)
+
+
 def test_pickle_keeps_the_value_where_both_consent() -> None:
     assert through([Opaque(1), torch.ones(2)], allow_pickle=True)[0] == Opaque(1)

@@ -112,6 +112,23 @@ def test_data_of_one_item_per_row_is_a_column(part: str, column: Any) -> None:
         assert str(got) == str(rows) or [str(row) for row in got] == [str(row) for row in rows]
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [[ONE, ONE + 1], [torch.tensor(1), torch.tensor(2)], [ONE, torch.ones(3)], [SQUARE, torch.ones(1, 3)]],
+    ids=str,
+)
+def test_rows_that_are_tensors_are_a_tensor_whatever_lay_beside_them(part: str, rows: list[torch.Tensor]) -> None:
+    tq.kv_batch_put(["a", "b", "c"], part, {"x": [rows[0], None, rows[1]]})
+    tq.kv_put("d", part, {"x": rows[1]})
+    for keys in (["a", "c"], ["d", "a"]):
+        got = tq.kv_batch_get(keys, part)["x"]
+        want = rows if keys[0] == "a" else rows[::-1]
+        assert isinstance(got, torch.Tensor)
+        assert all(torch.equal(one, other) for one, other in zip(got.unbind(), want, strict=True))
+        got.unbind()[0].add_(1)
+        assert torch.equal(tq.kv_batch_get(keys, part)["x"].unbind()[0], want[0]), "what was read is the reader's own"
+
+
 def test_other_data_is_one_value_for_all_rows(part: str) -> None:
     for number, value in enumerate(("ab", ["a", "b", "c"], {"a": 1, "b": 2}, None)):
         tq.kv_batch_put(["a", "b"], f"{part}{number}", TensorDict({"x": NonTensorData(value, batch_size=[2])}, [2]))

@@ -9,9 +9,16 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+from transfer_queue.errors import UnsupportedValue
+
 
 def dump(value: Any) -> bytes:
-    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    """Raises `UnsupportedValue` for what pickle cannot hold either."""
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise UnsupportedValue(f"a value of type {name} cannot be pickled: {error}") from None
 
 
 def load(data: bytes) -> Any:
