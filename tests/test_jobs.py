@@ -21,11 +21,13 @@ import pytest
 import torch
 from conftest import until
 from hosts import CLIENT
+from typer.testing import CliRunner
 
 import transfer_queue as tq
+from transfer_queue.cli import app
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.session import Session
-from transfer_queue.errors import AccessDenied, ConfigError, NotInitialized
+from transfer_queue.errors import AccessDenied, ConfigError, InvalidInput, NotInitialized
 from transfer_queue.launch import hosts, local
 from transfer_queue.launch.job import first_node, named, this_job
 from transfer_queue.launch.shared import JobLauncher
@@ -537,6 +539,28 @@ def test_a_services_files_are_for_this_user_only(service: Service) -> None:
     assert own.stat().st_mode & 0o777 == 0o700
     for path in own.iterdir():
         assert path.stat().st_mode & 0o077 == 0
+
+
+def test_status_finds_the_only_service_of_this_user(
+    service: Service, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(register, "places", lambda: [str(runtime_dir)])
+    with pytest.raises(NotInitialized, match="no service of this user"):
+        CliRunner().invoke(app, ["status"], catch_exceptions=False)
+    service()
+    monkeypatch.delenv("TQ_ADDRESS")
+    shown = CliRunner().invoke(app, ["status", "--json"], catch_exceptions=False)
+    assert json.loads(shown.output)["pid"] == tq.get_client().stats()["pid"]
+    second = start()
+    with pytest.raises(InvalidInput) as raised:
+        CliRunner().invoke(app, ["status"], catch_exceptions=False)
+    second.stop()
+    title, _, *lines = str(raised.value).splitlines()
+    assert title == "2 services of this user run here, name one with --address:"
+    assert [line.split()[0] for line in lines] == [tq.address(), second.address]
+    assert [line.split()[1] for line in lines] == [str(tq.get_client().stats()["pid"]), str(second.pid)]
+    assert all("pytest" in line for line in lines)
+    os.environ["TQ_ADDRESS"] = tq.address()
 
 
 def test_names_differ_wherever_a_part_begins() -> None:

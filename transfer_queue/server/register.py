@@ -62,6 +62,11 @@ def _own(directory: str) -> str:
     return os.path.join(directory, f"tq-{os.geteuid()}")
 
 
+def places() -> list[str]:
+    """Where servers of this user may have entered themselves: not all of them have the same runtime directory."""
+    return list(dict.fromkeys((base(), f"/run/user/{os.geteuid()}", "/tmp")))
+
+
 def private_path() -> str:
     """Where `private_dir` is, or would be."""
     return _own(base())
@@ -139,7 +144,7 @@ def running() -> list[Entry]:
 
 def _entries() -> Iterator[Entry]:
     view = kin.view()
-    for place in dict.fromkeys((base(), f"/run/user/{os.geteuid()}", "/tmp")):
+    for place in places():
         directory = Path(_own(place))
         try:
             if _untrusted(str(directory)):
