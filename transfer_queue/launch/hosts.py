@@ -118,28 +118,38 @@ class AgreedBoard:
 
 
 def board(job: Job, port: int = 0) -> Board | None:
-    """How the hosts of a job find each other; None where there is no way. `port`: the one that was configured."""
+    """How the hosts of a job find each other; None where there is no way. `port`: the one that was configured.
+
+    The same one in every process, whenever it asks: torchrun's store is there from the start, and the token is set for
+    all. A process group comes last: some may ask before they have initialised it. Raises `ServiceUnavailable`.
+    """
     assert job.span is not None
-    store = _store()
-    if store is not None:
-        return StoreBoard(store, job.span)
-    return AgreedBoard(job, job.span, port) if token_from_environment() else None
+    store = _agents_store()
+    if store is None and token_from_environment():
+        return AgreedBoard(job, job.span, port)
+    store = store or _groups_store()
+    return None if store is None else StoreBoard(store, job.span)
 
 
-def _store() -> Any:
-    """Torch's store as clients of it; None where there is none. Raises `ServiceUnavailable`."""
-    distributed = sys.modules.get("torch.distributed")  # a process without it has none
-    if distributed is None or not distributed.is_available():
-        return None
-    if distributed.is_initialized():
-        return distributed.distributed_c10d._get_default_store()
+def _agents_store() -> Any:
+    """The store of torchrun's agent, as a client of it; None where there is none."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "0")
     try:
-        return distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=FIND_TIMEOUT_S))
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=FIND_TIMEOUT_S))
     except RuntimeError as error:
         raise ServiceUnavailable(f"torchrun's store at {host}:{port} does not answer: {error}") from error
+
+
+def _groups_store() -> Any:
+    """The store of this process's process group; None before there is one."""
+    distributed = sys.modules.get("torch.distributed")  # who has not loaded it has no group
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()
 
 
 def refusal(job: Job) -> ConfigError:

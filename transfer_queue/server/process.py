@@ -331,9 +331,13 @@ async def _move_in(run_dir: str) -> int:
 def _holds(home: int, run_dir: str) -> bool:
     """Take hold of an open directory: False when another server has it, or has removed it."""
     try:
-        fcntl.flock(home, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # a file system without such locks
+            try:
+                fcntl.flock(home, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
         return os.path.samestat(os.fstat(home), os.stat(run_dir))
-    except (BlockingIOError, FileNotFoundError):
+    except FileNotFoundError:
         return False
 
 
