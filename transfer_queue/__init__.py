@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transfer_queue.dataloader import StreamingDataLoader as StreamingDataLoader
     from transfer_queue.dataloader import StreamingDataset as StreamingDataset
     from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError
+    from transfer_queue.interface import address as address
     from transfer_queue.interface import admit as admit
     from transfer_queue.interface import async_admit as async_admit
     from transfer_queue.interface import async_give_back as async_give_back
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "transfer_queue.interface": (
-        "init", "close", "get_client", "get_metrics_endpoint", "kv_put", "kv_batch_put", "kv_batch_get",
+        "init", "close", "address", "get_client", "get_metrics_endpoint", "kv_put", "kv_batch_put", "kv_batch_get",
         "kv_batch_get_by_meta", "kv_list", "kv_clear", "async_kv_put", "async_kv_batch_put", "async_kv_batch_get",
         "async_kv_batch_get_by_meta", "async_kv_list", "async_kv_clear",
         "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",

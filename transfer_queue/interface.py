@@ -40,12 +40,13 @@ def init(conf: Any = None) -> Any:
     """Attach this process to the service, starting one when there is none. Idempotent, also from many processes.
 
     The service is looked for at `conf.address`, at the environment variable TQ_ADDRESS (which child processes inherit),
-    in `conf.run_dir` or TQ_RUN_DIR, and in the Ray cluster that this process is connected to. `conf` is a DictConfig or
-    mapping merged over config.yaml. Returns the merged DictConfig when it started the service, which then ends with
-    this process, and `conf` itself when it attached; warns with `ConfigMismatch` where the running service has other
-    settings. `client.allow_pickle` is about this process alone: the service's does not count, and a later call may
-    change it. In a process whose service died it attaches to the one that took its place, or starts one. Raises
-    `ConfigError`, `ServiceUnavailable`.
+    in `conf.run_dir` or TQ_RUN_DIR, in the Ray cluster that this process is connected to, and in its job: torchrun, a
+    Slurm step, ranks, a program and the processes it started. `conf` is a DictConfig or mapping merged over
+    config.yaml. Returns the merged DictConfig when it started the service, which then ends with this process (that of
+    a job: with the job), and `conf` itself when it attached. Tells which on the logger "transfer_queue", at level INFO;
+    warns with `ConfigMismatch` where the running service has other settings. `client.allow_pickle` is about this
+    process alone: the service's does not count, and a later call may change it. In a process whose service died it
+    attaches to the one that took its place, or starts one. Raises `ConfigError`, `ServiceUnavailable`.
     """
     global _client, _service
     with _lock:
@@ -68,6 +69,7 @@ def init(conf: Any = None) -> Any:
                     full.address = str(_client.session.address)
                     full.metrics.endpoint = _client.session.config["metrics_endpoint"]
                     _choose_pickling(pickling)
+                    _say("started", _client.session)
                     return full
         else:
             pickling = settings.pickling(settings.merged(conf)) if conf else None
@@ -148,7 +150,7 @@ def _run_dir(full: Any) -> str:
 
 
 def _launcher(full: Any) -> Launcher:
-    return choose(_run_dir(full))
+    return choose(_run_dir(full), bool(full.server.join))
 
 
 def _attach(full: Any, launcher: Launcher) -> bool:
@@ -160,6 +162,7 @@ def _attach(full: Any, launcher: Launcher) -> bool:
         address = parse_address(known)
         try:
             _client = _client_of(Session(address))
+            _say("attached to", _client.session)
             return True
         except ServiceUnavailable as error:
             if not (launcher.has_hosts and address.is_local):
@@ -168,10 +171,16 @@ def _attach(full: Any, launcher: Launcher) -> bool:
     addresses = launcher.find()
     if addresses:
         _client = _connected(addresses)
+        _say("attached to", _client.session)
         return True
     if gone is not None and full.address:
         raise gone
     return False
+
+
+def _say(what: str, session: Session) -> None:
+    where = "" if session.address.is_local else f" on {session.address.host}"
+    log.info("%s the service at %s, process %d%s", what, session.address, session.server_pid, where)
 
 
 def _connected(addresses: Sequence[Address]) -> TransferQueueClient:
@@ -216,6 +225,12 @@ def get_client() -> TransferQueueClient:
     if _client is None:
         raise NotInitialized("call transfer_queue.init() first")
     return _client
+
+
+def address() -> str:
+    """Where this process is attached, as `init({"address": ...})` and TQ_ADDRESS take it in others. Raises
+    `NotInitialized` where no service was started or found."""
+    return str(_session().address)
 
 
 def get_metrics_endpoint() -> str | None:

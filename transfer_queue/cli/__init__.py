@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from transfer_queue import config as settings
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import InvalidInput, NotInitialized, TransferQueueError
 from transfer_queue.launch import local
+from transfer_queue.server import register
 
+COMMAND_WIDTH = 80
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 RunDir = Annotated[str | None, typer.Option(help="Directory of the sockets (mode 0700); others attach by naming it.")]
-Address = Annotated[str | None, typer.Option(help="unix:PATH, tcp:HOST:PORT or a run directory; default TQ_ADDRESS.")]
+Address = Annotated[
+    str | None,
+    typer.Option(help="unix:PATH, tcp:HOST:PORT or a run directory; default TQ_ADDRESS, else your only service here."),
+]
 
 
 @app.command()
@@ -59,7 +65,7 @@ def status(address: Address = None, as_json: Annotated[bool, typer.Option("--jso
     from transfer_queue.client.session import Session
     from transfer_queue.wire.address import parse_address
 
-    client = TransferQueueClient(Session(parse_address(address or settings.from_env().address)))
+    client = TransferQueueClient(Session(parse_address(_chosen(address))))
     try:
         values = client.stats()
         partitions = {name: client.get_partition(name) for name in client.get_partition_list()}
@@ -69,6 +75,40 @@ def status(address: Address = None, as_json: Annotated[bool, typer.Option("--jso
         print(json.dumps({**values, "partition": partitions}))
     else:
         _print(values, partitions)
+
+
+def _chosen(address: str | None) -> str:
+    """The address that was given, or TQ_ADDRESS, or that of the only service of this user on this host.
+
+    Raises `NotInitialized` where there is none, `InvalidInput` where there are several, with a list of them.
+    """
+    known = address or settings.from_env().address
+    if known:
+        return known
+    running = register.running()
+    services = [entry for entry in running if not entry.join] or running  # a unit is a part of one
+    if not services:
+        raise NotInitialized("no service of this user runs on this host; name one with --address")
+    if len(services) > 1:
+        raise InvalidInput(
+            f"{len(services)} services of this user run here, name one with --address:\n{_list(services)}"
+        )
+    return services[0].address
+
+
+def _list(services: Sequence[register.Entry]) -> str:
+    lines = [("address", "pid", "age", "for", "command")]
+    for entry in services:
+        lines.append(
+            (entry.address, str(entry.server.pid), _age(entry.age_s), entry.job or "-", entry.command[:COMMAND_WIDTH])
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _age(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"
 
 
 def _print(values: dict[str, Any], partitions: dict[str, dict[str, Any] | None]) -> None:

@@ -1,8 +1,20 @@
 """Finding the service of this job, or starting one.
 
     launcher     what `transfer_queue.init` needs of a launcher
-     ├─ local    one server process on this host, shared through a run directory or the environment
+     ├─ local    one server process on this host, shared through a run directory that its users name
+     ├─ shared   one per job and host: `job` says who belongs together, `hosts` how hosts find each other
      └─ ray      one server process per node of a Ray cluster, found by an actor's name; `actors` supervise them
+
+Who shares a service without saying so: the ranks of torchrun (one agent), the tasks of a Slurm step, ranks by
+MASTER_ADDR and MASTER_PORT, a program and what it started with multiprocessing. The job's key names a run directory
+in the user's private one (`server/register.py`); its lock, which the new server holds as well until it listens, lets
+one of them start. The service of torchrun and Slurm ends with the job's leader, their agent or step, which outlives a
+restart of workers; that of a program with the program; that of bare ranks when nobody has been attached for a while.
+Keys and owners are process numbers with start times, so the remains of a dead job attract nobody. A process that was
+started before an ancestor's `init` finds that ancestor's server in the register; one started later has TQ_ADDRESS, or
+was meant not to. On several hosts the first one listens on TCP and leaves address and tokens in torch's store, or all
+have TQ_TOKEN and reckon the port; other hosts join a unit, or attach by TCP. Where neither is possible nothing
+starts: `ConfigError`.
 
 Nothing outside this package imports ray, and nothing here does before the process itself has initialised it.
 """
@@ -14,15 +26,24 @@ import sys
 from transfer_queue.launch.launcher import Launcher
 
 
-def choose(run_dir: str) -> Launcher:
-    """Ray's launcher in a process of a Ray cluster, unless a run directory is named; otherwise the local one."""
+def choose(run_dir: str, joins: bool = False) -> Launcher:
+    """The launcher of a run directory that is named; else Ray's in a process of a Ray cluster; else that of this job.
+
+    `joins`: this process asks for a unit of a service elsewhere, which is its own. Raises `ConfigError` where the
+    environment says half of what a job must.
+    """
     if not run_dir and in_ray():
         from transfer_queue.launch.ray import RayLauncher
 
         return RayLauncher()
-    from transfer_queue.launch.local import LocalLauncher
+    if run_dir or joins:
+        from transfer_queue.launch.local import LocalLauncher
 
-    return LocalLauncher(run_dir)
+        return LocalLauncher(run_dir)
+    from transfer_queue.launch.job import this_job
+    from transfer_queue.launch.shared import JobLauncher
+
+    return JobLauncher(this_job())
 
 
 def in_ray() -> bool:

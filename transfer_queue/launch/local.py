@@ -21,6 +21,7 @@ import msgspec
 
 from transfer_queue.errors import AccessDenied, ConfigError, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.sampler.script import refuse_while_running
+from transfer_queue.server import register
 from transfer_queue.server.settings import NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.wire.address import Address, parse_address
 
@@ -59,6 +60,11 @@ class LocalServer:
         self._descriptor = -1
         clear_run_dir(self._run_dir)  # where it was killed, its sockets are still there
 
+    def release(self) -> None:
+        """Let it live on without this process; only for an orphan."""
+        os.close(self._descriptor)
+        self._descriptor = -1
+
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, number)
@@ -79,8 +85,8 @@ class LocalLauncher:
     def launch(self, config: ServerConfig) -> LocalServer | None:
         if not self._run_dir:
             return start(config)
-        with lock(self._run_dir):
-            return None if self.find() else start(config)
+        with lock(self._run_dir) as held:
+            return None if self.find() else start(config, lock=held)
 
 
 def answers(address: Address, timeout_s: float = 1.0) -> bool:
@@ -96,27 +102,48 @@ def answers(address: Address, timeout_s: float = 1.0) -> bool:
 
 def new_run_dir() -> str:
     """A fresh directory of mode 0700 with a short path: a unix socket's may have 107 bytes."""
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not base or len(base) > 60 or not os.access(base, os.W_OK):
-        base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="tq-", dir=base)
+    return tempfile.mkdtemp(prefix="tq-", dir=register.base())
 
 
 @contextlib.contextmanager
-def lock(run_dir: str) -> Iterator[None]:
-    """Hold the lock of a run directory, so that of many processes one starts the server.
+def lock(run_dir: str, keep: bool = True) -> Iterator[int]:
+    """Hold the lock of a run directory, so that of many processes one starts the server; its descriptor.
+
+    A server that got the descriptor holds the lock as well, until it listens: who kills its starter lets nobody start
+    another one meanwhile. `keep`: leave the file of the lock.
 
     Raises `ServiceUnavailable` when another process holds it for longer than a start may take, `ConfigError` when its
     file is not ours.
     """
-    Path(run_dir).parent.mkdir(parents=True, exist_ok=True)
-    with _lock_file(run_dir.rstrip("/") + ".lock") as file:
-        deadline = time.monotonic() + START_TIMEOUT_S + STOP_TIMEOUT_S
-        while not _locked(file):
-            if time.monotonic() > deadline:
-                raise ServiceUnavailable(f"another process has been starting a server in {run_dir} for too long")
-            select.select([], [], [], LOCK_INTERVAL_S)  # flock(2) has no deadline of its own
-        yield
+    path = run_dir.rstrip("/") + ".lock"
+    deadline = time.monotonic() + START_TIMEOUT_S + STOP_TIMEOUT_S
+    while True:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            opened = _lock_file(path)
+        except FileNotFoundError:
+            continue  # somebody who left has just removed the empty directory
+        with opened as file:
+            while not _locked(file):
+                if time.monotonic() > deadline:
+                    raise ServiceUnavailable(f"another process has been starting a server in {run_dir} for too long")
+                select.select([], [], [], LOCK_INTERVAL_S)  # flock(2) has no deadline of its own
+            if not _is_at(file, path):
+                continue  # who had it before removed it
+            try:
+                yield file.fileno()
+            finally:
+                if not keep:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+            return
+
+
+def _is_at(file: IO[bytes], path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def _lock_file(path: str) -> IO[bytes]:
@@ -124,6 +151,8 @@ def _lock_file(path: str) -> IO[bytes]:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = os.fdopen(os.open(path, flags, 0o600), "rb", buffering=0)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise ConfigError(f"run_dir: cannot use the lock {path}: {why}") from error
@@ -146,22 +175,24 @@ COMMAND = ("-m", "transfer_queue.server")
 ORPHAN_COMMAND = ("-c", "import os; os.fork() and os._exit(0); from transfer_queue.server.process import main; main()")
 
 
-def start(config: ServerConfig, orphan: bool = False) -> LocalServer:
+def start(config: ServerConfig, orphan: bool = False, lock: int = -1) -> LocalServer:
     """Start a server and wait until it listens. Raises `ServiceUnavailable` when it does not, or the error it ends
     with: `ConfigError` for a setting or sampler it cannot work with.
 
     Its run directory is a fresh one when `config` names none. `orphan`: it is no child of this process, for hosts of
     processes that kill all children of theirs at once; give it an `owner_pid`, so that it ends by itself.
+    `lock`: a descriptor that the server holds open until it listens (see `lock`).
     """
     refuse_while_running()
     fresh = not config.run_dir
-    config = msgspec.structs.replace(config, run_dir=config.run_dir or new_run_dir())
+    config = msgspec.structs.replace(config, run_dir=config.run_dir or new_run_dir(), lock=lock)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
         [sys.executable, *(ORPHAN_COMMAND if orphan else COMMAND)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
+        pass_fds=() if lock < 0 else (lock,),
         start_new_session=True,
     )
     assert process.stdin is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import gc
 import json
 import logging
@@ -18,6 +20,7 @@ import msgspec
 from transfer_queue.controller import Controller
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import from_spec
+from transfer_queue.server import kin, register
 from transfer_queue.server.crowd import SPARE_DESCRIPTORS, Crowd, raise_descriptor_limit
 from transfer_queue.server.door import Door
 from transfer_queue.server.head import Head
@@ -49,6 +52,7 @@ log = logging.getLogger("transfer_queue.server")
 
 BACKLOG = 4096  # a server that stands still for a moment turns nobody away
 TIDY_S = 0.001  # how long others wait for work that belongs to no request
+VACATE_S = 5.0  # how long the server before may take to leave its run directory
 
 
 class Server:
@@ -93,22 +97,17 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        try:
-            os.makedirs(self.config.run_dir, mode=0o700, exist_ok=True)
-            why = unsafe(self.config.run_dir)
-        except OSError as error:
-            raise ConfigError(f"run_dir: {error}") from error
-        if why:
-            raise ConfigError(f"run_dir: {why}")
+        home = await _move_in(self.config.run_dir)
         path = os.path.join(self.config.run_dir, SOCKET_NAME)
-        for name in (SOCKET_NAME, DOOR_NAME):
-            _claim(os.path.join(self.config.run_dir, name))
+        entry = ""
         try:
             await self._open_metrics()
             door = Door(os.path.join(self.config.run_dir, DOOR_NAME), self.service.unit)
             listening = _listen(self.config.host, self.config.port) if self.config.host else None
             tcp = self.service.tcp = _name(listening) if listening is not None else ""
             background = [loop.create_task(self._trim())]
+            if self.config.linger_s is not None:
+                background.append(loop.create_task(self._linger(self.config.linger_s)))
             if isinstance(self.role, Outpost):
                 await self.role.join(self._advertised(tcp))
                 background.append(loop.create_task(self.role.stay()))
@@ -117,6 +116,7 @@ class Server:
             if listening is not None:
                 servers.append(await loop.create_server(self._remote, sock=listening, backlog=BACKLOG))
             watch = self._watch_owner(loop)
+            entry = self._enter(path, tcp)
             self._announce(announce, path, tcp)
             await self._stopped.wait()
             for task in background:
@@ -137,6 +137,9 @@ class Server:
                 self._metrics.close()
             self.service.unit.close()
             clear_run_dir(self.config.run_dir)
+            if entry:
+                register.leave(entry)
+            os.close(home)  # and with it the hold on the directory
 
     def _advertised(self, tcp: str) -> str:
         """Where other hosts reach this one; where it listens everywhere without a host, which the controller adds."""
@@ -212,9 +215,18 @@ class Server:
             unit.trim(max(peak, self._recent_peak))
             self._recent_peak = peak
 
+    async def _linger(self, linger_s: float) -> None:
+        """Stop once nobody has been attached for `linger_s`."""
+        used = time.monotonic()
+        while time.monotonic() - used < linger_s:
+            await asyncio.sleep(linger_s / 10)
+            if self.service.sessions.by_ident:
+                used = time.monotonic()
+        self.stop()
+
     def _watch_owner(self, loop: asyncio.AbstractEventLoop) -> int | None:
         """Stop when the owner ends. The descriptor of a process becomes readable then (pidfd_open(2))."""
-        owner = self.config.owner_pid
+        owner, start = self.config.owner_pid, self.config.owner_start
         if not owner:
             return None
         try:
@@ -223,13 +235,42 @@ class Server:
             self.stop()
             return None
         loop.add_reader(watch, self.stop)
+        found = kin.kin(owner)
+        if start and found is not None and found.start != start:
+            self.stop()  # the owner has ended, and another process has its number
         return watch
 
+    def _enter(self, path: str, tcp: str) -> str:
+        """Enter the register, so that this user's commands and the owner's children find this server."""
+        config = self.config
+        shares = bool(config.job and tcp and not config.join)
+        try:
+            return register.enter(
+                register.Entry(
+                    server=kin.kin(os.getpid()) or kin.Kin(os.getpid(), 0),
+                    address=f"unix:{os.path.abspath(path)}",
+                    owner=kin.kin(config.owner_pid) if config.owner_pid else None,
+                    since=kin.now(),
+                    tcp=tcp,
+                    join=config.join,
+                    job=config.job,
+                    token=config.token if shares else "",
+                    unit_token=config.unit_token if shares else "",
+                )
+            )
+        except OSError as error:
+            log.warning("this server is in no register, and found by its address only: %s", error)
+            return ""
+
     def _announce(self, descriptor: int, path: str, tcp: str) -> None:
+        """Tell the starter, unless it has ended, and let go of its lock: who waits for that finds this server."""
         ready = Ready(pid=os.getpid(), unix=path, tcp=tcp)
-        os.write(descriptor, msgspec.json.encode(ready) + b"\n")
+        with contextlib.suppress(BrokenPipeError):
+            os.write(descriptor, msgspec.json.encode(ready) + b"\n")
         if descriptor > 2:
             os.close(descriptor)
+        if self.config.lock >= 0:
+            os.close(self.config.lock)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -253,15 +294,59 @@ def _name(sock: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _claim(path: str) -> None:
-    """Remove the socket of a server that was killed; `ConfigError` where one is alive."""
+async def _move_in(run_dir: str) -> int:
+    """Make a server's directory and hold it (flock(2)), so that of two servers one clears up before the other begins.
+
+    Returns the descriptor that holds it. Raises `ConfigError` where it is not ours, or another server is there.
+    """
+    deadline = time.monotonic() + VACATE_S
+    while True:
+        try:
+            os.makedirs(run_dir, mode=0o700, exist_ok=True)
+            why = unsafe(run_dir)
+            home = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(run_dir)):
+                continue  # the server before has just removed it
+            raise ConfigError(f"run_dir: {error}") from error
+        try:
+            if why:
+                raise ConfigError(f"run_dir: {why}")
+            for name in (SOCKET_NAME, DOOR_NAME):
+                _refuse_if_served(os.path.join(run_dir, name))
+            if _holds(home, run_dir):
+                for name in (SOCKET_NAME, DOOR_NAME):  # of a server that was killed
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(run_dir, name))
+                return home
+            if time.monotonic() > deadline:
+                raise ConfigError(f"another server does not leave {run_dir}")
+        except BaseException:
+            os.close(home)
+            raise
+        os.close(home)
+        await asyncio.sleep(0.01)
+
+
+def _holds(home: int, run_dir: str) -> bool:
+    """Take hold of an open directory: False when another server has it, or has removed it."""
+    try:
+        with contextlib.suppress(OSError):  # a file system without such locks
+            try:
+                fcntl.flock(home, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return os.path.samestat(os.fstat(home), os.stat(run_dir))
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_if_served(path: str) -> None:
+    """`ConfigError` where a server listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
-        except FileNotFoundError:
-            return
-        except ConnectionRefusedError:
-            os.unlink(path)
+        except (FileNotFoundError, ConnectionRefusedError):
             return
     raise ConfigError(f"another server listens on {path}")
 

@@ -59,7 +59,9 @@ def budget_of(config: ServerConfig) -> int:
 class ServerConfig(msgspec.Struct, kw_only=True):
     """All settings of one server process; travels as JSON over its standard input.
 
-    run_dir: directory (mode 0700) for its sockets. owner_pid: end when this process ends (0: standalone).
+    run_dir: directory (mode 0700) for its sockets. owner_pid: end when this process ends (0: standalone); owner_start:
+    when that began (`kin.Kin`; 0: not known). linger_s: end when nobody has been attached for so long (None: stay).
+    job: for whom it was started, as a person reads it. lock: a descriptor to close once it listens (-1: none).
     host, port, token: serve TCP there, peers must know the token ("" : no TCP). unit_token: what
     servers that join as storage units must know besides (""; none may). join: the address of the controller's
     server ("tcp:HOST:PORT"), of whose service this is one more storage unit ("": this is the controller's server;
@@ -74,6 +76,10 @@ class ServerConfig(msgspec.Struct, kw_only=True):
 
     run_dir: str
     owner_pid: int = 0
+    owner_start: int = 0
+    linger_s: float | None = None
+    job: str = ""
+    lock: int = -1
     host: str = ""
     port: int = 0
     token: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -88,6 +89,26 @@ def is_everywhere(host: str) -> bool:
     address = ipaddress.ip_address(found)
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_unspecified)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is named so that each host means itself."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def is_here(host: str) -> bool:
+    """Whether an address is one of this host. Nothing is sent (bind(2))."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
 
 
 def host_towards(address: Address) -> str:

@@ -1,0 +1,60 @@
+"""torchrun on two hosts with addresses of their own: nothing is configured, and there is one service."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import until
+
+from tools.netns import Switch, allowed
+from transfer_queue.server import register
+
+pytestmark = pytest.mark.skipif(not allowed(), reason="making network namespaces needs root")
+
+ROOT = Path(__file__).parent.parent
+RANK = """
+import os, pathlib, sys, torch, transfer_queue as tq
+conf = tq.init()
+rank, client = os.environ["RANK"], tq.get_client()
+client.put({"x": torch.full((1, 4), float(rank))}, partition_id="p")
+rows = client.get_meta(["x"], 2, "p", task_name=f"t{rank}", timeout_s=60)
+total = float(client.get_data(rows)["x"].sum()) / 4
+pathlib.Path(sys.argv[1], rank).write_text(f"{total:g} {conf is not None}")
+client.get_meta(["done"], 1, "p", task_name=f"t{rank}", timeout_s=60) if rank == "0" else client.put(
+    {"done": torch.ones(1)}, partition_id="p"
+)  # the first host stays until the other one has read its rows
+"""
+
+
+@pytest.fixture
+def switch() -> Iterator[Switch]:
+    made = Switch()
+    yield made
+    made.close()
+
+
+def test_torchrun_on_two_hosts_has_one_service_with_a_unit_on_each(switch: Switch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANK)
+    unset = ("TQ_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    with tempfile.TemporaryDirectory(prefix="tq-test-", dir="/tmp") as run_dir:
+        agents = []
+        for node in range(2):
+            (own := Path(run_dir, str(node))).mkdir()
+            command = [
+                "ip", "netns", "exec", switch.plug_in(node + 1), sys.executable, "-m", "torch.distributed.run",
+                "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr", "10.77.0.1",
+                "--master-port", "29500", "train.py", str(tmp_path),
+            ]  # fmt: skip
+            own_environment = {**environment, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(own)}
+            agents.append(subprocess.Popen(command, cwd=tmp_path, env=own_environment))
+        assert [agent.wait(100) for agent in agents] == [0, 0]
+        until(lambda: not any(run_dir in entry.address for entry in register.running()), "the end of both servers")
+        assert not [path for node in range(2) for path in Path(run_dir, str(node)).iterdir()]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["1 True"] * 2
