@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 from transfer_queue import checkpoint
 from transfer_queue import config as settings
-from transfer_queue.client import kv, versions
+from transfer_queue.client import kv, updating, versions
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.effects import Operation
@@ -266,6 +266,8 @@ kv_batch_get_by_meta = _plain(kv.kv_batch_get_by_meta)
 async_kv_batch_get_by_meta = _async(kv.kv_batch_get_by_meta)
 kv_list, async_kv_list = _plain(kv.kv_list), _async(kv.kv_list)
 kv_clear, async_kv_clear = _plain(kv.kv_clear), _async(kv.kv_clear)
+kv_update, async_kv_update = _plain(updating.kv_update), _async(updating.kv_update)
+kv_empty, async_kv_empty = _plain(updating.kv_empty), _async(updating.kv_empty)
 set_weight_version, async_set_weight_version = _plain(versions.set_weight_version), _async(versions.set_weight_version)
 admit, async_admit = _plain(versions.admit), _async(versions.admit)
 give_back, async_give_back = _plain(versions.give_back), _async(versions.give_back)

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.client import operations as ops
-from transfer_queue.client import versions
+from transfer_queue.client import updating, versions
 from transfer_queue.client.allocation import Allocation, Specs, allocate
 from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import awaitable, blocking
@@ -100,6 +100,19 @@ class Operations:
         `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is visible then.
         """
         return ops.put(self.session, data, metadata, partition_id, data_parser)
+
+    def update(
+        self,
+        metadata: BatchMeta,
+        fields: list[str] | str,
+        values: ops.Batch | None = None,
+        parser: updating.Parser | str | None = None,
+    ) -> Operation[BatchMeta]:
+        """Replace the cells of `fields` by `parser(old, new)`, row by row; `values` has a column for each of `fields`.
+
+        Atomic per partition, also towards others who update the same cells: see `transfer_queue.kv_update`.
+        """
+        return updating.update(self.session, metadata, fields, values, parser)
 
     def get_data(
         self,
@@ -256,6 +269,7 @@ class TransferQueueClient:
     renew, async_renew = blocking(Operations.renew), awaitable(Operations.renew)
     release, async_release = blocking(Operations.release), awaitable(Operations.release)
     put, async_put = blocking(Operations.put), awaitable(Operations.put)
+    update, async_update = blocking(Operations.update), awaitable(Operations.update)
     get_data, async_get_data = blocking(Operations.get_data), awaitable(Operations.get_data)
     allocate, async_allocate = blocking(Operations.allocate), awaitable(Operations.allocate)
     set_custom_meta, async_set_custom_meta = blocking(Operations.set_custom_meta), awaitable(Operations.set_custom_meta)
