@@ -41,13 +41,14 @@ class Operations:
     def get_meta(
         self,
         data_fields: list[str],
-        batch_size: int,
-        partition_id: str,
+        batch_size: int | None = None,
+        partition_id: str = "",
         mode: str = "fetch",
         task_name: str | None = None,
         sampling_config: dict[str, Any] | None = None,
         timeout_s: float | None = None,
         lease_s: float | None = None,
+        token_budget: int | None = None,
     ) -> Operation[BatchMeta]:
         """Rows of a partition, by one of three modes.
 
@@ -62,10 +63,12 @@ class Operations:
 
         `sampling_config` may hold `max_staleness` (a number of versions, or None) and `untagged` ("accept" or "refuse")
         beside what the sampler takes: rows that are older count as used by the task (docs/staleness.md).
+
+        `token_budget` instead of `batch_size`, for `StreamingTokenBudgetSampler`: rows of about so many tokens.
         """
         return ops.get_meta(
             self.session, list(data_fields), batch_size, partition_id, mode, task_name, sampling_config, timeout_s,
-            lease_s,
+            lease_s, token_budget,
         )  # fmt: skip
 
     def ack(self, metadata: BatchMeta) -> Operation[int]:
