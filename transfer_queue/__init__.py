@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transfer_queue.interface import async_kv_update as async_kv_update
     from transfer_queue.interface import async_set_weight_version as async_set_weight_version
     from transfer_queue.interface import close as close
+    from transfer_queue.interface import dump_data_by_key as dump_data_by_key
     from transfer_queue.interface import get_client as get_client
     from transfer_queue.interface import get_metrics_endpoint as get_metrics_endpoint
     from transfer_queue.interface import give_back as give_back
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from transfer_queue.interface import kv_put as kv_put
     from transfer_queue.interface import kv_update as kv_update
     from transfer_queue.interface import load_checkpoint as load_checkpoint
+    from transfer_queue.interface import load_data_by_key as load_data_by_key
+    from transfer_queue.interface import read_row_index as read_row_index
     from transfer_queue.interface import save_checkpoint as save_checkpoint
     from transfer_queue.interface import set_weight_version as set_weight_version
     from transfer_queue.locks import async_kv_global_lock as async_kv_global_lock
@@ -61,13 +64,15 @@ if TYPE_CHECKING:
     from transfer_queue.sampler import RankAwareSampler as RankAwareSampler
     from transfer_queue.sampler import SeqlenBalancedSampler as SeqlenBalancedSampler
     from transfer_queue.sampler import SequentialSampler as SequentialSampler
+    from transfer_queue.sampler import StreamingTokenBudgetSampler as StreamingTokenBudgetSampler
 
 _HOMES = {
     "transfer_queue.interface": (
         "init", "close", "get_client", "get_metrics_endpoint", "kv_put", "kv_batch_put", "kv_batch_get",
         "kv_batch_get_by_meta", "kv_list", "kv_clear", "async_kv_put", "async_kv_batch_put", "async_kv_batch_get",
         "async_kv_batch_get_by_meta", "async_kv_list", "async_kv_clear",
-        "kv_update", "async_kv_update", "kv_empty", "async_kv_empty",
+        "kv_update", "async_kv_update", "kv_empty", "async_kv_empty", "dump_data_by_key", "load_data_by_key",
+        "read_row_index",
         "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",
         "give_back", "async_give_back",
     ),
@@ -82,6 +87,7 @@ _HOMES = {
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.sampler": (
         "BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler",
+        "StreamingTokenBudgetSampler",
     ),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
-from transfer_queue import checkpoint
+from transfer_queue import checkpoint, dump
 from transfer_queue import config as settings
 from transfer_queue.client import kv, updating, versions
 from transfer_queue.client.api import TransferQueueClient
@@ -294,3 +294,34 @@ def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
     `StoreFull`; nothing has changed then.
     """
     checkpoint.load(_session(), checkpoint_dir)
+
+
+def dump_data_by_key(dump_dir: str | os.PathLike[str], keys: Sequence[str], partition_id: str) -> dict[str, int]:
+    """Write the rows of `keys`, with all fields and tags, to a new directory of this machine; nothing in the service
+    changes. Rows are read some at a time: writers of these rows have to be paused.
+
+    The directory appears whole, with all files on disk, or not at all. A key that repeats counts once. Returns
+    `{"keys", "rows_with_data", "shards", "bytes"}`. Raises `FileExistsError` for a directory that exists,
+    `UnknownRows` (a RuntimeError) for a key or partition that does not, `NotInitialized` (a RuntimeError), OSError.
+    """
+    return dump.dump(_session(), dump_dir, keys, partition_id)
+
+
+def load_data_by_key(dump_dir: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Put the rows that `dump_data_by_key` wrote back into their partition, by key; returns `{key: tag}`.
+
+    Known keys keep their row, others get new ones; other rows, fields and names in tags stay. Every byte is verified,
+    and the types of fields compared, before anything changes; then some rows at a time appear, and a repeated call
+    completes one that failed in between. Consumption is not in a dump. Raises `CheckpointMissing` (a
+    FileNotFoundError), `CheckpointCorrupt`, `CheckpointUnsupported` and `SchemaConflict` (ValueErrors), `StoreFull`,
+    `NotInitialized` (a RuntimeError).
+    """
+    return dump.load(_session(), dump_dir)
+
+
+def read_row_index(dump_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a dump holds, without reading the rows: `{"partition_id", "rows": {key: {global_index, fields, tag}}}`.
+
+    No service is needed. Raises as `load_data_by_key`.
+    """
+    return dump.read_index(dump_dir)
