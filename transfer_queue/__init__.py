@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transfer_queue.codec.registry import register_type as register_type
     from transfer_queue.dataloader import StreamingDataLoader as StreamingDataLoader
     from transfer_queue.dataloader import StreamingDataset as StreamingDataset
+    from transfer_queue.errors import LockLostError as LockLostError
     from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError
     from transfer_queue.interface import address as address
     from transfer_queue.interface import admit as admit
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     from transfer_queue.interface import async_kv_batch_get_by_meta as async_kv_batch_get_by_meta
     from transfer_queue.interface import async_kv_batch_put as async_kv_batch_put
     from transfer_queue.interface import async_kv_clear as async_kv_clear
+    from transfer_queue.interface import async_kv_empty as async_kv_empty
     from transfer_queue.interface import async_kv_list as async_kv_list
     from transfer_queue.interface import async_kv_put as async_kv_put
+    from transfer_queue.interface import async_kv_update as async_kv_update
     from transfer_queue.interface import async_set_weight_version as async_set_weight_version
     from transfer_queue.interface import close as close
+    from transfer_queue.interface import dump_data_by_key as dump_data_by_key
     from transfer_queue.interface import get_client as get_client
     from transfer_queue.interface import get_metrics_endpoint as get_metrics_endpoint
     from transfer_queue.interface import give_back as give_back
@@ -37,11 +41,25 @@ if TYPE_CHECKING:
     from transfer_queue.interface import kv_batch_get_by_meta as kv_batch_get_by_meta
     from transfer_queue.interface import kv_batch_put as kv_batch_put
     from transfer_queue.interface import kv_clear as kv_clear
+    from transfer_queue.interface import kv_empty as kv_empty
     from transfer_queue.interface import kv_list as kv_list
     from transfer_queue.interface import kv_put as kv_put
+    from transfer_queue.interface import kv_update as kv_update
     from transfer_queue.interface import load_checkpoint as load_checkpoint
+    from transfer_queue.interface import load_data_by_key as load_data_by_key
+    from transfer_queue.interface import read_row_index as read_row_index
     from transfer_queue.interface import save_checkpoint as save_checkpoint
     from transfer_queue.interface import set_weight_version as set_weight_version
+    from transfer_queue.locks import async_kv_global_lock as async_kv_global_lock
+    from transfer_queue.locks import async_kv_global_locked as async_kv_global_locked
+    from transfer_queue.locks import async_kv_local_lock as async_kv_local_lock
+    from transfer_queue.locks import async_kv_local_locked as async_kv_local_locked
+    from transfer_queue.locks import async_kv_lock_list as async_kv_lock_list
+    from transfer_queue.locks import kv_global_lock as kv_global_lock
+    from transfer_queue.locks import kv_global_locked as kv_global_locked
+    from transfer_queue.locks import kv_local_lock as kv_local_lock
+    from transfer_queue.locks import kv_local_locked as kv_local_locked
+    from transfer_queue.locks import kv_lock_list as kv_lock_list
     from transfer_queue.metadata import BatchMeta as BatchMeta
     from transfer_queue.metadata import KVBatchMeta as KVBatchMeta
     from transfer_queue.sampler import BaseSampler as BaseSampler
@@ -49,12 +67,15 @@ if TYPE_CHECKING:
     from transfer_queue.sampler import RankAwareSampler as RankAwareSampler
     from transfer_queue.sampler import SeqlenBalancedSampler as SeqlenBalancedSampler
     from transfer_queue.sampler import SequentialSampler as SequentialSampler
+    from transfer_queue.sampler import StreamingTokenBudgetSampler as StreamingTokenBudgetSampler
 
 _HOMES = {
     "transfer_queue.interface": (
         "init", "close", "address", "get_client", "get_metrics_endpoint", "kv_put", "kv_batch_put", "kv_batch_get",
         "kv_batch_get_by_meta", "kv_list", "kv_clear", "async_kv_put", "async_kv_batch_put", "async_kv_batch_get",
         "async_kv_batch_get_by_meta", "async_kv_list", "async_kv_clear",
+        "kv_update", "async_kv_update", "kv_empty", "async_kv_empty", "dump_data_by_key", "load_data_by_key",
+        "read_row_index",
         "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",
         "give_back", "async_give_back",
     ),
@@ -62,10 +83,15 @@ _HOMES = {
     "transfer_queue.client.dense": ("Padding", "to_dense"),
     "transfer_queue.codec.registry": ("register_type",),
     "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader"),
-    "transfer_queue.errors": ("StorageKeyNotFoundError",),
+    "transfer_queue.errors": ("LockLostError", "StorageKeyNotFoundError"),
+    "transfer_queue.locks": (
+        "kv_local_lock", "async_kv_local_lock", "kv_global_lock", "async_kv_global_lock", "kv_local_locked",
+        "async_kv_local_locked", "kv_global_locked", "async_kv_global_locked", "kv_lock_list", "async_kv_lock_list",
+    ),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.sampler": (
         "BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler",
+        "StreamingTokenBudgetSampler",
     ),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

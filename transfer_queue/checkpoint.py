@@ -278,19 +278,24 @@ def load(session: Session, directory: str | os.PathLike[str]) -> None:
 
 
 def _metadata(directory: Path) -> Metadata:
-    path = directory / METADATA
     if (directory / PICKLED).exists():
         raise CheckpointUnsupported(
             f"{directory} was saved by TransferQueue 0.1.11: {PICKLED} is a pickle, which could run any code; "
             f"it cannot be loaded"
         )
+    return _sealed(directory / METADATA, FORMAT)
+
+
+def _sealed(path: Path, expected: int) -> Metadata:
+    """The metadata in a file of that format, once its own digest fits."""
     with _opened(path) as file:
         data = file.read()
     try:
         content = json.loads(data)
         number = content["format"]
-        if type(number) is int and number != FORMAT:
-            raise CheckpointUnsupported(f"{path} is of format {number}, this version reads {FORMAT}; or it is damaged")
+        if type(number) is int and number != expected:
+            text = f"{path} is of format {number}, this version reads {expected}; or it is damaged"
+            raise CheckpointUnsupported(text)
         metadata = msgspec.convert(content, Metadata)
     except CheckpointUnsupported:
         raise

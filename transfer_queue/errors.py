@@ -24,6 +24,7 @@
     │   ├── WrongEpoch                 (ValueError)      from a trainer that was replaced, or one that must begin anew
     │   ├── NotOpen                    (RuntimeError)    no update is open, or it has not come this far
     │   ├── UpdateInProgress           (RuntimeError)    another update is open
+    │   ├── LockNotAllowed             (RuntimeError)    a lock inside another one, or a blocking one on an event loop
     │   ├── NotSupported               (RuntimeError)    this server, or its version, cannot do that
     │   └── ConfigError                (ValueError)      a setting has a bad value
     ├── ServiceError                   the other side failed: try again later or elsewhere
@@ -32,6 +33,8 @@
     │   ├── SamplerFailed              (RuntimeError)    the sampler raised; see the server's log
     │   ├── DataLost                   (RuntimeError)    the host that held the rows is gone for good
     │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
+    │   ├── CellsChanged               (RuntimeError)    somebody else wrote what an update was computed from
+    │   ├── LockLostError              (RuntimeError)    the keys are no longer locked: others may have them
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
     │   │   ├── ServiceRestarted       (ConnectionError) another service, or server, is there now: what was held is lost
     │   │   └── TooManyConnections     (ConnectionError) the server takes no more connections now
@@ -207,6 +210,12 @@ class NotSupported(CallerError, NotImplementedError):
     code = "not_supported"
 
 
+class LockNotAllowed(CallerError, RuntimeError):
+    """A lock cannot be taken here: inside another one, or with the blocking form where an event loop runs."""
+
+    code = "lock_not_allowed"
+
+
 class ConfigError(CallerError, ValueError):
     """A configuration value is of the wrong type or out of range."""
 
@@ -245,6 +254,18 @@ class LeaseExpired(ServiceError, RuntimeError):
     """The lease ended before it was acknowledged: it ran out, was given back, or its holder or the service went."""
 
     code = "lease_expired"
+
+
+class CellsChanged(ServiceError, RuntimeError):
+    """Cells were written, or their rows cleared, since they were read: what was computed from them was not stored."""
+
+    code = "cells_changed"
+
+
+class LockLostError(ServiceError, RuntimeError):
+    """A lock ended before its holder gave it back: it was not renewed in time, or the service or its session went."""
+
+    code = "lock_lost"
 
 
 class ServiceUnavailable(ServiceError, ConnectionError, RuntimeError):

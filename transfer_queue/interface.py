@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
-from transfer_queue import checkpoint
+from transfer_queue import checkpoint, dump
 from transfer_queue import config as settings
-from transfer_queue.client import kv, versions
+from transfer_queue.client import kv, updating, versions
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.effects import Operation
@@ -281,6 +281,8 @@ kv_batch_get_by_meta = _plain(kv.kv_batch_get_by_meta)
 async_kv_batch_get_by_meta = _async(kv.kv_batch_get_by_meta)
 kv_list, async_kv_list = _plain(kv.kv_list), _async(kv.kv_list)
 kv_clear, async_kv_clear = _plain(kv.kv_clear), _async(kv.kv_clear)
+kv_update, async_kv_update = _plain(updating.kv_update), _async(updating.kv_update)
+kv_empty, async_kv_empty = _plain(updating.kv_empty), _async(updating.kv_empty)
 set_weight_version, async_set_weight_version = _plain(versions.set_weight_version), _async(versions.set_weight_version)
 admit, async_admit = _plain(versions.admit), _async(versions.admit)
 give_back, async_give_back = _plain(versions.give_back), _async(versions.give_back)
@@ -307,3 +309,34 @@ def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
     `StoreFull`; nothing has changed then.
     """
     checkpoint.load(_session(), checkpoint_dir)
+
+
+def dump_data_by_key(dump_dir: str | os.PathLike[str], keys: Sequence[str], partition_id: str) -> dict[str, int]:
+    """Write the rows of `keys`, with all fields and tags, to a new directory of this machine; nothing in the service
+    changes. Rows are read some at a time: writers of these rows have to be paused.
+
+    The directory appears whole, with all files on disk, or not at all. A key that repeats counts once. Returns
+    `{"keys", "rows_with_data", "shards", "bytes"}`. Raises `FileExistsError` for a directory that exists,
+    `UnknownRows` (a RuntimeError) for a key or partition that does not, `NotInitialized` (a RuntimeError), OSError.
+    """
+    return dump.dump(_session(), dump_dir, keys, partition_id)
+
+
+def load_data_by_key(dump_dir: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Put the rows that `dump_data_by_key` wrote back into their partition, by key; returns `{key: tag}`.
+
+    Known keys keep their row, others get new ones; other rows, fields and names in tags stay. Every byte is verified,
+    and the types of fields compared, before anything changes; then some rows at a time appear, and a repeated call
+    completes one that failed in between. Consumption is not in a dump. Raises `CheckpointMissing` (a
+    FileNotFoundError), `CheckpointCorrupt`, `CheckpointUnsupported` and `SchemaConflict` (ValueErrors), `StoreFull`,
+    `NotInitialized` (a RuntimeError).
+    """
+    return dump.load(_session(), dump_dir)
+
+
+def read_row_index(dump_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a dump holds, without reading the rows: `{"partition_id", "rows": {key: {global_index, fields, tag}}}`.
+
+    No service is needed. Raises as `load_data_by_key`.
+    """
+    return dump.read_index(dump_dir)

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.client import operations as ops
-from transfer_queue.client import versions
+from transfer_queue.client import updating, versions
 from transfer_queue.client.allocation import Allocation, Specs, allocate
 from transfer_queue.client.dense import Pad
 from transfer_queue.client.describing import batch_meta
@@ -42,13 +42,14 @@ class Operations:
     def get_meta(
         self,
         data_fields: list[str],
-        batch_size: int,
-        partition_id: str,
+        batch_size: int | None = None,
+        partition_id: str = "",
         mode: str = "fetch",
         task_name: str | None = None,
         sampling_config: dict[str, Any] | None = None,
         timeout_s: float | None = None,
         lease_s: float | None = None,
+        token_budget: int | None = None,
     ) -> Operation[BatchMeta]:
         """Rows of a partition, by one of three modes.
 
@@ -63,10 +64,12 @@ class Operations:
 
         `sampling_config` may hold `max_staleness` (a number of versions, or None) and `untagged` ("accept" or "refuse")
         beside what the sampler takes: rows that are older count as used by the task (docs/staleness.md).
+
+        `token_budget` instead of `batch_size`, for `StreamingTokenBudgetSampler`: rows of about so many tokens.
         """
         return ops.get_meta(
             self.session, list(data_fields), batch_size, partition_id, mode, task_name, sampling_config, timeout_s,
-            lease_s,
+            lease_s, token_budget,
         )  # fmt: skip
 
     def ack(self, metadata: BatchMeta) -> Operation[int]:
@@ -102,6 +105,19 @@ class Operations:
         (where strict), `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is visible then.
         """
         return ops.put(self.session, data, metadata, partition_id, data_parser, strict_schema)
+
+    def update(
+        self,
+        metadata: BatchMeta,
+        fields: list[str] | str,
+        values: ops.Batch | None = None,
+        parser: updating.Parser | str | None = None,
+    ) -> Operation[BatchMeta]:
+        """Replace the cells of `fields` by `parser(old, new)`, row by row; `values` has a column for each of `fields`.
+
+        Atomic per partition, also towards others who update the same cells: see `transfer_queue.kv_update`.
+        """
+        return updating.update(self.session, metadata, fields, values, parser)
 
     def get_data(
         self,
@@ -262,6 +278,7 @@ class TransferQueueClient:
     renew, async_renew = blocking(Operations.renew), awaitable(Operations.renew)
     release, async_release = blocking(Operations.release), awaitable(Operations.release)
     put, async_put = blocking(Operations.put), awaitable(Operations.put)
+    update, async_update = blocking(Operations.update), awaitable(Operations.update)
     get_data, async_get_data = blocking(Operations.get_data), awaitable(Operations.get_data)
     allocate, async_allocate = blocking(Operations.allocate), awaitable(Operations.allocate)
     set_custom_meta, async_set_custom_meta = blocking(Operations.set_custom_meta), awaitable(Operations.set_custom_meta)

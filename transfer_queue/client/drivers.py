@@ -15,8 +15,8 @@ from transfer_queue.wire import messages as m
 P = ParamSpec("P")
 T = TypeVar("T")
 OFFLOAD_NBYTES = 1 << 20
-GIVING = frozenset({m.Allocated, m.Located, m.Taken, m.RowSet, m.Handed, m.Admitted})  # answers that give something
-TAKING = frozenset({m.Fetch, m.Insert, m.Admit})  # requests that take rows, or the right to start some
+GIVING = frozenset({m.Allocated, m.Located, m.Taken, m.RowSet, m.Handed, m.Admitted, m.Locked})  # what gives something
+TAKING = frozenset({m.Fetch, m.Insert, m.Admit, m.Lock})  # requests that take rows, the right to start some, a lock
 
 
 class HasSession(Protocol):

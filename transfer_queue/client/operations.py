@@ -22,7 +22,7 @@ from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.values import is_plain
-from transfer_queue.errors import BatchMismatch, InvalidInput, UnknownMode, UnsupportedValue
+from transfer_queue.errors import BatchMismatch, InvalidInput, MissingParameter, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
@@ -36,14 +36,22 @@ Parser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 def get_meta(
     session: Session,
     data_fields: list[str],
-    batch_size: int,
+    batch_size: int | None,
     partition_id: str,
     mode: str,
     task_name: str | None,
     sampling_config: Mapping[str, Any] | None,
     timeout_s: float | None,
     lease_s: float | None = None,
+    token_budget: int | None = None,
 ) -> Operation[BatchMeta]:
+    if not partition_id or (batch_size is None and token_budget is None):
+        raise MissingParameter("get_meta needs partition_id, and batch_size or token_budget")
+    if token_budget is not None:
+        if mode != "fetch":
+            raise UnknownMode(f"mode {mode!r} takes no rows: token_budget is for 'fetch'")
+        sampling_config = {**(sampling_config or {}), "token_budget": token_budget}
+    batch_size = 1 if batch_size is None else batch_size
     if lease_s is not None and mode != "fetch":
         raise UnknownMode(f"mode {mode!r} takes no rows: lease_s is for 'fetch'")
     if mode == "insert":

@@ -457,7 +457,14 @@ class Session:
         if self._kept is not None:
             return
         with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
-            self._kept = self.connect()
+            connection = self.connect()
+            if not self._keep(connection):
+                connection.close()  # another thread was faster
+
+    def _keep(self, connection: Connection) -> bool:
+        with self._lock:
+            self._kept = self._kept or connection
+            return self._kept is connection
 
     def _disconnect(self) -> None:
         """The last view is gone, and with it the reason to stay connected."""

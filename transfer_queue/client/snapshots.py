@@ -168,6 +168,10 @@ class Refill:
         write(memoryview(own))  # type: ignore[arg-type]
         run(session, send_block(session, allocated.block, own))
 
+    def take(self) -> int:
+        """The number of the block that was filled first; whoever asks publishes it."""
+        return self._filled.pop(0).block
+
     def publish(self, state: bytes, layouts: Sequence[bytes]) -> None:
         """Replace everything in the service by `state` over the filled blocks: one atomic step."""
         request = m.Restore(self._session.next_rid(), self._filled, list(layouts))

@@ -33,6 +33,7 @@ class Rows(NamedTuple):
     replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones; never changed
     service: bytes = b""  # the life of the service that named the indexes
     strict_schema: bool | None = None  # None: as the service is configured
+    expected: bytes | None = None  # the blocks that the cells lie in, unless they are to be overwritten in any case
 
 
 def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
@@ -105,7 +106,7 @@ def commit(
     wait_s = session.timeout_s if wait_s is None else wait_s
     request = m.Commit(
         session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s,
-        rows.replaced, rows.service, _is_strict(session, rows.strict_schema),
+        rows.replaced, rows.service, _is_strict(session, rows.strict_schema), rows.expected,
     )  # fmt: skip
     return Call(request, payload, wait_s)
 

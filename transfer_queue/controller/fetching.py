@@ -313,6 +313,8 @@ class Fetching:
         """The slots to hand out and those used up, -1 for rows that do not exist."""
         candidates = table.index[view.first(self.sampler.needs(batch_size), table.size)].tolist()
         config["partition"] = PartitionView(table)
+        if config.get("token_budget") is not None:
+            config["production_done"] = _is_produced(table, config["task_name"], view)
         sampled, consumed = self.sampler.sample(candidates, batch_size, **config)
         return table.slots_of(np.array(sampled, np.int64)), table.slots_of(np.array(consumed, np.int64))
 
@@ -340,6 +342,13 @@ def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: 
 def _is_whole(table: Table) -> bool:
     """Whether the partition has all the rows it was declared to get."""
     return table.declared is not None and 0 < table.num_alive >= table.declared
+
+
+def _is_produced(table: Table, name: str, view: View) -> bool:
+    """Whether every row has the fields of `view`, or was taken by the task, and there are as many as declared."""
+    task = table.task(name)
+    whole = 0 < table.num_alive >= (table.declared or 0)
+    return whole and view.count + task.num_consumed + task.num_lent >= table.num_alive
 
 
 def _rest(message: Fetch, table: Table, view: View) -> int:

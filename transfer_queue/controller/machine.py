@@ -10,10 +10,13 @@ import numpy as np
 
 from transfer_queue.controller import hints
 from transfer_queue.controller.checkpointing import capture
+from transfer_queue.controller.expecting import check_expected
 from transfer_queue.controller.fetching import Fetching, check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.lineage import Lineage
+from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
+from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.queries import Queries, known_slots
@@ -22,7 +25,7 @@ from transfer_queue.controller.remains import Remains
 from transfer_queue.controller.restoring import Restoring
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.table import Table, rows_bytes
-from transfer_queue.controller.unreceived import Grant, Inserted
+from transfer_queue.controller.unreceived import Grant, Inserted, Locked
 from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, StoreFull, TransferQueueError, UnknownMode
 from transfer_queue.sampler.base import BaseSampler, forgets_partitions
 from transfer_queue.wire import messages as m
@@ -39,7 +42,8 @@ class Controller:
 
     `handle` answers a request, raises the caller's error, or returns None after parking it; the answer then appears in
     `outbox`. `ledger.freed` lists blocks without live cells. `max_rows` bounds the rows over all partitions (None: no
-    bound), `reserved_rows` is how many rows a new partition has from the start. `policy`: how old rows may be.
+    bound), `reserved_rows` is how many rows a new partition has from the start. `policy`: how old rows may be. Locks
+    have numbers above `lock_number`.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Controller:
         max_rows: int | None = None,
         reserved_rows: int = 1,
         policy: Policy | None = None,
+        lock_number: int = 0,
     ) -> None:
         self.tables: dict[str, Table] = {}
         self.outbox: list[tuple[Hashable, m.Reply]] = []
@@ -66,6 +71,7 @@ class Controller:
         self._unreceived = self._fetching.unreceived
         self.staleness = self._fetching.staleness
         self.staleness.policy = policy or Policy()
+        self.locks = Locks(self.outbox, self._unreceived, lock_number)
         self._crowded: ParkingLot[Any] = ParkingLot()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
@@ -88,6 +94,8 @@ class Controller:
         if isinstance(message, VERSION_REQUESTS):
             answer: m.Reply | None = self.staleness.handle(message, ticket, session, now)
             return answer
+        if isinstance(message, LOCK_REQUESTS):
+            return self.locks.handle(message, ticket, session, now)
         if isinstance(message, m.Snapshot):
             return capture(self, message, ticket, session)
         if isinstance(message, m.Restore):
@@ -113,11 +121,11 @@ class Controller:
 
     def notice_after(self, seconds: Sequence[float]) -> None:
         """When those who wait are told what is missing; ascending."""
-        for lot in (self._fetching.parked, self._crowded, self.staleness.admissions.parked):
+        for lot in (self._fetching.parked, self._crowded, self.staleness.admissions.parked, self.locks.parked):
             lot.notice_after_s = seconds
 
     def next_deadline(self) -> float | None:
-        lots = (self._fetching.parked, self._crowded, self._leases, self.staleness.admissions.parked)
+        lots = (self._fetching.parked, self._crowded, self._leases, self.staleness.admissions.parked, self.locks)
         deadlines = [lot.next_deadline() for lot in lots]
         return min((d for d in deadlines if d is not None), default=None)
 
@@ -128,6 +136,7 @@ class Controller:
         tell_waiting(self._fetching, self._crowded, self.max_rows, now)
         self._fetching.expire(now)
         self.staleness.admissions.expire(now)
+        self.locks.expire(now)
         for parked in self._crowded.expired(now):
             text = f"the store's {self.max_rows} rows stayed in use for {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, m.Failed(parked.message.rid, StoreFull.code, text)))
@@ -137,6 +146,7 @@ class Controller:
         self._fetching.forget(tickets)
         self._crowded.forget(tickets)
         self.staleness.admissions.forget(tickets)
+        self.locks.forget(tickets)
         self.restoring.forget(tickets)
 
     def end_session(self, session: bytes) -> None:
@@ -145,6 +155,7 @@ class Controller:
         for grant in self._unreceived.take_all(session):
             self._undo(grant)
         self._fetching.end_session(session)
+        self.locks.end_session(session)
 
     def received(self, session: bytes, rid: int) -> None:
         """The answer to this request is in its asker's hands: what it took stays taken."""
@@ -161,6 +172,8 @@ class Controller:
             self.staleness.admissions.give_back(grant.task, grant.count)
         elif isinstance(grant, Inserted):
             self._remove_unwritten(grant)
+        elif isinstance(grant, Locked):
+            self.locks.release(grant)
         else:
             self._fetching.undo(grant)
 
@@ -200,7 +213,8 @@ class Controller:
     @property
     def num_waiting(self) -> int:
         loading = len(self.restoring)
-        return len(self._fetching.parked) + len(self._crowded) + len(self.staleness.admissions.parked) + loading
+        lots = (self._fetching.parked, self._crowded, self.staleness.admissions.parked, self.locks.parked)
+        return sum(map(len, lots)) + loading
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -212,6 +226,7 @@ class Controller:
             "weight_version": self.staleness.admissions.versions.newest,
             "weight_announcements": self.staleness.admissions.versions.count,
             "stale_rows": sum(self.staleness.num_stale.values()),
+            "locks": len(self.locks),
         }
 
     # writing
@@ -229,6 +244,7 @@ class Controller:
         if message.block in self.ledger.entries:
             raise InvalidInput(f"block {message.block} is published already")
         table = self.tables.get(message.partition)
+        check_expected(message, table)
         note = "" if table is None else table.check(message.fields, message.strict)
         table, slots = self._target(message, table)
         if message.fields and message.block != NO_BLOCK:
@@ -452,6 +468,7 @@ class Controller:
         self._leases.check_invariants()
         self._unreceived.check_invariants()
         self.staleness.check_invariants()
+        self.locks.check_invariants()
         for table in self.tables.values():
             table.check_invariants()
         self.ledger.check_invariants(self.tables.values(), self.remains.blocks())

@@ -101,7 +101,8 @@ class Queries:
         table = self._tables.get(message.partition)
         if table is None:
             return m.PartitionInfo(message.rid, False, None, {}, 0)
-        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows)
+        schema = table.schema(list(table.fields))
+        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows, schema=schema)
 
     def _table(self, name: str) -> Table:
         try:

@@ -297,6 +297,17 @@ class Table:
             found.append(Lying(names, blocks, rows))
         return found
 
+    def blocks_of(self, name: str, slots: Slots) -> NDArray[np.int64]:
+        """The block that each cell of a field lies in, 0 where none was written."""
+        found = np.zeros(len(slots), np.int64)
+        field = self.fields.get(name)
+        if field is not None:
+            under = self.cells[field.number, slots]
+            for number in np.unique(under[under != 0]).tolist():
+                of_group = under == number
+                found[of_group] = self.groups[number].block[slots[of_group]]
+        return found
+
     def rows_in(self, number: int, block: int) -> tuple[Slots, list[str]]:
         """(rows of `block` with live cells, ascending; their fields); group `number` wrote the block."""
         slots, live = self._cells_in(number, block)

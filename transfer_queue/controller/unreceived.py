@@ -50,7 +50,11 @@ class Lent(int):
     """The number of a lease."""
 
 
-Grant: TypeAlias = "Consumed | Inserted | Lent | Admitted"
+class Locked(int):
+    """The number of a lock."""
+
+
+Grant: TypeAlias = "Consumed | Inserted | Lent | Locked | Admitted"
 
 
 class Unreceived:

@@ -16,6 +16,7 @@ from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
 from transfer_queue.sampler.script import MAIN, run_main
 from transfer_queue.sampler.seqlen_balanced_sampler import SeqlenBalancedSampler
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
+from transfer_queue.sampler.streaming_token_budget_sampler import StreamingTokenBudgetSampler
 
 __all__ = [
     "BaseSampler",
@@ -24,6 +25,7 @@ __all__ = [
     "RankAwareSampler",
     "SeqlenBalancedSampler",
     "SequentialSampler",
+    "StreamingTokenBudgetSampler",
     "from_spec",
     "resolve",
 ]
@@ -31,7 +33,14 @@ __all__ = [
 ENTRY_POINTS = "transfer_queue.samplers"
 
 _BUILT_IN: dict[str, type[BaseSampler]] = {
-    cls.__name__: cls for cls in (SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler)
+    cls.__name__: cls
+    for cls in (
+        SequentialSampler,
+        GRPOGroupNSampler,
+        RankAwareSampler,
+        SeqlenBalancedSampler,
+        StreamingTokenBudgetSampler,
+    )
 }
 
 

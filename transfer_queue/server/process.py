@@ -81,7 +81,10 @@ class Server:
             where = parse_address(config.join, config.token)
             self.role: Head | Outpost = Outpost(where, config.unit_token, unit, self.deliver, make)
         else:
-            controller = Controller(from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness)
+            controller = Controller(
+                from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness,
+                lock_number=time.time_ns() // 1000,
+            )  # fmt: skip
             controller.notice_after(config.notice_after_s)
             self.role = Head(controller, unit, make, config.client)
         self.service = self.role.service

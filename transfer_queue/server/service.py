@@ -173,7 +173,7 @@ class Service:
         answer = session.replies.get(rid)
         if answer is not None and isinstance(answer[0], m.Allocated):
             self._discard(answer[0].block, session)
-        if answer is not None and isinstance(answer[0], (m.RowSet, m.Admitted, m.Allocated)):
+        if answer is not None and isinstance(answer[0], (m.RowSet, m.Admitted, m.Allocated, m.Locked)):
             session.forget(rid)  # sent again it is carried out anew
 
     def _withdraw(self, ticket: Hashable, session: Session) -> None:

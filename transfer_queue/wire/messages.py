@@ -32,6 +32,11 @@ from transfer_queue.wire.leases import Renew as Renew
 from transfer_queue.wire.listings import Changes as Changes
 from transfer_queue.wire.listings import Listing as Listing
 from transfer_queue.wire.listings import ListKeys as ListKeys
+from transfer_queue.wire.locks import KeepLock as KeepLock
+from transfer_queue.wire.locks import ListLocks as ListLocks
+from transfer_queue.wire.locks import Lock as Lock
+from transfer_queue.wire.locks import Locked as Locked
+from transfer_queue.wire.locks import Unlock as Unlock
 from transfer_queue.wire.partitions import GetPartition as GetPartition
 from transfer_queue.wire.partitions import PartitionInfo as PartitionInfo
 from transfer_queue.wire.partitions import SetPartition as SetPartition
@@ -101,7 +106,8 @@ class Commit(Request):
 
     Rows are named by `keys` (upsert), by `rows` (existing indexes), or by neither (`count` new rows).
     `block` is 0 when the payload rides inline, -1 when there are only tags. `strict`: refused when a field holds
-    another dtype, rank or kind.
+    another dtype, rank or kind. `expected`, int64 (field, row), names the block that each of these cells lies in now
+    (0: not written): where one is another, `CellsChanged` and no effect.
     """
 
     partition: str
@@ -116,6 +122,7 @@ class Commit(Request):
     replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones instead of merging
     service: bytes = b""
     strict: bool = False
+    expected: bytes | None = None
 
 
 class Insert(Request):
@@ -391,12 +398,12 @@ ClientMessage: TypeAlias = (
     | Cancel | Received | Goodbye | Take | Join | Moved | Settle
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
-    | Ack | Renew | Release | Announce | Admit | GiveBack
+    | Ack | Renew | Release | Announce | Admit | GiveBack | Lock | KeepLock | Unlock | ListLocks
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured | Lent | Handed
-    | Counted | Admitted | Waiting
+    | Counted | Admitted | Waiting | Locked
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -432,5 +439,5 @@ def header_limit(head: memoryview) -> int:
 # Replies of these are remembered, so that a retried request has its first outcome.
 MUTATING = frozenset((
     Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Restore, Ack,
-    Release, Announce, Admit, GiveBack,
+    Release, Announce, Admit, GiveBack, Lock, Unlock,
 ))  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from transfer_queue.schema import FieldSchema
 from transfer_queue.wire.base import Reply, Request, Tags
 
 
@@ -18,10 +19,11 @@ class GetPartition(Request):
 
 
 class PartitionInfo(Reply):
-    """`note`: a remark for the caller's log."""
+    """`note`: a remark for the caller's log. `schema`: of all fields, in the order they were first written."""
 
     known: bool
     size: int | None
     metadata: Tags
     rows: int
     note: str = ""
+    schema: list[FieldSchema] = []  # noqa: RUF012  msgspec copies it

@@ -1,0 +1,116 @@
+"""Locks within this process, for its threads, tasks and event loops. No service is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from transfer_queue.claims import Claims
+from transfer_queue.errors import DeadlineExceeded
+
+Name: TypeAlias = tuple[str, str]  # partition, key
+
+
+class Waiter:
+    """A thread that waits for its turn."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def wake(self) -> bool:
+        """Tell that it is its turn; False when nobody is there to hear it."""
+        self._event.set()
+        return True
+
+    def wait(self, timeout_s: float | None) -> None:
+        self._event.wait(timeout_s)
+
+
+class LoopWaiter:
+    """A task that waits for its turn."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._future = self._loop.create_future()
+
+    def wake(self) -> bool:
+        """As `Waiter.wake`: of a loop that was closed nobody hears."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._resolve)
+            return True
+        return False
+
+    def _resolve(self) -> None:
+        if not self._future.done():
+            self._future.set_result(None)
+
+    async def wait(self, timeout_s: float | None) -> None:
+        await asyncio.wait([self._future], timeout=timeout_s)
+
+
+class LocalLocks:
+    """All locks of one process. What has been granted is a `Waiter` or `LoopWaiter`, until `leave`."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._claims: Claims[Name, Waiter | LoopWaiter] = Claims()
+
+    def __len__(self) -> int:
+        """How many hold or wait for a lock."""
+        return len(self._claims)
+
+    def take(self, names: Sequence[Name], timeout_s: float | None) -> Waiter:
+        """All names together, in order of arrival. Raises `DeadlineExceeded`; an interrupted call takes nothing."""
+        waiter = Waiter()
+        try:
+            if not self._add(waiter, names):
+                waiter.wait(timeout_s)
+                self._check(waiter, names, timeout_s)
+        except BaseException:
+            self.leave(waiter)
+            raise
+        return waiter
+
+    async def take_on_loop(self, names: Sequence[Name], timeout_s: float | None) -> LoopWaiter:
+        """As `take`, on the running loop; a cancelled call takes nothing."""
+        waiter = LoopWaiter()
+        try:
+            if not self._add(waiter, names):
+                await waiter.wait(timeout_s)
+                self._check(waiter, names, timeout_s)
+        except BaseException:
+            self.leave(waiter)
+            raise
+        return waiter
+
+    def _add(self, waiter: Waiter | LoopWaiter, names: Sequence[Name]) -> bool:
+        with self._mutex:
+            return self._claims.add(waiter, names)
+
+    def _check(self, waiter: Waiter | LoopWaiter, names: Sequence[Name], timeout_s: float | None) -> None:
+        with self._mutex:
+            if not self._claims.has(waiter):
+                text = f"no lock on {[key for _, key in names]} of partition {names[0][0]!r} within {timeout_s:g} s"
+                raise DeadlineExceeded(text)
+
+    def leave(self, waiter: Waiter | LoopWaiter) -> None:
+        """Give up what was granted, or do not wait any more; whoever's turn it is has the names at once."""
+        with self._mutex:
+            leaving: list[Waiter | LoopWaiter] = [waiter]
+            while leaving:
+                leaving += [one for one in self._claims.leave(leaving.pop()) if not one.wake()]
+
+
+local = LocalLocks()
+
+
+def _start_over() -> None:
+    """A forked child has none of its parent's locks."""
+    local.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_start_over)

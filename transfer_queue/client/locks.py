@@ -1,0 +1,174 @@
+"""Locks of the service as this process holds them: taking one, keeping it alive, giving it back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.session import Session
+from transfer_queue.errors import DeadlineExceeded, LockLostError, ServiceRestarted, TransferQueueError
+from transfer_queue.wire import messages as m
+
+ASK_AGAIN_S = 1e6  # who waits for ever asks anew after so long
+LINGER_S = 0.2  # for so long the thread that renews waits for the next lock
+ANYWHERE = ("10.255.255.255", 1)  # nothing is sent there
+
+
+class GlobalLease:
+    """A lock of the service that this process holds, and renews every third of its lease until it is given back.
+
+    `fence[key]` is a number that grows with each holder of the key, for stores that refuse writers that are too late.
+    `token` names the lock. `lost` is True once it is known to have ended. `shards` is (0,): all locks are in one place.
+    """
+
+    shards = (0,)
+
+    def __init__(self, session: Session, number: int, keys: Sequence[str], lease_s: float, deadline: float) -> None:
+        self.token = str(number)
+        self.fence = dict.fromkeys(keys, number)
+        self.lost = False
+        self.deadline = deadline  # time.monotonic(): until then nobody else has it
+        self.renew_at = deadline - lease_s + lease_s / 3
+        self._session = session
+        self._number = number
+        self._lease_s = lease_s
+        self._pid = os.getpid()
+
+    def check(self) -> None:
+        """Raises `LockLostError` unless the lock is held now: it was not renewed in time, or the service went."""
+        if self.lost or time.monotonic() >= self.deadline or self._pid != os.getpid():
+            raise LockLostError(f"the lock on {list(self.fence)} was lost: others may have it")
+
+    def renew(self) -> None:
+        """Ask for as much time again. A service that does not answer is asked again a third of the lease later."""
+        sent = time.monotonic()
+        self.renew_at = sent + self._lease_s / 3
+        request = m.KeepLock(self._session.next_rid(), self._number, self._lease_s)
+        try:
+            self._session.call(Call(request, wait_s=self._lease_s / 3))
+        except (LockLostError, ServiceRestarted):
+            self.lost = True
+        except TransferQueueError:
+            self.lost = self._session.closed
+        else:
+            self.deadline = sent + self._lease_s
+
+    def giving_back(self) -> Operation[None]:
+        """End the lock. Raises `LockLostError` when it had ended before."""
+        if self._pid != os.getpid():
+            return  # a forked child: the lock is its parent's
+        held = not self.lost and time.monotonic() < self.deadline
+        try:
+            yield Call(m.Unlock(self._session.next_rid(), self._number))
+        except TransferQueueError as error:
+            # without an answer: nobody else had it until now, and it ends by itself
+            if not held or not isinstance(error, DeadlineExceeded):
+                self.lost = True
+        if self.lost:
+            raise LockLostError(f"the lock on {list(self.fence)} was lost before it was given back")
+
+
+def taking(
+    session: Session, partition_id: str, keys: list[str], timeout_s: float | None, lease_s: float
+) -> Operation[GlobalLease]:
+    """Lock all `keys` together, in order of arrival. Waits in the service, for ever when `timeout_s` is None; raises
+    `DeadlineExceeded`. A cancelled or interrupted call takes nothing."""
+    session.stay()
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        asked = time.monotonic()
+        wait_s = ASK_AGAIN_S if until is None else max(0.0, until - asked)
+        request = m.Lock(session.next_rid(), partition_id, keys, lease_s, wait_s, _myself())
+        try:
+            number: int = (yield Call(request, wait_s=wait_s))[0].lock
+            break
+        except DeadlineExceeded:
+            if until is not None:
+                raise
+    lease = GlobalLease(session, number, keys, lease_s, asked + lease_s)
+    if time.monotonic() - asked > lease_s / 3:  # it waited: nobody here knows since when it has the lock
+        sent = time.monotonic()
+        yield Call(m.KeepLock(session.next_rid(), number, lease_s))
+        lease.deadline, lease.renew_at = sent + lease_s, sent + lease_s / 3
+    return lease
+
+
+def listing(session: Session, partition_id: str | None) -> Operation[dict[str, Any]]:
+    """Who holds and who waits for locks."""
+    return (yield Call(m.ListLocks(session.next_rid(), partition_id)))[0].values
+
+
+def _myself() -> dict[str, Any]:
+    return {"node_ip": _own_address(), "pid": os.getpid(), "thread": threading.current_thread().name}
+
+
+@cache
+def _own_address() -> str:
+    """The address that other hosts see of this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as looking, contextlib.suppress(OSError):
+        looking.connect(ANYWHERE)
+        return str(looking.getsockname()[0])
+    return "127.0.0.1"
+
+
+class Keeper:
+    """Renews the leases of this process, in one thread that ends soon after the last of them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._leases: set[GlobalLease] = set()
+        self._runs = False
+        self._wakes_at = 0.0  # when the thread looks again unless it is told to
+
+    def add(self, lease: GlobalLease) -> None:
+        with self._changed:
+            self._leases.add(lease)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="tq-locks", daemon=True).start()
+            elif lease.renew_at < self._wakes_at:
+                self._changed.notify()
+
+    def remove(self, lease: GlobalLease) -> None:
+        with self._changed:
+            self._leases.discard(lease)
+            if not self._leases and self._wakes_at > time.monotonic() + LINGER_S:
+                self._changed.notify()
+
+    def _run(self) -> None:
+        while (due := self._due()) is not None:
+            for lease in due:
+                lease.renew()
+
+    def _due(self) -> list[GlobalLease] | None:
+        """Wait for leases that have to be renewed; None when there is nothing more to do."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                alive = [lease for lease in self._leases if not lease.lost]
+                due = [lease for lease in alive if lease.renew_at <= now]
+                if due:
+                    return due
+                self._wakes_at = min((lease.renew_at for lease in alive), default=now + LINGER_S)
+                told = self._changed.wait(self._wakes_at - now)
+                if not alive and not told and all(lease.lost for lease in self._leases):
+                    self._runs = False
+                    return None
+
+
+keeper = Keeper()
+
+
+def _start_over() -> None:
+    """A forked child has no lock and no thread."""
+    keeper.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_start_over)

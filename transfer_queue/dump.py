@@ -1,0 +1,267 @@
+"""Chosen rows as files, and putting them back by key: to keep them, or to move them to another run.
+
+    dump_info.json       format, partition, size and xxh3-128 digest of every other file, and its own digest
+    row_index.msgpack    `Rows`: key, number, fields and tag of every row, and which rows and fields each shard has
+    shards/              blocks, as they lie in the store: some rows that have the same fields
+
+A dump is written beside its place as `<dir>.tmp` and renamed; what has been there before is never replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from xxhash import xxh3_128
+
+from transfer_queue import checkpoint as files
+from transfer_queue.client.drivers import run
+from transfer_queue.client.effects import Call
+from transfer_queue.client.reading import read
+from transfer_queue.client.session import Session
+from transfer_queue.client.snapshots import Refill, refill
+from transfer_queue.client.writing import Rows as Target
+from transfer_queue.client.writing import checked_tags, commit
+from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.plan import items_of, plan_batch
+from transfer_queue.codec.rows import row_numbers
+from transfer_queue.codec.values import Lifting
+from transfer_queue.errors import (
+    CheckpointCorrupt,
+    CheckpointMissing,
+    CheckpointUnsupported,
+    SchemaConflict,
+    UnknownRows,
+    UnsupportedValue,
+)
+from transfer_queue.schema import FieldSchema
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
+
+FORMAT = 1
+INFO, INDEX, SHARDS, SHARD = "dump_info.json", "row_index.msgpack", "shards", "shard_{:05d}.bin"
+PICKLED = "row_index.pt"  # what the other package writes
+SHARD_ROWS = 256
+
+
+class Row(msgspec.Struct, array_like=True):
+    key: str
+    global_index: int
+    fields: list[str]
+    tag: m.Tags
+
+
+class Shard(msgspec.Struct, array_like=True):
+    """One block: `rows` are positions in the list of all rows."""
+
+    nbytes: int
+    rows: list[int]
+    schema: list[FieldSchema]
+    layout: bytes
+
+
+class Rows(msgspec.Struct):
+    partition_id: str
+    rows: list[Row]
+    shards: list[Shard]
+
+
+_decode = msgspec.msgpack.Decoder(Rows, ext_hook=Lifting()._lift).decode
+
+
+# dumping
+
+
+def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str], partition_id: str) -> dict[str, int]:
+    """See `transfer_queue.dump_data_by_key`."""
+    if isinstance(keys, str) or not set(map(type, keys)) <= {str}:
+        raise UnsupportedValue("keys is a list of strings")
+    target = Path(os.path.realpath(directory))
+    _refuse(target)
+    found = Rows(partition_id, _rows(session, partition_id, list(dict.fromkeys(keys))), [])
+    written: dict[str, files.File] = {}
+    with _draft(target) as draft:
+        (draft / SHARDS).mkdir()
+        for positions in _alike(found.rows):
+            plan = _planned(session, found, positions)
+            data = np.empty(max(1, plan.nbytes), np.uint8)
+            plan.write(data, session.mover)
+            with files._Output(draft / SHARDS / SHARD.format(len(found.shards)), written) as out:
+                out.write(memoryview(data))  # type: ignore[arg-type]
+            found.shards.append(Shard(len(data), positions, plan.schema(), plan.layout()))
+        files._sync(draft / SHARDS)
+        wire = checked_tags([row.tag for row in found.rows], len(found.rows))
+        rows = [Row(row.key, row.global_index, row.fields, tag) for row, tag in zip(found.rows, wire, strict=True)]
+        with files._Output(draft / INDEX, written) as out:
+            out.write(msgspec.msgpack.encode(Rows(partition_id, rows, found.shards)))
+        about = {"partition_id": partition_id, "num_keys": len(rows)}
+        with files._Output(draft / INFO, {}) as out:
+            out.write(files._metadata_bytes(files.Metadata(files.NO_DIGEST, FORMAT, True, about, written)))
+    return {
+        "keys": len(found.rows),
+        "rows_with_data": sum(bool(row.fields) for row in found.rows),
+        "shards": len(found.shards),
+        "bytes": sum(shard.nbytes for shard in found.shards),
+    }
+
+
+def _refuse(target: Path) -> None:
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists: a dump never replaces what is there")
+
+
+@contextlib.contextmanager
+def _draft(target: Path) -> Iterator[Path]:
+    """An empty directory, which becomes `target` in the end, or vanishes on an error."""
+    path = files._beside(target, ".tmp")
+    claim = files._claimed(path)
+    try:
+        yield path
+        os.fsync(claim)
+        _refuse(target)
+        os.rename(path, target)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    finally:
+        os.close(claim)
+    files._sync(target.parent)
+
+
+def _rows(session: Session, partition_id: str, keys: list[str]) -> list[Row]:
+    """What each of these rows has. Raises `UnknownRows`."""
+    if not keys:
+        return []
+    info: m.PartitionInfo = session.call(Call(m.GetPartition(session.next_rid(), partition_id)))[0]
+    if not info.known:
+        raise UnknownRows(f"partition {partition_id!r} does not exist")
+    request = m.Find(session.next_rid(), partition_id, keys, False, session.timeout_s)
+    reply: m.RowSet = session.call(Call(request, wait_s=session.timeout_s))[0]
+    indexes = numbers_of(reply.rows)
+    if len(indexes) < len(keys):
+        names = session.call(Call(m.NameRows(session.next_rid(), partition_id, reply.rows)))[0].names
+        missing = [key for key in keys if key not in set(names)]
+        raise UnknownRows(f"partition {partition_id!r}: keys not found: {missing[:8]}")
+    fields = [field.name for field in info.schema]
+    written = np.zeros((len(keys), len(fields)), np.bool_)
+    if fields:
+        status: m.Status = session.call(Call(m.Production(session.next_rid(), partition_id, fields)))[0]
+        everything = row_numbers(numbers_of(status.runs, 2))
+        flags = np.frombuffer(status.status, np.int8).reshape(len(everything), len(fields)) != 0
+        written = flags[np.searchsorted(everything, indexes)]
+    tags = reply.tags or [{}] * len(keys)
+    return [
+        Row(key, index, sorted(name for name, has in zip(fields, flags, strict=True) if has), dict(tag))
+        for key, index, flags, tag in zip(keys, indexes.tolist(), written.tolist(), tags, strict=True)
+    ]
+
+
+def _alike(rows: list[Row]) -> Iterator[list[int]]:
+    """The positions of rows that have the same fields, a shard's worth at a time; none of rows without fields."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for position, row in enumerate(rows):
+        groups.setdefault(tuple(row.fields), []).append(position)
+    for fields, positions in groups.items():
+        if fields:
+            yield from (positions[at : at + SHARD_ROWS] for at in range(0, len(positions), SHARD_ROWS))
+
+
+def _planned(session: Session, found: Rows, positions: list[int]) -> Plan:
+    """The block of these rows, read from the store."""
+    rows = np.array([found.rows[position].global_index for position in positions], np.int64)
+    fields = found.rows[positions[0]].fields
+    request = m.Get(session.next_rid(), found.partition_id, None, rows.tobytes(), fields, True)
+    data = run(session, read(session, [request]))
+    columns = dict(items_of(data))
+    for name, column in columns.items():
+        if isinstance(column, torch.Tensor) and column.is_nested:
+            columns[name] = list(column.unbind())  # rows of one shape become a dense column again
+    return plan_batch(columns, len(positions), session.allow_pickle)
+
+
+# loading
+
+
+def read_index(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """See `transfer_queue.read_row_index`."""
+    found, _ = _opened(Path(directory))
+    rows = {row.key: {"global_index": row.global_index, "fields": row.fields, "tag": row.tag} for row in found.rows}
+    return {"partition_id": found.partition_id, "rows": rows}
+
+
+def load(session: Session, directory: str | os.PathLike[str]) -> dict[str, m.Tags]:
+    """See `transfer_queue.load_data_by_key`."""
+    target = Path(directory)
+    found, info = _opened(target)
+    _check_types(session, found)
+    with refill(session) as blocks:
+        for number, shard in enumerate(found.shards):
+            _fill(blocks, target / SHARDS / SHARD.format(number), number, shard, info)
+        for shard in found.shards:
+            where, tags = _target(found, shard.rows)
+            reply = commit(session, where, shard.schema, shard.layout, blocks.take(), tags)
+            session.call(reply)
+        bare = [position for position, row in enumerate(found.rows) if not row.fields]
+        if bare:
+            where, tags = _target(found, bare)
+            session.call(commit(session, where, [], b"", -1, tags))
+    return {row.key: row.tag for row in found.rows}
+
+
+def _target(found: Rows, positions: list[int]) -> tuple[Target, list[m.Tags]]:
+    rows = [found.rows[position] for position in positions]
+    tags = checked_tags([row.tag for row in rows], len(rows))
+    return Target(found.partition_id, len(rows), [row.key for row in rows]), tags
+
+
+def _opened(target: Path) -> tuple[Rows, files.Metadata]:
+    """The verified index of a dump. Raises `CheckpointMissing`, `CheckpointCorrupt`, `CheckpointUnsupported`."""
+    if (target / PICKLED).exists():
+        raise CheckpointUnsupported(f"{target}: {PICKLED} is a pickle, which could run any code; it cannot be loaded")
+    info = files._sealed(target / INFO, FORMAT)
+    try:
+        found = _decode(files._content(target / INDEX, info))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{target / INDEX} is damaged: {error}") from None
+    for number, shard in enumerate(found.shards):
+        path = target / SHARDS / SHARD.format(number)
+        if not path.exists():
+            raise CheckpointMissing(f"{path} is missing")
+        if not shard.rows or not all(0 <= row < len(found.rows) for row in shard.rows) or shard.nbytes < 1:
+            raise CheckpointCorrupt(f"{target / INDEX} is damaged: rows of shard {number}")
+    if len({row.key for row in found.rows}) != len(found.rows):
+        raise CheckpointCorrupt(f"{target / INDEX} is damaged: keys repeat")
+    return found, info
+
+
+def _check_types(session: Session, found: Rows) -> None:
+    """`SchemaConflict` where a field of the dump cannot lie beside what the partition holds."""
+    info: m.PartitionInfo = session.call(Call(m.GetPartition(session.next_rid(), found.partition_id)))[0]
+    held = {field.name: field for field in info.schema}
+    for new in (field for shard in found.shards for field in shard.schema):
+        reason = held[new.name].conflict(new) if new.name in held else None
+        if reason is not None:
+            raise SchemaConflict(f"partition {found.partition_id!r}: {reason}")
+
+
+def _fill(blocks: Refill, path: Path, number: int, shard: Shard, info: files.Metadata) -> None:
+    """Fill a block with a shard, every byte of which is verified."""
+    with files._opened(path) as file:
+        expected = files._expected(path, info, file)
+        if expected.nbytes != shard.nbytes:
+            raise CheckpointCorrupt(f"{path} has {expected.nbytes} bytes, the index says {shard.nbytes}")
+
+        def fill(into: memoryview) -> None:
+            digest = xxh3_128()
+            files._read_into(file, into, digest)
+            if digest.hexdigest() != expected.xxh3_128:
+                raise CheckpointCorrupt(f"{path} is damaged: its digest does not match")
+
+        blocks.fill(number, 0, shard.nbytes, fill)
