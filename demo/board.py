@@ -180,6 +180,8 @@ class Board:
     @property
     def rates(self) -> tuple[float, float]:
         """(bytes per second in and out of all workers, samples trained per second), over the last seconds."""
+        if not self._marks:
+            return 0.0, 0.0
         (first_s, first_nbytes, first_rows), (last_s, last_nbytes, last_rows) = self._marks[0], self._marks[-1]
         elapsed_s = last_s - first_s
         if elapsed_s <= 0:

@@ -148,10 +148,9 @@ def _draw_learning(axes: Axes, board: Board) -> None:
     if board.incidents:
         handles.append(plt.Line2D([], [], color=_RED, lw=1, label="a worker was killed"))
     for one in board.incidents:
-        axes.axvline(one.noticed_s - board.started_s, color=_RED, lw=1)
-        axes.text(
-            one.noticed_s - board.started_s, 0.02, f" {one.name}", color=_RED, fontsize=7, rotation=90, va="bottom"
-        )
+        at = one.noticed_s - board.started_s
+        axes.axvline(at, color=_RED, lw=1)
+        axes.text(at, 1.035, one.name, color=_RED, fontsize=7, ha="center", va="bottom")
     axes.legend(handles=handles, loc="lower right", frameon=False, fontsize=8, handlelength=1, handleheight=0.8)
 
 
