@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from demo.fleet import import_ahead
 from demo.interrupts import Interrupts
 
 
@@ -23,7 +25,9 @@ def main(
     """GRPO on one machine, in processes that share nothing but a transfer_queue."""
     if backend != "local":
         raise typer.BadParameter(f"{backend!r} is not available; this release has 'local'", param_hint="--backend")
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the children: one core each
     with Interrupts() as interrupts:
+        import_ahead([f"demo.{kind}" for kind in ("trainer", "rollout", "reward", "reference")])
         from demo.command import run
         from demo.settings import choose
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -26,7 +25,6 @@ def run(settings: Settings, interrupts: Interrupts) -> int:
     """Returns the exit code: 0, 1 for a worker that failed, 130 after an interrupt. The service and all workers have
     ended in any case. What there is to show is shown after an interrupt, too.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"  # for the children: one core each
     sampler = tq.GRPOGroupNSampler(n_samples_per_prompt=settings.samples_per_prompt, group_tag="group_id")
     try:
         tq.init({"controller": {"sampler": sampler}})

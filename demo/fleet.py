@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,13 @@ _LAST_LINES = 40
 _ASKING_TO_END = (signal.SIGINT, signal.SIGTERM)
 
 Target = Callable[..., None]
+
+
+def import_ahead(modules: Sequence[str]) -> None:
+    """Start the server that children are forked from, and have it import these meanwhile. Does not wait for it."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+    with _unasked():
+        forkserver.ensure_running()
 
 
 class WorkerFailed(Exception):
@@ -43,20 +50,17 @@ class Death(NamedTuple):
 class Fleet:
     """A context: on leaving it, in whatever way, no child that it started is left."""
 
-    def __init__(
-        self, log_dir: Path, *, preload: Sequence[str] = (), on_death: Callable[[Death], None] | None = None
-    ) -> None:
+    def __init__(self, log_dir: Path, *, on_death: Callable[[Death], None] | None = None) -> None:
         """What the children print goes to `<log_dir>/<name>.log`, so that the terminal belongs to the parent.
 
-        `preload`: modules that are imported once, not by every child. `on_death` is told of a child that was killed by
-        a signal, and may start another of its name; without it, and for a child that raised, `wait` raises.
+        `on_death` is told of a child that was killed by a signal, and may start another of its name; without it, and
+        for a child that raised, `wait` raises.
         """
         self._log_dir = log_dir
         self._on_death = on_death
         self._running: dict[str, BaseProcess] = {}
         self._known: set[str] = set()
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(preload))
 
     def start(self, name: str, target: Target, *args: object) -> None:
         """Run `target(*args)`, an importable function, in a process of its own. A child before it keeps its log."""
@@ -65,7 +69,9 @@ class Fleet:
         if name not in self._known:
             self._known.add(name)
             log.write_text("")  # also there when the child fails before it can open it
-        process = self._context.Process(name=name, target=_child, args=(log, target, args), daemon=True)
+        process = self._context.Process(
+            name=name, target=_child, args=(log, dict(os.environ), target, args), daemon=True
+        )
         with _unasked():
             process.start()
             self._running[name] = process
@@ -134,7 +140,7 @@ def _unasked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _child(log: Path, target: Target, args: tuple[Any, ...]) -> None:
+def _child(log: Path, environment: dict[str, str], target: Target, args: tuple[Any, ...]) -> None:
     """What runs in a child: no claim on the terminal, Ctrl-C left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -142,6 +148,7 @@ def _child(log: Path, target: Target, args: tuple[Any, ...]) -> None:
     with log.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.update(environment)  # the server that forks has that of its own start: before the service had an address
     _hush()
     target(*args)
 

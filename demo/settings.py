@@ -141,7 +141,7 @@ def smoke(seed: int, num_rollout_workers: int) -> Settings:
         prompts_per_ticket=8,
         rows_per_read=64,
         evaluate_every=2,
-        warm_max_updates=60,
+        warm_max_updates=10,
         shape=Shape(width=32, num_layers=2),
     )
 

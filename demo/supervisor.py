@@ -30,8 +30,7 @@ class Supervisor:
         self._settings = settings
         self._kills = settings.kills
         self._board = board
-        preload = [target.__module__ for target in _TARGETS.values()]
-        self._fleet = Fleet(settings.folder / "logs", preload=preload, on_death=self._replace)
+        self._fleet = Fleet(settings.folder / "logs", on_death=self._replace)
 
     def start(self) -> None:
         """All workers; an earlier run's checkpoint goes."""
