@@ -54,7 +54,12 @@ def _watch(settings: Settings, board: Board, interrupts: Interrupts) -> None:
         done = False
         while not (done or interrupts.came):
             # Wakes at once when a worker ends; the timeout is how often the picture is drawn anew.
-            done = supervisor.watch(_REFRESH_S)
+            try:
+                done = supervisor.watch(_REFRESH_S)
+            except WorkerFailed:
+                if not interrupts.came:  # otherwise it was asked to end, too
+                    raise
+                break
             if done or time.monotonic() - drawn_s >= _REFRESH_S / 2:
                 board.refresh()
                 view.show(board)

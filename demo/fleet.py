@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -133,6 +133,7 @@ def _reason(exitcode: int | None) -> str:
 @contextmanager
 def _unasked() -> Iterator[None]:
     """No interrupt within: it comes right after. A child, and the server that forks them, is born deaf to them."""
+    resource_tracker.ensure_running()  # it would unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING_TO_END)
     try:
         yield
