@@ -9,9 +9,14 @@ Run `python -m demo`. Who writes and who reads what:
                                reference: ref_log_probs
     weights     the first      trainer                          the reference worker
     replicas    an address     rollout workers                  trainer
+    claims      a worker       that worker                      the parent, when it finds the worker dead
     status, metrics, spans     every worker                     the parent, which only watches
 
 Every version of the policy goes to the rollout workers by `transfer_queue.weights`, also between two tokens of a
 sample. The queue sees to it that no sample is used more than `max_lag` versions late: producers are admitted, the
 trainer asks for no older ones.
+
+Any worker may be killed (kill -9). The parent starts another one in its place; rows are on lease until what they were
+taken for cannot be undone, so they are delivered again; the trainer goes on from its last step, which it saves beside
+the run before it acknowledges the rows and announces the weights. `python -m demo --chaos` kills one of each kind.
 """

@@ -5,50 +5,86 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 import transfer_queue as tq
 from demo.settings import Settings
-from demo.tables import METRICS
+from demo.tables import METRICS, TRAINED, train_partition
 
 _WINDOW_S = 4.0
 
 Floats = npt.NDArray[np.float64]
 
 
+class Shares(NamedTuple):
+    """Parts of 1; zeros before anything happened."""
+
+    work: float
+    samples: float
+    weights: float
+    wait: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerState:
-    """Totals since the worker attached; seconds of `wait_s` go on while it waits."""
+    """Totals of all processes of this name; seconds of `wait_s` go on while it waits."""
 
     name: str
     rows: int
     nbytes: int
     work_s: float
     wait_s: float
-    queue_s: float
+    samples_s: float
+    weights_s: float
 
-    def shares(self) -> tuple[float, float, float]:
-        """Work, queue and waiting as parts of 1; zeros before anything happened."""
-        total = self.work_s + self.queue_s + self.wait_s
-        return (self.work_s / total, self.queue_s / total, self.wait_s / total) if total else (0.0, 0.0, 0.0)
+    def shares(self) -> Shares:
+        """What its time went into."""
+        parts = (self.work_s, self.samples_s, self.weights_s, self.wait_s)
+        total = sum(parts)
+        return Shares(*(part / total for part in parts)) if total else Shares(0.0, 0.0, 0.0, 0.0)
 
 
-def _state(name: str, tag: Mapping[str, Any], now: float) -> WorkerState:
-    """A worker that has been waiting since its report has waited until now."""
-    idle_s = now - tag["at"] if tag["waiting"] else 0.0
+def _state(name: str, lives: Sequence[Mapping[str, Any]], now: float) -> WorkerState:
+    """A worker that has been waiting since its report has waited until now; one that is dead has not."""
+    last = max(lives, key=lambda tag: tag["life"])
+    idle_s = now - last["at"] if last["waiting"] else 0.0
+
+    def total(what: str) -> Any:
+        return sum(tag[what] for tag in lives)
+
     return WorkerState(
         name=name,
-        rows=tag["rows"],
-        nbytes=tag["nbytes"],
-        work_s=tag["work_s"],
-        wait_s=tag["wait_s"] + idle_s,
-        queue_s=tag["queue_s"],
+        rows=total("rows"),
+        nbytes=total("nbytes"),
+        work_s=total("work_s"),
+        wait_s=total("wait_s") + idle_s,
+        samples_s=total("samples_s"),
+        weights_s=total("weights_s"),
     )
+
+
+@dataclass(kw_only=True)
+class Incident:
+    """A worker was killed."""
+
+    name: str
+    pid: int
+    reason: str
+    noticed_s: float
+    """When its end was noticed."""
+    step: int
+    """How many optimiser steps were done then."""
+    rows: int
+    """How many it had on lease and not acknowledged: they were delivered again."""
+    life: int
+    """Of the process that took its place; 1 for the second one of the name."""
+    worked_s: float | None = None
+    """When that one had done its part on some row for the first time."""
 
 
 @dataclass
@@ -68,6 +104,10 @@ class Board:
     """Generation was frozen for new weights, per worker; known at the end."""
     midway: int = 0
     """Versions that came between two tokens of some sample; known at the end."""
+    pids: dict[str, int] = field(default_factory=dict)
+    incidents: list[Incident] = field(default_factory=list)
+    flight: list[tuple[float, int]] = field(default_factory=list)
+    """(when, how many samples there were)."""
     workers: dict[str, WorkerState] = field(default_factory=dict)
     metrics: list[Floats] = field(default_factory=list)
     """One vector per published version, version 0 first; columns as in METRICS."""
@@ -75,23 +115,35 @@ class Board:
 
     def refresh(self) -> None:
         """Read the workers' rows. Raises the queue's errors."""
-        status = tq.kv_list("status").get("status", {})
+        status = list(tq.kv_list("status").get("status", {}).values())
         now = time.monotonic()
-        known = [name for name in self.settings.worker_names if name in status]
-        self.workers = {name: _state(name, status[name], now) for name in known}
-        trainer = status.get("trainer", {})
-        self.phase = trainer.get("phase", self.phase)
-        self.updates = trainer.get("updates", self.updates)
-        self.solved = trainer.get("solved", self.solved)
-        self.examples = trainer.get("examples", self.examples)
-        ended = [status[name] for name in self.settings.rollout_names if "paused_s" in status.get(name, {})]
-        self.paused_s = sum(tag["paused_s"] for tag in ended) / max(1, len(ended))
-        self.longest_pause_s = max((tag["longest_pause_s"] for tag in ended), default=0.0)
-        self.midway = trainer.get("midway", self.midway)
-        self._read_metrics(trainer.get("step", -1))
+        by_name = {name: [tag for tag in status if tag["worker"] == name] for name in self.settings.worker_names}
+        self.workers = {name: _state(name, lives, now) for name, lives in by_name.items() if lives}
+        for tag in sorted(by_name["trainer"], key=lambda tag: int(tag["life"])):  # what the latest one says counts
+            for name in ("phase", "updates", "solved", "examples", "midway"):
+                setattr(self, name, tag.get(name, getattr(self, name)))
+        self._read_pauses([tag for name in self.settings.rollout_names for tag in by_name[name] if "paused_s" in tag])
+        self._read_metrics(max((tag.get(TRAINED, -1) for tag in by_name["trainer"]), default=-1))
+        for incident in self.incidents:
+            for tag in by_name[incident.name]:
+                if tag["life"] >= incident.life and incident.worked_s is None:
+                    incident.worked_s = tag.get("worked_at")
+        if self.metrics:
+            self.flight.append((now, self._count_rows()))
         self._marks.append((now, sum(state.nbytes for state in self.workers.values()), self.trained_rows))
         while self._marks[-1][0] - self._marks[0][0] > _WINDOW_S:
             self._marks.popleft()
+
+    def _read_pauses(self, ended: Sequence[Mapping[str, Any]]) -> None:
+        self.paused_s = sum(tag["paused_s"] for tag in ended) / max(1, len(ended))
+        self.longest_pause_s = max((tag["longest_pause_s"] for tag in ended), default=0.0)
+
+    def _count_rows(self) -> int:
+        """Samples in the store: made, and not cleared by the trainer yet."""
+        client = tq.get_client()
+        steps = range(self.step, min(self.step + self.settings.max_lag + 1, self.settings.steps))
+        found = [client.get_partition(train_partition(step)) for step in steps]
+        return sum(one["rows"] for one in found if one is not None)
 
     def _read_metrics(self, last: int) -> None:
         new = [str(version) for version in range(len(self.metrics), last + 1)]
@@ -117,18 +169,19 @@ class Board:
 
     @property
     def trained_rows(self) -> int:
-        """Samples that the trainer is done with."""
-        return self.workers["trainer"].rows if "trainer" in self.workers else 0
+        """Samples of the steps that are done."""
+        return self.step * self.settings.rows_per_step
 
     @property
     def rows_in_flight(self) -> int:
-        """Samples between rollout and trainer, by the latest reports."""
-        made = sum(state.rows for name, state in self.workers.items() if name in self.settings.rollout_names)
-        return max(0, made - self.trained_rows)
+        """Samples between rollout and trainer."""
+        return self.flight[-1][1] if self.flight else 0
 
     @property
     def rates(self) -> tuple[float, float]:
         """(bytes per second in and out of all workers, samples trained per second), over the last seconds."""
+        if not self._marks:
+            return 0.0, 0.0
         (first_s, first_nbytes, first_rows), (last_s, last_nbytes, last_rows) = self._marks[0], self._marks[-1]
         elapsed_s = last_s - first_s
         if elapsed_s <= 0:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def ragged(padded: Tensor, lengths: Tensor) -> Tensor:
-    """A jagged column of the first `lengths[i]` values of each row of a (B, R) tensor."""
+    """A jagged column of the first `lengths[i]` values of each row of a (B, R, ...) tensor."""
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     return torch.nested.nested_tensor_from_jagged(padded[inside(lengths, padded.shape[1])], offsets)
 
@@ -25,10 +25,10 @@ def row_lengths(column: Tensor) -> Tensor:
 
 
 def padded(column: Tensor, width: int, fill: float = 0) -> Tensor:
-    """(B, width): the rows of a jagged column, the rest is `fill`."""
+    """(B, width, ...): the rows of a jagged column, the rest is `fill`."""
     lengths = row_lengths(column)
     values = column.values()
-    result = torch.full((len(lengths), width), fill, dtype=values.dtype)
+    result = torch.full((len(lengths), width, *values.shape[1:]), fill, dtype=values.dtype)
     result[inside(lengths, width)] = values
     return result
 

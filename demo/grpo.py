@@ -24,6 +24,32 @@ def group_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return centred / (variance.sqrt()[group] + 1e-4)
 
 
+def divergence(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """(B, R): KL(policy || reference) of what may come next at each token, from two (B, R, vocabulary).
+
+    The sum over the vocabulary, not an estimate from the token that was sampled: never negative, and without the
+    variance of exp(ref - new) - (ref - new) - 1 (k3), which a sample that the policy has become sure not to repeat
+    blows up. Amini, Vieira and Cotterell 2025 ("Better Estimation of the Kullback-Leibler Divergence Between Language
+    Models", arXiv 2504.10637), section 4: the Rao-Blackwellised estimate, and that its gradient is that of the
+    divergence.
+    """
+    return (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)
+
+
+def stand_ins(advantages: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) how many rows each row stands for in the divergence; 0 for those that are not looked at.
+
+    Rows of a group that teaches something are looked at anyway, and count once. In other groups nothing depends on the
+    row but the divergence, and all are answers to one prompt: one of them stands for all.
+    """
+    _, group = torch.unique(group_ids, return_inverse=True)
+    size = torch.bincount(group)
+    told = torch.zeros_like(size).index_add_(0, group, (advantages != 0).to(size.dtype)) > 0
+    rows = torch.arange(len(group))
+    first = torch.full_like(size, len(group)).scatter_reduce_(0, group, rows, "amin")
+    return torch.where(told[group], 1, torch.where(rows == first[group], size[group], 0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
     """Sums over tokens, so that micro-batches of one step add up."""
@@ -38,23 +64,22 @@ class LossTerms:
 def clipped_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
-    ref_log_probs: Tensor,
+    divergences: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
     clip: float,
     kl_weight: float,
 ) -> LossTerms:
-    """Sum over the masked tokens of the clipped surrogate plus `kl_weight` times the KL estimate to the reference.
+    """Sum over the masked tokens of the clipped surrogate plus `kl_weight` times the divergence from the reference.
 
-    All but `advantages` (B,) are (B, R). The KL estimate is exp(d) - d - 1 with d = ref - new: unbiased, never
-    negative (Schulman, "Approximating KL divergence", k3).
+    All but `advantages` (B,) are (B, R). `mask` says how often a token counts: once, or for the rows that its row
+    stands for.
     """
     ratio = (log_probs - old_log_probs).exp()
     weight = advantages[:, None]
     plain, bounded = ratio * weight, ratio.clamp(1 - clip, 1 + clip) * weight
-    gap = ref_log_probs - log_probs
-    kl = (gap.exp() - gap - 1) * mask
+    kl = divergences * mask
     surrogate = torch.minimum(plain, bounded) * mask
     return LossTerms(
         loss=kl_weight * kl.sum() - surrogate.sum(),

@@ -1,4 +1,4 @@
-"""The calls that bring new weights, from the trainer to workers of its host: JSON over a socket, nothing is pickled.
+"""The calls that bring new weights, from the trainer to a worker of its host: JSON over a socket, nothing is pickled.
 
 An inference server would offer `transfer_queue.weights.http` instead, and the trainer use its `WeightSyncClient`.
 """
@@ -8,31 +8,37 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from transfer_queue.errors import InternalError, ServiceUnavailable, TransferQueueError, error_from_code
+from transfer_queue.weights.gate import Mode
 
-_CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+_CALLS = (
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "abort_weight_update",
+    "get_weight_version",
+    "pause_generation",
+    "resume_generation",
+)
 _CLOSE_S = 1.0
 
 
-class Answering(Protocol):
-    """What takes the four calls."""
-
-    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> object: ...
-    def start_weight_update(self) -> object: ...
-    def update_weights(self, update_info: Mapping[str, Any]) -> object: ...
-    def finish_weight_update(self, weight_version: str | None = None) -> object: ...
-
-
 class Line:
-    """A worker's end: a thread that carries out the calls of one trainer after the other."""
+    """A worker's end: a thread that carries out the calls of one trainer after the other.
 
-    def __init__(self, target: Answering, token: str) -> None:
+    `target` has the methods of `Control`; its `status` is told as far as a fleet asks.
+    """
+
+    def __init__(self, target: Any, token: str) -> None:
         self._listener = Listener(family="AF_UNIX", authkey=token.encode())
         self._target = target
         self.address = str(self._listener.address)
@@ -55,28 +61,34 @@ class Line:
                 while True:
                     trainer.send_bytes(json.dumps(self._answer(trainer.recv_bytes())).encode())
 
-    def _answer(self, data: bytes) -> dict[str, str]:
+    def _answer(self, data: bytes) -> dict[str, Any]:
         name, arguments = json.loads(data)
         try:
+            if name == "status":
+                found = self._target.status()
+                return {"value": {"installed": msgspec.to_builtins(found.installed), "label": found.label}}
             if name not in _CALLS:
                 raise InternalError(f"no call {name!r}")
-            getattr(self._target, name)(*arguments)
+            return {"value": getattr(self._target, name)(*arguments)}
         except TransferQueueError as error:
             return {"code": error.code, "text": str(error)}
         except Exception as error:  # noqa: BLE001 the trainer has to hear of it
             return {"code": InternalError.code, "text": repr(error)}
-        return {}
 
 
-class Lines:
-    """The trainer's end: each call goes to all workers at the same time; the first error is raised once all answered.
+class Caller:
+    """The trainer's end of one worker's line: a member of a `Fleet`. Connects with the first call.
 
-    A worker that does not answer within `timeout_s` raises `ServiceUnavailable`.
+    A worker that is gone, or does not answer within `timeout_s`, raises `ServiceUnavailable`; one that knows another
+    token `AuthenticationError`.
     """
 
-    def __init__(self, addresses: Sequence[str], token: str, timeout_s: float) -> None:
-        self._workers = [Client(address, authkey=token.encode()) for address in addresses]
+    def __init__(self, address: str, token: str, timeout_s: float) -> None:
+        self.address = address
+        self._token = token.encode()
         self._timeout_s = timeout_s
+        self._turn = threading.Lock()
+        self._worker: Connection[Any, Any] | None = None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", init_info)
@@ -90,20 +102,49 @@ class Lines:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._call("finish_weight_update", weight_version)
 
+    def abort_weight_update(self) -> bool:
+        return bool(self._call("abort_weight_update"))
+
+    def get_weight_version(self) -> str:
+        return str(self._call("get_weight_version"))
+
+    def status(self) -> dict[str, Any]:
+        return {self.address: self._call("status")}
+
+    def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> None:
+        self._call("pause_generation", mode, clear_cache)
+
+    def resume_generation(self) -> None:
+        self._call("resume_generation")
+
     def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
+        """Hang up. Repeatable; another call would connect again."""
+        with self._turn:
+            self._hang_up()
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        for worker in self._workers:
-            worker.send_bytes(json.dumps([name, arguments]).encode())
-        answers = [self._receive(worker) for worker in self._workers]
-        for answer in answers:
-            if answer:
-                raise error_from_code(answer["code"], answer["text"])
+    def _call(self, name: str, *arguments: Any) -> Any:
+        with self._turn:
+            try:
+                answer = self._ask(json.dumps([name, arguments]).encode())
+            except (OSError, EOFError) as error:
+                self._hang_up()
+                if isinstance(error, TransferQueueError):
+                    raise
+                raise ServiceUnavailable(f"the worker at {self.address} is gone: {error!r}") from None
+        if "code" in answer:
+            raise error_from_code(answer["code"], answer["text"])
+        return answer["value"]
 
-    def _receive(self, worker: Connection[Any, Any]) -> dict[str, str]:
-        if not worker.poll(self._timeout_s):
-            raise ServiceUnavailable(f"a rollout worker did not answer within {self._timeout_s} s")
-        found: dict[str, str] = json.loads(worker.recv_bytes())
+    def _ask(self, request: bytes) -> Mapping[str, Any]:
+        if self._worker is None:
+            self._worker = Client(self.address, authkey=self._token)
+        self._worker.send_bytes(request)
+        if not self._worker.poll(self._timeout_s):
+            raise ServiceUnavailable(f"the worker at {self.address} did not answer within {self._timeout_s} s")
+        found: dict[str, Any] = json.loads(self._worker.recv_bytes())
         return found
+
+    def _hang_up(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None

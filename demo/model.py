@@ -136,10 +136,21 @@ def generate(
     return Generation(tokens=torch.stack(tokens, 1), log_probs=torch.stack(log_probs, 1), lengths=lengths)
 
 
+def token_log_probs(policy: Policy, prompts: Tensor, responses: Tensor) -> Tensor:
+    """(B, R, vocabulary) log-probabilities of every token in place of each of padded `responses`, given the prompt and
+    the tokens before it."""
+    logits: Tensor = policy(torch.cat([prompts, responses[:, :-1]], dim=1))[:, prompts.shape[1] - 1 :]
+    return logits.log_softmax(-1)
+
+
+def chosen(log_probs: Tensor, responses: Tensor) -> Tensor:
+    """(B, R): of (B, R, vocabulary) `log_probs`, those of the tokens of `responses`."""
+    return log_probs.gather(2, responses[:, :, None]).squeeze(2)
+
+
 def response_log_probs(policy: Policy, prompts: Tensor, responses: Tensor) -> Tensor:
     """(B, R) log-probabilities of padded `responses`, each token given the prompt and the tokens before it."""
-    logits: Tensor = policy(torch.cat([prompts, responses[:, :-1]], dim=1))[:, prompts.shape[1] - 1 :]
-    return logits.log_softmax(-1).gather(2, responses[:, :, None]).squeeze(2)
+    return chosen(token_log_probs(policy, prompts, responses), responses)
 
 
 def num_parameters(policy: nn.Module) -> int:

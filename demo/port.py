@@ -1,13 +1,16 @@
 """A worker's one door to the other processes: every call into the queue, timed and counted.
 
-What it measured goes through the queue too: totals as tags of the worker's row in `status`, single spans of time as
-rows of `spans`. Times are those of time.monotonic(), which all processes of a machine share.
+Rows are taken on lease, and acknowledged when their use cannot be undone: those of a worker that is killed go to the
+one that takes its place. What a worker measured goes through the queue too: totals as tags of a row in `status`, single
+spans of time as rows of `spans`. Times are those of time.monotonic(), which all processes of a machine share.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,10 +22,12 @@ from torch import Tensor
 
 import transfer_queue as tq
 from demo.columns import payload_nbytes
-from demo.settings import Settings
-from demo.tables import Tags
+from demo.settings import Moment, Settings
+from demo.tables import CLAIMS, TRAINED, Tags
+from transfer_queue.errors import DeadlineExceeded, LeaseExpired, StorageKeyNotFoundError
 
 _REPORT_EVERY_S = 0.25
+_GLANCE_S = 0.5  # how often somebody who waits looks around
 
 
 class Doing(IntEnum):
@@ -30,9 +35,11 @@ class Doing(IntEnum):
 
     WORK = 0
     WAIT = 1
-    """Asking for rows that are not ready yet."""
-    QUEUE = 2
-    """Moving data in or out."""
+    """For rows that are not ready yet, for admission, for others to take the weights."""
+    SAMPLES = 2
+    """Moving fields of rows in or out, and telling how it goes."""
+    WEIGHTS = 3
+    """Packing them, saving them, reading them; while generation is frozen for new ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,33 +72,96 @@ class Port:
         tq.init()
         self._client = tq.get_client()
         self._worker = worker
+        self._task = worker.split()[0]
         self._patience_s = settings.patience_s
+        self._kill = next((kill for kill in settings.kills if kill.worker == worker), None)
         self._totals = _Totals()
         self._spans: list[tuple[float, float, int, int]] = []
         self._reports = 0
         self._reported_s = 0.0
+        self._lent: dict[int, Rows] = {}
+        self._worked: dict[str, float] = {}
+        known = tq.kv_list("status").get("status", {})
+        self.life = sum(tag["worker"] == worker for tag in known.values())
+        """How many processes of this name there were before."""
+        self._born_s = time.monotonic()
+        self._report(waiting=False, also={})
 
-    def take(self, partition: str, fields: list[str], num_rows: int, max_staleness: int | None = None) -> Rows:
-        """Wait until `num_rows` rows have all `fields`, and read them. No other taker of this name gets them.
+    def take(
+        self,
+        partition: str,
+        fields: list[str],
+        num_rows: int,
+        *,
+        max_staleness: int | None = None,
+        meanwhile: Callable[[], bool | None] = bool,
+    ) -> Rows | None:
+        """Wait until `num_rows` rows have all `fields`, and read them. No other taker of this task gets them, unless
+        this process ends before it has acknowledged them.
 
-        Rows more than `max_staleness` versions old are left out.
+        Rows more than `max_staleness` versions old are left out. `meanwhile` is called now and then while there is
+        nothing to take: None is returned when it says that nothing will come, or when the rows were cleared.
 
-        The name is the worker's without its number: rollout workers share their rows. Raises `DeadlineExceeded`.
+        The task is the worker's name without its number: rollout workers share their rows. Raises `DeadlineExceeded`.
         """
         self._report_if_due(waiting=True)
-        with self.spending(Doing.WAIT):
-            meta = self._client.get_meta(
-                data_fields=fields,
-                batch_size=num_rows,
-                partition_id=partition,
-                task_name=self._worker.split()[0],
-                sampling_config={"max_staleness": max_staleness},
-                timeout_s=self._patience_s,
-            )
-        with self.spending(Doing.QUEUE):
-            data = self._client.get_data(meta)
+        deadline = time.monotonic() + self._patience_s
+        while (meta := self._next(partition, fields, num_rows, max_staleness)) is None:
+            if meanwhile():
+                return None
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"no {num_rows} rows of {partition!r} with {fields} in {self._patience_s} s")
+            self._report_if_due(waiting=True)
+        with self.spending(Doing.SAMPLES):
+            try:
+                data = self._client.get_data(meta)
+            except StorageKeyNotFoundError:
+                return None
+            rows = Rows(data=data, meta=meta)
+            self._lent[meta.lease] = rows
+            lent = [[one.meta.partition_ids[0], one.meta.global_indexes] for one in self._lent.values()]
+            self.claim(task=self._task, lent=lent)
         self._totals.nbytes += payload_nbytes(data)
-        return Rows(data=data, meta=meta)
+        return rows
+
+    def _next(self, partition: str, fields: list[str], num_rows: int, max_staleness: int | None) -> tq.BatchMeta | None:
+        with self.spending(Doing.WAIT):
+            try:
+                return self._client.get_meta(
+                    data_fields=fields,
+                    batch_size=num_rows,
+                    partition_id=partition,
+                    task_name=self._task,
+                    sampling_config={"max_staleness": max_staleness},
+                    timeout_s=_GLANCE_S,
+                    lease_s=self._patience_s,
+                )
+            except DeadlineExceeded:
+                return None
+
+    def acknowledge(self, rows: Rows) -> None:
+        """What they were taken for is done: nobody of this task gets them again."""
+        with self.spending(Doing.SAMPLES):
+            self._lent.pop(rows.meta.lease, None)
+            self._client.ack(rows.meta)
+
+    def answer(self, rows: Rows, **columns: Tensor) -> None:
+        """Write further fields to rows that were taken, and acknowledge them. Rows that the trainer has cleared were
+        answered by a process before this one, which could not acknowledge them any more."""
+        data = TensorDict(columns, batch_size=len(rows))
+        with self.spending(Doing.SAMPLES):
+            try:
+                self._client.put(data, metadata=rows.meta)
+                self.pass_by("filled")
+                self._client.ack(rows.meta)
+            except (StorageKeyNotFoundError, LeaseExpired):
+                pass
+            self._lent.pop(rows.meta.lease, None)
+        self._totals.nbytes += payload_nbytes(data)
+
+    def claim(self, **tag: Any) -> None:
+        """Note what this worker holds, for whoever finds it dead."""
+        tq.kv_put(key=self._worker, partition_id=CLAIMS, tag=tag)
 
     def admit(self, taker: str, num_rows: int, max_staleness: int, rows_per_version: int) -> None:
         """Wait until that many more rows can be started for `taker`. Raises `DeadlineExceeded`."""
@@ -103,27 +173,20 @@ class Port:
         """Rows that were admitted will not come."""
         self._client.give_back(taker, num_rows)
 
-    def tell(self, partition: str, key: str, **tag: str) -> None:
-        """Add a row without fields."""
+    def tell(self, partition: str, key: str, **tag: Any) -> None:
+        """Add a row without fields, or change its tags."""
         tq.kv_put(key=key, partition_id=partition, tag=tag)
 
-    def fill(self, rows: Rows, **columns: Tensor) -> None:
-        """Write further fields to rows that were taken."""
-        data = TensorDict(columns, batch_size=len(rows))
-        with self.spending(Doing.QUEUE):
-            self._client.put(data, metadata=rows.meta)
-        self._totals.nbytes += payload_nbytes(data)
-
     def add(self, partition: str, keys: list[str], tags: Sequence[Tags], **columns: Tensor) -> None:
-        """Write new rows, fields and tags in one step."""
+        """Write new rows, fields and tags in one step; rows with these keys are overwritten."""
         data = TensorDict(columns, batch_size=len(keys))
-        with self.spending(Doing.QUEUE):
+        with self.spending(_kind(partition)):
             tq.kv_batch_put(keys=keys, partition_id=partition, fields=data, tags=tags)
         self._totals.nbytes += payload_nbytes(data)
 
     def read(self, partition: str, key: str, column: str) -> Tensor:
         """One field of the row with this key, which must be there. Shape: that of the row."""
-        with self.spending(Doing.QUEUE):
+        with self.spending(_kind(partition)):
             data = tq.kv_batch_get(keys=[key], partition_id=partition, select_fields=[column])
         self._totals.nbytes += payload_nbytes(data)
         value: Tensor = data[column].unbind()[0]
@@ -131,26 +194,64 @@ class Port:
 
     def tags(self, partition: str) -> Mapping[str, Tags]:
         """The tags of all rows of a partition, by key."""
-        with self.spending(Doing.QUEUE):
-            return tq.kv_list(partition).get(partition, {})
+        return tq.kv_list(partition).get(partition, {})
+
+    def known(self, partition: str, keys: list[str]) -> set[str]:
+        """Which of these rows are there."""
+        with self.spending(Doing.SAMPLES):
+            found = self._client.kv_retrieve_meta(keys, partition)
+            if not found.size:
+                return set()
+            return {key for key in self._client.kv_retrieve_keys(found.global_indexes, partition) if key is not None}
+
+    def open_partition(self, partition: str, **notes: Any) -> None:
+        """Make it, and add to what is noted of it."""
+        self._client.set_partition(partition, metadata=notes)
+
+    def notes(self, partition: str) -> Mapping[str, Any] | None:
+        """What is noted of a partition; None when there is none."""
+        found = self._client.get_partition(partition)
+        return None if found is None else found["metadata"]
+
+    def num_used(self, partition: str) -> int:
+        """How many rows of a partition this task has acknowledged."""
+        _, used = self._client.get_consumption_status(self._task, partition)
+        return 0 if used is None else int(used.sum())
 
     def drop(self, rows: Rows) -> None:
         """Clear rows that nobody needs any more."""
-        with self.spending(Doing.QUEUE):
+        with self.spending(Doing.SAMPLES):
             self._client.clear_samples(rows.meta)
 
     def drop_partition(self, partition: str) -> None:
         """Clear a whole partition."""
-        with self.spending(Doing.QUEUE):
+        with self.spending(Doing.SAMPLES):
             self._client.clear_partition(partition)
+
+    def trained(self) -> int:
+        """How many optimiser steps are done."""
+        return max((tag.get(TRAINED, 0) for tag in self.tags("status").values()), default=0)
+
+    def pass_by(self, moment: Moment, step: int | None = None) -> None:
+        """End here, by kill -9, if that is what was ordered."""
+        kill = self._kill
+        if kill is None or kill.moment != moment:
+            return
+        if kill.step <= (self.trained() if step is None else step):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     @contextmanager
     def spending(self, doing: Doing) -> Iterator[None]:
         """Account the time of the block."""
         start = time.monotonic()
         yield
-        end = time.monotonic()
+        self.account(doing, start, time.monotonic())
+
+    def account(self, doing: Doing, start: float, end: float, *, instead_of: Doing | None = None) -> None:
+        """That time went into this; `instead_of` what it was counted as before."""
         self._totals.seconds[doing] += end - start
+        if instead_of is not None:
+            self._totals.seconds[instead_of] -= end - start
         self._spans.append((start, end, int(doing), 0))
 
     def finish(self, num_rows: int) -> None:
@@ -158,6 +259,9 @@ class Port:
         now = time.monotonic()
         self._totals.rows += num_rows
         self._spans.append((now, now, int(Doing.WORK), num_rows))
+        if not self._worked:
+            self._worked["worked_at"] = now
+            self.report()
 
     def report(self, **also: int | float | str) -> None:
         """Publish the totals, what is in `also`, and the spans since the last report."""
@@ -170,17 +274,22 @@ class Port:
     def _report(self, waiting: bool, also: Tags) -> None:
         start = self._reported_s = time.monotonic()
         totals = self._totals
-        names = {f"{doing.name.lower()}_s": totals.seconds[doing] for doing in Doing}
-        tag = {"at": start, "waiting": waiting, "rows": totals.rows, "nbytes": totals.nbytes, **names, **also}
-        tq.kv_put(key=self._worker, partition_id="status", tag=tag)
+        times = {f"{doing.name.lower()}_s": totals.seconds[doing] for doing in Doing}
+        who = {"worker": self._worker, "life": self.life, "born_at": self._born_s, **self._worked}
+        tag = {"at": start, "waiting": waiting, "rows": totals.rows, "nbytes": totals.nbytes, **who, **times, **also}
+        tq.kv_put(key=f"{self._worker}/{self.life}", partition_id="status", tag=tag)
         if self._spans:
             tq.kv_batch_put(
-                keys=[f"{self._worker}/{self._reports}"],
+                keys=[f"{self._worker}/{self.life}/{self._reports}"],
                 partition_id="spans",
                 fields=TensorDict({"spans": torch.tensor([self._spans], dtype=torch.float64)}, batch_size=1),
                 tags=[{"worker": self._worker}],
             )
             self._reports += 1
         end = time.monotonic()
-        totals.seconds[Doing.QUEUE] += end - start
-        self._spans = [(start, end, int(Doing.QUEUE), 0)]  # for the next report; the last one of all is not counted
+        totals.seconds[Doing.SAMPLES] += end - start
+        self._spans = [(start, end, int(Doing.SAMPLES), 0)]  # for the next report; the last one of all is not counted
+
+
+def _kind(partition: str) -> Doing:
+    return Doing.WEIGHTS if partition == "weights" else Doing.SAMPLES

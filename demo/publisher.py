@@ -1,35 +1,94 @@
-"""The trainer's way to the rollout workers: every version of the policy goes to all of them, whatever they do."""
+"""The trainer's way to the rollout workers: every version of the policy goes to all of them, whatever they do.
+
+They come and go, so the trainer engine's client is a `Fleet`: who dies is left out, who comes late is brought up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 
 from torch import nn
 
 import transfer_queue as tq
-from demo.line import Lines
+from demo.line import Caller
+from demo.port import Doing, Port
+from demo.settings import Settings
+from demo.tables import REPLICAS
+from transfer_queue.errors import TransferQueueError
 from transfer_queue.weights import ModuleSource
 from transfer_queue.weights.engines import registry
+from transfer_queue.weights.engines.trainer import TrainerEngine
+from transfer_queue.weights.fleet import Fleet
 
 _DEADLINE_S = 60.0
+_CALL_S = 30.0
+_HEARTBEAT_S = 0.5
+_AGAIN_S = 0.02
 
 
 class Publisher:
-    """Sends `policy` to the rollout workers at these addresses."""
+    """Sends `policy` to the rollout workers that there are. One life of the trainer, to them."""
 
-    def __init__(self, policy: nn.Module, addresses: Sequence[str], token: str) -> None:
-        self._client = Lines(addresses, token, _DEADLINE_S)
-        self._trainer = registry.trainer("shm").trainer_init({}, client=self._client, source=ModuleSource(policy))
+    def __init__(self, port: Port, policy: nn.Module, settings: Settings) -> None:
+        self._port = port
+        self._source = ModuleSource(policy)
+        self._settings = settings
+        # Not fenced by a pause: a trainer that is killed while one lasts would leave the worker frozen for good.
+        self._fleet = Fleet(
+            fence=None, heartbeat_s=_HEARTBEAT_S, call_timeout_s=_CALL_S, catch_up_timeout_s=_DEADLINE_S
+        )
+        self._callers: dict[str, Caller] = {}
+        self._trainer: TrainerEngine | None = None
 
-    def publish(self) -> None:
-        """Announce and send the weights as they are now, as the next version, from 1 on; returns when all have them.
+    def publish(self, version: int) -> None:
+        """Announce and send the weights as they are now; returns when all workers that live have them.
 
         It is announced first: workers that may start more samples now do so with the old weights, and get the new ones
         between two tokens. Such samples count as one version older.
+
+        Announced is the run's own name for them: the version of a number is the same whichever process sends it. To
+        announce another epoch for each process would make every row that waits one version older than it is.
         """
-        tq.set_weight_version(self._trainer.version + 1, self._trainer.epoch)
-        self._trainer.send_weights(deadline_s=_DEADLINE_S)
+        tq.set_weight_version(version, self._settings.run_id)
+        self._port.pass_by("announced", version - 1)
+        deadline = time.monotonic() + _DEADLINE_S
+        while not self._sent(version):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"version {version} reached nobody: {self._fleet.status()}")
+            time.sleep(_AGAIN_S)  # until the parent has noticed who died
+
+    def meet(self) -> None:
+        """Take in workers that have come since, and forget those that are gone. The fleet brings the former the newest
+        version."""
+        found = {f"{name} {tag['address']}": tag["address"] for name, tag in self._port.tags(REPLICAS).items()}
+        for name in self._callers.keys() - found.keys():
+            self._fleet.leave(name)
+            self._callers.pop(name).close()
+        for name in found.keys() - self._callers.keys():
+            self._callers[name] = Caller(found[name], self._settings.token, _CALL_S)
+            self._fleet.join(name, self._callers[name])
 
     def close(self) -> None:
-        self._trainer.shutdown()
-        self._client.close()
+        """The workers keep what they have."""
+        self._fleet.close()
+        for caller in self._callers.values():
+            caller.close()
+        if self._trainer is not None:
+            self._trainer.shutdown()
+
+    def _sent(self, version: int) -> bool:
+        """Whether somebody has it now, or nobody is there to have it."""
+        self.meet()
+        begun = time.monotonic()
+        try:
+            if self._trainer is None:
+                self._trainer = registry.trainer("shm").trainer_init({}, client=self._fleet, source=self._source)
+            report = self._trainer.send_weights(version, deadline_s=_DEADLINE_S)
+        except TransferQueueError:
+            if self._trainer is not None:
+                self._trainer.shutdown()  # its next life may use the number again
+                self._trainer = None
+            return False
+        self._port.account(Doing.WEIGHTS, begun, begun + report.pack_s)
+        self._port.account(Doing.WAIT, begun + report.pack_s, time.monotonic())
+        return True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections import deque
 from types import TracebackType
 
 import torch
@@ -13,6 +15,7 @@ from demo.line import Line
 from demo.model import Cache, Generation, Policy, Shape, generate
 from transfer_queue.weights import Control, Gate, Receiver, Spans, Swap
 from transfer_queue.weights.engines import registry
+from transfer_queue.weights.receiver import VersionInfo
 
 _PAUSE_TIMEOUT_S = 30.0
 
@@ -22,6 +25,13 @@ class Freezing(Control):
 
     longest_pause_s = total_pause_s = 0.0
 
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]  # those of Control
+        self.committed = threading.Event()
+        """Once there are weights."""
+        self.pauses: deque[tuple[float, float]] = deque()
+        """From when to when; whoever reads them takes them out."""
+
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         start = time.monotonic()
         self.pause_generation("keep")
@@ -29,21 +39,28 @@ class Freezing(Control):
             super().finish_weight_update(weight_version)
         finally:
             self.resume_generation()
-            pause_s = time.monotonic() - start
-            self.longest_pause_s = max(self.longest_pause_s, pause_s)
-            self.total_pause_s += pause_s
+            end = time.monotonic()
+            self.pauses.append((start, end))
+            self.longest_pause_s = max(self.longest_pause_s, end - start)
+            self.total_pause_s += end - start
+        if self.status().installed.version is not None:
+            self.committed.set()
 
 
 class Replica:
-    """A context. The trainer that knows `token` reaches it at `address`."""
+    """A context. The trainer that knows `token` reaches it at `address`.
 
-    def __init__(self, shape: Shape, token: str) -> None:
+    `run_id`: what rows say of the weights that made them, whichever life of the trainer has sent these.
+    """
+
+    def __init__(self, shape: Shape, token: str, run_id: str = "") -> None:
         self._gate = Gate()
         self._receiver = Receiver(Swap(Policy(shape)))
         self._engine = registry.engine("shm")(self._receiver)
         self.control = Freezing(self._engine, self._receiver, generation=self._gate, pause_timeout_s=_PAUSE_TIMEOUT_S)
         self._line = Line(self.control, token)
         self._shape = shape
+        self._run_id = run_id
         self._numbers = itertools.count()
         self.address = self._line.address
 
@@ -55,10 +72,20 @@ class Replica:
             def forward(tokens: Tensor, cache: Cache) -> Tensor:
                 with request.step(), self._receiver.reading() as live:
                     logits: Tensor = live.module(tokens, cache)
-                spans.add(live.tag)
+                spans.add(VersionInfo(live.tag.version, self._run_id))
                 return logits
 
             return generate(forward, self._shape, prompts, temperature, generator), spans
+
+    def pauses_within(self, start: float, end: float) -> list[tuple[float, float]]:
+        """When generation was frozen between these moments. Earlier pauses are forgotten."""
+        found = []
+        pauses = self.control.pauses
+        while pauses and pauses[0][0] < end:
+            first, last = pauses.popleft()
+            if last > start:
+                found.append((max(first, start), min(last, end)))
+        return found
 
     def __enter__(self) -> Replica:
         return self

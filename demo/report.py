@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from demo.board import Board, Floats
+from demo.board import Board, Floats, Shares
 from demo.port import Doing
+from demo.tables import DONE
+from demo.view import NOTHING, number
 
 _INK, _GREY, _FAINT = "#22262b", "#8a9099", "#e9ebee"
-_GREEN, _AMBER, _VIOLET, _BLUE = "#1a8f5a", "#d9962b", "#7a5bb5", "#2f7fc1"
-_LOOK = {
+_GREEN, _AMBER, _VIOLET, _BLUE, _RED = "#1a8f5a", "#d9962b", "#7a5bb5", "#2f7fc1", "#c0392b"
+_LOOK = {  # in the order of Shares
     Doing.WORK: ("computing", _GREEN),
-    Doing.QUEUE: ("moving data through the queue", _BLUE),
-    Doing.WAIT: ("waiting for rows", _FAINT),
+    Doing.SAMPLES: ("moving samples", _BLUE),
+    Doing.WEIGHTS: ("moving weights", _AMBER),
+    Doing.WAIT: ("waiting", _FAINT),
 }
 _STYLE: dict[str, Any] = {
     "font.size": 9,
@@ -45,41 +47,76 @@ _STEPS_SHOWN = 8
 
 def summary(board: Board) -> str:
     """A few lines for the terminal."""
-    start, end = board.start_accuracy(), board.latest("accuracy")
-    times = board.column("at") - board.started_s
     nbytes = sum(state.nbytes for state in board.workers.values())
-    lines = [
-        "",
-        f"held-out accuracy {start:.1%} -> {end:.1%}",
-        f"{times[-1]:.0f} s in all: {times[0]:.0f} s to start up and warm up, {times[-1] - times[0]:.0f} s for "
-        f"{board.step} steps on {board.trained_rows:,} samples",
-        f"{nbytes / 1e6:,.0f} MB in and out of the queue; no sample was more than "
-        f"{board.column('lag').max():.0f} versions behind (limit {board.settings.max_lag})",
-        f"{board.midway} of {board.step} versions reached the rollout workers between two tokens; "
-        f"{board.column('mixed').sum():,.0f} samples were made by several versions",
-        f"generation was frozen for {board.paused_s / len(times) * 1e3:.1f} ms each time, "
-        f"{board.longest_pause_s * 1e3:.1f} ms at most",
-        "",
-        f"{'process':<12}{'computing':>12}{'moving data':>14}{'waiting':>10}",
-    ]
+    lines = ["", *_learned(board)] if board.metrics else ["", f"no version of the weights: it was {board.phase}"]
+    lines += [f"{nbytes / 1e6:,.0f} MB in and out of the queue", "", *_incidents(board)]
+    lines.append(f"{'process':<12}{'computing':>12}{'samples':>10}{'weights':>10}{'waiting':>10}")
     for state in board.workers.values():
-        work, queue, wait = state.shares()
-        lines.append(f"{state.name:<12}{work:>12.0%}{queue:>14.0%}{wait:>10.0%}")
+        work, samples, weights, wait = state.shares()
+        lines.append(f"{state.name:<12}{work:>12.0%}{samples:>10.0%}{weights:>10.0%}{wait:>10.0%}")
     return "\n".join([*lines, ""])
 
 
+def _learned(board: Board) -> list[str]:
+    times = board.column("at") - board.started_s
+    kl = board.column("kl")
+    lines = [
+        f"held-out accuracy {_percent(board.start_accuracy())} -> {_percent(board.latest('accuracy'))}",
+        f"{times[-1]:.0f} s in all: {times[0]:.0f} s to start up and warm up, {times[-1] - times[0]:.0f} s for "
+        f"{board.step} steps on {board.trained_rows:,} samples",
+        f"no sample was more than {board.column('lag').max():.0f} versions behind (limit {board.settings.max_lag})",
+    ]
+    if board.step:
+        lines.append(
+            f"KL to the reference {number(board.latest('kl', 20), '.2f')} nat per token at the end, "
+            f"{number(np.nanmax(kl), '.2f')} at most"
+        )
+    if board.phase == DONE:
+        lines += [
+            f"{board.midway} of {board.step} versions reached the rollout workers between two tokens; "
+            f"{board.column('mixed').sum():,.0f} samples were made by several versions",
+            f"generation was frozen for {board.paused_s / len(times) * 1e3:.1f} ms each time, "
+            f"{board.longest_pause_s * 1e3:.1f} ms at most",
+        ]
+    return lines
+
+
+def _percent(value: float) -> str:
+    """With a decimal; a dash for NaN."""
+    return number(value, ".1%")
+
+
+def _incidents(board: Board) -> list[str]:
+    """A table of who was killed; nothing when nobody was."""
+    if not board.incidents:
+        return []
+    lines = [f"{'ended':<12}{'by':>10}{'after':>10}{'at step':>10}{'back in':>10}{'rows delivered again':>24}"]
+    for one in board.incidents:
+        after, back = f"{one.noticed_s - board.started_s:.1f} s", NOTHING
+        if one.worked_s is not None:
+            back = f"{one.worked_s - one.noticed_s:.1f} s"
+        lines.append(f"{one.name:<12}{one.reason:>10}{after:>10}{one.step:>10}{back:>10}{one.rows:>24}")
+    return [*lines, ""]
+
+
 def draw(board: Board, path: Path) -> Path:
-    """Write the picture as PNG and return its path. Reads the spans from the queue, so the service must still run."""
+    """Write the picture as PNG and return its path. Reads the spans from the queue, so the service must still run.
+
+    Of a run that was interrupted it shows what there is.
+    """
     spans = board.read_spans()
     with plt.rc_context(_STYLE):
         figure = plt.figure(figsize=(12.5, 7.6), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.08, h_pad=0.1, wspace=0.03, hspace=0.06)
-        upper, lower = figure.subfigures(2, 1, height_ratios=(1.15, 1.0))
-        learning, divergence, flight = upper.subplots(1, 3, width_ratios=(1.7, 1.0, 1.0))
-        _draw_learning(learning, board)
-        _draw_divergence(divergence, board)
-        _draw_flight(flight, board, spans)
-        _draw_timeline(lower, board, spans)
+        if board.step:
+            upper, lower = figure.subfigures(2, 1, height_ratios=(1.15, 1.0))
+            learning, divergence, flight = upper.subplots(1, 3, width_ratios=(1.7, 1.0, 1.0))
+            _draw_learning(learning, board)
+            _draw_divergence(divergence, board)
+            _draw_flight(flight, board)
+            _draw_timeline(lower, board, spans)
+        else:
+            figure.text(0.5, 0.5, f"interrupted before the first step: {board.phase}", ha="center", color=_GREY)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130, facecolor="white")
         plt.close(figure)
@@ -104,35 +141,39 @@ def _draw_learning(axes: Axes, board: Board) -> None:
     known = accuracy[measured]
     axes.annotate(f"{known[0]:.0%}", (times[measured][0], known[0]), (-6, 0), **_beside("right", _GREEN))
     axes.annotate(f"{known[-1]:.0%}", (times[measured][-1], known[-1]), (0, 6), **_beside("center", _GREEN))
-    handles = [Patch(color=_GREEN, label="accuracy on held-out problems, greedy"), Patch(color=_AMBER, label="reward")]
+    handles: list[Any] = [
+        Patch(color=_GREEN, label="accuracy on held-out problems, greedy"),
+        Patch(color=_AMBER, label="reward"),
+    ]
+    if board.incidents:
+        handles.append(plt.Line2D([], [], color=_RED, lw=1, label="a worker was killed"))
+    for one in board.incidents:
+        at = one.noticed_s - board.started_s
+        axes.axvline(at, color=_RED, lw=1)
+        axes.text(at, 1.035, one.name, color=_RED, fontsize=7, ha="center", va="bottom")
     axes.legend(handles=handles, loc="lower right", frameon=False, fontsize=8, handlelength=1, handleheight=0.8)
 
 
 def _draw_divergence(axes: Axes, board: Board) -> None:
     steps, kl = board.column("step")[1:], board.column("kl")[1:]
     axes.plot(steps, kl, color=_VIOLET, lw=0.6, alpha=0.35)
-    axes.plot(steps, _smooth(kl, np.nanmedian), color=_VIOLET, lw=1.6)
-    finite = kl[~np.isnan(kl)]
-    top = float(np.percentile(finite, 90)) * 1.2 if len(finite) else 1.0  # one wild batch must not flatten the rest
-    axes.set(title="KL to the reference, per token", xlabel="optimiser step", ylim=(0, max(top, 1e-3)))
+    axes.plot(steps, _smooth(kl), color=_VIOLET, lw=1.6)
+    axes.set(title="KL to the reference, nat per token", xlabel="optimiser step")
+    axes.set_ylim(bottom=0)  # the top is where the largest value is
     axes.grid(axis="y", color=_FAINT)
     axes.set_axisbelow(True)
 
 
-def _draw_flight(axes: Axes, board: Board, spans: dict[str, Floats]) -> None:
-    """Samples that exist and are not trained on yet: added by rollout workers, taken away by the trainer."""
-    changes = [spans[name][:, [1, 3]] for name in board.settings.rollout_names if name in spans]
-    changes.append(spans["trainer"][:, [1, 3]] * (1, -1))
-    joined = np.concatenate(changes)
-    joined = joined[(joined[:, 1] != 0)]
-    joined = joined[joined[:, 0].argsort(kind="stable")]
-    times, rows = joined[:, 0] - board.started_s, joined[:, 1].cumsum()
+def _draw_flight(axes: Axes, board: Board) -> None:
+    """Samples that exist: added by rollout workers, cleared by the trainer after the step that they were for."""
+    times, rows = (np.array(column, dtype=np.float64) for column in zip(*board.flight, strict=True))
+    times -= board.started_s
     limit = board.settings.max_lag * board.settings.rows_per_step
     axes.fill_between(times, rows, step="post", color=_BLUE, alpha=0.3, lw=0)
-    axes.plot(times, _smooth(rows, width=len(rows) // 60), color=_BLUE, lw=1.6)
+    axes.plot(times, _smooth(rows, len(rows) // 20), color=_BLUE, lw=1.6)
     axes.axhline(limit, color=_GREY, lw=1, ls=(0, (4, 3)))
     axes.text(times[-1], limit * 1.015, f"limit {limit:,}", ha="right", va="bottom", color=_GREY, fontsize=8)
-    axes.set(title="Samples in flight", xlabel="seconds", ylim=(0, limit * 1.15), xlim=(times[0], times[-1]))
+    axes.set(title="Samples in flight", xlabel="seconds", ylim=(0, limit * 1.15))
 
 
 def _draw_timeline(figure: Any, board: Board, spans: dict[str, Floats]) -> None:
@@ -145,12 +186,14 @@ def _draw_timeline(figure: Any, board: Board, spans: dict[str, Floats]) -> None:
     order = ["trainer", "reference", "reward", *reversed(board.settings.rollout_names)]
     for lane, name in enumerate(order):
         lanes.barh(lane, end - begin, height=0.72, color="#f6f7f8", lw=0)
-        for doing, (_, colour) in _LOOK.items():
-            mine = spans[name][spans[name][:, 2] == doing]
+        for doing, (_, colour) in _LOOK.items():  # freezes lie upon the computing that they held up
+            mine = spans.get(name, np.empty((0, 4)))
+            mine = mine[mine[:, 2] == doing]
             seen = mine[(mine[:, 1] > begin) & (mine[:, 0] < end)]
             bars = np.column_stack([seen[:, 0] - begin, seen[:, 1] - seen[:, 0]])
             lanes.broken_barh(bars, (lane - 0.36, 0.72), color=colour, lw=0)
-        _draw_total(totals, lane, board.workers[name].shares())
+        if name in board.workers:
+            _draw_total(totals, lane, board.workers[name].shares())
     for version in range(first, last + 1):
         lanes.axvline(at[version] - begin, color=_INK, lw=0.6, ls=(0, (2, 2)))
         lanes.text(at[version] - begin, len(order) - 0.45, f"v{version}", ha="center", va="bottom", fontsize=8)
@@ -165,12 +208,12 @@ def _draw_timeline(figure: Any, board: Board, spans: dict[str, Floats]) -> None:
         axes.spines["left"].set_visible(False)
     handles = [Patch(facecolor=colour, edgecolor="#c9ced4", lw=0.5, label=label) for label, colour in _LOOK.values()]
     handles.append(plt.Line2D([], [], color=_INK, lw=0.6, ls=(0, (2, 2)), label="new version of the weights"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False, fontsize=8, handlelength=1.4)
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=8, handlelength=1.4)
 
 
-def _draw_total(axes: Axes, lane: int, shares: tuple[float, float, float]) -> None:
+def _draw_total(axes: Axes, lane: int, shares: Shares) -> None:
     left = 0.0
-    for doing, share in zip((Doing.WORK, Doing.QUEUE, Doing.WAIT), shares, strict=True):
+    for doing, share in zip(_LOOK, shares, strict=True):
         axes.barh(lane, share, left=left, height=0.72, color=_LOOK[doing][1], lw=0)
         if share >= 0.12:
             ink = _INK if doing is Doing.WAIT else "white"
@@ -178,11 +221,11 @@ def _draw_total(axes: Axes, lane: int, shares: tuple[float, float, float]) -> No
         left += share
 
 
-def _smooth(values: Floats, centre: Callable[[Floats], np.floating[Any]] = np.nanmean, width: int = 15) -> Floats:
-    """Mean, or other `centre`, of up to `width` values around each, NaN left out."""
+def _smooth(values: Floats, width: int = 15) -> Floats:
+    """Mean of up to `width` values around each, NaN left out."""
     half = max(1, width // 2)
     windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
-    return np.array([centre(window) if not np.isnan(window).all() else np.nan for window in windows])
+    return np.array([np.nanmean(window) if not np.isnan(window).all() else np.nan for window in windows])
 
 
 def _beside(side: str, colour: str) -> dict[str, Any]:

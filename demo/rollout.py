@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 from torch import Tensor
@@ -13,10 +14,12 @@ from demo.model import Generation
 from demo.port import Doing, Port, Rows
 from demo.replica import Replica
 from demo.settings import Settings
-from demo.tables import REPLICAS, STOP, Tags, train_partition
+from demo.tables import DONE, REPLICAS, STOP, Tags, train_partition
 from transfer_queue.weights import Spans
 
 _SWITCH_S = 0.0005  # how long the thread that generates keeps the one that takes weights waiting
+_GLANCE_S = 0.5
+_LIVES = 7919  # apart are the seeds of a worker's processes
 
 
 def run(worker: str, settings: Settings) -> None:
@@ -27,45 +30,103 @@ def run(worker: str, settings: Settings) -> None:
     """
     sys.setswitchinterval(_SWITCH_S)
     port = Port(worker, settings)
-    generator = torch.Generator().manual_seed(settings.seed * 1000 + int(worker.split()[1]))
-    with Replica(settings.shape, settings.token) as replica:
+    seed = settings.seed * 1000 + int(worker.split()[1]) + _LIVES * port.life
+    generator = torch.Generator().manual_seed(seed)
+    with Replica(settings.shape, settings.token, settings.run_id) as replica:
         port.tell(REPLICAS, worker, address=replica.address)
-        while True:
-            port.admit("trainer", settings.rows_per_ticket, settings.max_lag - 1, settings.rows_per_step)
-            ticket = port.take("prompts", ["prompt"], settings.prompts_per_ticket)
-            port.drop(ticket)
-            if STOP in ticket.tag("step"):
-                break
-            with port.spending(Doing.WORK):
-                prompts = padded(ticket.data["prompt"], PROMPT_LEN)
-                prompts = prompts.repeat_interleave(settings.samples_per_prompt, dim=0)
-                made, spans = replica.generate(prompts, settings.temperature, generator)
-            _add(port, ticket, prompts, made, spans, settings)
+        while _wait_for_weights(port, replica) and (ticket := _next_ticket(port, settings)) is not None:
+            _serve(port, replica, generator, ticket, settings)
         pauses = replica.control
         port.report(paused_s=pauses.total_pause_s, longest_pause_s=pauses.longest_pause_s)
 
 
-def _add(port: Port, ticket: Rows, prompts: Tensor, made: Generation, spans: Spans, settings: Settings) -> None:
-    """One row per sample, into the partition of the step that each prompt is for."""
+def _wait_for_weights(port: Port, replica: Replica) -> bool:
+    """False when the run ends before there are any, which a worker that comes late may see."""
+    while not replica.control.committed.is_set():
+        with port.spending(Doing.WAIT):
+            replica.control.committed.wait(_GLANCE_S)
+        port.report()
+        if any(tag.get("phase") == DONE for tag in port.tags("status").values()):
+            return False
+    return True
+
+
+def _next_ticket(port: Port, settings: Settings) -> Rows | None:
+    """Prompts, with the admission of their samples; None when there will be no more.
+
+    What is admitted is noted, so that whoever finds this worker dead can give it back. A stop ticket is not
+    acknowledged: it goes to the next when this one leaves.
+    """
+    port.admit("trainer", settings.rows_per_ticket, settings.max_lag - 1, settings.rows_per_step)
+    port.claim(admitted=settings.rows_per_ticket, prompts=None)
+    ticket = port.take("prompts", ["prompt"], settings.prompts_per_ticket)
+    if ticket is None or STOP in ticket.tag("step"):
+        return None
+    port.claim(prompts=[list(pair) for pair in zip(ticket.tag("step"), ticket.tag("number"), strict=True)])
+    return ticket
+
+
+def _serve(port: Port, replica: Replica, generator: torch.Generator, ticket: Rows, settings: Settings) -> None:
+    """Make the samples of a ticket, and add them as one row each to the partition of the step their prompt is for.
+
+    The ticket is acknowledged after that. Who is killed in between leaves it to another worker, which finds the rows.
+    """
     n = settings.samples_per_prompt
-    steps = torch.tensor(ticket.tag("step")).repeat_interleave(n)
-    numbers = torch.tensor(ticket.tag("number")).repeat_interleave(n)
+    by_step = {step: _unanswered(port, ticket, step) for step in sorted(set(ticket.tag("step")))}
+    wanted = [place for places in by_step.values() for place in places]
+    if wanted:
+        start = time.monotonic()
+        with port.spending(Doing.WORK):
+            prompts = padded(ticket.data["prompt"], PROMPT_LEN)[wanted].repeat_interleave(n, dim=0)
+            made, spans = replica.generate(prompts, settings.temperature, generator)
+        for frozen in replica.pauses_within(start, time.monotonic()):
+            port.account(Doing.WEIGHTS, *frozen, instead_of=Doing.WORK)
+        port.pass_by("made", max(by_step))
+        first = 0
+        for step, places in by_step.items():  # the next ready prompts may belong to two steps
+            rows = slice(first * n, (first + len(places)) * n)
+            numbers = [ticket.tag("number")[place] for place in places]
+            _add(port, step, numbers, prompts[rows], _part(made, rows), spans)
+            first += len(places)
+    port.acknowledge(ticket)
+    port.drop(ticket)
+    if len(wanted) < len(ticket):
+        port.give_back("trainer", (len(ticket) - len(wanted)) * n)
+    port.finish(len(wanted) * n)
+
+
+def _unanswered(port: Port, ticket: Rows, step: int) -> list[int]:
+    """Which prompts of a ticket have no samples yet. All have when a worker was killed after it had added them; then
+    the step may even be over."""
+    partition = train_partition(step)
+    if port.notes(partition) is None:
+        return []
+    numbers = ticket.tag("number")
+    mine = {f"{numbers[place]}/0": place for place, one in enumerate(ticket.tag("step")) if one == step}
+    there = port.known(partition, list(mine))
+    return [place for key, place in mine.items() if key not in there]
+
+
+def _part(made: Generation, rows: slice) -> Generation:
+    return Generation(tokens=made.tokens[rows], log_probs=made.log_probs[rows], lengths=made.lengths[rows])
+
+
+def _add(port: Port, step: int, numbers: list[int], prompts: Tensor, made: Generation, spans: Spans) -> None:
+    if not numbers:
+        return
+    n = len(prompts) // len(numbers)
+    rows = [(number, sample) for number in numbers for sample in range(n)]
     tags: list[Tags] = [
         {"group_id": number, **spans.tag(length)}
-        for number, length in zip(numbers.tolist(), made.lengths.tolist(), strict=True)
+        for (number, _), length in zip(rows, made.lengths.tolist(), strict=True)
     ]
-    keys = [f"{number}/{row % n}" for row, number in enumerate(numbers.tolist())]
     mask = inside(made.lengths, MAX_RESPONSE_LEN).to(torch.int64)
-    for step in sorted(set(ticket.tag("step"))):  # the next ready prompts may belong to two steps
-        rows = (steps == step).nonzero().squeeze(1)
-        lengths = made.lengths[rows]
-        port.add(
-            train_partition(step),
-            [keys[row] for row in rows.tolist()],
-            [tags[row] for row in rows.tolist()],
-            prompt=prompts[rows],
-            response=ragged(made.tokens[rows], lengths),
-            response_mask=ragged(mask[rows], lengths),
-            rollout_log_probs=ragged(made.log_probs[rows], lengths),
-        )
-        port.finish(len(rows))
+    port.add(
+        train_partition(step),
+        [f"{number}/{sample}" for number, sample in rows],
+        tags,
+        prompt=prompts,
+        response=ragged(made.tokens, made.lengths),
+        response_mask=ragged(mask, made.lengths),
+        rollout_log_probs=ragged(made.log_probs, made.lengths),
+    )

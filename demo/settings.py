@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from secrets import token_urlsafe
+from typing import Literal, NamedTuple
 
 from demo.model import Shape
+
+Moment = Literal["taken", "made", "filled", "gathered", "saved", "announced"]
+"""Where a worker can be made to die: rows are on lease; samples are made, not added; fields are added, not
+acknowledged; a whole step's gradients are summed up; the step is saved, its rows not acknowledged; the version is
+announced, not sent."""
+
+
+class Kill(NamedTuple):
+    """`worker` kills itself (kill -9) the first time it comes by `moment` of optimiser step `step` or a later one."""
+
+    worker: str
+    step: int
+    moment: Moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +45,7 @@ class Settings:
     """Reached after `ramp_steps`, then falls linearly to a tenth."""
     ramp_steps: int = 20
     clip: float = 0.2
-    kl_weight: float = 0.003
+    kl_weight: float = 0.01
     max_grad_norm: float = 1.0
     evaluate_every: int = 20
     warm_learning_rate: float = 3e-3
@@ -41,8 +56,17 @@ class Settings:
     shape: Shape = field(default_factory=Shape)
     token: str = field(default_factory=token_urlsafe)
     """Whoever sends weights to the rollout workers has to know it."""
+    run_id: str = field(default_factory=lambda: token_urlsafe(6))
+    """Names the run, through all lives of its trainer: the epoch of the versions that are announced."""
     patience_s: float = 300.0
-    """How long a worker waits for rows before it gives up; longer than any warm start."""
+    """How long a worker waits for rows before it gives up; longer than any warm start. Leases last as long: whoever is
+    killed loses his at once."""
+    max_restarts: int = 5
+    """Of one worker; who is killed more often ends the run."""
+    kills: tuple[Kill, ...] = ()
+    """What is to happen by itself; of each worker the first one that is left."""
+    folder: Path = Path("demo-out")
+    """For the picture, the trainer's checkpoint and what the workers print."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -92,6 +116,21 @@ class Settings:
         return self.learning_rate * ramp * (1.0 - 0.9 * step / self.steps)
 
 
+def chaos(settings: Settings) -> tuple[Kill, ...]:
+    """One worker of each kind is killed, at moments and steps of their own."""
+    moments: list[tuple[str, Moment]] = [
+        (settings.rollout_names[-1], "made"),
+        ("reward", "filled"),
+        ("reference", "taken"),
+        ("trainer", "gathered"),
+    ]
+    parts = len(moments) + 1
+    return tuple(
+        Kill(worker, settings.steps * number // parts, moment)
+        for number, (worker, moment) in enumerate(moments, start=1)
+    )
+
+
 def smoke(seed: int, num_rollout_workers: int) -> Settings:
     """A run of seconds that takes every path but learns nothing worth showing."""
     return Settings(
@@ -102,6 +141,13 @@ def smoke(seed: int, num_rollout_workers: int) -> Settings:
         prompts_per_ticket=8,
         rows_per_read=64,
         evaluate_every=2,
-        warm_max_updates=60,
+        warm_max_updates=10,
         shape=Shape(width=32, num_layers=2),
     )
+
+
+def choose(*, short: bool, steps: int | None, workers: int, seed: int, out: Path, kill: bool) -> Settings:
+    """What the command line asks for."""
+    settings = smoke(seed, workers) if short else Settings(seed=seed, num_rollout_workers=workers)
+    settings = replace(settings, folder=out, steps=settings.steps if steps is None else steps)
+    return replace(settings, kills=chaos(settings)) if kill else settings

@@ -1,25 +1,32 @@
-"""The trainer: warm start, then one optimiser step per batch, streaming rows as soon as all their fields are there."""
+"""The trainer: warm start, then one optimiser step per batch, streaming rows as soon as all their fields are there.
+
+It may be killed anywhere. A step is saved before its rows are acknowledged and cleared, and before its weights are
+announced: every row is in exactly one step that counts, and a version's weights are the same whoever sends them.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from demo.arithmetic import END, MAX_RESPONSE_LEN, PROMPT_LEN, Problems, all_problems, decode
+from demo.checkpoint import Checkpoint
 from demo.columns import padded
-from demo.grpo import clipped_loss, group_advantages
-from demo.model import Policy, flatten, generate, response_log_probs
+from demo.grpo import clipped_loss, divergence, group_advantages, stand_ins
+from demo.model import Policy, chosen, flatten, generate, token_log_probs
 from demo.port import Doing, Port, Rows
 from demo.publisher import Publisher
 from demo.settings import Settings
-from demo.tables import METRICS, REFERENCE, REPLICAS, STOP, Tags, train_partition
+from demo.tables import DONE, METRICS, REFERENCE, STOP, Tags, train_partition
 from demo.warmstart import accuracy, warm_start
-from transfer_queue.errors import DeadlineExceeded
 
 _FIELDS = ["prompt", "response", "response_mask", "rollout_log_probs", "reward", "ref_log_probs"]
+_ASKED = "asked"  # noted of a partition: all its tickets are there
+_PROMPTS = 1_000_003  # apart are the seeds of runs, from which each step draws its prompts
 
 
 @dataclass
@@ -35,7 +42,20 @@ class _Sums:
     kl: float = 0.0
     clipped: float = 0.0
     tokens: float = 0.0
-    """Of groups that taught something; the three above are sums over these."""
+    """Of all rows; the three above are sums over these."""
+
+    def values(self, version: int, grad_norm: float) -> dict[str, float]:
+        """What there is to say of the step that led to `version`."""
+        tokens = self.tokens or math.nan
+        return {
+            "reward": sum(self.rewards) / (len(self.rewards) or math.nan),
+            "loss": self.loss / tokens,
+            "kl": self.kl / tokens,
+            "clipped": self.clipped / tokens,
+            "lag": max((version - old for old in self.versions), default=0),
+            "grad_norm": grad_norm,
+            "mixed": self.mixed,
+        }
 
 
 def run(worker: str, settings: Settings) -> None:
@@ -45,7 +65,10 @@ def run(worker: str, settings: Settings) -> None:
 
 
 class Trainer:
-    """Owner of the policy: the only one that changes it and that decides what is sampled next."""
+    """Owner of the policy: the only one that changes it and that decides what is sampled next.
+
+    `step` counts optimiser steps that are saved; version `step + 1` is the weights after them.
+    """
 
     def __init__(self, port: Port, settings: Settings) -> None:
         self._port = port
@@ -54,40 +77,54 @@ class Trainer:
         self._policy = Policy(settings.shape)
         self._midway: set[int] = set()  # versions that came between two tokens of some sample
         self._optimizer = torch.optim.AdamW(self._policy.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        self._checkpoint = Checkpoint(settings.folder / "trainer.pt", settings.run_id)
+        self._publisher = Publisher(port, self._policy, settings)
 
     def run(self) -> None:
-        """Warm start, steps, goodbye."""
+        """Begin, or go on where a trainer before this one was killed."""
         settings, port = self._settings, self._port
-        self._warm_start()
-        port.add("weights", [REFERENCE], [{}], parameters=flatten(self._policy)[None])
-        publisher = Publisher(self._policy, self._replicas(), settings.token)
-        publisher.publish()
-        self._record(0, _Sums(), math.nan)
-        for step in range(min(settings.max_lag + 1, settings.steps)):
-            self._put_tickets(step)
-        for step in range(settings.steps):
-            sums = self._gradients(step)
-            grad_norm = self._update(step, sums)
-            port.drop_partition(train_partition(step))
-            if step + 1 + settings.max_lag < settings.steps:
-                self._put_tickets(step + 1 + settings.max_lag)
-            with port.spending(Doing.QUEUE):
-                publisher.publish()
-            self._record(step + 1, sums, grad_norm)
-        for _ in settings.rollout_names:
-            self._put_tickets(STOP, settings.prompts_per_ticket)
-            port.give_back("trainer", settings.rows_per_ticket)
-        port.report(phase="done", midway=len(self._midway))
-        publisher.close()
+        step, values = self._begin()
+        while True:
+            self._ask(step)
+            self._publisher.publish(step + 1)
+            self._record(step, values)
+            if step == settings.steps:
+                break
+            taken, sums = self._gradients(step)
+            values = sums.values(step + 1, self._update(step, sums))
+            step += 1
+            self._save(step, values)
+            port.pass_by("saved", step)
+            for rows in taken:
+                port.acknowledge(rows)
+        self._say_goodbye()
 
-    def _replicas(self) -> list[str]:
-        """The addresses of all rollout workers, which started long ago. Raises `DeadlineExceeded`."""
-        deadline = time.monotonic() + self._settings.patience_s
-        while len(found := self._port.tags(REPLICAS)) < len(self._settings.rollout_names):
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"only {sorted(found)} take weights")
-            time.sleep(0.01)
-        return [tags["address"] for tags in found.values()]
+    def _begin(self) -> tuple[int, dict[str, float]]:
+        """Steps done so far, and what was measured in the last of them."""
+        with self._port.spending(Doing.WEIGHTS):
+            found = self._checkpoint.load(self._policy, self._optimizer)
+        if found is not None:
+            step, notes = found
+            self._midway.update(notes["midway"])
+            return step, notes["values"]
+        self._warm_start()
+        self._port.add("weights", [REFERENCE], [{}], parameters=flatten(self._policy)[None])
+        values = _Sums().values(0, math.nan)
+        self._save(0, values)
+        return 0, values
+
+    def _save(self, step: int, values: dict[str, float]) -> None:
+        notes: dict[str, Any] = {"midway": sorted(self._midway), "values": values}
+        with self._port.spending(Doing.WEIGHTS):
+            self._checkpoint.save(step, self._policy, self._optimizer, notes)
+
+    def _say_goodbye(self) -> None:
+        settings, port = self._settings, self._port
+        for number, _ in enumerate(settings.rollout_names):
+            self._put_tickets(STOP, settings.prompts_per_ticket, f"stop {number}")
+            port.give_back("trainer", settings.rows_per_ticket)
+        port.report(phase=DONE, midway=len(self._midway))
+        self._publisher.close()
 
     def _warm_start(self) -> None:
         def show(updates: int, solved: float) -> None:
@@ -97,58 +134,75 @@ class Trainer:
         with self._port.spending(Doing.WORK):
             warm_start(self._policy, self._problems, self._settings, show)
 
-    def _put_tickets(self, step: int, count: int | None = None) -> None:
-        """Ask for samples for `step`: one row per prompt, in groups that a worker takes together."""
-        n = self._settings.samples_per_prompt
-        count = self._settings.prompts_per_step if count is None else count
-        prompts = self._problems.train[torch.randint(len(self._problems.train), (count,))]
-        tags: list[Tags] = [
-            {"group_id": f"{step}/{number // n}", "step": step, "number": number} for number in range(count)
-        ]
-        self._port.add("prompts", [f"{time.monotonic_ns()}/{number}" for number in range(count)], tags, prompt=prompts)
+    def _ask(self, step: int) -> None:
+        """Clear what is done with, and see that samples for this step and the next `max_lag` are asked for."""
+        settings, port = self._settings, self._port
+        if step:
+            port.drop_partition(train_partition(step - 1))
+        for later in range(step, min(step + settings.max_lag + 1, settings.steps)):
+            partition = train_partition(later)
+            if not (port.notes(partition) or {}).get(_ASKED):
+                port.open_partition(partition)  # first: a ticket for a partition that is not there is out of date
+                self._put_tickets(later, settings.prompts_per_step, str(later))
+                port.open_partition(partition, **{_ASKED: True})
 
-    def _gradients(self, step: int) -> _Sums:
-        """Sum up the gradients of all rows of the step, in whatever order their groups become complete."""
-        sums = _Sums()
+    def _put_tickets(self, step: int, count: int, name: str) -> None:
+        """Ask for samples for `step`: one row per prompt, in groups that a worker takes together. Doing it again
+        changes nothing for those that are still there."""
+        n = self._settings.samples_per_prompt
+        generator = torch.Generator().manual_seed(self._settings.seed * _PROMPTS + max(step, 0))
+        prompts = self._problems.train[torch.randint(len(self._problems.train), (count,), generator=generator)]
+        tags: list[Tags] = [
+            {"group_id": f"{name}/{number // n}", "step": step, "number": number} for number in range(count)
+        ]
+        self._port.add("prompts", [f"{name}/{number}" for number in range(count)], tags, prompt=prompts)
+
+    def _gradients(self, step: int) -> tuple[list[Rows], _Sums]:
+        """Sum up the gradients of all rows of the step, in whatever order their groups become complete. They stay on
+        lease: who takes the place of a killed trainer gets them again."""
+        sums, taken = _Sums(), []
         self._optimizer.zero_grad()
         for _ in range(0, self._settings.rows_per_step, self._settings.rows_per_read):
             rows = self._port.take(
-                train_partition(step), _FIELDS, self._settings.rows_per_read, max_staleness=self._settings.max_lag
+                train_partition(step),
+                _FIELDS,
+                self._settings.rows_per_read,
+                max_staleness=self._settings.max_lag,
+                meanwhile=self._publisher.meet,
             )
+            assert rows is not None, "nobody else clears rows"
             with self._port.spending(Doing.WORK):
                 self._accumulate(rows, sums)
             self._port.finish(len(rows))
-        return sums
+            taken.append(rows)
+        self._port.pass_by("gathered", step)
+        return taken, sums
 
     def _accumulate(self, rows: Rows, sums: _Sums) -> None:
         data = rows.data
-        rewards = data["reward"]
-        advantages = group_advantages(rewards, torch.tensor(rows.tag("group_id")))
+        rewards, group_ids = data["reward"], torch.tensor(rows.tag("group_id"))
+        advantages = group_advantages(rewards, group_ids)
+        counts = stand_ins(advantages, group_ids)
         sums.rewards += rewards.tolist()
         sums.versions += rows.tag("weight_version")
         made_by = [[version for version, _, _ in spans] for spans in rows.tag("weight_versions")]
         sums.mixed += sum(len(versions) > 1 for versions in made_by)
         self._midway.update(version for versions in made_by for version in versions[1:])
-        mask = padded(data["response_mask"], MAX_RESPONSE_LEN).float()
-        told = advantages.nonzero().squeeze(1)  # a group that is all right or all wrong teaches nothing: save the time
-        if not len(told):
-            return
-        log_probs = response_log_probs(
-            self._policy,
-            padded(data["prompt"], PROMPT_LEN)[told],
-            padded(data["response"], MAX_RESPONSE_LEN, fill=END)[told],
-        )
+        looked_at = counts.nonzero().squeeze(1)
+        responses = padded(data["response"], MAX_RESPONSE_LEN, fill=END)[looked_at]
+        mask = padded(data["response_mask"], MAX_RESPONSE_LEN).float()[looked_at] * counts[looked_at, None]
+        log_probs = token_log_probs(self._policy, padded(data["prompt"], PROMPT_LEN)[looked_at], responses)
         terms = clipped_loss(
-            log_probs,
-            padded(data["rollout_log_probs"], MAX_RESPONSE_LEN)[told],
-            padded(data["ref_log_probs"], MAX_RESPONSE_LEN)[told],
-            advantages[told],
-            mask[told],
+            chosen(log_probs, responses),
+            padded(data["rollout_log_probs"], MAX_RESPONSE_LEN)[looked_at],
+            divergence(log_probs, padded(data["ref_log_probs"], MAX_RESPONSE_LEN)[looked_at]),
+            advantages[looked_at],
+            mask,
             clip=self._settings.clip,
             kl_weight=self._settings.kl_weight,
         )
         torch.autograd.backward(terms.loss)
-        sums.tokens += float(mask[told].sum())
+        sums.tokens += float(mask.sum())
         sums.loss += float(terms.loss.detach())
         sums.kl += terms.kl
         sums.clipped += terms.clipped
@@ -159,37 +213,24 @@ class Trainer:
             parameters = list(self._policy.parameters())
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad /= sums.tokens  # not 0: there is a gradient
+                    parameter.grad /= sums.tokens
             norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._settings.learning_rate_at(step)
             self._optimizer.step()
         return float(norm)
 
-    def _record(self, version: int, sums: _Sums, grad_norm: float) -> None:
+    def _record(self, step: int, values: dict[str, float]) -> None:
         """Publish what the step brought; now and then, how good the policy is on problems it never trained on."""
         settings = self._settings
         solved = math.nan
-        if version % settings.evaluate_every == 0 or version == settings.steps:
+        if step % settings.evaluate_every == 0 or step == settings.steps:
             with self._port.spending(Doing.WORK):
                 solved = accuracy(self._policy, self._problems.held_out)
-        count = len(sums.rewards) or math.nan
-        tokens = sums.tokens or math.nan
-        values = {
-            "at": time.monotonic(),
-            "step": version,
-            "reward": sum(sums.rewards) / count,
-            "accuracy": solved,
-            "loss": sums.loss / tokens,
-            "kl": sums.kl / tokens,
-            "clipped": sums.clipped / tokens,
-            "lag": max((version - old for old in sums.versions), default=0),
-            "grad_norm": grad_norm,
-            "mixed": sums.mixed,
-        }
+        values = {**values, "at": time.monotonic(), "step": step, "accuracy": solved}
         row = torch.tensor([[values[name] for name in METRICS]], dtype=torch.float64)
-        self._port.add("metrics", [str(version)], [{}], values=row)
-        self._port.report(phase="training", step=version, examples=self._examples())
+        self._port.add("metrics", [str(step)], [{}], values=row)
+        self._port.report(phase="training", step=step, examples=self._examples())
 
     def _examples(self) -> str:
         """A few held-out problems with the policy's present answers."""

@@ -20,7 +20,8 @@ from demo.board import Board, Floats, WorkerState
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 32
 _PLAIN_EVERY_S = 5.0
-_COLOURS = {"work": "green", "queue": "cyan", "wait": "bright_black"}
+NOTHING = "–"
+_COLOURS = {"work": "green", "samples": "cyan", "weights": "magenta", "wait": "bright_black"}
 
 
 class View:
@@ -31,6 +32,7 @@ class View:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._next_line_s = 0.0
         self._last_phase = ""
+        self._told: dict[str, int] = {}
 
     def __enter__(self) -> View:
         if self._live:
@@ -48,6 +50,10 @@ class View:
         if self._live:
             self._live.update(dashboard(board), refresh=True)
             return
+        for name, pid in board.pids.items():
+            if self._told.get(name) != pid:
+                self._console.print(f"{name} is process {pid}", highlight=False, soft_wrap=True)
+        self._told = dict(board.pids)
         now = time.monotonic()
         if now >= self._next_line_s or board.phase != self._last_phase:
             self._console.print(plain_line(board), highlight=False, soft_wrap=True)
@@ -63,8 +69,8 @@ def plain_line(board: Board) -> str:
     nbytes_per_s, rows_per_s = board.rates
     waits = " ".join(f"{state.name.replace(' ', '')}={state.wait_s:.1f}s" for state in board.workers.values())
     return (
-        f"{elapsed}  {board.phase}: step {board.step}/{board.settings.steps}  reward {_percent(_reward(board))}"
-        f"  held-out {_percent(board.latest('accuracy'))}  in flight {board.rows_in_flight}"
+        f"{elapsed}  {board.phase}: step {board.step}/{board.settings.steps}  reward {percent(_reward(board))}"
+        f"  held-out {percent(board.latest('accuracy'))}  in flight {board.rows_in_flight}"
         f"  {rows_per_s:.0f} rows/s  {nbytes_per_s / 1e6:.1f} MB/s  waited {waits}"
     )
 
@@ -75,7 +81,7 @@ def dashboard(board: Board) -> RenderableType:
     grid.add_column(ratio=3)
     grid.add_column(ratio=2)
     grid.add_row(_learning(board), _queue(board))
-    return Group(_header(board), grid, _workers(board))
+    return Group(_header(board), grid, _workers(board), _incidents(board))
 
 
 def _header(board: Board) -> RenderableType:
@@ -98,11 +104,13 @@ def _learning(board: Board) -> Panel:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column()
-    table.add_row("held-out accuracy", _percent(board.latest("accuracy")), _spark(board.column("accuracy"), "green"))
-    table.add_row("reward", _percent(_reward(board)), _spark(board.column("reward"), "yellow"))
-    table.add_row("KL to reference", f"{board.latest('kl', 10):.3f}", _spark(board.column("kl"), "magenta", top=None))
-    table.add_row("clipped tokens", _percent(board.latest("clipped", 10)), "")
-    table.add_row("start", _percent(board.start_accuracy()), "after the supervised warm start")
+    table.add_row("held-out accuracy", percent(board.latest("accuracy")), _spark(board.column("accuracy"), "green"))
+    table.add_row("reward", percent(_reward(board)), _spark(board.column("reward"), "yellow"))
+    table.add_row(
+        "KL to reference", number(board.latest("kl", 10), ".3f"), _spark(board.column("kl"), "magenta", top=None)
+    )
+    table.add_row("clipped tokens", percent(board.latest("clipped", 10)), "")
+    table.add_row("start", percent(board.start_accuracy()), "after the supervised warm start")
     table.add_row("now", "", _judged(board.examples))
     return Panel(table, title="learning", title_align="left", box=box.ROUNDED, border_style="bright_black")
 
@@ -117,37 +125,44 @@ def _queue(board: Board) -> Panel:
     table.add_row("rows/s", f"{rows_per_s:,.0f}")
     table.add_row("MB/s in and out", f"{nbytes_per_s / 1e6:.1f}")
     table.add_row("weights version", str(board.step))
-    table.add_row("versions behind", f"{board.latest('lag'):.0f} (limit {board.settings.max_lag})")
+    table.add_row("versions behind", f"{number(board.latest('lag'), '.0f')} (limit {board.settings.max_lag})")
     return Panel(table, title="transfer_queue", title_align="left", box=box.ROUNDED, border_style="bright_black")
 
 
 def _workers(board: Board) -> Panel:
     table = Table(box=None, expand=True, header_style="bright_black")
     table.add_column("process", style="bold")
+    table.add_column("pid", justify="right")
     table.add_column("rows", justify="right")
     table.add_column(_legend(), width=_BAR_WIDTH)
-    table.add_column("computing", justify="right")
-    table.add_column("moving data", justify="right")
-    table.add_column("waiting", justify="right")
-    table.add_column("waited", justify="right")
+    for name in ("computing", "samples", "weights", "waiting", "waited"):
+        table.add_column(name, justify="right")
     for state in board.workers.values():
-        shares = [f"{share:.0%}" for share in state.shares()]
-        table.add_row(state.name, f"{state.rows:,}", _bar(state), *shares, f"{state.wait_s:.1f} s")
+        shares = [percent(share) for share in state.shares()]
+        pid = str(board.pids.get(state.name, NOTHING))
+        table.add_row(state.name, pid, f"{state.rows:,}", _bar(state), *shares, f"{state.wait_s:.1f} s")
     return Panel(table, title="processes", title_align="left", box=box.ROUNDED, border_style="bright_black")
 
 
-def _legend() -> Text:
-    return Text.assemble(
-        ("■ compute ", _COLOURS["work"]), ("■ queue ", _COLOURS["queue"]), ("■ wait", _COLOURS["wait"])
+def _incidents(board: Board) -> Text:
+    return Text("\n").join(
+        Text(f"{one.name} was ended by {one.reason} at step {one.step}", style="red").append(
+            "" if one.worked_s is None else f", at work again after {one.worked_s - one.noticed_s:.1f} s",
+            style="green",
+        )
+        for one in board.incidents
     )
+
+
+def _legend() -> Text:
+    return Text.assemble(*((f"■ {name} ", colour) for name, colour in _COLOURS.items()))
 
 
 def _bar(state: WorkerState) -> Text:
-    work, queue, _ = (round(share * _BAR_WIDTH) for share in state.shares())
-    rest = max(0, _BAR_WIDTH - work - queue)
-    return Text.assemble(
-        ("█" * work, _COLOURS["work"]), ("█" * queue, _COLOURS["queue"]), ("█" * rest, _COLOURS["wait"])
-    )
+    shares = state.shares()
+    widths = [round(share * _BAR_WIDTH) for share in shares[:-1]]
+    widths.append(max(0, _BAR_WIDTH - sum(widths)))
+    return Text.assemble(*(("█" * width, colour) for width, colour in zip(widths, _COLOURS.values(), strict=True)))
 
 
 def _spark(values: Floats, colour: str, width: int = 36, top: float | None = 1.0) -> Text:
@@ -175,5 +190,11 @@ def _reward(board: Board) -> float:
     return board.latest("reward", 10)
 
 
-def _percent(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.0%}"
+def percent(value: float) -> str:
+    """Nothing is known yet of NaN."""
+    return number(value, ".0%")
+
+
+def number(value: float | None, form: str) -> str:
+    """`value` in this form; a dash where there is none, or NaN."""
+    return NOTHING if value is None or math.isnan(value) else format(value, form)

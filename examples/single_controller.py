@@ -109,7 +109,9 @@ class Train(Worker):
         new = padded(bigram.like(response, bigram.log_probs(self.actor, prompt, response)), self.max_len)
         old, ref = padded(data["old_log_probs"], self.max_len), padded(data["ref_log_probs"], self.max_len)
         mask = (torch.arange(self.max_len) < row_lengths(response)[:, None]).float()
-        terms = clipped_loss(new, old, ref, advantage, mask, clip=0.2, kl_weight=0.01)
+        gap = ref - new
+        estimate = gap.exp() - gap - 1  # of the divergence, from the sampled token (Schulman, "Approximating KL", k3)
+        terms = clipped_loss(new, old, estimate, advantage, mask, clip=0.2, kl_weight=0.01)
         loss = terms.loss / mask.sum() + (values - data["reward"]).square().mean()
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)

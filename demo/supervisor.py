@@ -1,0 +1,122 @@
+"""Who watches the workers: starts them, notices when one is killed, gives back what it held, and starts another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import transfer_queue as tq
+from demo import reference, reward, rollout, trainer
+from demo.board import Board, Incident
+from demo.fleet import Death, Fleet, Target, WorkerFailed
+from demo.settings import Settings
+from demo.tables import CLAIMS, REPLICAS, train_partition
+
+_TARGETS: dict[str, Target] = {
+    "trainer": trainer.run,
+    "rollout": rollout.run,
+    "reward": reward.run,
+    "reference": reference.run,
+}
+
+
+class Supervisor:
+    """A context: on leaving it, in whatever way, no worker is left. It needs the service that the workers share."""
+
+    def __init__(self, settings: Settings, board: Board) -> None:
+        self._settings = settings
+        self._kills = settings.kills
+        self._board = board
+        self._fleet = Fleet(settings.folder / "logs", on_death=self._replace)
+
+    def start(self) -> None:
+        """All workers; an earlier run's checkpoint goes."""
+        (self._settings.folder / "trainer.pt").unlink(missing_ok=True)
+        for name in self._settings.worker_names:
+            self._start(name)
+
+    def watch(self, timeout_s: float) -> bool:
+        """Wakes when a worker ends, at the latest after `timeout_s`. True when all have ended well.
+
+        Raises `WorkerFailed` for one that raised, and for one that is killed too often.
+        """
+        done = self._fleet.wait(timeout_s)
+        self._board.pids = self._fleet.pids()
+        return done
+
+    def __enter__(self) -> Supervisor:
+        self._fleet.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._fleet.__exit__(kind, error, traceback)
+
+    def _start(self, name: str) -> None:
+        target = _TARGETS[name.split()[0]]
+        self._fleet.start(name, target, name, replace(self._settings, kills=self._kills))
+        self._board.pids = self._fleet.pids()
+
+    def _replace(self, death: Death) -> None:
+        """A worker was killed: note it, give back what was admitted for it, start another."""
+        noticed_s = time.monotonic()
+        self._board.refresh()
+        lives = 1 + sum(one.name == death.name for one in self._board.incidents)
+        if lives > self._settings.max_restarts:
+            raise WorkerFailed(
+                f"worker {death.name!r} was ended by {death.reason}, for the {lives}th time\n{death.last_output}"
+            )
+        rows = recover(death.name, self._settings)
+        own = next((kill for kill in self._kills if kill.worker == death.name), None)
+        self._kills = tuple(kill for kill in self._kills if kill is not own)
+        self._board.incidents.append(
+            Incident(
+                name=death.name,
+                pid=death.pid,
+                reason=death.reason,
+                noticed_s=noticed_s,
+                step=self._board.step,
+                rows=rows,
+                life=lives,
+            )
+        )
+        self._start(death.name)
+
+
+def recover(name: str, settings: Settings) -> int:
+    """What there is to do for a worker that is dead. Its leases have ended with it, admissions do not: those whose
+    samples it did not add are given back. Returns how many rows it had on lease and not acknowledged.
+    """
+    claim = tq.kv_list(CLAIMS).get(CLAIMS, {}).get(name, {})
+    if claim.get("admitted"):
+        prompts = claim["prompts"]
+        lost = claim["admitted"] if prompts is None else _unmade(prompts) * settings.samples_per_prompt
+        if lost:
+            tq.get_client().give_back("trainer", lost)
+        tq.kv_put(key=name, partition_id=CLAIMS, tag={"admitted": 0})
+    if name in tq.kv_list(REPLICAS).get(REPLICAS, {}):
+        tq.kv_clear(keys=[name], partition_id=REPLICAS)
+    return _unacknowledged(claim)
+
+
+def _unmade(prompts: list[list[int]]) -> int:
+    """Of (step, number), how many have no samples. A step that is over had all of them."""
+    client = tq.get_client()
+    there = [client.kv_retrieve_meta([f"{number}/0"], train_partition(step)).size for step, number in prompts]
+    over = [client.get_partition(train_partition(step)) is None for step, _ in prompts]
+    return sum(not (found or gone) for found, gone in zip(there, over, strict=True))
+
+
+def _unacknowledged(claim: Mapping[str, Any]) -> int:
+    """Of the rows that a worker noted, those that its task has not used, by what the service says."""
+    found = 0
+    for partition, rows in claim.get("lent", []):
+        indexes, used = tq.get_client().get_consumption_status(claim["task"], partition)
+        if indexes is not None and used is not None:
+            free = indexes[used == 0]
+            found += len(set(free.tolist()) & set(rows))
+    return found
