@@ -83,7 +83,7 @@ def fetch(
         session.next_rid(),
         partition_id,
         data_fields,
-        batch_size,
+        _lists_and_numbers(batch_size),
         task_name,
         sampling,
         wait_s,
@@ -95,11 +95,27 @@ def fetch(
 
 
 def checked_sampling(sampling_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`sampling_config` as it travels. Raises `UnsupportedValue` unless it is plain data."""
-    sampling = dict(sampling_config or {})
+    """`sampling_config` as it travels: arrays, tensors and tuples as lists, NumPy's numbers as Python's.
+
+    Raises `UnsupportedValue` unless it is plain data then.
+    """
+    sampling = {} if sampling_config is None else _lists_and_numbers(dict(sampling_config))
     if not is_plain(sampling):
-        raise UnsupportedValue(f"sampling_config {sampling}: only plain numbers, strings, lists and dicts")
+        raise UnsupportedValue(
+            f"sampling_config {sampling}: only numbers, strings, lists, dicts, and arrays and tensors of numbers"
+        )
     return sampling
+
+
+def _lists_and_numbers(value: Any) -> Any:
+    """`value` without arrays and NumPy scalars: the server's sampler gets what every process reads the same way."""
+    if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_lists_and_numbers(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _lists_and_numbers(item) for key, item in value.items()}
+    return value
 
 
 def leased(metadata: BatchMeta) -> tuple[int, bytes, bytes]:

@@ -32,7 +32,9 @@ from transfer_queue.wire.leases import Renew as Renew
 from transfer_queue.wire.listings import Changes as Changes
 from transfer_queue.wire.listings import Listing as Listing
 from transfer_queue.wire.listings import ListKeys as ListKeys
+from transfer_queue.wire.partitions import DescribePartition as DescribePartition
 from transfer_queue.wire.partitions import GetPartition as GetPartition
+from transfer_queue.wire.partitions import PartitionDescription as PartitionDescription
 from transfer_queue.wire.partitions import PartitionInfo as PartitionInfo
 from transfer_queue.wire.partitions import SetPartition as SetPartition
 from transfer_queue.wire.units import Blocks as Blocks
@@ -387,13 +389,13 @@ ClientMessage: TypeAlias = (
     Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
     | Cancel | Received | Goodbye | Take | Join | Moved | Settle
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
-    | GetPartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
+    | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Announce | Admit | GiveBack
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured | Lent | Handed
-    | Counted | Admitted | Waiting
+    | Counted | Admitted | Waiting | PartitionDescription
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
