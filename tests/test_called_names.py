@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,10 +14,12 @@ import torch
 import transfer_queue as tq
 from transfer_queue import interface
 from transfer_queue.client.drivers import run
+from transfer_queue.client.operations import checked_sampling
 from transfer_queue.client.partition import PartitionSnapshot, partition_snapshot
-from transfer_queue.errors import ConfigError, NotInitialized, ServiceUnavailable, UnsupportedValue
+from transfer_queue.errors import ConfigError, InvalidInput, NotInitialized, ServiceUnavailable, UnsupportedValue
 from transfer_queue.sampler.seqlen_balanced_sampler import get_seqlen_balanced_partitions, karmarkar_karp
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, process_zmq_server_info
+from transfer_queue.wire.arrays import unpack_arrays
 
 # ---- import paths ----
 
@@ -52,7 +55,9 @@ def test_import_paths_of_0_1_11(child: Callable[[str], Any]) -> None:
     from transfer_queue.sampler.sequential_sampler import SequentialSampler
     from transfer_queue.storage import StorageKeyNotFoundError
     from transfer_queue.utils.logging_utils import get_logger
+    from transfer_queue.utils.logging_utils import get_logger
     from transfer_queue.utils.zmq_utils import ZMQServerInfo, process_zmq_server_info
+    from transfer_queue.wire.arrays import unpack_arrays
     """
     child(code).finish()
 
@@ -178,13 +183,48 @@ def test_a_sampling_config_may_hold_numpy(service: Callable[..., tq.TransferQueu
     assert first.global_indexes == again.global_indexes
 
 
-def test_arrays_in_a_sampling_config_arrive_as_lists(client: tq.TransferQueueClient) -> None:
-    from transfer_queue.client.operations import checked_sampling
+class ByScore(tq.BaseSampler):
+    """The rows with the highest scores, which the request brings as an array."""
 
-    given = {"a": np.arange(3), "b": (1, np.float32(0.5)), "c": {"d": torch.tensor(4)}, "e": np.bool_(True)}
-    assert checked_sampling(given) == {"a": [0, 1, 2], "b": [1, 0.5], "c": {"d": 4}, "e": True}
+    def sample(self, ready_indexes: list[int], batch_size: int, **given: Any) -> tuple[list[int], list[int]]:
+        scores = given["scores"] / given["scores"].sum() * given["factors"][0][1]
+        best = [ready_indexes[at] for at in np.argsort(-scores)[:batch_size]]
+        return best, best
+
+
+def test_a_sampler_gets_arrays_as_arrays(service: Callable[..., tq.TransferQueueClient]) -> None:
+    client = service(controller={"sampler": ByScore})
+    client.put({"x": torch.arange(4)}, partition_id="p")
+    sampling = {"scores": np.array([0.1, 0.9, 0.3, 0.8], np.float32), "factors": (np.arange(1, 3), torch.ones(2))}
+    assert client.get_meta(["x"], 2, "p", task_name="t", sampling_config=sampling).global_indexes == [1, 3]
+
+
+def test_numbers_and_arrays_of_a_sampling_config_travel() -> None:
+    given = {
+        "a": np.arange(6).reshape(2, 3),
+        "b": (1, np.float32(0.5)),
+        "c": {"d": torch.tensor(4)},
+        "e": np.bool_(True),
+    }
+    found = unpack_arrays(msgspec.msgpack.decode(msgspec.msgpack.encode(checked_sampling(given))))
+    assert found.pop("a").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found == {"b": [1, 0.5], "c": {"d": 4}, "e": True}
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, np.array([object()]), np.datetime64("2020-01-01")])
+def test_what_is_neither_is_refused(value: Any) -> None:
     with pytest.raises(UnsupportedValue, match="sampling_config"):
-        checked_sampling({"a": object()})
+        checked_sampling({"a": value})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", ("<i8", [2], b"1234567"), ("O", [1], b"12345678"), ("<i8", [-1, -1], b"12345678"), ("what", [], b"")],
+)
+def test_bytes_that_are_no_array_are_refused(content: Any) -> None:
+    data = content if isinstance(content, bytes) else msgspec.msgpack.encode(content)
+    with pytest.raises(InvalidInput):
+        unpack_arrays([msgspec.msgpack.Ext(1, data)])
 
 
 # ---- errors that programs catch and match ----
