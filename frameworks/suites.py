@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from frameworks import differential, programs
+from frameworks import differential, distributions, programs
 from frameworks.environments import ENVIRONMENTS, ROOT
 from tools.environments import EnvironmentUnavailable, made
 
@@ -56,6 +56,7 @@ SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "verl": with_verl,
     "td-oldest": lambda arguments: with_tensordict("td-oldest", arguments),
     "td-newest": lambda arguments: with_tensordict("td-newest", arguments),
+    "distributions": lambda _: distributions.main(),
     "differential": lambda _: differential.main(python("transferqueue"), python("td-newest"), run),
 }
 
