@@ -24,18 +24,20 @@ SHOWN_LINES = 15
 def main(python: Path, folder: Path, timeout_s: float, environment: Mapping[str, str], logs: Path) -> int:
     """Run every program of `folder`, print a line for each; 1 when one failed or there is none."""
     logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="tq-programs-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="tq-") as scratch:
         copy = Path(scratch) / folder.resolve().name
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("transfer_queue", "__pycache__", ".git", ".venv*"))
         programs = sorted(path for path in copy.rglob("*.py") if not path.name.startswith("_"))
         if not programs:
             print(f"frameworks: {folder} has no programs")
+        # `ray.init()` takes a cluster that runs on this machine unless it looks for one elsewhere.
+        alone = {**environment, "RAY_TMPDIR": scratch, "RAY_AUTH_MODE": "disabled"}
         failed = 0
         for program in programs:
             name = program.relative_to(copy)
             log = logs / f"{'.'.join(name.with_suffix('').parts)}.log"
             started = time.monotonic()
-            verdict = _verdict(python, program, timeout_s, environment, log)
+            verdict = _verdict(python, program, timeout_s, alone, log)
             print(f"frameworks: {name}: {verdict or 'passed'} in {time.monotonic() - started:.0f} s", flush=True)
             if verdict:
                 failed += 1
