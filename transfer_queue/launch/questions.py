@@ -47,7 +47,8 @@ class Questions:
         await self.here()
         config = await asyncio.to_thread(self._configuration)
         config.controller.zmq_info = await self.get_zmq_server_info()
-        config.metrics.endpoint = await self._asked(lambda client: client.session.config["metrics_endpoint"])
+        if self._config.metrics_port is not None:  # else the question alone would load torch here
+            config.metrics.endpoint = await self._asked(lambda client: client.session.config["metrics_endpoint"])
         return config
 
     def _configuration(self) -> Any:
