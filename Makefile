@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench test-frameworks test-vllm clean
+.PHONY: demo test check bench test-frameworks test-vllm wheel-compat clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
@@ -26,6 +26,10 @@ bench: $(STAMP)
 # Minutes, and gigabytes of packages: not part of `check` or `test`.
 test-frameworks:
 	$(PYTHON) -m frameworks $(ARGS)
+
+# A wheel under the name TransferQueue, with a version that its pins take: docs/migration.md. ARGS="--version 0.1.12".
+wheel-compat:
+	$(PYTHON) tools/wheel_compat.py $(ARGS)
 
 # A real vLLM on the CPU: minutes, 4 GB of packages, 6 GB of memory; PYTHON has to be 3.11.
 test-vllm:

@@ -31,6 +31,8 @@ ENVIRONMENTS = {
     "verl": _with_this_package("verl", "tensordict==0.10.0", "verl==0.9.1", "cachetools", "fastapi", "uvicorn"),
     "td-oldest": _with_this_package("td-oldest", "tensordict==0.10.0"),
     "td-newest": _with_this_package("td-newest", "tensordict"),
+    # What programs written for TransferQueue import beside it: its own requirements.
+    "programs": _with_this_package("programs", "tensordict", "ray[default]", "hydra-core"),
     "transferqueue": Environment(
         folder=ROOT / ".venv-frameworks" / "transferqueue",
         steps=((TORCH,), (TORCH, "TransferQueue==0.1.11", "ray[default]")),

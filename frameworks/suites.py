@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from frameworks import differential
+from frameworks import differential, distributions, programs
 from frameworks.environments import ENVIRONMENTS, ROOT
 from tools.environments import EnvironmentUnavailable, made
 
@@ -23,10 +23,14 @@ TENSORDICT_TESTS = (
 )  # fmt: skip
 
 
+def clean_environment() -> dict[str, str]:
+    """The environment without addresses of other runs."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "RAY_", "TQ_"))}
+
+
 def run(command: Sequence[str | Path], cwd: Path = ROOT) -> int:
     """The exit status of a command, without addresses of other runs in its environment."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "RAY_", "TQ_"))}
-    return subprocess.run(command, cwd=cwd, env=kept, check=False).returncode
+    return subprocess.run(command, cwd=cwd, env=clean_environment(), check=False).returncode
 
 
 def python(name: str) -> Path:
@@ -44,24 +48,32 @@ def with_tensordict(name: str, arguments: Sequence[str]) -> int:
     return run([python(name), "-m", "pytest", "-W", "default", *files, *arguments])
 
 
+def with_programs(folder: Path, timeout_s: float) -> int:
+    return programs.main(python("programs"), folder, timeout_s, clean_environment(), LOGS / "programs")
+
+
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "verl": with_verl,
     "td-oldest": lambda arguments: with_tensordict("td-oldest", arguments),
     "td-newest": lambda arguments: with_tensordict("td-newest", arguments),
+    "distributions": lambda _: distributions.main(),
     "differential": lambda _: differential.main(python("transferqueue"), python("td-newest"), run),
 }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the named suites, all by default; say how long each took; 1 when one failed."""
+    """Run the named suites, all by default, or the programs of a folder; say how long each took; 1 when one failed."""
     parser = argparse.ArgumentParser(prog="python -m frameworks", description=__doc__)
     parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help="default: all")
+    parser.add_argument("--programs", type=Path, metavar="DIR", help="run the programs of this folder instead")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that each of the programs may take")
     asked, rest = parser.parse_known_args(arguments)
+    suites = {"programs": lambda _: with_programs(asked.programs, asked.timeout)} if asked.programs else SUITES
     failed = []
-    for name in asked.suites or SUITES:
+    for name in suites if asked.programs else asked.suites or SUITES:
         start = time.monotonic()
         try:
-            status = SUITES[name](rest)
+            status = suites[name](rest)
         except EnvironmentUnavailable as error:
             print(f"frameworks: {name}: {error}", file=sys.stderr)
             status = 1

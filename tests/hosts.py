@@ -44,7 +44,7 @@ class Host:
         )  # fmt: skip
         self.server = local.start(config)
         self.tcp = f"tcp:{self.server.tcp}"
-        self.client = TransferQueueClient(Session(parse_address(self.server.address)))
+        self.client = TransferQueueClient.of(Session(parse_address(self.server.address)))
 
     def kv_put(self, keys: list[str], partition: str, fields: Any = None, tags: Any = None) -> Any:
         return run(self.client.session, kv.kv_batch_put(self.client.session, keys, partition, fields, tags))

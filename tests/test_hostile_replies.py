@@ -187,7 +187,7 @@ def test_answers_of_other_hosts_that_do_not_fit_are_refused(session: Session, da
 
 
 def test_partitions_whose_fields_differ_in_rank_are_read_together_as_a_list(session: Session) -> None:
-    client = TransferQueueClient(session)
+    client = TransferQueueClient.of(session)
     one = client.put({"x": torch.ones(2, 3)}, partition_id="flat")
     other = client.put({"x": torch.ones(2, 3, 4)}, partition_id="deep")
     rows = client.get_data(BatchMeta.concat([one, other]))["x"]

@@ -177,7 +177,7 @@ def test_a_stream_on_one_host_has_the_rows_of_all(cluster: list[Host], width: in
 
 def test_a_client_without_a_unit_of_its_own_reads_and_writes_over_tcp(cluster: list[Host]) -> None:
     host, _, port = cluster[0].server.tcp.rpartition(":")
-    client = TransferQueueClient(Session(Address(host=host, port=int(port), token=TOKEN)))
+    client = TransferQueueClient.of(Session(Address(host=host, port=int(port), token=TOKEN)))
     meta = client.put({"x": torch.arange(3.0 * LARGE).view(3, LARGE)}, partition_id="far")
     cluster[2].client.put({"y": torch.ones(3, LARGE)}, metadata=meta)
     data = client.get_data(meta)
@@ -247,7 +247,7 @@ def test_a_client_killed_between_allocation_and_commit_leaves_nothing(cluster: l
         from transfer_queue.client.api import TransferQueueClient
         from transfer_queue.client.session import Session
         from transfer_queue.wire.address import parse_address
-        client = TransferQueueClient(Session(parse_address({cluster[1].server.address!r})))
+        client = TransferQueueClient.of(Session(parse_address({cluster[1].server.address!r})))
         held = client.allocate({{"x": ((8, {LARGE}), torch.float32)}})
         print("held")
         input()

@@ -428,7 +428,7 @@ def test_a_unit_whose_controller_was_started_anew_mixes_no_lives(start_host: Cal
 
 def test_a_client_over_tcp_meets_the_next_life(start_host: Callable[..., Host]) -> None:
     head = start_host()
-    far = tq.TransferQueueClient(Session(parse_address(head.tcp, TOKEN)))
+    far = tq.TransferQueueClient.of(Session(parse_address(head.tcp, TOKEN)))
     try:
         old = far.put(rows(1, 2), partition_id="p")
         os.kill(head.server.pid, signal.SIGKILL)

@@ -452,7 +452,7 @@ def test_hosts_of_a_slurm_step_meet_by_a_token_they_all_have(
     first = launched(child, RANK, far)  # later: the other one waits for it
     addresses = [step.line().split()[0] for step in (first, second)]
     assert [address.partition(":")[0] for address in addresses] == ["unix", "unix" if unit_token else "tcp"]
-    clients = [TransferQueueClient(Session(parse_address(address))) for address in addresses]
+    clients = [TransferQueueClient.of(Session(parse_address(address))) for address in addresses]
     clients[0].put({"x": torch.ones(2)}, partition_id="p")
     found = clients[1].get_meta(["x"], 2, "p", task_name="t", timeout_s=20)
     assert clients[1].get_data(found)["x"].sum() == 2

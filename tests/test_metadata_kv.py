@@ -84,7 +84,7 @@ def test_kv_select_keys_orders_as_asked() -> None:
 
 
 def test_kv_select_keys_refuses_repeats_and_unknown_keys() -> None:
-    with pytest.raises(ValueError, match="duplicated"):
+    with pytest.raises(ValueError, match="duplicate keys"):
         keyed().select_keys(["k0", "k0"])
     with pytest.raises(RuntimeError, match="zz"):
         keyed().select_keys(["k0", "zz"])

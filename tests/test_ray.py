@@ -377,3 +377,72 @@ def test_without_ray_nothing_of_it_is_imported(child: Callable[[str], Child]) ->
         tq.close()
         """
     ).finish(LIMIT_S)
+
+
+def test_the_actor_answers_what_programs_for_0_1_11_ask(driver: Driver) -> None:
+    driver(
+        """
+        from transfer_queue import interface
+        assert interface._TQ_CONTROLLER is None
+        conf = tq.init({"controller": {"sampler": "RankAwareSampler", "polling_mode": True}, "mine": {"a": 1}})
+        assert interface._TQ_CONTROLLER is not None
+        actor = controller()
+        def ask(name, *args):
+            return ray.get(getattr(actor, name).remote(*args), timeout=60)
+        tq.kv_put("a", "p", {"x": torch.ones(4), "t": "text"}, tag={"n": 1})
+        tq.get_client().put({"x": torch.ones(2, 4)}, partition_id="q")
+        assert ask("list_partitions") == ["p", "q"]
+        found = ask("get_partition_snapshot", "p")
+        row = found.keys_mapping["a"]
+        assert found.production_status[row, found.field_name_mapping["x"]] == 1
+        assert found.field_metadata["t"].is_non_tensor and found.custom_meta[row] == {"n": 1}
+        assert ask("get_partition_snapshot", "nobody") is None
+        ask("clear_partition", "p")
+        ask("clear_partition", "nobody")
+        assert ask("list_partitions") == ["q"]
+
+        given = ask("get_config")
+        assert given.controller.polling_mode is True and given.mine.a == 1
+        assert "RankAware" in str(given.controller.sampler) and given.backend.SimpleStorage.num_data_storage_units == 2
+        assert given.address is None  # every node has its own
+        stream = tq.StreamingDataset(given, 2, 2, ["x"], "q", "t", 0, should_check_consumption_status=True)
+        assert [len(meta) for _, meta in stream] == [2]
+        assert "metrics.enabled" in said(Exception, lambda: ask("start_metrics", 0))
+        ask("register_storage_units_for_metrics", {})
+        ask("store_config", {"of": "mine"})
+        assert ask("get_config") == {"of": "mine"}
+        tq.close()
+        assert interface._TQ_CONTROLLER is None
+        """
+    ).finish(LIMIT_S)
+
+
+def test_clients_attach_by_the_info_of_the_actor(driver: Driver) -> None:
+    driver(
+        """
+        from transfer_queue.controller import TransferQueueController
+        from transfer_queue.utils.zmq_utils import ZMQServerInfo, process_zmq_server_info
+        conf = tq.init()
+        infos = process_zmq_server_info({"one": controller()})
+        assert infos["one"] == conf.controller.zmq_info and infos["one"].ports["request_handle_socket"]
+        tq.kv_put("a", "p", tag={"n": 1})
+        client = tq.TransferQueueClient("mine", infos["one"])
+        client.initialize_storage_manager("AsyncSimpleStorageManager", conf.backend.SimpleStorage)
+        assert client.kv_list() == {"p": {"a": {"n": 1}}}
+        client.close()
+        code = "info = ray.get(controller().get_zmq_server_info.remote());"
+        code += "out = tq.TransferQueueClient('worker', info).kv_list()"
+        assert do(Worker.remote(), code) == {"p": {"a": {"n": 1}}}
+
+        other = TransferQueueController.options(num_cpus=0).remote(sampler="RankAwareSampler", polling_mode=True)
+        client = tq.TransferQueueClient("other", process_zmq_server_info(other))
+        assert client.get_partition_list() == []
+        assert len(client.get_meta(["x"], 1, "p", task_name="t", sampling_config={"dp_rank": 0, "batch_index": 0})) == 0
+        pid = client.stats()["pid"]
+        assert pid != server()
+        client.close()
+        ray.kill(other)
+        wait_for(lambda: ended(pid))
+        tq.close()
+        """
+    ).finish(LIMIT_S)

@@ -198,7 +198,7 @@ def test_another_protocol_version_is_told_so(shared: TransferQueueClient, tcp: A
 
 @pytest.fixture
 def remote(tcp: Address) -> Iterator[TransferQueueClient]:
-    client = TransferQueueClient(Session(tcp))
+    client = TransferQueueClient.of(Session(tcp))
     yield client
     client.close()
 

@@ -95,12 +95,18 @@ _HOMES = {
     ),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = (
+    "client", "config", "controller", "dataloader", "errors", "interface", "metadata", "sampler", "storage", "utils",
+    "weights",
+)  # fmt: skip
 
 __all__ = list(_HOME_OF)
 __version__ = Path(__file__).with_name("version").joinpath("version").read_text(encoding="utf-8").strip()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"transfer_queue.{name}")
     try:
         home = _HOME_OF[name]
     except KeyError:
@@ -111,4 +117,19 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *_MODULES, "__version__"]
+
+
+def _warn_of_other_package() -> None:
+    """Warn that TransferQueue's files lie among ours: either distribution breaks when the other is removed."""
+    import warnings
+
+    from transfer_queue_doctor import explanation
+
+    text = explanation()
+    if text is not None:
+        warnings.warn(text, stacklevel=3)
+
+
+if Path(__file__).with_name("client.py").exists():  # only TransferQueue has one; ours is a folder, and that wins
+    _warn_of_other_package()

@@ -5,6 +5,7 @@
     │   ├── InvalidInput               (ValueError)      sizes, names, duplicates
     │   │   ├── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
     │   │   ├── MissingParameter       (TypeError)       sampling_config lacks what the sampler needs
+    │   │   ├── NotDivisible           (AssertionError)  items that do not make so many parts
     │   │   └── BatchMismatch          (RuntimeError)    a batch does not fit its metadata or its parser's result
     │   ├── UnsupportedValue           (TypeError)       a value the codec cannot carry exactly
     │   ├── SchemaConflict             (ValueError)      dtype, rank or kind differs from the field's
@@ -84,6 +85,12 @@ class MissingParameter(InvalidInput, TypeError):
     """`sampling_config` does not have a parameter that the sampler cannot do without."""
 
     code = "missing_parameter"
+
+
+class NotDivisible(InvalidInput, AssertionError):
+    """There are too few items for the parts, or their number is no multiple of that of parts of equal size."""
+
+    code = "not_divisible"
 
 
 class BatchMismatch(InvalidInput, RuntimeError):

@@ -15,12 +15,12 @@ from transfer_queue import checkpoint, dump
 from transfer_queue import config as settings
 from transfer_queue.client import kv, updating, versions
 from transfer_queue.client.api import TransferQueueClient
-from transfer_queue.client.drivers import run, run_async
+from transfer_queue.client.drivers import run, run_async, show_as_public
 from transfer_queue.client.effects import Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
-from transfer_queue.launch import choose
+from transfer_queue.launch import choose, controller_actor, service_info
 from transfer_queue.launch.launcher import Launcher, Service
 from transfer_queue.wire.address import Address, parse_address
 
@@ -30,7 +30,8 @@ CHECK_S = 1.0
 log = logging.getLogger("transfer_queue")
 
 _lock = threading.RLock()
-_client: TransferQueueClient | None = None
+_TQ_CLIENT: TransferQueueClient | None = None  # these two names are TransferQueue's: programs read and replace them
+_TQ_CONTROLLER: Any = None  # the handle of the service's actor, where this process found or started it through Ray
 _service: Service | None = None  # the one this process owns
 _announced = ""  # what this process wrote into TQ_ADDRESS
 _announced_pickle: tuple[str, str | None] | None = None  # and into TQ_ALLOW_PICKLE, with what stood there before
@@ -48,11 +49,11 @@ def init(conf: Any = None) -> Any:
     process alone: the service's does not count, and a later call may change it. In a process whose service died it
     attaches to the one that took its place, or starts one. Raises `ConfigError`, `ServiceUnavailable`.
     """
-    global _client, _service
+    global _TQ_CLIENT, _TQ_CONTROLLER, _service
     with _lock:
-        if _client is not None and not _still_attached(_client):
+        if _TQ_CLIENT is not None and not _still_attached(_TQ_CLIENT):
             _leave_the_dead()
-        if _client is None:
+        if _TQ_CLIENT is None:
             full = settings.merged(conf)
             pickling = settings.pickling(full)
             _log_as_told()
@@ -62,14 +63,16 @@ def init(conf: Any = None) -> Any:
                 if _service is not None:  # otherwise another process was faster
                     atexit.register(close)
                     try:
-                        _client = _connected(_service.addresses)
+                        _TQ_CLIENT = _connected(_service.addresses)
                     except BaseException:
                         close()
                         raise
-                    full.address = str(_client.session.address)
-                    full.metrics.endpoint = _client.session.config["metrics_endpoint"]
+                    _TQ_CONTROLLER = controller_actor()
+                    full.address = str(_TQ_CLIENT.session.address)
+                    full.controller.zmq_info = service_info(_TQ_CLIENT.session.address, _TQ_CONTROLLER)
+                    full.metrics.endpoint = _TQ_CLIENT.session.config["metrics_endpoint"]
                     _choose_pickling(pickling)
-                    _say("started", _client.session)
+                    _say("started", _TQ_CLIENT.session)
                     return full
         else:
             pickling = settings.pickling(settings.merged(conf)) if conf else None
@@ -155,14 +158,14 @@ def _launcher(full: Any) -> Launcher:
 
 def _attach(full: Any, launcher: Launcher) -> bool:
     """Attach to a running service; False when there is none."""
-    global _client
+    global _TQ_CLIENT, _TQ_CONTROLLER
     known = str(full.address or "") or settings.from_env().address
     gone: ServiceUnavailable | None = None
     if known:
         address = parse_address(known)
         try:
-            _client = _client_of(Session(address))
-            _say("attached to", _client.session)
+            _TQ_CLIENT = _client_of(Session(address))
+            _say("attached to", _TQ_CLIENT.session)
             return True
         except ServiceUnavailable as error:
             if not (launcher.has_hosts and address.is_local):
@@ -170,8 +173,9 @@ def _attach(full: Any, launcher: Launcher) -> bool:
             gone = error  # a socket of another host or of the past: workers inherit settings from anywhere
     addresses = launcher.find()
     if addresses:
-        _client = _connected(addresses)
-        _say("attached to", _client.session)
+        _TQ_CLIENT = _connected(addresses)
+        _say("attached to", _TQ_CLIENT.session)
+        _TQ_CONTROLLER = controller_actor()
         return True
     if gone is not None and full.address:
         raise gone
@@ -200,14 +204,15 @@ def _connected(addresses: Sequence[Address]) -> TransferQueueClient:
 
 def _client_of(session: Session) -> TransferQueueClient:
     session.allow_pickle = settings.from_env().allow_pickle
-    return TransferQueueClient(session)
+    return TransferQueueClient.of(session)
 
 
 def close() -> None:
     """Detach this process; the one that started the service also ends it. Without a service nothing happens."""
-    global _client, _service, _announced
+    global _TQ_CLIENT, _TQ_CONTROLLER, _service, _announced
     with _lock:
-        client, _client = _client, None
+        client, _TQ_CLIENT = _TQ_CLIENT, None
+        _TQ_CONTROLLER = None
         service, _service = _service, None
         announced, _announced = _announced, ""
         if client is not None:
@@ -222,9 +227,21 @@ def close() -> None:
 
 def get_client() -> TransferQueueClient:
     """The client of this process. Raises `NotInitialized` (an AssertionError) before `init`."""
-    if _client is None:
+    if _TQ_CLIENT is None:
         raise NotInitialized("call transfer_queue.init() first")
-    return _client
+    return _TQ_CLIENT
+
+
+def _maybe_create_tq_client(conf: Any = None) -> TransferQueueClient:
+    """The client of this process, attached if need be: to the service at `conf.address`, else to the one that is found.
+
+    Under this name other programs call it. Raises `NotInitialized` (an AssertionError), `ServiceUnavailable`.
+    """
+    if _TQ_CLIENT is None and conf is not None and conf.get("address"):
+        init({"address": conf["address"]})
+    else:
+        _session()
+    return get_client()
 
 
 def address() -> str:
@@ -244,11 +261,11 @@ def get_metrics_endpoint() -> str | None:
 
 def _session() -> Session:
     """The session of this process, attached on first use when a service runs."""
-    if _client is None:
+    if _TQ_CLIENT is None:
         full = settings.merged(None)
         _log_as_told()
         with _lock:
-            if _client is None and not _attach(full, _launcher(full)):
+            if _TQ_CLIENT is None and not _attach(full, _launcher(full)):
                 raise NotInitialized("TransferQueue is not initialized: call transfer_queue.init(), or set TQ_ADDRESS")
     return get_client().session
 
@@ -260,6 +277,7 @@ def _plain(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
         return run(session, traced(operation(session, *args, **kwargs), operation.__name__))
 
     function.__module__ = __name__  # where pickle finds it
+    show_as_public(function, operation)
     return function
 
 
@@ -271,6 +289,7 @@ def _async(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
 
     function.__module__ = __name__
     function.__name__ = function.__qualname__ = f"async_{operation.__name__}"
+    show_as_public(function, operation)
     return function
 
 

@@ -65,7 +65,7 @@ def status(address: Address = None, as_json: Annotated[bool, typer.Option("--jso
     from transfer_queue.client.session import Session
     from transfer_queue.wire.address import parse_address
 
-    client = TransferQueueClient(Session(parse_address(_chosen(address))))
+    client = TransferQueueClient.of(Session(parse_address(_chosen(address))))
     try:
         values = client.stats()
         partitions = {name: client.get_partition(name) for name in client.get_partition_list()}
@@ -125,6 +125,14 @@ def _print(values: dict[str, Any], partitions: dict[str, dict[str, Any] | None])
         if info is not None:
             table.add_row(name, str(info["rows"]), str(info["size"] or ""), str(info["metadata"] or ""))
     console.print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Whether another distribution lies over this one, and the command that mends it."""
+    from transfer_queue_doctor import report
+
+    raise typer.Exit(report())
 
 
 def main() -> None:

@@ -13,7 +13,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if not hasattr(sys.modules["transfer_queue"], "_HOME_OF"):  # TransferQueue's __init__ lies over ours, and imports this
+    from transfer_queue_doctor import explanation
+
+    raise ImportError(explanation() or "transfer_queue/__init__.py is not the one of transfer-queue: run `tq doctor`")
 
 if TYPE_CHECKING:
     from transfer_queue.client.api import AsyncTransferQueueClient as AsyncTransferQueueClient

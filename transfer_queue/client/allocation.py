@@ -22,7 +22,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.lives import naming
 
-Specs = Mapping[str, "tuple[Sequence[int], torch.dtype]"]
+Specs = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operation[Allocation]:

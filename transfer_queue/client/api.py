@@ -7,6 +7,7 @@ is safe to call from several threads and event loops at once. Besides what is li
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -26,12 +27,14 @@ from transfer_queue.client.kv import kv_list
 from transfer_queue.client.notes import warn
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import checked_tags
-from transfer_queue.errors import UnsupportedValue
+from transfer_queue.errors import AccessDenied, ConfigError, InvalidInput, ServiceUnavailable, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
+from transfer_queue.wire.server_info import ZMQServerInfo, addresses_of
 
 Status = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+STORAGE_MANAGERS = ("SimpleStorage", "AsyncSimpleStorageManager")
 
 
 class Operations:
@@ -248,15 +251,49 @@ class Operations:
 
 
 class TransferQueueClient:
-    """One process's access to the service. Made by `transfer_queue.init` and `get_client`.
+    """One process's access to the service. Made by `transfer_queue.init`, and given by `get_client`.
+
+    A program may also make one of its own, under any `client_id`, for the service that `controller_info` names: the
+    result of `process_zmq_server_info(controller)`, or `controller.zmq_info` of the configuration that `init` returned.
+    It is attached at once, to the first place that answers, and `close` detaches it. The other two arguments are
+    TransferQueue's and have no effect. Raises `UnsupportedValue` (a TypeError) unless `controller_info` is a
+    `ZMQServerInfo`, `InvalidInput` (a ValueError) for None or a number below 1, `ServiceUnavailable`, `AccessDenied`.
 
     Where the service was started anew, each call in flight raises `ServiceRestarted`, and the next ones work on what is
     there now. Metadata of the old one raises `DataLost`, its leases `LeaseExpired`.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(
+        self,
+        client_id: str,
+        controller_info: ZMQServerInfo,
+        zmq_io_threads: int | None = None,
+        zmq_max_sockets: int | None = None,
+    ) -> None:
+        for name, number in (("zmq_io_threads", zmq_io_threads), ("zmq_max_sockets", zmq_max_sockets)):
+            if number is not None and number < 1:
+                raise InvalidInput(f"{name} must be at least 1, got {number}")
+        self._attach(client_id, _session_with(controller_info))
+
+    @classmethod
+    def of(cls, session: Session) -> TransferQueueClient:
+        """The client of a session that is there already; `close` closes it."""
+        client = cls.__new__(cls)
+        client._attach(f"TransferQueueClient_{os.getpid()}", session)
+        return client
+
+    def _attach(self, client_id: str, session: Session) -> None:
+        self.client_id = client_id
         self._session = session
         self._renewing = threading.Lock()
+
+    def initialize_storage_manager(self, manager_type: str, config: Mapping[str, Any]) -> None:
+        """Does nothing: the service says where its storage is. `config` is not looked at.
+
+        Raises `ConfigError` (a ValueError) for another store than SimpleStorage ("AsyncSimpleStorageManager").
+        """
+        if manager_type not in STORAGE_MANAGERS:
+            raise ConfigError(f"manager_type: {manager_type!r} is not available; this release has {STORAGE_MANAGERS}")
 
     @property
     def address(self) -> Address:
@@ -320,6 +357,25 @@ class TransferQueueClient:
     def close(self) -> None:
         """Detach from the service. Tensors that were read stay valid."""
         self._session.close()
+
+
+def _session_with(info: ZMQServerInfo) -> Session:
+    """A session at the first place of `info` that answers; this process pickles or not as TQ_ALLOW_PICKLE says."""
+    if info is None:
+        raise InvalidInput("controller_info cannot be None")
+    if not isinstance(info, ZMQServerInfo):
+        raise UnsupportedValue(f"controller_info must be a ZMQServerInfo, got {type(info).__qualname__}")
+    *nearer, last = addresses_of(info)
+    for address in nearer:
+        try:
+            session = Session(address)
+        except (ServiceUnavailable, AccessDenied):  # its node's server may run as another user
+            continue
+        break
+    else:
+        session = Session(last)
+    session.allow_pickle = os.environ.get("TQ_ALLOW_PICKLE") == "1"
+    return session
 
 
 AsyncTransferQueueClient = TransferQueueClient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -139,6 +140,8 @@ def blocking(operation: Callable[Concatenate[Any, P], Operation[T]]) -> Callable
     def method(self: HasSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return run(self.session, traced(operation(self, *args, **kwargs), operation.__name__))
 
+    show_as_public(method, operation)
+    method.__name__ = operation.__name__.removeprefix("_")
     return method
 
 
@@ -151,4 +154,22 @@ def awaitable(
     async def method(self: HasSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await run_async(self.session, traced(operation(self, *args, **kwargs), operation.__name__))
 
+    show_as_public(method, operation)
+    method.__name__ = f"async_{operation.__name__.removeprefix('_')}"
     return method
+
+
+def show_as_public(function: Callable[..., Any], operation: Callable[..., Operation[Any]]) -> None:
+    """Let `help`, `inspect.signature`, `typing.get_type_hints` and autospec show what callers of `function` see.
+
+    That is the signature of `operation` without the `session` that a function finds by itself, and with the result's
+    type instead of the generator's.
+    """
+    shown = inspect.signature(operation)
+    returned = str(shown.return_annotation)
+    assert returned.startswith("Operation[")  # annotations are texts in the modules that have operations
+    parameters = [one for one in shown.parameters.values() if one.name != "session"]
+    result = returned.removeprefix("Operation[").removesuffix("]")
+    function.__signature__ = shown.replace(parameters=parameters, return_annotation=result)  # type: ignore[attr-defined]
+    annotations = {one.name: one.annotation for one in parameters if one.annotation is not one.empty}
+    function.__annotations__ = {**annotations, "return": result}

@@ -25,7 +25,7 @@ from transfer_queue.codec.values import is_plain
 from transfer_queue.errors import BatchMismatch, InvalidInput, MissingParameter, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.arrays import numbers_of
+from transfer_queue.wire.arrays import NUMERIC, numbers_of, pack_array
 
 log = logging.getLogger("transfer_queue")
 
@@ -92,7 +92,7 @@ def fetch(
         session.next_rid(),
         partition_id,
         data_fields,
-        batch_size,
+        _as_sent(batch_size),
         task_name,
         sampling,
         wait_s,
@@ -104,11 +104,29 @@ def fetch(
 
 
 def checked_sampling(sampling_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`sampling_config` as it travels. Raises `UnsupportedValue` unless it is plain data."""
-    sampling = dict(sampling_config or {})
-    if not is_plain(sampling):
-        raise UnsupportedValue(f"sampling_config {sampling}: only plain numbers, strings, lists and dicts")
-    return sampling
+    """`sampling_config` as it travels; the sampler gets tuples as lists, tensors as arrays, and numbers as Python's.
+
+    Raises `UnsupportedValue` unless it is plain data and arrays of numbers.
+    """
+    return {} if sampling_config is None else _as_sent(dict(sampling_config))
+
+
+def _as_sent(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray) and value.dtype.kind in NUMERIC:
+        return pack_array(value) if value.ndim else value.item()
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_as_sent(item) for item in value]
+    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+        return {key: _as_sent(item) for key, item in value.items()}
+    if is_plain(value):
+        return value
+    raise UnsupportedValue(
+        f"sampling_config {value!r}: only numbers, strings, lists, dicts by string, arrays and tensors of numbers"
+    )
 
 
 def leased(metadata: BatchMeta) -> tuple[int, bytes, bytes]:

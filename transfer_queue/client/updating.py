@@ -255,7 +255,7 @@ class _Update:
             names = [field.name for field in self.plan.schema()]
             expected = np.concatenate([old.blocks[name] for name in names]).astype(np.int64).tobytes()
             where = self._target
-            rows = Rows(where.partition, where.num, where.keys, where.indexes, [], where.service, expected)
+            rows = Rows(where.partition, where.num, where.keys, where.indexes, service=where.service, expected=expected)
             try:
                 return (yield from store(session, self.plan, rows, None))
             except CellsChanged as error:

@@ -15,4 +15,13 @@ frees them. What takes long is done in slices, by `tidy`, which the shell calls 
 reads a clock or knows a socket.
 """
 
+import importlib
+from typing import Any
+
 from transfer_queue.controller.machine import Controller as Controller
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TransferQueueController":  # TransferQueue has its actor here; ours is layers above, and not loaded yet
+        return importlib.import_module("transfer_queue.controller_actor").TransferQueueController
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

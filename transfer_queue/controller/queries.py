@@ -13,7 +13,7 @@ from transfer_queue.controller.hints import left_out
 from transfer_queue.controller.locating import located
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.status import status, unknown
-from transfer_queue.controller.table import Table
+from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import RowCleared, UnknownRows
 from transfer_queue.names import hint
 from transfer_queue.wire import messages as m
@@ -29,6 +29,7 @@ class Queries:
             m.Scan: self.scan, m.Get: self.get, m.NameRows: self.name_rows, m.ListKeys: self.list_keys,
             m.Consumption: self.consumption, m.Production: self.production,
             m.ListPartitions: self.list_partitions, m.GetPartition: self.get_partition,
+            m.DescribePartition: self.describe_partition,
         }  # fmt: skip
 
     def scan(self, message: m.Scan) -> m.Reply:
@@ -103,6 +104,26 @@ class Queries:
             return m.PartitionInfo(message.rid, False, None, {}, 0)
         schema = table.schema(list(table.fields))
         return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows, schema=schema)
+
+    def describe_partition(self, message: m.DescribePartition) -> m.Reply:
+        table = self._tables.get(message.partition)
+        if table is None:
+            return m.PartitionDescription(message.rid, False)
+        slots = table.live_slots()
+        fields = sorted(table.fields, key=lambda name: table.fields[name].number)
+        columns = [table.fields[name].number for name in fields]
+        consumed = {name: task.consumed[slots].astype(np.int8).tobytes() for name, task in table.tasks.items()}
+        return m.PartitionDescription(
+            message.rid,
+            True,
+            rows_bytes(table.index[slots]),
+            rows_bytes(table.index[np.array(sorted(table.unclaimed), np.int64)]),
+            table.schema(fields),
+            (table.cells[columns][:, slots] != 0).T.astype(np.int8).tobytes(),
+            [table.names[slot] for slot in slots.tolist()],
+            table.tags_of(slots),
+            consumed,
+        )
 
     def _table(self, name: str) -> Table:
         try:

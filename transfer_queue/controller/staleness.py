@@ -22,6 +22,7 @@ from transfer_queue.controller.versions import FOREIGN, REMEMBERED, UNKNOWN, UNT
 from transfer_queue.errors import InvalidInput
 from transfer_queue.sampler.base import SETTINGS
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import unpack_arrays
 from transfer_queue.wire.versions import Policy
 
 VERSION, EPOCH = "weight_version", "weight_epoch"  # tags
@@ -233,5 +234,5 @@ def check_limit(asked: Mapping[str, Any]) -> None:
 
 
 def for_sampler(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A sampling_config without what is not the sampler's."""
-    return {name: value for name, value in asked.items() if name not in (LIMIT, BARE)}
+    """A sampling_config without what is not the sampler's, and with its arrays. Raises `InvalidInput` for bad ones."""
+    return {name: unpack_arrays(value) for name, value in asked.items() if name not in (LIMIT, BARE)}

@@ -64,7 +64,7 @@ def client_for(config: Any, owner: object) -> TransferQueueClient:
         return interface.get_client()
     if not address or client.address == parse_address(address):
         return client
-    own = TransferQueueClient(Session(parse_address(address)))
+    own = TransferQueueClient.of(Session(parse_address(address)))
     own.session.allow_pickle = client.session.allow_pickle
     weakref.finalize(owner, own.close)
     return own

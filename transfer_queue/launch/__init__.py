@@ -3,7 +3,8 @@
     launcher     what `transfer_queue.init` needs of a launcher
      ├─ local    one server process on this host, shared through a run directory that its users name
      ├─ shared   one per job and host: `job` says who belongs together, `hosts` how hosts find each other
-     └─ ray      one server process per node of a Ray cluster, found by an actor's name; `actors` supervise them
+     └─ ray      one server process per node of a Ray cluster, found by an actor's name; `actors` supervise them, and
+                 answer what other programs ask an actor of that name (`questions`)
 
 Who shares a service without saying so: the ranks of torchrun (one agent), the tasks of a Slurm step, ranks by
 MASTER_ADDR and MASTER_PORT, a program and what it started with multiprocessing. The job's key names a run directory
@@ -22,8 +23,11 @@ Nothing outside this package imports ray, and nothing here does before the proce
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from transfer_queue.launch.launcher import Launcher
+from transfer_queue.wire.address import Address
+from transfer_queue.wire.server_info import ZMQServerInfo, server_info
 
 
 def choose(run_dir: str, joins: bool = False) -> Launcher:
@@ -44,6 +48,24 @@ def choose(run_dir: str, joins: bool = False) -> Launcher:
     from transfer_queue.launch.shared import JobLauncher
 
     return JobLauncher(this_job())
+
+
+def controller_actor() -> Any:
+    """The actor of this Ray cluster's service; None without Ray, and where the cluster has no service."""
+    if not in_ray():
+        return None
+    from transfer_queue.launch.ray import find_controller
+
+    return find_controller()
+
+
+def service_info(address: Address, controller: Any) -> ZMQServerInfo:
+    """What other clients attach with to the service at `address`, which `controller` has, or nobody's actor (None)."""
+    if controller is None:
+        return server_info(address)
+    from transfer_queue.launch.ray import server_info_of
+
+    return server_info_of(controller)
 
 
 def in_ray() -> bool:

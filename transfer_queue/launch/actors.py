@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.launch import local
+from transfer_queue.launch.questions import Questions
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import Address, parse_address
 
@@ -90,7 +91,7 @@ class TransferQueueUnit(Supervisor):
     """The server of a node without the controller: a unit that joined it."""
 
 
-class TransferQueueController(Supervisor):
+class TransferQueueController(Supervisor, Questions):
     """The server with the controller, and the units of the other nodes, which end with it."""
 
     def __init__(self, config: ServerConfig) -> None:

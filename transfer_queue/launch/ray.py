@@ -20,6 +20,7 @@ from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.launch.actors import CONTROLLER, NAMESPACE, STOP_TIMEOUT_S, TransferQueueController
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import Address
+from transfer_queue.wire.server_info import ZMQServerInfo, remember
 
 INIT_TIMEOUT_S = 60.0
 RETRY_INTERVAL_S = 0.05
@@ -77,7 +78,7 @@ class RayLauncher:
         }  # and the runtime environment of the caller, which Ray hands down where none is given
         self._waits_for = f"Ray to start the actor {CONTROLLER} on this node"
         try:
-            controller = ray.remote(TransferQueueController).options(**options).remote(config)
+            controller = new_controller(config, options)
         except ValueError:  # the name is taken
             self._pause()
             return None
@@ -111,6 +112,38 @@ class RayLauncher:
 
     def _too_late(self) -> ServiceUnavailable:
         return ServiceUnavailable(f"waited {INIT_TIMEOUT_S:g} s for {self._waits_for}")
+
+
+def new_controller(config: ServerConfig, options: dict[str, Any]) -> Any:
+    """The handle of a new actor with these options; it starts a server. Raises ValueError where its name is taken."""
+    return ray.remote(TransferQueueController).options(**options).remote(config)
+
+
+def find_controller() -> Any:
+    """The actor of this cluster's service, None where it has none or Ray does not answer."""
+    try:
+        return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+    except (ValueError, RayError):
+        return None
+
+
+def server_info_of(controller: Any) -> ZMQServerInfo:
+    """Where the service of an actor is; clients of this process attach with it, also from another node.
+
+    Blocks until the actor is up, at most `INIT_TIMEOUT_S`. Raises `ServiceUnavailable`, and what Ray raises.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    try:
+        asked = [controller.get_zmq_server_info.remote(), controller.addresses.remote(node)]
+    except AttributeError:
+        raise ServiceUnavailable("this actor is no controller of this package") from None
+    try:
+        info: ZMQServerInfo
+        info, addresses = ray.get(asked, timeout=INIT_TIMEOUT_S)
+    except GetTimeoutError:
+        raise ServiceUnavailable(f"waited {INIT_TIMEOUT_S:g} s for the actor to say where its service is") from None
+    remember(info, addresses)
+    return info
 
 
 def _membership() -> tuple[str, str]:

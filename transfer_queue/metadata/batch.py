@@ -190,9 +190,9 @@ class BatchMeta(BatchContents):
         if not self:
             return other.copy()
         if not np.array_equal(self.indexes, other.indexes):
-            raise InvalidInput("union: global_indexes differ")
+            raise InvalidInput("union: global_indexes do not match")
         if self._partition_list() != other._partition_list():
-            raise InvalidInput("union: partition_ids differ")
+            raise InvalidInput("union: partition_ids do not match")
         joined = self.copy()
         joined._schema = {**joined._schema, **other._frozen_schema()}
         joined.production_status = np.bitwise_and(self._status, other._status) * np.ones(self._size, np.int8)

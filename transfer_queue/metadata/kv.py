@@ -35,11 +35,11 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
-            raise InvalidInput(f"keys and tags must have the same length, not {len(self.keys)} and {len(self.tags)}")
+            raise InvalidInput(f"keys and tags must have same length, not {len(self.keys)} and {len(self.tags)}")
         if len(set(self.keys)) != len(self.keys):
-            raise InvalidInput("keys are duplicated")
+            raise InvalidInput("Got duplicated keys.")
         if self.fields is not None and len(set(self.fields)) != len(self.fields):
-            raise InvalidInput("fields are duplicated")
+            raise InvalidInput("Got duplicated fields.")
         self.tags = [copy_dict(tag) for tag in self.tags]
         self.extra_info = copy.deepcopy(self.extra_info)
         self._shared_tags: list[dict[str, Any]] | None = None
@@ -109,11 +109,11 @@ class KVBatchMeta:
             UnknownRows: a key is not in this batch.
         """
         if len(set(keys_to_select)) != len(keys_to_select):
-            raise InvalidInput("keys_to_select are duplicated")
+            raise InvalidInput("keys_to_select: Contain duplicate keys.")
         positions = {key: position for position, key in enumerate(self.keys)}
         unknown = [key for key in keys_to_select if key not in positions]
         if unknown:
-            raise UnknownRows(f"keys {unknown} not found in this batch")
+            raise UnknownRows(f"Keys {unknown} not found in current batch.")
         return self._part([positions[key] for key in keys_to_select])
 
     def reorder(self, indexes: Sequence[int]) -> None:
@@ -124,10 +124,10 @@ class KVBatchMeta:
             IndexError: a position is out of range.
         """
         if len(indexes) != self.size:
-            raise InvalidInput(f"{len(indexes)} indexes for {self.size} rows")
+            raise InvalidInput(f"reorder: a list of {len(indexes)} indexes does not match the {self.size} rows")
         order = [range(self.size)[index] for index in indexes]
         if len(set(order)) != len(order):
-            raise InvalidInput("indexes name a row twice (duplicate)")
+            raise InvalidInput("reorder: Contain duplicate indexes.")
         self.keys, self.tags = _take(self.keys, order), _take(self.tags, order)
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
@@ -147,12 +147,12 @@ class KVBatchMeta:
         first = metas[0]
         for meta in metas:
             if meta.fields is not None and set(meta.fields) != set(first.fields or ()):
-                raise InvalidInput(f"concat: fields differ, {meta.fields} and {first.fields}")
+                raise InvalidInput(f"concat: Field names do not match: {meta.fields} and {first.fields}")
             if meta.partition_id != first.partition_id:
-                raise InvalidInput(f"concat: partitions differ, {meta.partition_id!r} and {first.partition_id!r}")
+                raise InvalidInput(f"concat: Partition do not match: {meta.partition_id!r} and {first.partition_id!r}")
         keys = [key for meta in metas for key in meta.keys]
         if len(set(keys)) != len(keys):
-            raise InvalidInput("concat: keys are duplicated")
+            raise InvalidInput("concat: Got duplicated keys.")
         info = merge_extra_info((meta.extra_info for meta in metas), "concat")
         joined = cls._build(keys, _join_tags(metas), first.partition_id, first.fields and list(first.fields))
         joined.extra_info = copy.deepcopy(info) or None

@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import InvalidInput, NotDivisible
 from transfer_queue.sampler.base import PartitionView, Sampled, check_hashable, tags_of, whole_number
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 
@@ -194,8 +194,9 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
     largest part of one with the smallest of the other, until one division is left. O(n k log k + n log n).
 
     Raises:
-        InvalidInput: `k_partitions` is not a positive int; there are fewer items; with `equal_size`, the number of
-            items is not a multiple of it; or an item is not a number of 0 or more.
+        NotDivisible: `k_partitions` is below 1; there are fewer items; or with `equal_size`, the number of items is
+            not a multiple of it. An InvalidInput and an AssertionError.
+        InvalidInput: `k_partitions` is not an int, or an item is not a number of 0 or more.
     """
     lengths = list(seqlen_list)
     k = _number_of_parts(lengths, k_partitions, equal_size)
@@ -216,9 +217,9 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
 def _number_of_parts(lengths: list[float], k_partitions: int, equal_size: bool) -> int:
     k = whole_number(k_partitions, "k_partitions")
     if k < 1 or len(lengths) < k:
-        raise InvalidInput(f"{len(lengths)} items cannot make k_partitions={k_partitions} parts")
+        raise NotDivisible(f"{len(lengths)} items cannot make k_partitions={k_partitions} parts")
     if equal_size and len(lengths) % k:
-        raise InvalidInput(f"{len(lengths)} items do not divide into {k} parts of equal size")
+        raise NotDivisible(f"{len(lengths)} items do not divide into {k} parts of equal size")
     for position, length in enumerate(lengths):
         if not _is_length(length):
             raise InvalidInput(f"item {position} is a length, so it cannot be {length!r}")

@@ -37,7 +37,9 @@ from transfer_queue.wire.locks import ListLocks as ListLocks
 from transfer_queue.wire.locks import Lock as Lock
 from transfer_queue.wire.locks import Locked as Locked
 from transfer_queue.wire.locks import Unlock as Unlock
+from transfer_queue.wire.partitions import DescribePartition as DescribePartition
 from transfer_queue.wire.partitions import GetPartition as GetPartition
+from transfer_queue.wire.partitions import PartitionDescription as PartitionDescription
 from transfer_queue.wire.partitions import PartitionInfo as PartitionInfo
 from transfer_queue.wire.partitions import SetPartition as SetPartition
 from transfer_queue.wire.units import Blocks as Blocks
@@ -397,13 +399,13 @@ ClientMessage: TypeAlias = (
     Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
     | Cancel | Received | Goodbye | Take | Join | Moved | Settle
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
-    | GetPartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
+    | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Announce | Admit | GiveBack | Lock | KeepLock | Unlock | ListLocks
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured | Lent | Handed
-    | Counted | Admitted | Waiting | Locked
+    | Counted | Admitted | Waiting | Locked | PartitionDescription
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
