@@ -25,11 +25,11 @@ class Ranks(Box):
     def ask(self, rank: int, batch: int, *, used: int = 0, until_done: bool = False, ticket: Any = None,
             session: bytes | None = None, lease_s: float = 10.0, fields: tuple[str, ...] = ("a",),
             task: str = "t", until_cleared: bool = False) -> Any:  # fmt: skip
-        """(lease, rows), "done", "passed", or None when the request was parked (with a ticket) or has to be repeated."""
+        """(lease, rows), "done", "passed", or None: it was parked (with a ticket), or there is nothing yet."""
         session = session or f"{rank}".encode()
         message = m.Fetch(
-            1, "p", list(fields), self.size, task, {"dp_rank": rank, "batch_index": batch}, 5.0 if ticket else 0.0, True,
-            lease_s, until_done, dp_size=self.dp_size, used=used, until_cleared=until_cleared,
+            1, "p", list(fields), self.size, task, {"dp_rank": rank, "batch_index": batch}, 5.0 if ticket else 0.0,
+            True, lease_s, until_done, dp_size=self.dp_size, used=used, until_cleared=until_cleared,
         )  # fmt: skip
         reply = self.handle(message, ticket, session)
         if reply is None:

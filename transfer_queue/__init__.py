@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transfer_queue.codec.registry import register_type as register_type
     from transfer_queue.dataloader import StreamingDataLoader as StreamingDataLoader
     from transfer_queue.dataloader import StreamingDataset as StreamingDataset
+    from transfer_queue.dataloader import async_stream as async_stream
+    from transfer_queue.dataloader import stream as stream
     from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError
     from transfer_queue.interface import admit as admit
     from transfer_queue.interface import async_admit as async_admit
@@ -57,7 +59,7 @@ _HOMES = {
     ),
     "transfer_queue.client.api": ("TransferQueueClient",),
     "transfer_queue.codec.registry": ("register_type",),
-    "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader"),
+    "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader", "stream", "async_stream"),
     "transfer_queue.errors": ("StorageKeyNotFoundError",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.sampler": (
