@@ -338,8 +338,7 @@ class StreamingDataset(IterableDataset[Any]):
     def step(self, partition_id: str) -> None:
         """Go on with another partition, with an empty buffer. What was delivered counts as used, the rest of the
         batch and what was fetched ahead are offered again."""
-        position = (self.batch_index - self._first) // self._stride
-        current = self.buffer[position : position + 1] if self._items is not None else []
+        current = self._begun()
         try:
             self._leave()
         finally:
@@ -349,6 +348,11 @@ class StreamingDataset(IterableDataset[Any]):
             self._used = []
         for _, meta in current:
             give_back(self.client(), meta)
+
+    def _begun(self) -> list[Any]:
+        """The batch of which micro-batches were delivered and others maybe not."""
+        position = (self.batch_index - self._first) // self._stride
+        return self.buffer[position : position + 1] if self._items is not None else []
 
     def _leave(self) -> None:
         """The consumer is done with what it was given, and wants nothing that was fetched ahead."""
@@ -365,10 +369,13 @@ class StreamingDataset(IterableDataset[Any]):
 
         A next iteration goes on there, with an empty buffer. What an own `fetch_batch_fn` took stays taken.
         """
+        begun = self._begun()
         self._items = self._in_hand = None
         running = self._running() if self._running is not None else None
         if running is not None:
             running.close()
+        for _, meta in begun:
+            give_back(self.client(), meta)
         if self._holder is not None:
             self._holder.close()
             self._holder = None

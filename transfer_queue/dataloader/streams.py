@@ -60,18 +60,8 @@ def stream(
     `dense`, `pad`: plain tensors, see `TransferQueueClient.get_data`. `rows`: lists of dicts, one a row. `meta` of the
     stream names the rows of the batch in hand. Raises `InvalidInput` for arguments out of range.
     """
-    dataset = _dataset(
-        partition_id,
-        data_fields,
-        task,
-        batch_size,
-        micro_batch_size,
-        dp_rank,
-        dp_size,
-        lease_s,
-        max_staleness,
-        prefetch,
-    )
+    sizes, rank, terms = (batch_size, micro_batch_size), (dp_rank, dp_size), (lease_s, max_staleness, prefetch)
+    dataset = _dataset(partition_id, data_fields, task, sizes, rank, terms)
     return Stream(dataset, _Form(dense, pad, rows), num_workers, multiprocessing_context)
 
 
@@ -92,18 +82,8 @@ def async_stream(
     prefetch: bool | None = None,
 ) -> AsyncStream:
     """As `stream`, for `async for`: nothing blocks the running loop, and cancellation gives the rows back."""
-    dataset = _dataset(
-        partition_id,
-        data_fields,
-        task,
-        batch_size,
-        micro_batch_size,
-        dp_rank,
-        dp_size,
-        lease_s,
-        max_staleness,
-        prefetch,
-    )
+    sizes, rank, terms = (batch_size, micro_batch_size), (dp_rank, dp_size), (lease_s, max_staleness, prefetch)
+    dataset = _dataset(partition_id, data_fields, task, sizes, rank, terms)
     return AsyncStream(dataset, _Form(dense, pad, rows))
 
 
@@ -293,9 +273,12 @@ async def _renew(holder: Holder, lease_s: float) -> None:
     while True:
         await asyncio.sleep(lease_s / 3)
         work = asyncio.ensure_future(asyncio.to_thread(holder.renew, lease_s))
-        await asyncio.wait([work])  # cancelled or not, the thread is done with the connection before that is closed
-        with contextlib.suppress(ServiceError):  # the next fetch or ack tells
-            work.result()
+        try:
+            await asyncio.wait([work])
+        finally:  # the thread is done with the connection before that is closed
+            await asyncio.wait([work])
+            with contextlib.suppress(ServiceError):  # the next fetch or ack tells
+                work.result()
 
 
 async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | End:
