@@ -2,8 +2,8 @@
 
     python examples/ddp_stream.py [--ranks 2] [--rows 100] [--workers 0]
 
-The parent starts the service, a rollout process that writes rows one after the other, and the ranks of a gloo group,
-which train one linear model with DistributedDataParallel. Every rank gets the same number of micro-batches, so none is
+The parent starts the service and the ranks of a gloo group, then writes rows bit by bit, as rollout workers would. The
+ranks train one linear model with DistributedDataParallel. Every rank gets the same number of micro-batches, so none is
 left waiting in the all-reduce, though rank 1 begins late and the rows do not divide evenly. With torchrun leave out
 `main` and let every process call `train`; its `init_process_group` says which rank it is.
 """
@@ -28,11 +28,10 @@ PARTITION, BATCH, MICRO_BATCH = "train_0", 8, 4
 
 
 def rollout(rows: int) -> None:
-    """Write one row after the other, as an inference engine would."""
+    """Write a few rows at a time, as an inference engine would."""
     generator = torch.Generator().manual_seed(0)
-    for number in range(rows):
-        x = torch.randn(4, generator=generator)
-        tq.kv_put(f"row{number}", PARTITION, fields={"x": x, "y": x.sum()[None]})
+    for x in torch.randn(rows, 4, generator=generator).split(3):
+        tq.get_client().put({"x": x, "y": x.sum(dim=1, keepdim=True)}, partition_id=PARTITION)
 
 
 def train(rank: int, ranks: int, port: int, workers: int, results: Any) -> None:
@@ -50,7 +49,8 @@ def train(rank: int, ranks: int, port: int, workers: int, results: Any) -> None:
         PARTITION, ["x", "y"], task="actor", batch_size=BATCH, micro_batch_size=MICRO_BATCH, num_workers=workers
     ) as stream:
         for batch in stream:
-            loss = torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+            x, y = (torch.stack(batch[name].unbind()) for name in ("x", "y"))  # rows of vectors are a nested tensor
+            loss = torch.nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # all ranks meet here
             optimizer.step()
@@ -75,9 +75,9 @@ def main() -> int:
         results = context.SimpleQueue()
         terms = [(rank, given.ranks, port, given.workers, results) for rank in range(given.ranks)]
         processes = [context.Process(target=train, args=one) for one in terms]
-        processes.append(context.Process(target=rollout, args=(given.rows,)))
         for process in processes:
             process.start()
+        rollout(given.rows)
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
