@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,18 @@ def test_disaggregated_streaming() -> None:
     done = run("disaggregated_streaming", "--rows", "32", "--rollouts", "1", "--batch", "4", "--micro-batch", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "32 rows: 2 dp ranks disjoint and complete, 2 tp peers each identical"
+
+
+def test_ddp_stream_in_a_copy_elsewhere(tmp_path: Path) -> None:
+    copy = shutil.copy(ROOT / "examples" / "ddp_stream.py", tmp_path)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TQ_")}
+    command = [sys.executable, str(copy), "--rows", "21"]
+    given = {"cwd": tmp_path, "env": {**environment, "PYTHONPATH": str(ROOT)}, "timeout": 100, "check": False}
+    done = subprocess.run(command, capture_output=True, text=True, **given)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    assert [line.split(", ")[0] for line in done.stdout.splitlines()] == [
+        "rank 0: 11 rows in 3 micro-batches", "rank 1: 10 rows in 3 micro-batches",
+    ]  # fmt: skip
 
 
 def test_weights_synchronous() -> None:

@@ -129,7 +129,7 @@ def test_what_an_abandoned_iterator_had_comes_back_at_once(client: Client) -> No
 
 def test_workers_that_wait_for_rows_end_with_the_iterator(client: Client) -> None:
     put(client, 4)
-    stream = dataset(should_check_consumption_status=False)
+    stream = dataset(should_check_consumption_status=False, prefetch=True)
     running = iter(Loader(stream, num_workers=2, multiprocessing_context="fork"))
     assert next(running)[0]["x"].tolist() == [0, 1]
     until(lambda: client.stats()["waiting_requests"] == 1, "a parked fetch of one worker; the other waits its turn")

@@ -171,7 +171,7 @@ def test_reset_replays_the_buffer_and_step_moves_on(client: Client) -> None:
 @pytest.mark.parametrize("move", ["reset", "step"])
 def test_what_was_fetched_ahead_is_given_back(client: Client, move: str) -> None:
     put(client, 8)
-    stream = dataset()
+    stream = dataset(prefetch=True)
     running = iter(stream)
     next(running)
     until(lambda: not fetchable(client), "the second batch was fetched ahead")
@@ -210,9 +210,9 @@ def test_a_loop_that_was_left_goes_on_where_it_was(client: Client) -> None:
     assert numbers(stream) == [[2, 3], [4, 5], [6, 7]]
 
 
-def test_no_prefetch_takes_nothing_ahead(client: Client) -> None:
+def test_a_stream_without_ranks_takes_nothing_ahead(client: Client) -> None:
     put(client, 8)
-    stream = iter(dataset(prefetch=False))
+    stream = iter(dataset())
     next(stream)
     assert client.get_meta(["x"], 4, "p", task_name="t", timeout_s=0).size == 4
     assert numbers(stream) == [[2, 3]]

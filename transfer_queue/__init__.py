@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transfer_queue.codec.registry import register_type as register_type
     from transfer_queue.dataloader import StreamingDataLoader as StreamingDataLoader
     from transfer_queue.dataloader import StreamingDataset as StreamingDataset
+    from transfer_queue.dataloader import async_stream as async_stream
+    from transfer_queue.dataloader import stream as stream
     from transfer_queue.errors import LockLostError as LockLostError
     from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError
     from transfer_queue.interface import address as address
@@ -82,7 +84,7 @@ _HOMES = {
     "transfer_queue.client.api": ("TransferQueueClient",),
     "transfer_queue.client.dense": ("Padding", "to_dense"),
     "transfer_queue.codec.registry": ("register_type",),
-    "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader"),
+    "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader", "stream", "async_stream"),
     "transfer_queue.errors": ("LockLostError", "StorageKeyNotFoundError"),
     "transfer_queue.locks": (
         "kv_local_lock", "async_kv_local_lock", "kv_global_lock", "async_kv_global_lock", "kv_local_locked",

@@ -26,6 +26,7 @@ from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.kv import kv_list
 from transfer_queue.client.notes import warn
 from transfer_queue.client.session import Session
+from transfer_queue.client.taking import take
 from transfer_queue.client.writing import checked_tags
 from transfer_queue.errors import AccessDenied, ConfigError, InvalidInput, ServiceUnavailable, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
@@ -65,8 +66,11 @@ class Operations:
         `lease` is the number of the lease. What is not acknowledged in time, or when this process ends, is offered
         again. Repeating a fetch that the sampler remembers gives the same rows on the same lease, renewed.
 
-        `sampling_config` may hold `max_staleness` (a number of versions, or None) and `untagged` ("accept" or "refuse")
-        beside what the sampler takes: rows that are older count as used by the task (docs/staleness.md).
+        With `dp_size`, `dp_rank` and `batch_index` in `sampling_config`, `batch_size` rows for each of `dp_size` ranks
+        are dealt at once, and this rank gets its share; repeating the call gives the same rows (docs/concepts.md). A
+        sampler of yours that takes `dp_size` itself gets it instead. `sampling_config` may hold `max_staleness` (a
+        number of versions, or None) and `untagged` ("accept" or "refuse") beside what the sampler takes: rows that are
+        older count as used by the task (docs/staleness.md).
 
         `token_budget` instead of `batch_size`, for `StreamingTokenBudgetSampler`: rows of about so many tokens.
         """
@@ -74,6 +78,24 @@ class Operations:
             self.session, list(data_fields), batch_size, partition_id, mode, task_name, sampling_config, timeout_s,
             lease_s, token_budget,
         )  # fmt: skip
+
+    def take(
+        self,
+        partition_id: str,
+        data_fields: list[str],
+        batch_size: int,
+        task_name: str,
+        lease_s: float | None = None,
+        timeout_s: float | None = None,
+        sampling_config: dict[str, Any] | None = None,
+    ) -> Operation[tuple[BatchMeta, TensorDict]]:
+        """(metadata, data) of `batch_size` ready rows: `get_meta` in mode "fetch" and `get_data` in one round trip.
+
+        Waits, takes or lends, and raises as those two. When it raises, nothing was taken.
+        """
+        return take(
+            self.session, partition_id, list(data_fields), batch_size, task_name, lease_s, timeout_s, sampling_config
+        )
 
     def ack(self, metadata: BatchMeta) -> Operation[int]:
         """The rows, all or some of a lease, are used: the task never gets them again. Repeating it changes nothing.
@@ -310,6 +332,7 @@ class TransferQueueClient:
                     self._session = self._session.successor()
         return self._session
 
+    take, async_take = blocking(Operations.take), awaitable(Operations.take)
     get_meta, async_get_meta = blocking(Operations.get_meta), awaitable(Operations.get_meta)
     ack, async_ack = blocking(Operations.ack), awaitable(Operations.ack)
     renew, async_renew = blocking(Operations.renew), awaitable(Operations.renew)
@@ -357,6 +380,15 @@ class TransferQueueClient:
     def close(self) -> None:
         """Detach from the service. Tensors that were read stay valid."""
         self._session.close()
+
+    def __enter__(self) -> TransferQueueClient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<TransferQueueClient of {self._session.address}{', closed' if self._session.closed else ''}>"
 
 
 def _session_with(info: ZMQServerInfo) -> Session:

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from transfer_queue.client.notes import warn_once
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.schema import DENSE, MIXED, NESTED, OBJECTS, FieldSchema
 from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.lives import naming
 from transfer_queue.wire.messages import RowSet
+
+REPEATED = "repeated"
 
 
 @lru_cache(maxsize=4096)
@@ -43,4 +46,17 @@ def batch_meta(service_id: bytes, reply: RowSet, partition: str, fields: list[st
     ready = True if reply.ready is None else np.frombuffer(reply.ready, np.int8).copy()
     meta = BatchMeta._build(indexes, partition, schema, ready, reply.tags, naming(service_id, reply.loads))
     meta.lease = reply.lease
+    if reply.repeated:
+        meta.extra_info[REPEATED] = reply.repeated
     return meta
+
+
+def num_repeated(meta: BatchMeta) -> int:
+    """How many rows at the end of a batch are there once more, so that all data-parallel ranks get the same number."""
+    return int(meta.extra_info.get(REPEATED, 0))
+
+
+def warn_repeated(meta: BatchMeta) -> None:
+    if num_repeated(meta):
+        text = "rows were repeated at the end of a batch, so that all data-parallel ranks get the same number"
+        warn_once(f"partition {meta.partition_ids[0]!r}", f"{text}; meta.extra_info[{REPEATED!r}] says how many")

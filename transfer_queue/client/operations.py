@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from transfer_queue.client.allocation import committed_meta
 from transfer_queue.client.dense import Pad
-from transfer_queue.client.describing import batch_meta, field_specs
+from transfer_queue.client.describing import batch_meta, field_specs, warn_repeated
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
@@ -67,10 +67,14 @@ def get_meta(
         raise UnknownMode("mode 'fetch' needs task_name: which consumer takes the rows")
     if batch_size == 0:
         return BatchMeta.empty()
-    polling = bool(session.config.get("polling_mode"))
-    wait_s = timeout_s if timeout_s is not None else (0.0 if polling else session.timeout_s)
-    terms = (wait_s, polling, lease_s or 0.0)
+    terms = (*waiting(session, timeout_s), lease_s or 0.0)
     return (yield from fetch(session, data_fields, batch_size, partition_id, task_name, sampling_config, *terms))
+
+
+def waiting(session: Session, timeout_s: float | None) -> tuple[float, bool]:
+    """For how long a fetch waits, and whether it is empty then; else it fails."""
+    polling = bool(session.config.get("polling_mode"))
+    return (timeout_s if timeout_s is not None else (0.0 if polling else session.timeout_s)), polling
 
 
 def fetch(
@@ -100,7 +104,11 @@ def fetch(
         lease_s,
     )
     reply = (yield Call(request, wait_s=wait_s))[0]
-    return batch_meta(session.service_id, reply, partition_id) if reply.rows else BatchMeta.empty()
+    if not reply.rows:
+        return BatchMeta.empty()
+    meta = batch_meta(session.service_id, reply, partition_id)
+    warn_repeated(meta)
+    return meta
 
 
 def checked_sampling(sampling_config: Mapping[str, Any] | None) -> dict[str, Any]:

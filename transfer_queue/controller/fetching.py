@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from transfer_queue.controller.dealing import Dealing, Share
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.readiness import Slots, Task, View
@@ -16,8 +17,8 @@ from transfer_queue.controller.staleness import Staleness, check_limit, for_samp
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import Consumed, Grant, Lent, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
-from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.wire.messages import DONE, Failed, Fetch, Reply, RowSet, Tags
+from transfer_queue.sampler.base import BaseSampler, takes
+from transfer_queue.wire.messages import DONE, PASSED, Failed, Fetch, Reply, RowSet, Tags
 
 log = logging.getLogger("transfer_queue.controller")
 
@@ -68,6 +69,7 @@ class Fetching:
         self.tables = tables
         self.leases = Leases(tables, self._offered, self._settled)
         self.unreceived = Unreceived()
+        self.dealing = Dealing(self._freed)
         self.staleness = Staleness(tables, outbox, self._settled, self.unreceived)
         self.parked: ParkingLot[Fetch] = ParkingLot()
         self._on_behalf: dict[bytes, list[Parked[Fetch]]] = {}  # by the session that would hold their rows
@@ -78,7 +80,8 @@ class Fetching:
     def fetch(self, request: Parked[Fetch], table: Table | None) -> Reply | None:
         """Rows at once, or None after parking the request."""
         message = request.message
-        self._ask(self.sampler.check_request, message.batch_size, for_sampler(message.sampling))
+        self.dealing.prepare(message, self.sampler)
+        self._ask(self.sampler.check_request, message.batch_size, self._config(message))
         if table is not None:
             reply = self._attempt(request, table)
             if self._remembered:
@@ -88,6 +91,8 @@ class Fetching:
                 return reply
             if message.until_done and self._is_done(request, table):
                 return _nothing(message.rid, DONE)
+        elif message.until_cleared:
+            return _nothing(message.rid, DONE)
         if message.timeout_s <= 0:
             return _timed_out(message, table)
         self.parked.add(request)
@@ -119,8 +124,14 @@ class Fetching:
         return waiters
 
     def closed(self, table: Table) -> None:
-        """A partition is gone: its waiters wait for the next one of that name."""
+        """A partition is gone: its waiters wait for the next one of that name, unless that is the end for them."""
         self.orphan(table)
+        ended = [one for one in self._orphans.get(table.name, ()) if one.message.until_cleared]
+        for request in ended:
+            self.parked.remove(request)
+            self.outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
+        self._abandon(ended)
+        self.dealing.forget(table)
         self.sampler.clear_cache(table.name)
 
     def orphan(self, table: Table) -> None:
@@ -138,8 +149,8 @@ class Fetching:
             for view in list(task.views.values()):
                 if touched.isdisjoint(view.fields):
                     continue
-                # of rows that were consumed before, a remembered batch may be complete now
-                if task.refresh(view, table, slots) or (view.waiters and task.consumed[slots].any()):
+                # of rows that were taken before, a remembered batch may be complete now
+                if task.refresh(view, table, slots) or (view.waiters and _any_taken(task, slots)):
                     self.serve(table, task, (view,))
 
     def serve(self, table: Table, task: Task, views: Sequence[View]) -> None:
@@ -178,6 +189,7 @@ class Fetching:
 
     def _offered(self, table: Table, task: str, slots: Slots) -> None:
         """Rows that were lent are free again."""
+        self.dealing.offered(table, task, slots)
         with contextlib.suppress(SamplerFailed):  # logged: the rows are free whatever the sampler makes of it
             self._ask(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
         self.staleness.freed(table, task, slots)
@@ -185,14 +197,22 @@ class Fetching:
         fuller = [view for view in list(of_task.views.values()) if of_task.refresh(view, table, slots)]
         self.serve(table, of_task, fuller)
 
+    def _freed(self, table: Table, task: str, slots: Slots) -> None:
+        """Rows that were kept for a rank are free."""
+        self._remembered = True  # maybe amid the waiters of a view: they are all looked at again
+        self._offered(table, task, slots)
+        self._settled(table, table.tasks[task])
+
     def _settled(self, table: Table, task: Task) -> None:
         """Rows were consumed, lent or cleared: requests `until_done` may have nothing to wait for any more."""
         if not task.finishing:
             return
-        if task.num_consumed + task.num_lent < table.num_alive:
-            if not task.num_lent and _is_whole(table):
+        is_dealt = task.group is not None
+        if task.num_consumed + task.num_lent < table.num_alive or is_dealt:
+            if (not task.num_lent or is_dealt) and _is_whole(table):
                 self.serve(table, task, [self._view(table, one.message) for one in task.finishing])
-            return
+            if not is_dealt:
+                return
         for request in list(task.finishing):
             if self.parked.holds(request) and self._is_done(request, table):
                 self.parked.remove(request)
@@ -205,6 +225,8 @@ class Fetching:
 
     def _is_done(self, request: Parked[Fetch], table: Table) -> bool:
         """Whether every row is consumed by the task or lent to the asker, and there are as many as declared."""
+        if request.message.dp_size:
+            return self.dealing.is_over(table, request.message)
         task = table.task(request.message.task)
         if not 0 < table.num_alive >= (table.declared or 0):
             return False
@@ -221,6 +243,7 @@ class Fetching:
                 self._abandon([request])
                 text = "the session that would hold the rows has ended"
                 self.outbox.append((request.ticket, Failed(request.message.rid, LeaseExpired.code, text)))
+        self.dealing.end_session(session, self.tables)
         self.leases.end_session(session)
 
     def forget(self, tickets: set[Hashable]) -> None:
@@ -257,6 +280,8 @@ class Fetching:
         """Rows for the request, consumed or lent; None when the sampler is not satisfied."""
         message, sampler = request.message, self.sampler
         view = self._view(table, message)
+        if message.dp_size:
+            return self._share_out(request, table, view)
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
         cached = self._ask(sampler.has_cached_result, message.partition, message.task, config)
         size = _rest(message, table, view) or message.batch_size
@@ -270,10 +295,15 @@ class Fetching:
         if not cached and self._ask(sampler.has_cached_result, message.partition, message.task, config):
             self._remembered = True
         reply = row_set(message.rid, table, slots, message.fields)
-        task = table.task(message.task)
         if sampler.reserves:
+            task = table.task(message.task)
             task.reserve(task.offered(np.setdiff1d(used, slots)))
             used = slots
+        return self._grant(request, table, used, reply)
+
+    def _grant(self, request: Parked[Fetch], table: Table, used: Slots, reply: RowSet) -> RowSet:
+        """These rows are consumed or lent with the reply."""
+        message, task = request.message, table.task(request.message.task)
         fresh = task.claim(used)
         if message.lease_s:
             holder = message.holder or request.session
@@ -284,6 +314,84 @@ class Fetching:
             task.consume(fresh)
             self._note_consumed(request, table, used, fresh)
         return reply
+
+    def _share_out(self, request: Parked[Fetch], table: Table, view: View) -> RowSet | None:
+        """As `_attempt`, for one of several ranks: its share of a batch of all of them, which is dealt now if need be.
+
+        The answer is empty when the group is done, and when nothing is left of the share.
+        """
+        message, dealing = request.message, self.dealing
+        dealing.join(table, message, message.holder or request.session)
+        if message.until_done and dealing.is_over(table, message):
+            return _nothing(message.rid, DONE)
+        share = dealing.find(table, message)
+        if share is None:
+            if not self._deal(message, table, view):
+                return None
+            self._remembered = True  # others may wait for theirs
+            share = dealing.find(table, message)
+            assert share is not None
+        elif share.is_torn:
+            self._mend(message, table, view, share)
+        own = table.slots_of(share.rows)
+        own = own[own >= 0]
+        if len(own) and not _all_ready(table, own, message.fields):
+            return None
+        more = dealing.padding(table, message, share, own)
+        if not len(own) + len(more):
+            return _nothing(message.rid, PASSED)
+        reply = row_set(message.rid, table, np.concatenate([own, more]), message.fields)
+        reply.repeated = len(more)
+        self._grant(request, table, own, reply)
+        dealing.lent(table, message, reply.lease)
+        return reply
+
+    def _deal(self, message: Fetch, table: Table, view: View) -> bool:
+        """Deal a batch; False when its rows are not ready yet."""
+        ranks, size = self.dealing.to_deal(table, message)
+        total, loose = size * len(ranks), self.dealing.loose(table, message)
+        num_ready = view.count - int(np.count_nonzero(view.ready[loose]))
+        if num_ready < self._ask(self.sampler.least_ready, total):
+            if not message.until_done or self.dealing.num_left(table, message) != num_ready:
+                return False
+            if num_ready and not _is_whole(table):
+                return False
+            total = num_ready
+        shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
+        return self.dealing.enter(table, message, ranks, shares)
+
+    def _shares(
+        self, message: Fetch, table: Table, view: View, loose: Slots, total: int, ranks: Sequence[int]
+    ) -> list[list[int]]:
+        """What the sampler picks for these ranks together."""
+        needed = self.sampler.needs(total)
+        slots = view.first(None if needed is None else needed + len(loose), table.size)
+        candidates = table.index[slots[~np.isin(slots, loose)] if len(loose) else slots].tolist()
+        config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
+        config["partition"] = PartitionView(table)
+        shares, used = self._ask(self.sampler.deal, candidates, total, ranks, **config)
+        extra = np.setdiff1d(np.array(used, np.int64), np.array([row for share in shares for row in share], np.int64))
+        task, slots = table.task(message.task), table.slots_of(extra)
+        keep = task.reserve if self.sampler.reserves else task.consume
+        keep(task.offered(slots[slots >= 0]))
+        return shares
+
+    def _mend(self, message: Fetch, table: Table, view: View, share: Share) -> None:
+        """Complete a share of which others took rows meanwhile, as far as rows are ready."""
+        num_taken, loose = self.dealing.mend(table, message, share), self.dealing.loose(table, message)
+        if not num_taken or view.count - int(np.count_nonzero(view.ready[loose])) < num_taken:
+            return
+        with contextlib.suppress(InvalidInput):  # not a number of rows that the sampler picks
+            rows = self._shares(message, table, view, np.union1d(loose, table.slots_of(share.rows)), num_taken, [0])[0]
+            self.dealing.replace(table, message, share, rows)
+
+    def _config(self, message: Fetch) -> dict[str, Any]:
+        """What the sampler is to look at; where batches are dealt, it need not know about ranks."""
+        asked = for_sampler(message.sampling)
+        if not message.dp_size:
+            return asked
+        own = ("dp_rank", "batch_index")
+        return {name: value for name, value in asked.items() if name not in own or takes(self.sampler, name)}
 
     def _note_consumed(self, request: Parked[Fetch], table: Table, used: Slots, fresh: Slots) -> None:
         """Be able to give the rows back, should their asker never get them."""
@@ -327,6 +435,11 @@ class Fetching:
         except Exception as error:
             log.exception("%s failed", type(self.sampler).__name__)
             raise SamplerFailed(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
+
+
+def _any_taken(task: Task, slots: Slots) -> bool:
+    """Whether some of the rows were handed out, or are kept for somebody."""
+    return bool(task.consumed[slots].any() or task.lease[slots].any())
 
 
 def _all_ready(table: Table, slots: Slots, fields: Sequence[str]) -> bool:

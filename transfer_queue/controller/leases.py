@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from transfer_queue.controller.readiness import RESERVED, Slots, Task
+from transfer_queue.controller.readiness import KEPT, Slots, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput, LeaseExpired
 from transfer_queue.wire import messages as m
@@ -156,7 +156,7 @@ class Leases:
 
     def revoke(self, task: Task) -> None:
         """The task's consumption is about to be reset: its leases are over. The rows are the caller's to offer."""
-        for number in task.lent.keys() - {RESERVED}:
+        for number in task.lent.keys() - KEPT:
             self._drop(self._leases[number])
 
     def clear(self) -> None:
@@ -214,7 +214,7 @@ class Leases:
     def check_invariants(self) -> None:
         """Tables, leases and holders agree; tests call this after each event."""
         lent = {number for table in self._tables.values() for task in table.tasks.values() for number in task.lent}
-        assert lent - {RESERVED} <= self._leases.keys(), "lent rows have a live lease"
+        assert lent - KEPT <= self._leases.keys(), "lent rows have a live lease"
         for number, lease in self._leases.items():
             assert lease.number == number
             assert all(number in self._held[holder] for holder in lease.holders)

@@ -413,6 +413,7 @@ class Controller:
             task = table.task(name)
             self._leases.revoke(task)
             self._unreceived.void(table, name)
+            task.group = None
             task.reset(table)
             self.staleness.review(table, name)
             self._fetching.serve(table, task, list(task.views.values()))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from transfer_queue.controller.parking import ParkingLot
-from transfer_queue.controller.readiness import RESERVED, Task
+from transfer_queue.controller.readiness import KEPT, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.names import hint
 from transfer_queue.wire import messages as m
@@ -41,7 +41,7 @@ def tell_waiting(fetching: Fetching, crowded: ParkingLot[Any], max_rows: int | N
 def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts: Counts) -> str:
     """What was asked for, and how far it is. `counts` are those of this moment: many wait for the same."""
     text = (
-        f"{message.batch_size} rows with {message.fields[:LISTED]} in partition {message.partition!r} "
+        f"{_wanted(message)} rows with {message.fields[:LISTED]} in partition {message.partition!r} "
         f"for task {message.task!r}: "
     )
     table = tables.get(message.partition)
@@ -50,6 +50,11 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts
     size = "" if table.declared is None else f" of {table.declared} declared"
     written = ", ".join(_written(message.fields[:LISTED], table, counts))
     return f"{text}{table.num_rows} rows{size}, {written}; {_taken(message, table.task(message.task), sampler)}"
+
+
+def _wanted(message: m.Fetch) -> str:
+    each = message.batch_size
+    return f"{each} for each of {message.dp_size} ranks, {each * message.dp_size}" if message.dp_size else f"{each}"
 
 
 def _written(fields: Iterable[str], table: Table, counts: Counts) -> Iterable[str]:
@@ -66,11 +71,12 @@ def _written(fields: Iterable[str], table: Table, counts: Counts) -> Iterable[st
 
 
 def _taken(message: m.Fetch, task: Task, sampler: str) -> str:
-    reserved = task.lent.get(RESERVED, 0)
+    reserved = sum(task.lent.get(kind, 0) for kind in KEPT)
     old = " or too old" if task.limit is not None and task.limit.judges else ""
     text = f"{task.num_consumed} taken{old}, {task.num_lent - reserved} on lease"
     if reserved:
         text += f", {reserved} kept for other ranks"
     view = task.views.get(tuple(message.fields))
     ready = 0 if view is None else view.count
-    return f"{text}, {ready} ready" + (f", but not what {sampler} takes" if ready >= message.batch_size else "")
+    enough = ready >= message.batch_size * max(1, message.dp_size)
+    return f"{text}, {ready} ready" + (f", but not what {sampler} takes" if enough else "")

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 Slots = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 SCAN_SLOTS = 4096
-RESERVED = -1  # in place of a lease: kept for a later request that the sampler already has rows for
+# In place of a lease: kept for a later request that the sampler already has rows for, or that they were dealt to.
+RESERVED, DEALT = -1, -2
+KEPT = frozenset((RESERVED, DEALT))
 MAX_VIEWS = 256
 
 
@@ -76,6 +78,7 @@ class Task:
         self.views: dict[tuple[str, ...], View] = {}
         self.limit: Any = None  # how old its rows may be (`staleness.Limit`), None before it was asked for any
         self.finishing: list[Any] = []  # parked requests that are also answered when nothing is left to wait for
+        self.group: Any = None  # data-parallel ranks that share its rows (`dealing.Group`)
 
     def view(self, fields: tuple[str, ...], table: Table) -> View:
         """The view over `fields`, built by one scan when it is new."""
@@ -102,16 +105,17 @@ class Task:
 
     def claim(self, slots: Slots) -> Slots:
         """Those of `slots` that are offered or reserved, about to be lent or consumed."""
-        if RESERVED in self.lent:
-            self._unlend(slots[self.lease[slots] == RESERVED])
+        for kind in KEPT:
+            if kind in self.lent:
+                self._unlend(slots[self.lease[slots] == kind])
         return self.offered(slots)
 
-    def reserve(self, slots: Slots) -> None:
+    def reserve(self, slots: Slots, kind: int = RESERVED) -> None:
         """Offered rows are kept for later requests."""
         if len(slots):
-            before = self.lent.get(RESERVED, 0)
-            self.lend(slots, RESERVED)
-            self.lent[RESERVED] += before
+            before = self.lent.get(kind, 0)
+            self.lend(slots, kind)
+            self.lent[kind] += before
 
     def consume(self, slots: Slots) -> None:
         """Offered rows are handed out for good."""

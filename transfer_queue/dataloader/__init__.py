@@ -1,14 +1,17 @@
 """Torch datasets over a partition that others are still filling.
 
+stream, async_stream    one line over the rest; AsyncStream fetches on the running event loop
 StreamingDataLoader     torch's DataLoader; with workers, `Deliveries` in the parent acknowledges what was used
  └─ StreamingDataset    batches, split into micro-batches; knows what is in the consumer's hands
      └─ Feed            fetches ahead in one thread and keeps leases alive; `take` is one fetch
          └─ Holder      the session that holds the leases: they end with it
+ranks                   which data-parallel rank a stream is for
 workers                 what a loader tells its workers, and whose turn it is to fetch
 parent                  workers end with the process that started them
 """
 
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import StreamingDataset
+from transfer_queue.dataloader.streams import AsyncStream, Stream, async_stream, stream
 
-__all__ = ["StreamingDataLoader", "StreamingDataset"]
+__all__ = ["AsyncStream", "Stream", "StreamingDataLoader", "StreamingDataset", "async_stream", "stream"]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from transfer_queue.client.describing import REPEATED, num_repeated, warn_repeated
 from transfer_queue.client.reading import new_tensordict
 from transfer_queue.codec.nested import Offsets, jagged
 from transfer_queue.errors import InvalidInput, UnsupportedValue
@@ -16,6 +17,8 @@ from transfer_queue.metadata import BatchMeta
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[tuple[Any, BatchMeta]]:
     """(rows, their metadata) of each `micro_batch_size` rows; the last may have fewer.
 
+    Of a batch with repeated rows at its end (`batch_meta.extra_info["repeated"]`), every data-parallel rank gets the
+    same number of parts: they are made without the repeated rows where these suffice, then of about the same size.
     Dense and jagged tensors are views of those of `td`. Raises `UnsupportedValue` (a TypeError) unless `td` is a
     TensorDict, `InvalidInput` (a ValueError) when the size is not a positive int or exceeds the rows, or `td` and
     `batch_meta` differ in rows.
@@ -31,15 +34,34 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
         raise InvalidInput(f"micro_batch_size ({micro_batch_size}) exceeds total batch size ({total})")
     if len(batch_meta) != total:
         raise InvalidInput(f"{total} rows of data with {len(batch_meta)} rows of metadata")
-    if micro_batch_size == total:
+    if micro_batch_size == total and not num_repeated(batch_meta):
         return [(td.copy(), batch_meta[:])]
-    columns = dict(td.items())
+    columns, own = dict(td.items()), total - num_repeated(batch_meta)
     found = []
-    for start in range(0, total, micro_batch_size):
-        stop = min(start + micro_batch_size, total)
+    for start, stop in bounds(total, own, micro_batch_size):
         part = {key: _rows(value, start, stop) for key, value in columns.items()}
-        found.append((new_tensordict(part, stop - start), batch_meta[start:stop]))
+        meta = batch_meta[start:stop]
+        if own < total:
+            meta.extra_info.pop(REPEATED, None)
+            if stop > own:
+                meta.extra_info[REPEATED] = stop - max(start, own)
+                warn_repeated(meta)
+        found.append((new_tensordict(part, stop - start), meta))
     return found
+
+
+def bounds(total: int, own: int, micro_batch_size: int) -> list[tuple[int, int]]:
+    """(first row, row after the last) of each micro-batch of `total` rows, of which all but `own` may be left out.
+
+    Their number depends on `total` alone.
+    """
+    count = -(-total // micro_batch_size)
+    used = max(own, count)  # so that no part is empty
+    if -(-used // micro_batch_size) == count:
+        starts = list(range(0, used, micro_batch_size))
+    else:
+        starts = [used * part // count for part in range(count)]
+    return list(zip(starts, [*starts[1:], used], strict=True))
 
 
 def _rows(whole: Any, start: int, stop: int) -> Any:

@@ -17,11 +17,10 @@ from tensordict import TensorDict
 
 from transfer_queue.client import operations as ops
 from transfer_queue.client.api import TransferQueueClient
-from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call, Operation
-from transfer_queue.client.reading import read
 from transfer_queue.client.session import Interrupted, Session
+from transfer_queue.client.taking import handed
 from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
@@ -48,8 +47,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What is fetched. `until_done`: the end comes when the task has used the whole partition. `skip`: rows of batch
-    `skip_in` that were used before, which are left out of it."""
+    """What is fetched. `until_done`: the end comes when the task has used the whole partition. `until_cleared`: and
+    when the partition was cleared, once there was a batch of it. `dp_size`: of how many ranks this is one (0: of none).
+    `skip`: rows of batch `skip_in` that were used before, which are left out of it."""
 
     data_fields: list[str]
     batch_size: int
@@ -60,6 +60,24 @@ class Terms:
     holder: bytes
     skip: frozenset[int] = frozenset()
     skip_in: int = 0
+    dp_size: int = 0
+    until_cleared: bool = False
+
+    def request(self, session: Session, key: Key, wait_s: float, waited_s: float) -> m.Fetch:
+        """What asks for a batch. Of one of several ranks it names the whole batch, of which the server knows this
+        rank's share; else only as many rows as were not used."""
+        skip, size = self.skipped(key), self.batch_size
+        if not self.dp_size and len(skip) < size:
+            size -= len(skip)
+        sampling = {**self.sampling_config, "batch_index": key.batch_index, "partition_id": key.partition}
+        return m.Fetch(
+            session.next_rid(), key.partition, list(self.data_fields), size, self.task_name,
+            ops.checked_sampling(sampling), wait_s, True, self.lease_s, self.until_done, self.holder, True, waited_s,
+            self.dp_size, min(len(skip), size - 1) if self.dp_size else 0, self.until_cleared and key.batch_index > 0,
+        )  # fmt: skip
+
+    def skipped(self, key: Key) -> frozenset[int]:
+        return self.skip if key.batch_index == self.skip_in else frozenset()
 
 
 def take(
@@ -78,24 +96,20 @@ def take(
     """
     session = client.session
     session.stay()
-    skip = terms.skip if key.batch_index == terms.skip_in else frozenset()
-    size = terms.batch_size - len(skip) if len(skip) < terms.batch_size else terms.batch_size
-    sampling = {**terms.sampling_config, "batch_index": key.batch_index, "partition_id": key.partition}
-    request = m.Fetch(
-        session.next_rid(), key.partition, list(terms.data_fields), size, terms.task_name,
-        ops.checked_sampling(sampling), wait_s, True, terms.lease_s, terms.until_done, terms.holder, True,
-        waited_s,
-    )  # fmt: skip
+    request = terms.request(session, key, wait_s, waited_s)
     asking(session, request.rid)
-    return run(session, _taking(session, request, skip))
+    return run(session, taking(session, request, terms.skipped(key)))
 
 
-def _taking(session: Session, request: m.Fetch, skip: frozenset[int]) -> Operation[Batch | End | None]:
+def taking(session: Session, request: m.Fetch, skip: frozenset[int]) -> Operation[Batch | End | None]:
+    """`take` as an operation."""
     started = time.perf_counter()
-    reply, payload = yield Call(request, wait_s=request.timeout_s)
-    rows: m.RowSet = reply.rows if isinstance(reply, m.Handed) else reply
+    answer = yield from handed(session, request)
+    rows = answer.rows
     if rows.lease == m.DONE:
         return END
+    if rows.lease == m.PASSED:
+        return TensorDict({}, batch_size=[0]), answer.meta
     if not rows.rows:
         return None
     if log.isEnabledFor(logging.DEBUG):
@@ -103,16 +117,10 @@ def _taking(session: Session, request: m.Fetch, skip: frozenset[int]) -> Operati
         text = "stream %r, batch %s: %d rows x %s, %.2f ms"
         where = (request.partition, request.sampling.get("batch_index"))
         log.debug(text, *where, num_rows, request.fields, elapsed_ms)
-    whole = batch_meta(session.service_id, rows, request.partition)
-    meta = yield from _without(session, whole, skip)
+    meta = yield from _without(session, answer.meta, skip)
     if not len(meta):
         return TensorDict({}, batch_size=[0]), meta
-    if not (isinstance(reply, m.Handed) and meta is whole):
-        data = yield from ops.get_data(session, meta, False, None, None)
-        return data, meta
-    get = m.Get(session.next_rid(), request.partition, None, rows.rows, request.fields, True)
-    data = yield from read(session, [get], located=(reply.located, payload))  # the data came with the rows
-    return data, meta
+    return (yield from answer.data(meta)), meta
 
 
 def _without(session: Session, meta: BatchMeta, skip: frozenset[int]) -> Operation[BatchMeta]:

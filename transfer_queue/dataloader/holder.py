@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -11,8 +12,9 @@ from typing import Any
 
 from transfer_queue import interface
 from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.connection import Connection
 from transfer_queue.client.session import Session
-from transfer_queue.errors import NotInitialized, error_from_code
+from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceUnavailable, error_from_code
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
 
@@ -25,7 +27,7 @@ class Holder:
         self._timeout_s = client.session.timeout_s
         self._connection = client.session.connect(ident=self.ident)
         self._rids = itertools.count(1)
-        self.close = weakref.finalize(self, self._connection.close)
+        self.close = weakref.finalize(self, _leave, self._connection, client.session.is_local, os.getpid())
         _HOLDERS.add(self)
 
     def renew(self, lease_s: float) -> None:
@@ -33,6 +35,14 @@ class Holder:
         reply, _ = self._connection.call(m.Renew(next(self._rids), 0, lease_s), None, self._timeout_s)
         if isinstance(reply, m.Failed):
             raise error_from_code(reply.code, reply.text)
+
+
+def _leave(connection: Connection, is_local: bool, pid: int) -> None:
+    """End the session; over TCP it would be waited for after its connection is gone. A forked child just closes."""
+    if not is_local and os.getpid() == pid:
+        with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
+            connection.notify(m.Goodbye())
+    connection.close()
 
 
 _HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()

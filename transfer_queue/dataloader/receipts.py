@@ -10,8 +10,10 @@ import numpy as np
 
 from transfer_queue.client.api import TransferQueueClient
 from transfer_queue.client.connection import Connection
+from transfer_queue.client.describing import warn_repeated
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
+from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, error_from_code
 from transfer_queue.metadata import BatchMeta
@@ -53,6 +55,8 @@ def split(
     """The micro-batches of a batch with their receipts; a batch that `process` makes nothing of counts as used."""
     data, meta = batch
     empty = True
+    if process is not chunk_batch_fn:
+        warn_repeated(meta)
     if len(meta):
         for found in with_receipts(process(data, meta, micro_batch_size=size), meta, batch_index):
             empty = False

@@ -42,9 +42,10 @@ class StreamingDataLoader(DataLoader[Any]):
     """Iterates over the micro-batches of `dataset`; torch's DataLoader otherwise.
 
     With workers, each fetches, reads and splits every n-th batch, and the order is the same as without. A worker sends
-    a whole batch at a time, so `prefetch_factor` counts batches. Asking for the next micro-batch acknowledges the one
-    before. When the iterator ends, in whatever way, all that was not acknowledged is offered again; a next one goes on
-    there. `reset` and `step` end it, and count what was delivered as used.
+    a whole batch at a time, so `prefetch_factor` counts batches; it says how many are fetched ahead where the dataset's
+    `prefetch` allows that at all, and else each is fetched when it is asked for. Asking for the next micro-batch
+    acknowledges the one before. When the iterator ends, in whatever way, all that was not acknowledged is offered
+    again; a next one goes on there. `reset` and `step` end it, and count what was delivered as used.
     """
 
     def __init__(
@@ -80,6 +81,21 @@ class StreamingDataLoader(DataLoader[Any]):
         if num_workers:
             context: BaseContext = self.multiprocessing_context or torch.multiprocessing.get_context()
             dataset.links = Links(context, num_workers)
+
+    def __repr__(self) -> str:
+        return f"StreamingDataLoader({self.stream!r}, num_workers={self.num_workers})"
+
+    def __enter__(self) -> StreamingDataLoader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the iteration: what was not acknowledged, the micro-batch in hand included, is offered again at once.
+        A next iteration goes on there."""
+        self._end()
+        self.stream.close()
 
     def __iter__(self) -> Any:
         if not self.num_workers:
@@ -146,7 +162,9 @@ class _Deliveries(Iterator[Any]):
         self._renewer = threading.Thread(target=_renew, args=terms, name="tq-renew", daemon=True)
         self._renewer.start()
         place = dataset.state_dict()
-        self._links.begin(place["partition_id"], place["batch_index"], frozenset(place["used_rows"]), holder.ident)
+        self._following: int = place["batch_index"]
+        skip = frozenset(place["used_rows"])
+        self._links.begin(place["partition_id"], self._following, skip, holder.ident, dataset.prefetch)
 
     def __next__(self) -> Any:
         if self._closed.is_set():
@@ -154,7 +172,9 @@ class _Deliveries(Iterator[Any]):
         try:
             self.settle()
             while not self._items:
+                self._links.turn.grant(self._following)
                 index, items = next(self._batches)
+                self._following = index + 1
                 self._items.extend(items)
                 if not items:
                     self._dataset.begin(index + 1)

@@ -6,7 +6,8 @@ import contextlib
 import multiprocessing.context
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from tensordict import TensorDict
@@ -17,8 +18,9 @@ from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
 from transfer_queue.dataloader.holder import Holder, client_for
 from transfer_queue.dataloader.parent import end_with_parent
+from transfer_queue.dataloader.ranks import rank_of
 from transfer_queue.dataloader.receipts import Acks, Receipt, split
-from transfer_queue.dataloader.workers import Links, Plan, WorkerFeed, batches
+from transfer_queue.dataloader.workers import GrantedFeed, Links, Plan, WorkerFeed, batches
 from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
 from transfer_queue.metadata import BatchMeta
 
@@ -53,11 +55,19 @@ class StreamingDataset(IterableDataset[Any]):
     (`should_check_consumption_status`); where the partition's size is declared, its last batch may be smaller. Fetched
     batches stay in `buffer` until `step`.
 
+    Data-parallel ranks that say `dp_rank` and `dp_size` (else those of torch.distributed where it is initialised) get
+    the same number of micro-batches of every batch, whatever their timing: `batch_size` rows for each are taken at
+    once, and no rank gets the share of another. The rows of a last, smaller batch are divided as evenly as it goes, in
+    parts of fewer rows where that keeps the number equal; only where a rank has fewer rows than parts some are repeated
+    (`meta.extra_info["repeated"]`, the number of such rows at the end). An own `process_batch_fn` gets the same number
+    of rows in every rank, with repeated ones at the end. A `dp_rank` without `dp_size` deals nothing: ranks compete.
+
     Rows are on lease while they are worked on: asking for the next micro-batch acknowledges the one before, and so do
     `step` and `reset`. What was not acknowledged is offered again when the process ends, when the dataset is collected,
     or when the consumer was frozen for `lease_s`; then its next call raises `LeaseExpired`. `lease_s=None` takes rows
-    for good as soon as their batch is started. With `prefetch` the next batch is fetched meanwhile. One thread at a
-    time may iterate. Rows more than `max_staleness` versions old when their batch is fetched are left out, as if they
+    for good as soon as their batch is started. With `prefetch` the next batch is fetched meanwhile; by default only
+    where batches are dealt, since elsewhere it would take rows that other consumers may need. One thread at a time may
+    iterate. Rows more than `max_staleness` versions old when their batch is fetched are left out, as if they
     had been used. An own `fetch_batch_fn` decides itself how it takes rows; it runs in the iterating thread.
 
     `config` is what `transfer_queue.init` returned, or anything: without an `address` in it, this process's client or
@@ -72,22 +82,22 @@ class StreamingDataset(IterableDataset[Any]):
         data_fields: list[str],
         partition_id: str,
         task_name: str,
-        dp_rank: int,
+        dp_rank: int | None = None,
         should_check_consumption_status: bool = False,
         fetch_batch_fn: Callable[..., Any] | None = None,
         process_batch_fn: Callable[..., Iterable[Any]] | None = None,
         *,
         lease_s: float | None = LEASE_S,
-        prefetch: bool = True,
+        prefetch: bool | None = None,
         max_staleness: int | None = None,
+        dp_size: int | None = None,
     ) -> None:
         """Raises `InvalidInput` (a ValueError) for a size, rank or lease out of range, or no fields."""
         if micro_batch_size < 1:
             raise InvalidInput(f"micro_batch_size must be >= 1, got {micro_batch_size}")
         if len(data_fields) < 1:
             raise InvalidInput(f"data_fields must be a list with at least one field name, got {data_fields}")
-        if dp_rank < 0:
-            raise InvalidInput(f"dp_rank {dp_rank} must be greater than or equal to 0")
+        rank = rank_of(dp_rank, dp_size)
         if lease_s is not None and not 0 < lease_s < float("inf"):
             raise InvalidInput(f"lease_s must be above 0 seconds, got {lease_s}")
         self.config = config
@@ -96,15 +106,22 @@ class StreamingDataset(IterableDataset[Any]):
         self.data_fields = data_fields
         self.partition_id = partition_id
         self.task_name = task_name
-        self.dp_rank = dp_rank
+        self.dp_rank = rank.number
+        self.dp_size = rank.size  # 0: batches are not dealt
         self.should_check_consumption_status = should_check_consumption_status
         self.fetch_batch_fn = fetch_batch_fn or default_fetch_batch_fn
         self.process_batch_fn = process_batch_fn or chunk_batch_fn
-        self.sampling_config: dict[str, Any] = {"dp_rank": dp_rank, "task_name": task_name}
+        self.sampling_config: dict[str, Any] = {"task_name": task_name}
+        if rank.number is not None:
+            self.sampling_config["dp_rank"] = rank.number
+        if rank.size:
+            self.sampling_config["dp_size"] = rank.size
         if max_staleness is not None:
             self.sampling_config["max_staleness"] = max_staleness
         self.lease_s = lease_s
-        self.prefetch = prefetch
+        self.prefetch = bool(rank.size) if prefetch is None else prefetch
+        self.until_cleared = False  # whether the stream also ends when its partition is cleared
+        self.replays = True  # whether batches stay in `buffer`
         self.buffer: list[Any] = []
         self.batch_index = 0  # the batch that is started next; the first in `buffer` is number `_first`
         self._first = 0
@@ -119,6 +136,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._client: TransferQueueClient | None = None
         self._holder: Holder | None = None
         self._feed: Feed | Calling | None = None
+        self._running: weakref.ref[Generator[Any, None, None]] | None = None  # the iterator of `_feed`
         self._items: Iterator[tuple[Any, Receipt]] | None = None
         self._acks: Acks | None = None
         self._in_hand: Receipt | None = None  # of the micro-batch the consumer works on, since `_handed_at`
@@ -128,7 +146,7 @@ class StreamingDataset(IterableDataset[Any]):
         kept = dict(vars(self))
         if multiprocessing.context.get_spawning_popen() is None:
             kept["links"] = None  # these reach other processes only when they are started
-        for name in ("_client", "_holder", "_feed", "_items", "_acks", "_in_hand"):
+        for name in ("_client", "_holder", "_feed", "_running", "_items", "_acks", "_in_hand"):
             kept[name] = None
         return {**kept, "_pid": 0, "buffer": []}
 
@@ -150,7 +168,9 @@ class StreamingDataset(IterableDataset[Any]):
         if worker is not None and self._stride == 1:  # a plain DataLoader: workers share the batches between them
             self._stride = worker.num_workers
             self._first = self.batch_index = self.batch_index + worker.id
-        return self._stream(client)
+        running = self._stream(client)
+        self._running = weakref.ref(running)
+        return running
 
     def _worker_batches(self, client: TransferQueueClient, worker: int, links: Links) -> Iterator[Any]:
         """(number, (micro-batch, receipt) of each) of the batches of one worker; the loader's iterator acknowledges."""
@@ -159,15 +179,17 @@ class StreamingDataset(IterableDataset[Any]):
         return self._delegated(client, plan, worker, links)
 
     def _delegated(self, client: TransferQueueClient, plan: Plan, worker: int, links: Links) -> Iterator[Any]:
-        feed: WorkerFeed | Calling = WorkerFeed(client, self._terms(plan.holder), plan, links.turn)
+        feed: WorkerFeed | Calling | GrantedFeed = WorkerFeed(client, self._terms(plan.holder), plan, links.turn)
         if self.fetch_batch_fn is not default_fetch_batch_fn:
             feed = self._calling(client)
+            if not plan.ahead:
+                feed = GrantedFeed(feed, plan, links.turn)
         for index, batch in batches(feed, plan, worker, links.num_workers):
             if self._keep(client, batch[1]):
                 size = min(self.micro_batch_size, max(1, len(batch[1])))
                 yield index, list(split(client, self.process_batch_fn, batch, size, index))
 
-    def _stream(self, client: TransferQueueClient) -> Iterator[Any]:
+    def _stream(self, client: TransferQueueClient) -> Generator[Any, None, None]:
         feed = self._feed = self._open(client)
         try:
             while (found := self._next(client, feed)) is not None:
@@ -195,12 +217,14 @@ class StreamingDataset(IterableDataset[Any]):
             data_fields=self.data_fields,
             batch_size=self.batch_size,
             task_name=self.task_name,
-            sampling_config=self.sampling_config,
+            sampling_config={name: value for name, value in self.sampling_config.items() if name != "dp_size"},
             lease_s=self.lease_s or LEASE_S,
             until_done=self.should_check_consumption_status,
             holder=holder,
             skip=frozenset(self._used),
             skip_in=self.batch_index,
+            dp_size=self.dp_size,
+            until_cleared=self.until_cleared,
         )
 
     def _calling(self, client: TransferQueueClient) -> Calling:
@@ -242,6 +266,8 @@ class StreamingDataset(IterableDataset[Any]):
         """The batch `batch_index`, from the buffer or the service."""
         position = (self.batch_index - self._first) // self._stride
         if position == len(self.buffer):
+            if not self.replays:
+                self.buffer, self._first, position = [], self.batch_index, 0
             found = feed.get(Key(self.partition_id, self.batch_index))
             while not isinstance(found, End) and not self._keep(client, found[1]):
                 found = feed.get(Key(self.partition_id, self.batch_index))
@@ -312,8 +338,7 @@ class StreamingDataset(IterableDataset[Any]):
     def step(self, partition_id: str) -> None:
         """Go on with another partition, with an empty buffer. What was delivered counts as used, the rest of the
         batch and what was fetched ahead are offered again."""
-        position = (self.batch_index - self._first) // self._stride
-        current = self.buffer[position : position + 1] if self._items is not None else []
+        current = self._begun()
         try:
             self._leave()
         finally:
@@ -324,6 +349,11 @@ class StreamingDataset(IterableDataset[Any]):
         for _, meta in current:
             give_back(self.client(), meta)
 
+    def _begun(self) -> list[Any]:
+        """The batch of which micro-batches were delivered and others maybe not."""
+        position = (self.batch_index - self._first) // self._stride
+        return self.buffer[position : position + 1] if self._items is not None else []
+
     def _leave(self) -> None:
         """The consumer is done with what it was given, and wants nothing that was fetched ahead."""
         self._items = None
@@ -333,6 +363,32 @@ class StreamingDataset(IterableDataset[Any]):
             self._settle(self.client())
             self._items = None
         self._end_acks()
+
+    def close(self) -> None:
+        """End the iteration: what was not acknowledged, the micro-batch in hand included, is offered again at once.
+
+        A next iteration goes on there, with an empty buffer. What an own `fetch_batch_fn` took stays taken.
+        """
+        begun = self._begun()
+        self._items = self._in_hand = None
+        running = self._running() if self._running is not None else None
+        if running is not None:
+            running.close()
+        for _, meta in begun:
+            give_back(self.client(), meta)
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
+        self.buffer, self._first = [], self.batch_index
+
+    def __repr__(self) -> str:
+        rank = "" if self.dp_rank is None else f", dp_rank={self.dp_rank}"
+        size = f", dp_size={self.dp_size}" if self.dp_size else ""
+        return (
+            f"StreamingDataset(partition_id={self.partition_id!r}, task_name={self.task_name!r}, "
+            f"data_fields={self.data_fields}, batch_size={self.batch_size}, micro_batch_size={self.micro_batch_size}"
+            f"{rank}{size}, batch_index={self.batch_index})"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, as plain data: the batch being worked on, and which of its rows were acknowledged."""

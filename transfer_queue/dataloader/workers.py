@@ -11,33 +11,60 @@ from transfer_queue.dataloader.feed import END, Batch, Calling, End, Key, Terms,
 from transfer_queue.errors import LeaseExpired
 
 WAIT_S = 20.0
+UNBOUNDED, ENDED = 1 << 62, -1
 
 
 class Plan(NamedTuple):
-    """One iteration over the loader: the first batch, rows of it that were used before, who holds the leases."""
+    """One iteration over the loader: the first batch, rows of it that were used before, who holds the leases.
+
+    `ahead`: whether batches are fetched before the consumer asks for them.
+    """
 
     round: int
     partition: str
     first: int
     skip: frozenset[int]
     holder: bytes
+    ahead: bool = True
 
 
 class Turn:
-    """Workers fetch batch after batch in order, so that what the parent waits for is what came first."""
+    """Workers fetch batch after batch in order, so that what the parent waits for is what came first; unless they may
+    fetch ahead, none before the parent asked for it, whatever torch asks its workers for."""
 
     def __init__(self, context: BaseContext, num_workers: int) -> None:
-        self._state: Any = context.Array("q", 3)  # round, its first batch, the batch to fetch next
+        # round, its first batch, the batch to fetch next, the first one that must not be fetched yet
+        self._state: Any = context.Array("q", 4)
         self._wake = [context.Semaphore(0) for _ in range(num_workers)]
 
-    def begin(self, first: int) -> int:
+    def begin(self, first: int, ahead: bool = True) -> int:
         """A new round; whoever waits in an older one is told so."""
         with self._state.get_lock():
-            self._state[:] = [self._state[0] + 1, first, first]
+            self._state[:] = [self._state[0] + 1, first, first, UNBOUNDED if ahead else first]
             started: int = self._state[0]
+        self._wake_all()
+        return started
+
+    def _wake_all(self) -> None:
         for wake in self._wake:
             wake.release()
-        return started
+
+    def grant(self, batch_index: int) -> None:
+        """The consumer asks for this batch."""
+        with self._state.get_lock():
+            first, bound = self._state[1], self._state[3]
+            if batch_index < bound:
+                return
+            self._state[3] = batch_index + 1
+        self._wake[(batch_index - first) % len(self._wake)].release()
+
+    def end(self, plan: Plan) -> None:
+        """Nothing is left: whoever waits for its turn or its grant ends as well."""
+        with self._state.get_lock():
+            if self._state[0] != plan.round:
+                return
+            self._state[2] = ENDED
+        self._wake_all()
 
     def is_over(self, plan: Plan) -> bool:
         with self._state.get_lock():
@@ -46,10 +73,10 @@ class Turn:
     def is_mine(self, plan: Plan, batch_index: int) -> bool | None:
         """Whether to fetch this batch now; None when the round is over. Blocks for `WAIT_S` at most."""
         with self._state.get_lock():
-            current, first, following = self._state[:]
-        if current != plan.round:
+            current, first, following, bound = self._state[:]
+        if current != plan.round or following == ENDED:
             return None
-        if following == batch_index:
+        if following == batch_index < bound:
             return True
         self._wake[(batch_index - first) % len(self._wake)].acquire(timeout=WAIT_S)
         return False
@@ -57,8 +84,8 @@ class Turn:
     def pass_on(self, plan: Plan, batch_index: int) -> None:
         """This batch was fetched, or there is none."""
         with self._state.get_lock():
-            current, first, _ = self._state[:]
-            if current != plan.round:
+            current, first, following, _ = self._state[:]
+            if current != plan.round or following == ENDED:
                 return
             self._state[2] = batch_index + 1
         self._wake[(batch_index + 1 - first) % len(self._wake)].release()
@@ -72,9 +99,9 @@ class Links:
         self.turn = Turn(context, num_workers)
         self._plans = [context.SimpleQueue() for _ in range(num_workers)]
 
-    def begin(self, partition: str, first: int, skip: frozenset[int], holder: bytes) -> None:
+    def begin(self, partition: str, first: int, skip: frozenset[int], holder: bytes, ahead: bool) -> None:
         """Tell every worker what to do; each has started to wait for it."""
-        plan = Plan(self.turn.begin(first), partition, first, skip, holder)
+        plan = Plan(self.turn.begin(first, ahead), partition, first, skip, holder, ahead)
         for queue in self._plans:
             queue.put(plan)
 
@@ -112,12 +139,37 @@ class WorkerFeed:
                 except BaseException:
                     self._turn.pass_on(self._plan, key.batch_index)  # who waits for it finds out as well
                     raise
-            if found is not None:
+            if found is END:
+                self._turn.end(self._plan)
+            elif found is not None:
                 self._turn.pass_on(self._plan, key.batch_index)
+            if found is not None:
                 return found
 
 
-def batches(feed: WorkerFeed | Calling, plan: Plan, worker: int, num_workers: int) -> Iterator[tuple[int, Batch]]:
+class GrantedFeed:
+    """A user's own function, which is called for a batch once the consumer asked for it."""
+
+    def __init__(self, calling: Calling, plan: Plan, turn: Turn) -> None:
+        self._calling = calling
+        self._plan = plan
+        self._turn = turn
+
+    def get(self, key: Key) -> Batch | End:
+        while not (mine := self._turn.is_mine(self._plan, key.batch_index)):
+            if mine is None:
+                return END
+        found = self._calling.get(key)
+        if found is END:
+            self._turn.end(self._plan)
+        else:
+            self._turn.pass_on(self._plan, key.batch_index)
+        return found
+
+
+def batches(
+    feed: WorkerFeed | Calling | GrantedFeed, plan: Plan, worker: int, num_workers: int
+) -> Iterator[tuple[int, Batch]]:
     """(number, batch) of every batch of one worker."""
     index = plan.first + worker
     while (found := feed.get(Key(plan.partition, index))) is not END:

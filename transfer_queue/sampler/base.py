@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,7 +19,9 @@ from transfer_queue.sampler.script import MAIN_NAMES, main_module
 
 Ready: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
 Sampled: TypeAlias = tuple[list[int], list[int]]
+Dealt: TypeAlias = tuple[list[list[int]], list[int]]  # the rows of each rank, and those that are consumed
 SETTINGS = ("max_staleness", "untagged")  # of the controller, which takes them out of a sampling_config
+DP_SIZE = "dp_size"  # likewise, unless the sampler names it: see `deal`
 KEYS = ("dp_rank", "batch_index", "task_name", "partition_id")  # what the samplers of this package know
 NEVER = ("self", "ready_indexes", "batch_size", "partition")  # of a `sample`: not its caller's to give
 REPEATED = ("task_name", "partition_id")  # every sampler is given those of the request
@@ -129,6 +132,43 @@ class BaseSampler(ABC):
         """With fewer ready rows than this, `sample` is not called, except for a result it remembers."""
         return batch_size
 
+    def deal(self, ready_indexes: list[int], batch_size: int, ranks: Sequence[int], **kwargs: Any) -> Dealt:
+        """Picks one batch for several data-parallel ranks at once and divides it among them.
+
+        One call of `sample` picks for all, without `dp_rank` and `batch_index`; each rank gets a run of the rows, and
+        the runs differ by one row at most. A `sample` that names `dp_rank` is called once for each rank instead.
+
+        Args:
+            batch_size: the rows of all `ranks` together.
+            ranks: who gets a share.
+            kwargs: as for `sample`, with `batch_index`.
+
+        Returns:
+            (the rows of each rank in order, the rows that the task never gets again, these or more). Without any rows
+            the ready ones do not suffice yet.
+        """
+        named = _named_by(type(self).sample)
+        if "dp_rank" in named:
+            return self._deal_each(ready_indexes, batch_size, ranks, kwargs)
+        given = {name: value for name, value in kwargs.items() if name != "batch_index" or name in named}
+        given.pop("dp_rank", None)
+        sampled, consumed = self.sample(ready_indexes, batch_size, **given)
+        return divided(sampled, len(ranks)), consumed
+
+    def _deal_each(
+        self, ready_indexes: list[int], batch_size: int, ranks: Sequence[int], kwargs: dict[str, Any]
+    ) -> Dealt:
+        left, shares, used = ready_indexes, [], []
+        for rank, size in zip(ranks, parts_of(batch_size, len(ranks)), strict=True):
+            sampled, consumed = self.sample(left, size, **{**kwargs, "dp_rank": rank}) if size else ([], [])
+            if size and not sampled:
+                return [[] for _ in ranks], []
+            taken = {*sampled, *consumed}
+            left = [row for row in left if row not in taken]
+            shares.append(sampled)
+            used += consumed
+        return shares, used
+
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
         """Refuses what no ready rows could satisfy; called once per request, before it may wait.
 
@@ -140,7 +180,7 @@ class BaseSampler(ABC):
         if known is not None and unknown:
             raise InvalidInput(
                 f"sampling_config: {type(self).__name__} does not know {unknown[0]!r}; "
-                f"the nearest is {nearest(unknown[0], (*known, *SETTINGS))!r}"
+                f"the nearest is {nearest(unknown[0], (*known, *SETTINGS, DP_SIZE))!r}"
             )
 
     def has_cached_result(
@@ -243,6 +283,34 @@ def _keys_of(sample: Callable[..., Any]) -> tuple[str, ...] | None:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = [parameter.name for parameter in parameters if parameter.kind in by_name]
     return (*REPEATED, *(name for name in named if name not in NEVER))
+
+
+def _named_by(sample: Callable[..., Any]) -> Container[str]:
+    """The parameters that a user's `sample` spells out."""
+    if getattr(sample, "__module__", "").startswith(f"{__package__}."):
+        return ()
+    try:
+        return inspect.signature(sample).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
+def takes(sampler: BaseSampler, key: str) -> bool:
+    """Whether a key of a sampling_config is for this sampler's `sample`."""
+    known = _keys_of(type(sampler).sample)
+    return known is None or key in known
+
+
+def parts_of(count: int, parts: int, unit: int = 1) -> list[int]:
+    """`count` as `parts` numbers that differ by one `unit` at most, the larger ones first. Units stay whole."""
+    each, more = divmod(count // unit, parts)
+    return [unit * (each + (part < more)) for part in range(parts)]
+
+
+def divided(rows: list[int], parts: int, unit: int = 1) -> list[list[int]]:
+    """`rows` as runs of about the same length, see `parts_of`."""
+    bounds = [0, *itertools.accumulate(parts_of(len(rows), parts, unit))]
+    return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def forgets_partitions(sampler: BaseSampler) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import numpy.typing as npt
 from transfer_queue.errors import InvalidInput
 from transfer_queue.sampler.base import (
     BaseSampler,
+    Dealt,
     PartitionView,
     Ready,
     Sampled,
     as_list,
     check_hashable,
+    divided,
     tags_of,
     whole_number,
 )
@@ -68,6 +71,14 @@ class GRPOGroupNSampler(BaseSampler):
             ranks = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
             ranks.setdefault(rank, {})[batch] = (list(sampled), list(sampled))
         return sampled, list(sampled)
+
+    def deal(self, ready_indexes: list[int], batch_size: int, ranks: Sequence[int], **kwargs: Any) -> Dealt:
+        """See `BaseSampler.deal`; every group goes to one rank."""
+        shares, consumed = super().deal(ready_indexes, batch_size, ranks, **kwargs)
+        if type(self).sample is GRPOGroupNSampler.sample:
+            rows = list(itertools.chain.from_iterable(shares))
+            shares = divided(rows, len(ranks), self.n_samples_per_prompt)
+        return shares, consumed
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
         """InvalidInput for a `batch_size` that `sample` refuses, and as `BaseSampler`."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transfer_queue.errors import InvalidInput, MissingParameter
-from transfer_queue.sampler.base import BaseSampler, Sampled, as_list, check_hashable, whole_number
+from transfer_queue.sampler.base import (
+    BaseSampler,
+    Dealt,
+    Sampled,
+    as_list,
+    check_hashable,
+    divided,
+    whole_number,
+)
 
 
 class RankAwareSampler(BaseSampler):
@@ -45,6 +53,13 @@ class RankAwareSampler(BaseSampler):
         ranks = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
         ranks.setdefault(dp_rank, {})[batch_index] = list(sampled)
         return sampled, list(sampled)
+
+    def deal(self, ready_indexes: list[int], batch_size: int, ranks: Sequence[int], **kwargs: Any) -> Dealt:
+        """See `BaseSampler.deal`. Nothing is remembered here: the controller remembers what it dealt."""
+        if type(self).sample is not RankAwareSampler.sample:
+            return super().deal(ready_indexes, batch_size, ranks, **kwargs)
+        rows = as_list(ready_indexes[:batch_size]) if len(ready_indexes) >= batch_size else []
+        return divided(rows, len(ranks)), rows
 
     def needs(self, batch_size: int) -> int | None:
         """`batch_size`, except for subclasses that sample in another way."""

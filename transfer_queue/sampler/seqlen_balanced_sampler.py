@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from transfer_queue.errors import InvalidInput, NotDivisible
-from transfer_queue.sampler.base import PartitionView, Sampled, check_hashable, tags_of, whole_number
+from transfer_queue.sampler.base import (
+    Dealt,
+    PartitionView,
+    Sampled,
+    check_hashable,
+    divided,
+    tags_of,
+    whole_number,
+)
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 
 LENGTH_TAG = "total_lengths"
@@ -63,20 +71,29 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             rows = self._pick(ready_indexes, groups * self.dp_size, kwargs.get("partition"))
             if not rows:
                 return [], []
-            shares = self._divide(rows, kwargs.get("partition"))
+            shares = self._divide(rows, kwargs.get("partition"), self.dp_size)
             self._balanced_cache.setdefault(partition_id, {}).setdefault(task_name, {})[batch] = shares
         if not shares[rank]:
             shares[rank] = self._pick(ready_indexes, self._groups_in(batch_size), kwargs.get("partition"))
         return list(shares[rank]), list(itertools.chain.from_iterable(shares))
 
+    def deal(self, ready_indexes: list[int], batch_size: int, ranks: Sequence[int], **kwargs: Any) -> Dealt:
+        """See `BaseSampler.deal`. Shares of equally many groups are balanced by their tokens; nothing is remembered."""
+        if not self._is_own():
+            return super().deal(ready_indexes, batch_size, ranks, **kwargs)
+        rows = self._pick(ready_indexes, self._groups_in(batch_size), kwargs.get("partition"))
+        if not rows or batch_size % (self.n_samples_per_prompt * len(ranks)):
+            return divided(rows, len(ranks), self.n_samples_per_prompt), rows
+        return self._divide(rows, kwargs.get("partition"), len(ranks)), rows
+
     def _known(self, partition_id: str, task_name: str, batch: Any) -> list[list[int]] | None:
         return self._balanced_cache.get(partition_id, {}).get(task_name, {}).get(batch)
 
-    def _divide(self, rows: list[int], partition: PartitionView | None) -> list[list[int]]:
+    def _divide(self, rows: list[int], partition: PartitionView | None, parts_wanted: int) -> list[list[int]]:
         n = self.n_samples_per_prompt
         lengths = _lengths(rows, partition)
         groups = [sum(lengths[i : i + n]) for i in range(0, len(rows), n)]
-        parts = get_seqlen_balanced_partitions(groups, self.dp_size, equal_size=True)
+        parts = get_seqlen_balanced_partitions(groups, parts_wanted, equal_size=True)
         return [[row for group in part for row in rows[group * n : group * n + n]] for part in parts]
 
     @property

@@ -58,11 +58,12 @@ from transfer_queue.wire.versions import Announce as Announce
 from transfer_queue.wire.versions import Counted as Counted
 from transfer_queue.wire.versions import GiveBack as GiveBack
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
 INLINE, ELSEWHERE = -1, -2  # arena numbers of pieces that ride in the payload, or lie on another unit
 UNIT_SHIFT = 40  # the bits of a block number above these name its unit
 DONE = -1  # the lease of an empty `RowSet`: nothing is left to wait for
+PASSED = -2  # likewise: nothing is left of this batch of a rank, whose next one may be asked for
 
 
 class Hello(Message):
@@ -142,6 +143,10 @@ class Fetch(Request):
     With `lease_s` the rows are lent to the session `holder` (b"": the asker's) until they are acknowledged. With
     `until_done` the answer is empty once every row is used or lent to that holder, and there are as many as declared.
     With `locate` the answer is `Handed`: it has where the cells are as well.
+
+    With `dp_size` the rows are dealt to that many ranks at once, `batch_size` to each, and `sampling` says whose share
+    (`dp_rank`) of which batch (`batch_index`) this is. `used`: rows of that share that were used before and are not
+    wanted again. With `until_cleared` the answer is also empty where the partition is gone.
     """
 
     partition: str
@@ -156,6 +161,9 @@ class Fetch(Request):
     holder: bytes = b""
     locate: bool = False
     waited_s: float = 0.0  # with earlier requests for the same rows
+    dp_size: int = 0
+    used: int = 0
+    until_cleared: bool = False
 
 
 class Scan(Request):
@@ -337,7 +345,8 @@ class RowSet(Reply):
     """Rows with what metadata needs. `ready` is None when all are, else one byte per row (or row and field).
 
     `lease` is the number of the lease they are held on, 0 for none; `DONE` in the empty answer to a fetch `until_done`.
-    `loads`: see `lives`.
+    `loads`: see `lives`. `repeated`: how many at the end are rows of this or of other ranks' shares once more, so that
+    all ranks get the same number.
     """
 
     rows: bytes
@@ -346,6 +355,7 @@ class RowSet(Reply):
     ready: bytes | None
     lease: int = 0
     loads: int = 0
+    repeated: int = 0
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):

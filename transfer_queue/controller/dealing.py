@@ -1,0 +1,308 @@
+"""Batches of data-parallel ranks: one for all ranks is taken from the sampler at once, and each rank has its share.
+
+A *group* is the ranks of one task that share one partition; its members are the sessions that asked in a rank's name.
+A *deal* is one batch of it: `dp_size` times `batch_size` rows, or what is left of a partition that is whole. The share
+of a rank that has not asked for it yet is kept for it (`DEALT`), so that no other rank can take it, however fast it is.
+
+Rows of a share that come back before they were used (the rank died, its lease is over, it gave them back) are *loose*:
+others of the task may take them, but no later deal of the group does, so that the rank finds them when it asks again;
+what others took meanwhile is replaced as far as rows are ready. When its last member has ended the group is forgotten,
+and all that was kept for it is free. So it is when consumption is reset, and when the partition goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from transfer_queue.controller.readiness import DEALT, Slots, Task
+from transfer_queue.controller.table import Table
+from transfer_queue.errors import InvalidInput, MissingParameter, SamplerFailed
+from transfer_queue.sampler.base import BaseSampler, takes, whole_number
+from transfer_queue.wire.messages import Fetch
+
+MAX_RANKS = 1 << 16
+DP_SIZE = "dp_size"
+_NONE = np.empty(0, np.int64)
+
+Deal: TypeAlias = "dict[int, Share]"  # by rank; without those that began with a later batch
+
+
+class Share:
+    """What one rank got of a deal, as global indexes in order: `dealt` is all of it, `rows` what it gets when it asks.
+    `size` is what the largest share of the deal has."""
+
+    __slots__ = ("dealt", "is_cut", "is_torn", "rows", "size", "used")
+
+    def __init__(self, rows: Slots, size: int, used: int) -> None:
+        self.rows = self.dealt = rows
+        self.size = size
+        self.used = used  # rows that the rank had used of this batch before it was dealt
+        self.is_torn = False  # some rows came back, and were not asked for since: `rows` are those
+        self.is_cut = False  # so it was once, and others were used before
+
+    def wanted(self, used: int) -> int:
+        """How many rows its rank is to get, which used so many already."""
+        return self.size - max(0, used - self.used) if self.is_cut else self.size
+
+
+class Group:
+    def __init__(self, dp_size: int, batch_size: int) -> None:
+        self.dp_size = dp_size
+        self.batch_size = batch_size  # rows per rank
+        self.members: dict[int, set[bytes]] = {}  # of every rank that ever asked; empty where all have ended
+        self.first: dict[int, int] = {}  # the lowest batch that each rank asked for
+        self.deals: dict[int, Deal] = {}
+        self.loose: set[int] = set()
+        self.leases: set[int] = set()
+        self.ended: int | None = None  # the batch that there is not, as some ranks were told
+        self.told: set[int] = set()
+
+    @property
+    def sessions(self) -> set[bytes]:
+        return set().union(*self.members.values())
+
+    def shares(self) -> Iterable[Share]:
+        return (share for deal in self.deals.values() for share in deal.values())
+
+    def loose_slots(self, table: Table, task: Task) -> Slots:
+        """The loose rows that nobody has taken."""
+        if not self.loose:
+            return _NONE
+        rows = np.fromiter(self.loose, np.int64, len(self.loose))
+        slots = table.slots_of(rows)
+        free = slots >= 0
+        free[free] = ~task.consumed[slots[free]] & (task.lease[slots[free]] == 0)
+        return np.sort(slots[free])
+
+    def num_open(self, table: Table, task: Task) -> int:
+        """How many rows were dealt and are not used."""
+        self.leases &= task.lent.keys()
+        lent = sum(task.lent[number] for number in self.leases)
+        return lent + task.lent.get(DEALT, 0) + len(self.loose_slots(table, task))
+
+
+class Dealing:
+    """The groups of all partitions, each at its task. `free(table, task name, slots)` offers rows that were kept."""
+
+    def __init__(self, free: Callable[[Table, str, Slots], None]) -> None:
+        self._free = free
+        self._of_session: dict[bytes, set[tuple[str, str]]] = {}  # (partition, task) of its groups
+
+    def prepare(self, message: Fetch, sampler: BaseSampler) -> None:
+        """Know a request for a share, also by its sampling_config. Raises `InvalidInput` for one that cannot be met."""
+        if not message.dp_size:
+            if DP_SIZE not in message.sampling or takes(sampler, DP_SIZE):
+                return
+            message.dp_size = whole_number(message.sampling.pop(DP_SIZE), DP_SIZE)
+        if not 1 <= message.dp_size <= MAX_RANKS:
+            raise InvalidInput(f"dp_size {message.dp_size}: expected 1 to {MAX_RANKS}")
+        if message.sampling.get("dp_rank") is None or message.sampling.get("batch_index") is None:
+            raise MissingParameter("dp_size needs dp_rank and batch_index beside it")
+        rank, batch = rank_and_batch(message)
+        if not 0 <= rank < message.dp_size:
+            raise InvalidInput(f"dp_rank {rank} of dp_size {message.dp_size}")
+        if batch < 0 or not 0 <= message.used < message.batch_size:
+            raise InvalidInput(f"batch_index {batch}, {message.used} of {message.batch_size} rows used")
+        planned = getattr(sampler, DP_SIZE, None)
+        if isinstance(planned, int) and planned != message.dp_size:
+            raise InvalidInput(
+                f"dp_size {message.dp_size}: {type(sampler).__name__} divides batches among dp_size={planned} ranks"
+            )
+
+    def join(self, table: Table, message: Fetch, session: bytes) -> Group:
+        """The group of a request, whose session is a member of it now. Raises `InvalidInput` where others of other
+        sizes share the partition."""
+        task = table.task(message.task)
+        group: Group | None = task.group
+        if group is not None and (group.dp_size, group.batch_size) != (message.dp_size, message.batch_size):
+            if group.sessions - {session}:
+                raise InvalidInput(
+                    f"task {message.task!r} of partition {table.name!r} is dealt to dp_size={group.dp_size} ranks in "
+                    f"batches of {group.batch_size} rows; dp_size={message.dp_size} with batches of "
+                    f"{message.batch_size} cannot share it"
+                )
+            self.disband(table, message.task)
+            group = None
+        if group is None:
+            group = task.group = Group(message.dp_size, message.batch_size)
+        rank, batch = rank_and_batch(message)
+        if rank not in group.first:
+            self._begin(table, message.task, group, rank, batch)
+        group.first[rank] = min(batch, group.first.get(rank, batch))
+        group.members.setdefault(rank, set()).add(session)
+        self._of_session.setdefault(session, set()).add((table.name, message.task))
+        return group
+
+    def _begin(self, table: Table, name: str, group: Group, rank: int, batch: int) -> None:
+        """A rank comes in at this batch: what was kept for it of earlier ones is for the others."""
+        early = [number for number in group.deals if number < batch and rank in group.deals[number]]
+        rows = [group.deals[number].pop(rank).rows for number in early]
+        if rows:
+            self._offer(table, name, np.concatenate(rows))
+
+    def is_over(self, table: Table, message: Fetch) -> bool:
+        """Whether this batch is never dealt: every row that there will be is used, or in somebody's share. Once a rank
+        was told so, all of them are."""
+        task = table.task(message.task)
+        group: Group | None = task.group
+        rank, batch = rank_and_batch(message)
+        if group is None or batch in group.deals:  # if only for others: what they got is what this rank has to get
+            return False
+        if group.ended is None or batch < group.ended:
+            if self.num_left(table, message):
+                return False
+            group.ended = batch if group.ended is None else group.ended
+        group.told.add(rank)
+        if len(group.told) == group.dp_size:
+            group.ended, group.told = None, set()
+        return True
+
+    def num_left(self, table: Table, message: Fetch) -> int:
+        """How many rows the group may still be dealt, ready or not; 1 while not all that were declared are there."""
+        task = table.task(message.task)
+        if not 0 < table.num_alive >= (table.declared or 0):
+            return 1
+        return table.num_alive - task.num_consumed - task.group.num_open(table, task)
+
+    def find(self, table: Table, message: Fetch) -> Share | None:
+        rank, batch = rank_and_batch(message)
+        deals: dict[int, Deal] = table.task(message.task).group.deals
+        return deals.get(batch, {}).get(rank)
+
+    def to_deal(self, table: Table, message: Fetch) -> tuple[list[int], int]:
+        """The ranks that need a share of this batch, all but those that began later or have theirs, and how many rows
+        each is to get."""
+        group: Group = table.task(message.task).group
+        rank, batch = rank_and_batch(message)
+        size = message.batch_size - message.used
+        if batch in group.deals:
+            return [rank], min([size, *(share.size for share in group.deals[batch].values())])
+        return [one for one in range(group.dp_size) if one == rank or group.first.get(one, batch) <= batch], size
+
+    def loose(self, table: Table, message: Fetch) -> Slots:
+        """Rows on offer that no new share of the group gets."""
+        task = table.task(message.task)
+        return task.group.loose_slots(table, task)
+
+    def enter(self, table: Table, message: Fetch, ranks: Sequence[int], shares: list[list[int]]) -> bool:
+        """These rows are dealt now. False for no rows, unless the others have some: then they are repeated for this
+        rank. Raises `SamplerFailed` for rows that are not on offer."""
+        task = table.task(message.task)
+        group: Group = task.group
+        _, batch = rank_and_batch(message)
+        rows = np.array([row for share in shares for row in share], np.int64)
+        slots = table.slots_of(rows)
+        if len(shares) != len(ranks) or (slots < 0).any() or len(task.offered(slots)) < len(rows):
+            raise SamplerFailed(f"partition {table.name!r}: a deal of rows that are not on offer, or in two shares")
+        if not len(rows) and batch not in group.deals:
+            return False
+        deal = group.deals.setdefault(batch, {})
+        size = max((share.size for share in deal.values()), default=max(map(len, shares)))
+        for rank, share in zip(ranks, shares, strict=True):
+            deal[rank] = Share(np.array(share, np.int64), size, message.used)
+            if group.members.get(rank, True):
+                task.reserve(table.slots_of(deal[rank].rows), DEALT)
+            else:  # all that asked in its name have ended
+                deal[rank].is_torn = True
+                group.loose.update(share)
+        return True
+
+    def mend(self, table: Table, message: Fetch, share: Share) -> int:
+        """A rank asks for a share of which rows had come back: they are its own again. Returns how many others took."""
+        task = table.task(message.task)
+        slots = table.slots_of(share.rows)
+        alive = slots >= 0
+        free = alive.copy()
+        free[alive] = ~task.consumed[slots[alive]] & np.isin(task.lease[slots[alive]], (0, DEALT))
+        task.group.loose.difference_update(share.rows.tolist())
+        share.rows = share.rows[free]
+        share.is_torn = False
+        return int(np.count_nonzero(alive) - np.count_nonzero(free))
+
+    def replace(self, table: Table, message: Fetch, share: Share, rows: Sequence[int]) -> None:
+        """Other rows in the place of those that are gone."""
+        more = np.array(rows, np.int64)
+        share.rows, share.dealt = np.concatenate([share.rows, more]), np.concatenate([share.dealt, more])
+        task = table.task(message.task)
+        task.reserve(task.offered(table.slots_of(more)), DEALT)
+
+    def lent(self, table: Table, message: Fetch, lease: int) -> None:
+        """Rows of a share are on this lease now (0: on none)."""
+        if lease:
+            table.task(message.task).group.leases.add(lease)
+
+    def padding(self, table: Table, message: Fetch, share: Share, own: Slots) -> Slots:
+        """Rows to repeat, so that this rank gets as many as the one with the most: its own, else those of others."""
+        missing = share.wanted(message.used) - len(own)
+        if missing <= 0:
+            return _NONE
+        group: Group = table.task(message.task).group
+        _, batch = rank_and_batch(message)
+        for rows in ([share.dealt], [other.dealt for other in group.deals[batch].values()]):
+            slots = table.slots_of(np.concatenate(rows))
+            slots = slots[slots >= 0]
+            ready = table.ready(slots, message.fields)
+            slots = slots if ready is None else slots[ready]
+            if len(slots):
+                return np.resize(slots, missing)
+        return _NONE
+
+    # ends
+
+    def offered(self, table: Table, name: str, slots: Slots) -> None:
+        """Rows of a task are free again: those of shares are loose."""
+        task = table.tasks[name]
+        group: Group | None = task.group
+        if group is None:
+            return
+        rows = table.index[slots]
+        for share in list(group.shares()):
+            mine = share.dealt[np.isin(share.dealt, rows)]
+            if len(mine):
+                group.loose.update(mine.tolist())
+                back = np.union1d(mine, share.rows) if share.is_torn else mine
+                share.is_torn = True
+                share.rows = share.dealt[np.isin(share.dealt, back)]
+                share.is_cut = share.is_cut or len(share.rows) < len(share.dealt)
+
+    def end_session(self, session: bytes, tables: Mapping[str, Table]) -> None:
+        """A member is gone: the shares that are kept for its rank, unless it has other members, are for everybody."""
+        for partition, name in sorted(self._of_session.pop(session, ())):
+            table = tables.get(partition)
+            group: Group | None = table.tasks[name].group if table is not None and name in table.tasks else None
+            if table is None or group is None:
+                continue
+            lost = [rank for rank, members in group.members.items() if members == {session}]
+            for members in group.members.values():
+                members.discard(session)
+            if not group.sessions:
+                self.disband(table, name)
+            elif lost:
+                kept = [deal[rank].rows for deal in group.deals.values() for rank in lost if rank in deal]
+                self._offer(table, name, np.concatenate([_NONE, *kept]))
+
+    def disband(self, table: Table, name: str) -> None:
+        """Forget a group; what was kept for it is free."""
+        task = table.tasks[name]
+        task.group = None
+        self._offer(table, name, table.index[np.flatnonzero(task.lease == DEALT)])
+
+    def forget(self, table: Table) -> None:
+        """Forget the groups of a partition, whose rows need nothing any more."""
+        for task in table.tasks.values():
+            task.group = None
+
+    def _offer(self, table: Table, name: str, rows: Slots) -> None:
+        """Those of these rows that are kept for a rank are so no longer."""
+        slots = table.slots_of(rows)
+        freed = table.tasks[name].take_back(slots[slots >= 0], DEALT, used=False)
+        if len(freed):
+            self._free(table, name, freed)
+
+
+def rank_and_batch(message: Fetch) -> tuple[int, int]:
+    sampling = message.sampling
+    return whole_number(sampling["dp_rank"], "dp_rank"), whole_number(sampling["batch_index"], "batch_index")

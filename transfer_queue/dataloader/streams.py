@@ -1,0 +1,299 @@
+"""One line to stream: `for batch in tq.stream("train_0", ["response"], task="actor", batch_size=32)`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDict
+
+from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.drivers import run_async
+from transfer_queue.client.effects import Call
+from transfer_queue.dataloader.chunking import bounds, chunk_batch_fn
+from transfer_queue.dataloader.feed import Batch, End, Key, Terms, taking
+from transfer_queue.dataloader.holder import Holder, client_for
+from transfer_queue.dataloader.receipts import Receipt, with_receipts
+from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
+from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
+from transfer_queue.errors import ServiceError
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+
+Row: TypeAlias = dict[str, Any]
+Delivered: TypeAlias = "TensorDict | list[Row]"
+WAIT_S = 20.0
+
+
+def stream(
+    partition_id: str,
+    data_fields: Sequence[str],
+    *,
+    task: str,
+    batch_size: int,
+    micro_batch_size: int | None = None,
+    dp_rank: int | None = None,
+    dp_size: int | None = None,
+    dense: bool = False,
+    pad: Any = None,
+    rows: bool = False,
+    lease_s: float = LEASE_S,
+    max_staleness: int | None = None,
+    prefetch: bool | None = None,
+    num_workers: int = 0,
+    multiprocessing_context: Any = None,
+) -> Stream:
+    """The rows of a partition for one task, as they become ready: an iterable of TensorDicts of `micro_batch_size` rows
+    (default: `batch_size`).
+
+    `batch_size` rows are fetched at once, for each of `dp_size` data-parallel ranks; every rank gets the same number of
+    micro-batches (`StreamingDataset` says how, and where rank and size come from). Rows are on lease while the loop
+    works on them: asking for the next ones acknowledges those before, and leaving the loop, in whatever way, gives the
+    others back. It ends when the task has used all rows that the partition was declared to get (`set_partition`), or
+    without a declared size all that there are at the moment, so declare one while others still write; and when the
+    partition is cleared after a first batch. Until then it waits, also for a partition that is not there yet.
+
+    `dense`, `pad`: plain tensors, see `TransferQueueClient.get_data`. `rows`: lists of dicts, one a row. `meta` of the
+    stream names the rows of the batch in hand. Raises `InvalidInput` for arguments out of range.
+    """
+    sizes, rank, terms = (batch_size, micro_batch_size), (dp_rank, dp_size), (lease_s, max_staleness, prefetch)
+    dataset = _dataset(partition_id, data_fields, task, sizes, rank, terms)
+    return Stream(dataset, _Form(dense, pad, rows), num_workers, multiprocessing_context)
+
+
+def async_stream(
+    partition_id: str,
+    data_fields: Sequence[str],
+    *,
+    task: str,
+    batch_size: int,
+    micro_batch_size: int | None = None,
+    dp_rank: int | None = None,
+    dp_size: int | None = None,
+    dense: bool = False,
+    pad: Any = None,
+    rows: bool = False,
+    lease_s: float = LEASE_S,
+    max_staleness: int | None = None,
+    prefetch: bool | None = None,
+) -> AsyncStream:
+    """As `stream`, for `async for`: nothing blocks the running loop, and cancellation gives the rows back."""
+    sizes, rank, terms = (batch_size, micro_batch_size), (dp_rank, dp_size), (lease_s, max_staleness, prefetch)
+    dataset = _dataset(partition_id, data_fields, task, sizes, rank, terms)
+    return AsyncStream(dataset, _Form(dense, pad, rows))
+
+
+def _dataset(
+    partition: str,
+    fields: Sequence[str],
+    task: str,
+    sizes: tuple[int, int | None],
+    rank: tuple[int | None, int | None],
+    terms: tuple[float, int | None, bool | None],
+) -> StreamingDataset:
+    size, micro = sizes
+    lease_s, max_staleness, prefetch = terms
+    dataset = StreamingDataset(
+        None, size, size if micro is None else micro, list(fields), partition, task, rank[0], True,
+        lease_s=lease_s, prefetch=prefetch, max_staleness=max_staleness, dp_size=rank[1],
+    )  # fmt: skip
+    dataset.until_cleared, dataset.replays = True, False
+    return dataset
+
+
+class _Form:
+    """What a batch is delivered as."""
+
+    def __init__(self, dense: bool, pad: Any, rows: bool) -> None:
+        self._dense = dense or pad is not None
+        self._pad = pad
+        self._rows = rows
+
+    def of(self, data: TensorDict) -> Delivered:
+        if self._dense:
+            data = importlib.import_module("transfer_queue.client.dense").to_dense(data, self._pad)
+        return rows_of(data) if self._rows else data
+
+
+def rows_of(data: TensorDict) -> list[Row]:
+    """One dict a row: tensors without the dimension of the rows, anything else as it was put."""
+    columns = {name: _items(data, name) for name in data.keys()}  # noqa: SIM118  a TensorDict iterates over its rows
+    return [{name: items[row] for name, items in columns.items()} for row in range(len(data))]
+
+
+def _items(data: TensorDict, name: str) -> Sequence[Any]:
+    column = data[name]
+    if isinstance(column, torch.Tensor):
+        return column.unbind(0)
+    return [rows_of(column[row : row + 1])[0] for row in range(len(data))] if _is_nested(column) else list(column)
+
+
+def _is_nested(column: Any) -> bool:
+    return isinstance(column, TensorDict)
+
+
+class _Streaming:
+    """What both kinds of streams are: `meta` names the rows of the batch in hand."""
+
+    def __init__(self, dataset: StreamingDataset, form: _Form) -> None:
+        self._dataset = dataset
+        self._form = form
+        self.meta = BatchMeta.empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, see `StreamingDataset.state_dict`."""
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on there, see `StreamingDataset.load_state_dict`."""
+        self._dataset.load_state_dict(state)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._dataset!r}>"
+
+
+class Stream(_Streaming):
+    """See `stream`. Each loop goes on where the one before was left, with the first rows not acknowledged."""
+
+    def __init__(
+        self, dataset: StreamingDataset, form: _Form, num_workers: int = 0, multiprocessing_context: Any = None
+    ) -> None:
+        super().__init__(dataset, form)
+        self._loader: StreamingDataLoader | None = None
+        if num_workers:
+            context = multiprocessing_context
+            self._loader = StreamingDataLoader(dataset, num_workers=num_workers, multiprocessing_context=context)
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        source = iter(self._dataset if self._loader is None else self._loader)
+        try:
+            for data, self.meta in source:
+                yield self._form.of(data)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give back what was not acknowledged; a next loop goes on there."""
+        if self._loader is not None:
+            self._loader.close()
+        self._dataset.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """The number of micro-batches of the whole partition for this rank. Asks the service. Raises TypeError where
+        that is not known: other consumers may take rows unless there is a `dp_size`, rows may be too old, the partition
+        has no declared size, or its last batch would be smaller."""
+        dataset = self._dataset
+        found = dataset.client().get_partition(dataset.partition_id)
+        size, batch = (found or {}).get("size"), dataset.batch_size * dataset.dp_size
+        if not size or not batch or size % batch or "max_staleness" in dataset.sampling_config:
+            raise TypeError(f"{self!r} has no len(): how many batches it will have is not known")
+        return int(size // batch) * len(bounds(dataset.batch_size, dataset.batch_size, dataset.micro_batch_size))
+
+
+class AsyncStream(_Streaming):
+    """See `async_stream`. Each loop goes on where the one before was left. `async with` gives rows back at its end;
+    without, that happens soon after the loop was left."""
+
+    def __init__(self, dataset: StreamingDataset, form: _Form) -> None:
+        super().__init__(dataset, form)
+        self._running: AsyncGenerator[Any, None] | None = None
+
+    def __aiter__(self) -> AsyncGenerator[Any, None]:
+        running = self._deliveries()
+        self._running = running
+        return running
+
+    async def aclose(self) -> None:
+        """Give back what was not acknowledged; a next loop goes on there."""
+        running, self._running = self._running, None
+        if running is not None:
+            await running.aclose()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    async def _deliveries(self) -> AsyncGenerator[Any, None]:
+        dataset = self._dataset
+        client, holder = await asyncio.to_thread(_attached, dataset)
+        terms = dataset._terms(holder.ident)
+        helpers: list[asyncio.Task[Any]] = [asyncio.create_task(_renew(holder, terms.lease_s))]
+        ahead: asyncio.Task[Batch | End] | None = None
+        try:
+            while True:
+                batch = await (ahead or _take(client, terms, Key(dataset.partition_id, dataset.batch_index)))
+                if isinstance(batch, End):
+                    return
+                if dataset.prefetch:
+                    following = Key(dataset.partition_id, dataset.batch_index + 1)
+                    ahead = asyncio.create_task(_take(client, terms, following))
+                    helpers[1:] = [ahead]
+                for item, receipt in self._micro_batches(batch):
+                    self.meta = item[1]
+                    yield self._form.of(item[0])
+                    await _acknowledge(client, receipt)
+                    dataset.note_used(receipt)
+                dataset.begin(dataset.batch_index + 1)
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            holder.close()
+
+    def _micro_batches(self, batch: Batch) -> list[tuple[Any, Receipt]]:
+        data, meta = batch
+        if not len(meta):
+            return []
+        size = min(self._dataset.micro_batch_size, len(meta))
+        return list(with_receipts(chunk_batch_fn(data, meta, size), meta, self._dataset.batch_index))
+
+
+def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, Holder]:
+    client = client_for(dataset.config, dataset)
+    client.session.stay()
+    return client, Holder(client)
+
+
+async def _renew(holder: Holder, lease_s: float) -> None:
+    while True:
+        await asyncio.sleep(lease_s / 3)
+        work = asyncio.ensure_future(asyncio.to_thread(holder.renew, lease_s))
+        try:
+            await asyncio.wait([work])
+        finally:  # the thread is done with the connection before that is closed
+            await asyncio.wait([work])
+            with contextlib.suppress(ServiceError):  # the next fetch or ack tells
+                work.result()
+
+
+async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | End:
+    waited_s = 0.0
+    while True:
+        session = client.session
+        request = terms.request(session, key, WAIT_S, waited_s)
+        found = await run_async(session, taking(session, request, terms.skipped(key)))
+        if found is not None:
+            return found
+        waited_s += WAIT_S
+
+
+async def _acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
+    """Raises `LeaseExpired` when the rows went to somebody else in the meantime."""
+    if receipt.lease > 0 and receipt.rows:
+        session = client.session
+        await session.call_async(Call(m.Ack(session.next_rid(), receipt.lease, receipt.rows, receipt.service_id)))
