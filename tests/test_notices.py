@@ -270,7 +270,7 @@ def test_a_stream_logs_what_it_waits_for_although_it_asks_again_and_again(
     service: Callable[..., tq.TransferQueueClient], lines: Callable[[], list[str]]
 ) -> None:
     client = service(**notices(0.45))
-    stream = iter(tq.StreamingDataset(None, 2, 2, ["x"], "p", "t", 0, lease_s=0.6))  # asks every 0.2 s
+    stream = iter(tq.StreamingDataset(None, 2, 2, ["x"], "p", "t", 0, lease_s=0.6, prefetch=True))  # asks every 0.2 s
     client.put({"x": [1, 2]}, partition_id="p")
     assert next(stream)[0]["x"].tolist() == [1, 2]  # and now it looks for the next two
     until(lambda: bool(lines()), "a notice")
