@@ -6,13 +6,13 @@ import math
 import os
 import re
 import subprocess
-import sys
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from zygote import CHILDREN
 
 from demo.arithmetic import (
     MAX_RESPONSE_LEN,
@@ -38,10 +38,9 @@ from transfer_queue.weights.engines import registry
 ROOT = Path(__file__).parent.parent
 
 
-def _python(*args: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def _python(*args: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TQ_ADDRESS"}
-    command = [sys.executable, *args]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return CHILDREN.run(list(args), environment, str(ROOT))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ except WorkerFailed as failure:
     print(failure)
 print("left:", multiprocessing.active_children())
 """
-    done = _python("-c", code, timeout_s=60)
+    done = _python("-c", code)
     assert "worker 'divider' ended with exit code 1" in done.stdout
     assert "ZeroDivisionError" in done.stdout
     assert "left: []" in done.stdout
@@ -149,7 +148,7 @@ print("left:", multiprocessing.active_children())
 
 
 def test_an_unknown_backend_is_a_usage_error() -> None:
-    done = _python("-m", "demo", "--backend", "mooncake", timeout_s=60)
+    done = _python("-m", "demo", "--backend", "mooncake")
     assert done.returncode == 2
     assert "mooncake" in done.stderr
 
@@ -223,7 +222,7 @@ def test_a_replica_takes_weights_between_two_tokens(monkeypatch: pytest.MonkeyPa
 
 
 def test_smoke_run(tmp_path: Path) -> None:
-    done = _python("-m", "demo", "--smoke", "--out", str(tmp_path), timeout_s=100)
+    done = _python("-m", "demo", "--smoke", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "step 4/4" in done.stdout
     lag = re.search(r"no sample was more than (\d) versions behind \(limit 2\)", done.stdout)
