@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
 
+# Without ARGS the whole suite in parallel, a file at a time; `make test ARGS="tests/test_kv.py -k put"` in one process.
 test: $(STAMP)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest $(if $(ARGS),$(ARGS),--numprocesses auto --dist loadfile --no-loadscope-reorder)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

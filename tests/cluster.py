@@ -72,4 +72,4 @@ class Worker:
 
 
 def do(worker: Any, code: str) -> Any:
-    return ray.get(worker.do.remote(code), timeout=60)
+    return ray.get(worker.do.remote(code), timeout=100)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -12,16 +14,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from hosts import Host
+from zygote import CHILDREN, SERVERS, Forked
 
 import transfer_queue as tq
+from transfer_queue.launch import local
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0  # an import of torch takes long on a busy machine
 MODULE_WIDE = {"shared", "cluster"}
+LONGEST = (
+    "test_ray", "test_examples", "test_isolation", "test_network", "test_lifecycle", "test_checkpoint_faults",
+    "test_demo", "test_metrics", "test_backpressure", "test_arena_limits", "test_hostile_messages",
+)  # fmt: skip
+PYTHON = sys.executable
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
@@ -45,7 +55,7 @@ def _open_files() -> set[str]:
 
 
 def _children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    return {child.pid for child in psutil.Process().children(recursive=True)} - {SERVERS.pid, CHILDREN.pid}
 
 
 def _threads() -> set[str]:
@@ -56,6 +66,48 @@ def _shared_memory() -> set[str]:
     """Names in /dev/shm, without those of anybody's multiprocessing, and torch's: it unlinks a tensor's file as soon
     as it is open, but a worker can be killed in between."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "psm_", "torch_"))}
+
+
+def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes] | Forked:
+    """Stands in for `subprocess.Popen` in `launch.local`: this process's servers are forked, as its children are."""
+    if command == [PYTHON, *local.COMMAND]:
+        return SERVERS.start(command[1:], options["env"], own_session=True)
+    return subprocess.Popen(command, **options)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than processors: tests wait for other processes as often as they compute."""
+    return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Parallel runs hand out whole files, in this order: the longest first, so that none is left over at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_configure() -> None:
+    gc.disable()  # nothing that is imported for the tests is garbage
+    local.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})  # type: ignore[assignment]
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # torch's hundred thousands of objects: a collection takes a quarter of a second with them
+
+
+def pytest_unconfigure() -> None:
+    local.subprocess = subprocess
+    for zygote in (SERVERS, CHILDREN):
+        zygote.close()
+
+
+@pytest.fixture
+def fresh_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are started as users start them, not forked: for tests of what a start costs."""
+    monkeypatch.setattr(local, "subprocess", subprocess)
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +121,9 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     until(lambda: _children() <= before[1], "the end of child processes", 5)
     until(lambda: _threads() <= before[2], "the end of threads", 5)
     if not _open_files() <= before[0]:
-        gc.collect()  # takes a quarter of a second with torch loaded
+        gc.collect()
     assert _open_files() <= before[0]
-    assert _shared_memory() <= before[3]
+    until(lambda: _shared_memory() <= before[3], "the end of shared memory", 5)  # it may be another process's
 
 
 @pytest.fixture
@@ -138,10 +190,9 @@ class Child:
     def __init__(self, code: str) -> None:
         root = str(Path(__file__).parent.parent)
         environment = {**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
-        )  # fmt: skip
+        self.process = CHILDREN.start(["-c", textwrap.dedent(code)], environment)
+        self._stdin = io.TextIOWrapper(self.process.stdin)
+        self._stdout = io.TextIOWrapper(self.process.stdout)
 
     @property
     def pid(self) -> int:
@@ -149,13 +200,11 @@ class Child:
 
     def line(self) -> str:
         """The next line the child prints (blocks; the test's own timeout ends it)."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return self._stdout.readline().strip()
 
     def say(self, text: str = "") -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(text + "\n")
-        self.process.stdin.flush()
+        self._stdin.write(text + "\n")
+        self._stdin.flush()
 
     def kill(self) -> None:
         """kill -9, and wait for the end."""
@@ -164,9 +213,25 @@ class Child:
 
     def finish(self, timeout_s: float = DEADLINE_S) -> str:
         """Wait for a good end; what it printed since the last `line`."""
-        out, _ = self.process.communicate(timeout=timeout_s)
-        assert self.process.returncode == 0, f"child failed with {self.process.returncode}: {out}"
+        self._stdin.close()
+        overdue = threading.Timer(timeout_s, os.kill, (self.pid, signal.SIGKILL))
+        overdue.start()
+        try:
+            with self._stdout:
+                out = self._stdout.read()
+            code = self.process.wait()
+        finally:
+            overdue.cancel()
+        assert code == 0, f"child failed with {code}: {out}"
         return out.strip()
+
+    def close(self) -> None:
+        """Kill it where it still runs."""
+        if self.process.poll() is None:
+            self.kill()
+        with contextlib.suppress(BrokenPipeError):  # what it did not read
+            self._stdin.close()
+        self._stdout.close()
 
 
 @pytest.fixture
@@ -180,11 +245,7 @@ def child() -> Iterator[Callable[[str], Child]]:
 
     yield start
     for one in started:
-        if one.process.poll() is None:
-            one.kill()
-        for stream in (one.process.stdin, one.process.stdout):
-            if stream is not None and not stream.closed:
-                stream.close()
+        one.close()
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from zygote import CHILDREN
 
 from tools.netns import Switch
 
@@ -62,21 +64,17 @@ class Host:
         self.space = network.plug_in(number)
         root = str(Path(__file__).parent.parent)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TQ_")}
-        self._agent = subprocess.Popen(
-            [sys.executable, "-c", AGENT, f"/var/run/netns/{self.space}"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**environment, "PYTHONPATH": root, **TOKENS},
-        )  # fmt: skip
+        self._agent = CHILDREN.start(
+            ["-c", AGENT, f"/var/run/netns/{self.space}"], {**environment, "PYTHONPATH": root, **TOKENS}
+        )
 
     def ask(self, code: str) -> None:
         """Start some code; `answer` waits for its end."""
-        assert self._agent.stdin is not None
-        self._agent.stdin.write(json.dumps(code) + "\n")
+        self._agent.stdin.write(json.dumps(code).encode() + b"\n")
         self._agent.stdin.flush()
 
     def answer(self) -> Any:
         """The `result` that the code set. Raises `AgentError` for what it raised."""
-        assert self._agent.stdout is not None
         answer = json.loads(self._agent.stdout.readline())
         if "error" in answer:
             raise AgentError(answer["error"], answer["text"])
@@ -93,12 +91,10 @@ class Host:
 
     def close(self) -> None:
         """End the agent, which ends its server."""
-        assert self._agent.stdin is not None
-        assert self._agent.stdout is not None
         self._agent.stdin.close()
         try:
             self._agent.wait(20)
         except subprocess.TimeoutExpired:
-            self._agent.kill()
+            self._agent.send_signal(signal.SIGKILL)
             self._agent.wait()
         self._agent.stdout.close()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from zygote import CHILDREN
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")} | {
@@ -19,8 +20,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 
 
 def tq(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from transfer_queue.cli import main; main()", *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False)
+    return CHILDREN.run(["-c", "from transfer_queue.cli import main; main()", *arguments], ENVIRONMENT)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def served(tmp_path: Path) -> Iterator[str]:
 
 def test_a_standalone_service_keeps_rows_between_processes(served: str) -> None:
     code = "import torch, transfer_queue as tq; tq.init(); tq.kv_put('a', 'p', {'x': torch.ones(3)}); tq.close()"
-    subprocess.run([sys.executable, "-c", code], env={**ENVIRONMENT, "TQ_ADDRESS": served}, timeout=60, check=True)
+    CHILDREN.run(["-c", code], {**ENVIRONMENT, "TQ_ADDRESS": served}).check_returncode()
     shown = json.loads(tq("status", "--address", served, "--json").stdout)
     assert shown["rows"] == 1
     assert shown["partition"]["p"]["rows"] == 1

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, StorageKeyNotFoundError
@@ -102,7 +101,8 @@ def program(body: str, level: str) -> list[str]:
     root = str(Path(__file__).parent.parent)
     code = "import transfer_queue as tq\n" + textwrap.dedent(body)
     environment = {"PYTHONPATH": root, "TQ_LOGGING_LEVEL": level, "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = CHILDREN.run(["-c", code], environment)
+    done.check_returncode()
     return [re.sub(r"^[-\d]+ [:,\d]+", "D", re.sub(MS, "T", line)) for line in done.stderr.splitlines()]
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import until
 from rich.console import Console
+from zygote import CHILDREN
 
 import transfer_queue as tq
 from demo.arithmetic import (
@@ -51,10 +52,9 @@ ROOT = Path(__file__).parent.parent
 _DEADLINE_S = 300.0  # of a run that takes seconds on a quiet machine
 
 
-def _python(*args: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def _python(*args: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TQ_ADDRESS"}
-    command = [sys.executable, *args]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return CHILDREN.run(list(args), environment, str(ROOT))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ except WorkerFailed as failure:
     print(failure)
 print("left:", multiprocessing.active_children())
 """
-    done = _python("-c", code, timeout_s=60)
+    done = _python("-c", code)
     assert "worker 'divider' ended with exit code 1" in done.stdout
     assert "ZeroDivisionError" in done.stdout
     assert "left: []" in done.stdout
@@ -176,7 +176,7 @@ print("left:", multiprocessing.active_children())
 
 
 def test_an_unknown_backend_is_a_usage_error() -> None:
-    done = _python("-m", "demo", "--backend", "mooncake", timeout_s=60)
+    done = _python("-m", "demo", "--backend", "mooncake")
     assert done.returncode == 2
     assert "mooncake" in done.stderr
 
@@ -302,9 +302,9 @@ def test_what_was_admitted_for_a_dead_worker_is_given_back_unless_it_was_used(
     recover("rollout 0", dead)
     assert tq.kv_list(REPLICAS).get(REPLICAS, {}) == {}
     if is_given_back:
-        tq.admit("trainer", dead.rows_per_ticket, 0, dead.rows_per_ticket, timeout_s=10)
+        tq.admit("trainer", dead.rows_per_ticket, 0, dead.rows_per_ticket)
     with pytest.raises(TimeoutError):  # and not twice
-        tq.admit("trainer", 1, 0, dead.rows_per_ticket, timeout_s=0)
+        tq.admit("trainer", 1, 0, dead.rows_per_ticket)
 
 
 def test_rows_that_are_not_acknowledged_are_counted(dead: Settings) -> None:
@@ -418,7 +418,7 @@ def test_the_trainer_may_be_killed_at_any_moment_of_a_step(tmp_path: Path) -> No
     moments = ("saved", "announced", "gathered", "announced")
     kills = tuple(Kill("trainer", 2 * number, moment) for number, moment in enumerate(moments))  # type: ignore[arg-type]
     code = _CUSTOM.format(workers=1, steps=10, folder=str(tmp_path), kills=kills, most=4)
-    done = _python("-c", code, timeout_s=_DEADLINE_S)
+    done = _python("-c", code)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^trainer +SIGKILL", done.stdout, re.MULTILINE)) == 4
     _is_whole(done.stdout, 10, tmp_path)
@@ -427,7 +427,7 @@ def test_the_trainer_may_be_killed_at_any_moment_of_a_step(tmp_path: Path) -> No
 def test_a_worker_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None:
     kills = tuple(Kill("reward", 0, "taken") for _ in range(2))
     code = _CUSTOM.format(workers=1, steps=2, folder=str(tmp_path), kills=kills, most=1)
-    done = _python("-c", code, timeout_s=_DEADLINE_S)
+    done = _python("-c", code)
     assert done.returncode == 1
     assert done.stderr == "worker 'reward' was ended by SIGKILL, for the 2th time\n(it printed nothing)\n"
 

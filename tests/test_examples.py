@@ -6,16 +6,16 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+from zygote import CHILDREN
 
 ROOT = Path(__file__).parent.parent
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TQ_")}
-    command = [sys.executable, "-m", f"examples.{name}", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return CHILDREN.run(["-m", f"examples.{name}", *arguments], environment, str(ROOT))
 
 
 def test_single_controller() -> None:

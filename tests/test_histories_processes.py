@@ -9,8 +9,6 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -22,6 +20,7 @@ from conftest import until
 from histories import Record, check_keys
 from histories_rows import End, check_rows
 from history_workers import TASKS, Recorder, drain, read_records
+from zygote import CHILDREN
 
 import transfer_queue as tq
 
@@ -37,24 +36,21 @@ class Nursery:
         self.folder = folder
         tests = str(Path(__file__).parent)
         path = os.pathsep.join([str(Path(tests).parent), tests])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "history_workers", str(folder)], text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
+        self._process = CHILDREN.start(["-m", "history_workers", str(folder)], {**os.environ, "PYTHONPATH": path})
         self.living: dict[str, int] = {}
         self.ends: list[Record] = []
         self._count = 0
         assert self._line() == "ready"
 
     def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        return self._process.stdout.readline().decode().strip()
 
     def start(self, until: float, stale: bool = False) -> None:
         self._count += 1
         name = f"worker-{self._count}"
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{name} {self._count} {SEED * 1000 + self._count} {until} {int(stale)}\n")
+        line = f"{name} {self._count} {SEED * 1000 + self._count} {until} {int(stale)}\n"
+        self._process.stdin.write(line.encode())
+        self._process.stdin.flush()
         self.living[name] = os.pidfd_open(int(self._line()))
 
     def kill(self, name: str) -> None:
@@ -81,7 +77,9 @@ class Nursery:
         for descriptor in self.living.values():
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
-        self._process.communicate(timeout=30)
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
 
 
 @pytest.fixture

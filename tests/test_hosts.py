@@ -35,7 +35,7 @@ def cluster() -> Iterator[list[Host]]:
     yield hosts
     for host in reversed(hosts):
         host.close()
-    assert not {host.server.pid for host in hosts} & {child.pid for child in psutil.Process().children()}
+    assert not {host.server.pid for host in hosts} & {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 @pytest.mark.parametrize("width", [4, LARGE], ids=["small", "large"])

@@ -49,8 +49,7 @@ def test_a_unit_joins_the_next_controller_at_the_address_and_starts_empty(start_
     unit = start_host(join=head.tcp)
     unit.kv_put(["a"], "p", rows(1, 1, LARGE))
     os.kill(head.server.pid, signal.SIGKILL)
-    os.waitpid(head.server.pid, 0)
-    head.server._process.returncode = -9
+    head.server._process.wait()
     second = start_host(port=int(head.tcp.rpartition(":")[2]))
     until(lambda: bool(second.client.stats()["units"]), "the unit's return")
     with pytest.raises(ServiceRestarted):

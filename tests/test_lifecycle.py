@@ -6,8 +6,6 @@ import asyncio
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import until
+from conftest import _children, until
+from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.config import ConfigMismatch
@@ -101,7 +100,7 @@ def test_attaching_with_other_settings_warns_of_those_that_differ(service: Servi
     with pytest.warns(ConfigMismatch, match="not 'NoSuchSampler'"):
         tq.init({"controller": {"sampler": "NoSuchSampler"}})
     code = "import transfer_queue as tq; tq.init({'controller': {'polling_mode': True}})"
-    attached = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    attached = CHILDREN.run(["-c", code], os.environ)
     assert "<string>:1: ConfigMismatch: the running service keeps its settings: controller.polling_mode is False" in (
         attached.stderr
     )
@@ -338,6 +337,7 @@ def test_a_forked_child_reads_writes_and_keeps_what_it_inherited(child: Spawn, s
     until(lambda: used(client) == 0, "the release of inherited pins")
 
 
+@pytest.mark.usefixtures("fresh_servers")
 def test_the_server_is_small_and_loads_no_framework(client: tq.TransferQueueClient) -> None:
     pid = client.stats()["pid"]
     mapped = Path(f"/proc/{pid}/maps").read_text()
@@ -345,6 +345,7 @@ def test_the_server_is_small_and_loads_no_framework(client: tq.TransferQueueClie
     assert psutil.Process(pid).memory_info().rss < 60 << 20
 
 
+@pytest.mark.usefixtures("fresh_servers")
 def test_a_start_takes_less_than_a_second_of_work(service: Service) -> None:
     service()
     server = psutil.Process(tq.get_client().stats()["pid"])
@@ -369,11 +370,12 @@ def test_a_start_takes_less_than_a_second_of_work(service: Service) -> None:
 def test_a_bad_setting_is_a_config_error_and_starts_nothing(
     conf: dict[str, Any], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = _children()
     for name in ("TQ_ADDRESS", "TQ_TOKEN", "TQ_TOKEN_FILE", "TQ_RUN_DIR"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError):
         tq.init(conf)
-    assert not psutil.Process().children()
+    assert _children() <= before
     assert list(runtime_dir.iterdir()) == []
     with pytest.raises(NotInitialized):
         tq.get_client()

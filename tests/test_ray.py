@@ -12,8 +12,8 @@ import psutil
 import pytest
 from conftest import Child, _children, until
 
-LIMIT_S = 120.0  # a driver takes a few seconds, but many processes start in one test
-pytestmark = pytest.mark.timeout(300)
+LIMIT_S = 240.0  # a driver takes a few seconds, but many processes start in one test
+pytestmark = pytest.mark.timeout(600)
 
 TESTS = str(Path(__file__).parent)
 CLUSTER = f"""
@@ -138,7 +138,7 @@ def test_workers_that_race_start_one_service_and_it_ends_with_its_owner(driver: 
         """
         workers = [Worker.remote() for _ in range(4)]
         code = "conf = tq.init(); out = (conf is not None, server(), os.getpid(), os.environ['TQ_ADDRESS'])"
-        found = ray.get([w.do.remote(code) for w in workers], timeout=60)
+        found = ray.get([w.do.remote(code) for w in workers], timeout=100)
         assert sorted(mine for mine, *_ in found) == [False, False, False, True]
         assert len({pid for _, pid, *_ in found}) == 1
         first = [w for w, (mine, *_) in zip(workers, found) if not mine]
@@ -180,12 +180,12 @@ def test_a_start_that_does_not_finish_is_taken_over(driver: Driver, tmp_path: Pa
             except ValueError:
                 return None
         wait_for(taken)
-        impatient = "import transfer_queue.launch.ray as it; it.INIT_TIMEOUT_S = 0.5; out = said({{}}, tq.init)"
+        impatient = "import transfer_queue.launch.ray as it; it.INIT_TIMEOUT_S = 5.0; out = said({{}}, tq.init)"
         text = do(last, impatient.format("ServiceUnavailable"))
-        assert "waited 0.5 s for the server of the actor TransferQueueController" in text, text
+        assert "waited 5 s for the server of the actor TransferQueueController" in text, text
         waiting = loser.do.remote("out = tq.init().address; tq.kv_put('a', 'p', tag={{}})")
         os.kill(pid, signal.SIGKILL)
-        assert ray.get(waiting, timeout=60)
+        assert ray.get(waiting, timeout=100)
         assert do(last, "tq.init(); out = tq.kv_list()") == {{"p": {{"a": {{}}}}}}
         do(loser, "tq.close()")
         do(last, "tq.close()")
@@ -341,7 +341,7 @@ def test_a_node_that_joined_later(shared: Ray, driver: Driver) -> None:
         f"""
         workers = [Worker.options(scheduling_strategy=OnNode({node!r}, soft=False)).remote() for _ in range(2)]
         code = "tq.init(); tq.kv_put(str(os.getpid()), 'q', {{'x': torch.arange(3)}}); out = os.getpid()"
-        pids = ray.get([w.do.remote(code) for w in workers], timeout=60)
+        pids = ray.get([w.do.remote(code) for w in workers], timeout=100)
         where = "out = tq.get_client().session.is_local and tq.get_client().stats()['unit']"
         assert [do(worker, where) for worker in workers] == [1, 1]
         for worker in (*workers, Worker.remote()):

@@ -118,9 +118,9 @@ def test_8192_lengths_are_divided_quickly() -> None:
     lengths = [(i * 7919) % 8191 for i in range(8192)]
 
     def once() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()  # others may have the processor
         karmarkar_karp(lengths, 8, True)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     assert min(once() for _ in range(5)) < 0.1
 

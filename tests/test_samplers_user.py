@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from conftest import until
 from tables import Box
+from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.errors import ConfigError, InvalidInput, SamplerFailed, UnsupportedValue
@@ -93,6 +94,8 @@ def run(*command: str, cwd: Path | None = None, text: str | None = None) -> subp
     """A Python process that runs to its end; both its streams as text."""
     environment = {key: value for key, value in os.environ.items() if key != "TQ_ADDRESS"}
     environment["PYTHONPATH"] = str(ROOT)
+    if command != ("-",):
+        return CHILDREN.run(list(command), environment, str(cwd or ROOT))
     return subprocess.run(
         [sys.executable, *command], env=environment, cwd=cwd, input=text, capture_output=True, text=True, timeout=100
     )

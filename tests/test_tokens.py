@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.errors import ConfigError
@@ -78,10 +77,8 @@ def test_a_file_that_cannot_be_read_is_named(
 def test_the_command_says_what_is_wrong_with_a_token(tmp_path: Path) -> None:
     path = token_file(tmp_path, mode=0o644)
     for command in (["serve", "--host", "127.0.0.1", "--token-file", path], ["status", "--address", "tcp:[::1]:1"]):
-        found = subprocess.run(
-            [sys.executable, "-c", "from transfer_queue.cli import main; main()", *command],
-            capture_output=True, text=True, check=False, env={**os.environ, "TQ_TOKEN_FILE": path}, timeout=60,
-        )  # fmt: skip
+        cli = "from transfer_queue.cli import main; main()"
+        found = CHILDREN.run(["-c", cli, *command], {**os.environ, "TQ_TOKEN_FILE": path})
         assert (found.returncode, found.stdout) == (1, "")
         assert f"chmod 600 {path}" in found.stderr
         assert "Traceback" not in found.stderr
