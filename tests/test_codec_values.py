@@ -444,7 +444,7 @@ def test_pickle_needs_the_readers_consent() -> None:
         get(block, "x")
 
 
-@pytest.mark.parametrize("value", [threading.Lock(), lambda: 0, (i for i in ())], ids=repr)
+@pytest.mark.parametrize("value", [threading.Lock(), lambda: 0, (i for i in ())], ids=["lock", "function", "generator"])
 def test_what_pickle_cannot_hold_is_refused_by_name(value: Any) -> None:
     with pytest.raises(UnsupportedValue, match=r"row 0, field 'x': .*cannot be pickled"):
         put_row({"x": {"v": value}}, allow_pickle=True)
