@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from frameworks import differential
+from frameworks import differential, own_tests
 from frameworks.environments import ENVIRONMENTS, ROOT
 from tools.environments import EnvironmentUnavailable, made
 
@@ -23,10 +23,10 @@ TENSORDICT_TESTS = (
 )  # fmt: skip
 
 
-def run(command: Sequence[str | Path], cwd: Path = ROOT) -> int:
-    """The exit status of a command, without addresses of other runs in its environment."""
+def run(command: Sequence[str | Path], cwd: Path = ROOT, **environment: str) -> int:
+    """The exit status of a command, without addresses of other runs in its environment, and with `environment`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "RAY_", "TQ_"))}
-    return subprocess.run(command, cwd=cwd, env=kept, check=False).returncode
+    return subprocess.run(command, cwd=cwd, env={**kept, **environment}, check=False).returncode
 
 
 def python(name: str) -> Path:
@@ -46,6 +46,8 @@ def with_tensordict(name: str, arguments: Sequence[str]) -> int:
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "verl": with_verl,
+    "verl-own": lambda arguments: own_tests.verl(python("verl"), run, arguments),
+    "nemo-rl": lambda arguments: own_tests.nemo_rl(python, run, arguments),
     "td-oldest": lambda arguments: with_tensordict("td-oldest", arguments),
     "td-newest": lambda arguments: with_tensordict("td-newest", arguments),
     "differential": lambda _: differential.main(python("transferqueue"), python("td-newest"), run),
@@ -62,6 +64,9 @@ def main(arguments: Sequence[str]) -> int:
         start = time.monotonic()
         try:
             status = SUITES[name](rest)
+        except own_tests.NotRun as reason:
+            print(f"frameworks: {name}: not run: {reason}", flush=True)
+            continue
         except EnvironmentUnavailable as error:
             print(f"frameworks: {name}: {error}", file=sys.stderr)
             status = 1
