@@ -14,6 +14,7 @@ from tools.environments import EnvironmentUnavailable
 
 SETTINGS = ROOT / "frameworks" / "own_tests.ini"
 VERL = "verl-0.9.1"
+QUEUE = ("transfer_queue", "transferqueue", "ppo.v1")
 
 
 class Run(Protocol):
@@ -27,12 +28,31 @@ class NotRun(Exception):
 def verl(python: Path, run: Run, arguments: Sequence[str]) -> int:
     """Run every test of verl's that it says runs on a CPU (`*_on_cpu.py`); 1 when one failed.
 
-    Tests that start Ray have a process each: they start and stop it for themselves.
+    The source distribution lacks the tests of its trainer on the queue. Where VERL names a checkout, those of its files
+    run, too, that name the queue, over the checkout's own verl: take the release that the environment has.
     """
     source = _verl_source(python, run)
-    files = sorted((source / "tests").rglob("test_*_on_cpu.py"))
-    on_ray = [file for file in files if "ray.init" in file.read_text(encoding="utf-8")]
-    turns = [[file for file in files if file not in on_ray], *([file] for file in on_ray)]
+    status = _one_by_one(python, run, source, _on_cpu(source), arguments)
+    if "VERL" in os.environ:
+        checkout = Path(os.environ["VERL"]).resolve()
+        named = [file for file in _on_cpu(checkout) if any(name in _text(file) for name in QUEUE)]
+        status |= _one_by_one(python, run, checkout, named, arguments)
+    return status
+
+
+def _on_cpu(source: Path) -> list[Path]:
+    return sorted((source / "tests").rglob("test_*_on_cpu.py"))
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def _one_by_one(python: Path, run: Run, source: Path, files: Sequence[Path], arguments: Sequence[str]) -> int:
+    """Run files in one process, and each that starts Ray or the queue in one of its own; 1 when a test failed."""
+    starting = [file for file in files if any(name in _text(file) for name in ("ray.init", "tq.init"))]
+    together = [file for file in files if file not in starting]
+    turns = [turn for turn in (together, *([file] for file in starting)) if turn]
     failed = [_pytest(python, run, source, [*turn, *arguments], "frameworks.coroutines") for turn in turns]
     return int(any(failed))
 
