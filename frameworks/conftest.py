@@ -85,10 +85,11 @@ class Workers:
 def new_trainer(configure: Callable[..., DictConfig]) -> Callable[..., PPOTrainer]:
     """A trainer of verl with its tokenizer and data, and rollout in this process; no engines."""
 
-    def build(*overrides: str, answers: Answers | None = None) -> PPOTrainer:
+    def build(*overrides: str, answers: Answers | None = None, processor: object = None) -> PPOTrainer:
         config = configure(*overrides)
         trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
         trainer._init_tokenizer()
+        trainer.processor = processor  # the data set wants one for prompts with images, and does not call it
         trainer._init_dataloader()
         trainer._init_dump_executor()
         trainer.global_steps = 1

@@ -29,6 +29,10 @@ def _with_this_package(name: str, tensordict: str, *packages: str) -> Environmen
 ENVIRONMENTS = {
     # verl asks for TransferQueue only in its extra `verl-core`, which also holds the last three.
     "verl": _with_this_package("verl", "tensordict==0.10.0", "verl==0.9.1", "cachetools", "fastapi", "uvicorn"),
+    # What the data plane imports; NeMo-RL itself, a checkout, is on the path.
+    "nemo-rl": _with_this_package(
+        "nemo-rl", "tensordict==0.12.2", "ray", "datasets", "pillow", "pydantic", "requests", "transformers"
+    ),
     "td-oldest": _with_this_package("td-oldest", "tensordict==0.10.0"),
     "td-newest": _with_this_package("td-newest", "tensordict"),
     # What programs written for TransferQueue import beside it: its own requirements.

@@ -6,16 +6,25 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import verl
+from datasets import Dataset, Sequence
+from datasets import Image as ImageFeature
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", *map(str, range(10)), "+", "=", "what", "is", "?"]
+WORDS = [
+    "<pad>", "<eos>", "<unk>", "<user>", "<assistant>", *map(str, range(10)), "+", "=", "what", "is", "?", "<image>",
+]  # fmt: skip
 TEMPLATE = (
-    "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' <eos> ' }}{% endfor %}"
+    "{% for m in messages %}{{ '<' + m['role'] + '> ' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{{ part['text'] if part['type'] == 'text' else ' <image> ' }}{% endfor %}{% endif %}"
+    "{{ ' <eos> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 )
 SUMS = [(1, 2), (3, 4), (5, 1), (2, 2)]
@@ -51,6 +60,38 @@ def write_data(folder: Path) -> None:
     ]
     pd.DataFrame(rows).to_parquet(folder / "sums.parquet")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def write_images(folder: Path) -> list[Path]:
+    """A photo, a palette with a transparent colour, grey values and their alpha, as the files a data set has."""
+    rng = np.random.default_rng(0)
+    photo = Image.fromarray(rng.integers(0, 255, (30, 41, 3), dtype=np.uint8))
+    photo.save(folder / "photo.jpg", quality=80, dpi=(72, 72))
+    palette = photo.quantize(7)
+    palette.save(folder / "palette.png", transparency=3)
+    Image.fromarray(rng.integers(0, 255, (9, 5), dtype=np.uint8)).save(folder / "grey.png")
+    photo.convert("RGBA").resize((64, 2)).save(folder / "alpha.png")
+    return [folder / name for name in ("photo.jpg", "palette.png", "grey.png", "alpha.png")]
+
+
+def write_image_data(folder: Path, kind: str) -> None:
+    """Prompts with one and two images each: kept as `files` (bytes), as `paths`, or `decoded` by the data set."""
+    files = write_images(folder)
+    stored = {"files": lambda file: {"bytes": file.read_bytes()}, "paths": str, "decoded": str}[kind]
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": "<image>what is" + " <image> ?" * (number % 2)}],
+            "images": [stored(file) for file in (files[number], files[-1])[: 1 + number % 2]],
+            "reward_model": {"style": "rule", "ground_truth": "3"},
+            "extra_info": {"index": number},
+        }
+        for number in range(4)
+    ]
+    table = Dataset.from_list(rows)
+    if kind == "decoded":
+        table = table.cast_column("images", Sequence(ImageFeature()))
+    table.to_parquet(folder / f"{kind}.parquet")
 
 
 def new_config(model: Path, out: Path, *overrides: str) -> DictConfig:

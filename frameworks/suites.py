@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from frameworks import differential, distributions, programs
+from frameworks import differential, distributions, own_tests, programs
 from frameworks.environments import ENVIRONMENTS, ROOT
 from tools.environments import EnvironmentUnavailable, made
 
@@ -28,9 +28,9 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "RAY_", "TQ_"))}
 
 
-def run(command: Sequence[str | Path], cwd: Path = ROOT) -> int:
-    """The exit status of a command, without addresses of other runs in its environment."""
-    return subprocess.run(command, cwd=cwd, env=clean_environment(), check=False).returncode
+def run(command: Sequence[str | Path], cwd: Path = ROOT, **environment: str) -> int:
+    """The exit status of a command, without addresses of other runs in its environment, and with `environment`."""
+    return subprocess.run(command, cwd=cwd, env={**clean_environment(), **environment}, check=False).returncode
 
 
 def python(name: str) -> Path:
@@ -54,6 +54,8 @@ def with_programs(folder: Path, timeout_s: float) -> int:
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "verl": with_verl,
+    "verl-own": lambda arguments: own_tests.verl(python("verl"), run, arguments),
+    "nemo-rl": lambda arguments: own_tests.nemo_rl(python, run, arguments),
     "td-oldest": lambda arguments: with_tensordict("td-oldest", arguments),
     "td-newest": lambda arguments: with_tensordict("td-newest", arguments),
     "distributions": lambda _: distributions.main(),
@@ -74,6 +76,9 @@ def main(arguments: Sequence[str]) -> int:
         start = time.monotonic()
         try:
             status = suites[name](rest)
+        except own_tests.NotRun as reason:
+            print(f"frameworks: {name}: not run: {reason}", flush=True)
+            continue
         except EnvironmentUnavailable as error:
             print(f"frameworks: {name}: {error}", file=sys.stderr)
             status = 1

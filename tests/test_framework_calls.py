@@ -203,6 +203,44 @@ def test_the_data_plane_of_nemo(closed: None) -> None:
     assert tq.kv_list("step_0") == {}
 
 
+def test_object_columns_of_nemo_have_one_item_per_row(closed: None) -> None:
+    """Its rollout actor puts `message_log` and `content` as NumPy arrays of objects, in a TensorDict."""
+    tq.init(conf=nemo_config())
+    # register_partition: every field is a number first, of a row that is cleared again
+    warmup = TensorDict({name: torch.zeros(1) for name in ("input_ids", "message_log", "content")}, batch_size=[1])
+    tq.kv_batch_put(keys=["__schema__"], partition_id="step_0", fields=warmup, tags=[{}])
+    tq.kv_clear(keys=["__schema__"], partition_id="step_0")
+    keys = [f"sample_{number}" for number in range(4)]
+    logs = [
+        [{"role": "user", "content": f"what is {n} ?", "token_ids": torch.arange(n + 1)} for _ in range(n)]
+        for n in range(4)
+    ]
+    texts = [f"answer {n} " * (n + 1) for n in range(4)]
+    columns = {"message_log": objects(logs), "content": objects(texts), "input_ids": torch.arange(20).view(4, 5)}
+    batch = TensorDict(columns, batch_size=[4]).detach()
+    tq.kv_batch_put(keys=keys, partition_id="step_0", fields=batch, tags=[{} for _ in keys])
+    for chosen in ([0, 1, 2, 3], [2], [3, 1]):
+        td = tq.kv_batch_get(
+            keys=[keys[n] for n in chosen], partition_id="step_0", select_fields=["message_log", "content", "input_ids"]
+        )
+        found = dict(td.items(include_nested=False))
+        assert isinstance(found["content"], NonTensorStack)
+        assert found["content"].tolist() == [texts[n] for n in chosen]
+        got = found["message_log"].tolist()
+        assert [[turn["content"] for turn in log] for log in got] == [[f"what is {n} ?"] * n for n in chosen]
+        assert [[turn["token_ids"].tolist() for turn in log] for log in got] == [
+            [list(range(n + 1))] * n for n in chosen
+        ]
+        again = TensorDict(found, batch_size=td.batch_size)  # its adapter rebuilds what it reads
+        assert again.get("content").tolist() == [texts[n] for n in chosen]
+
+
+def objects(items: list[Any]) -> np.ndarray:
+    column = np.empty(len(items), dtype=object)
+    column[:] = items
+    return column
+
+
 def test_the_data_plane_of_nemo_opens_again_after_it_was_closed(closed: None) -> None:
     for turn in range(2):
         assert tq.init(conf=nemo_config()).backend.SimpleStorage.total_storage_size == 1000
