@@ -1,6 +1,6 @@
 """RL without a controller: nobody is told what to do, every worker takes rows as soon as their fields are there.
 
-    python -m examples.disaggregated_streaming [--rows 96] [--dp 2] [--tp 2] [--rollouts 2] [--rewards 1] [--ray]
+    python disaggregated_streaming.py [--rows 96] [--dp 2] [--tp 2] [--rollouts 2] [--rewards 1] [--ray]
 
     worker    takes rows that have          writes, field by field
     rollout                                 number, prompt; then response; then rollout_log_probs
@@ -8,7 +8,8 @@
     actor     rollout_log_probs, reward     (trains; dp x tp processes)
 
 The processes of the actor iterate over a StreamingDataLoader. Its dp ranks share the rows of the partition between
-them, and the tp peers of one dp rank get the same micro-batches, because RankAwareSampler remembers them.
+them, and the tp peers of one dp rank get the same micro-batches, because RankAwareSampler remembers them. The policy is
+a matrix: row i holds the logits of the token that follows token i.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection, get_context
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 import transfer_queue as tq
-from examples import bigram
-from examples.workers import Hire, hiring
 
-PARTITION = "train_0"
+PARTITION, VOCABULARY, PROMPT_LEN = "train_0", 16, 4
+PAD = tq.Padding(mask=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Log:
     times: list[float] = field(default_factory=list)
     """When each was done, as time.time()."""
 
-    def add(self, numbers: torch.Tensor, total: torch.Tensor) -> None:
+    def add(self, numbers: Tensor, total: Tensor) -> None:
         self.numbers.append(numbers.tolist())
         self.sums.append(total.item())
         self.times.append(time.time())
@@ -68,97 +70,139 @@ class Log:
         return [number for micro_batch in self.numbers for number in micro_batch]
 
 
-class Worker:
-    def __init__(self, rank: int, settings: Settings) -> None:
-        tq.init()
-        self.client = tq.get_client()
-        self.rank = rank
-        self.settings = settings
-        self.table = torch.eye(bigram.VOCABULARY).roll(1, 1) * 3  # a policy that counts, most of the time
-
-    def ready(self, _: None) -> bool:
-        """True once the process is up."""
-        return True
-
-    def stream(self, task: str, fields: list[str], dp_rank: int) -> Iterator[tuple[TensorDict, tq.BatchMeta]]:
-        dataset = tq.StreamingDataset(
-            None,  # the service of this process
-            batch_size=self.settings.batch,
-            micro_batch_size=self.settings.micro_batch,
-            data_fields=fields,
-            partition_id=PARTITION,
-            task_name=task,
-            dp_rank=dp_rank,
-            should_check_consumption_status=True,
-        )
-        return iter(tq.StreamingDataLoader(dataset))
+# The policy counts, most of the time
 
 
-class Rollout(Worker):
-    def run(self, _: None) -> Log:
-        """Write this worker's share of the rows, one batch after the other."""
-        log, settings = Log(), self.settings
-        share = settings.rows // settings.rollouts
-        generator = torch.Generator().manual_seed(self.rank)
-        for first in range(self.rank * share, (self.rank + 1) * share, settings.batch):
-            numbers = torch.arange(first, first + settings.batch)
-            prompt = torch.nested.as_nested_tensor(bigram.prompts(settings.batch, generator), layout=torch.jagged)
-            rows = self.client.put({"number": numbers, "prompt": prompt}, partition_id=PARTITION)
-            last = prompt.values().view(settings.batch, -1)
-            response = bigram.respond(self.table, last, settings.max_len, generator)
-            time.sleep(settings.generate_s)
-            self.client.put({"response": response}, metadata=rows)
-            packed = bigram.log_probs(self.table, prompt, response)
-            self.client.put({"rollout_log_probs": bigram.like(response, packed)}, metadata=rows)
-            log.add(numbers, packed.sum())
-        return log
+def new_table() -> Tensor:
+    return torch.eye(VOCABULARY).roll(1, 1) * 3
 
 
-class Reward(Worker):
-    def run(self, _: None) -> Log:
-        """Score rows as they come, together with the other reward workers."""
-        log = Log()
-        for data, meta in self.stream("reward", ["number", "prompt", "response"], self.rank):
-            reward = bigram.rewards(data["prompt"], data["response"])
-            self.client.put({"reward": reward}, metadata=meta)
-            log.add(data["number"], reward.sum())
-        return log
+def log_probs(table: Tensor, data: TensorDict) -> Tensor:
+    return table.log_softmax(-1)[before(data), data["response"]]
 
 
-class Actor(Worker):
-    def run(self, _: None) -> Log:
-        """Add up the gradient of every micro-batch of this dp rank."""
-        log = Log()
-        table = self.table.clone().requires_grad_()
-        fields = ["number", "prompt", "response", "rollout_log_probs", "reward"]
-        for data, _meta in self.stream("actor", fields, self.rank // self.settings.tp):
-            packed = bigram.log_probs(table, data["prompt"], data["response"])
-            lengths = data["response"].offsets().diff()
-            advantage = (data["reward"] - 0.5).repeat_interleave(lengths)
-            loss = -(advantage * (packed - data["rollout_log_probs"].values()).exp()).mean()
-            torch.autograd.backward(loss)
-            log.add(data["number"], data["reward"].sum() + packed.detach().sum())
-        return log
+def before(data: TensorDict) -> Tensor:
+    """The token before each token of the padded responses."""
+    return torch.cat([data["prompt"][:, -1:], data["response"][:, :-1]], 1)
 
 
-def run(hire: Hire, settings: Settings) -> None:
-    """All workers at once, over one partition."""
-    sizes = {Rollout: settings.rollouts, Reward: settings.rewards, Actor: settings.dp * settings.tp}
-    tq.get_client().set_partition(PARTITION, size=settings.rows)  # so that the streams know their end
-    groups = {kind: hire(kind, [(rank, settings) for rank in range(size)]) for kind, size in sizes.items()}
-    for wait in [group.start("ready", [None] * sizes[kind]) for kind, group in groups.items()]:
-        wait()
-    waits = {kind: group.start("run", [None] * sizes[kind]) for kind, group in groups.items()}
-    logs: dict[Any, list[Log]] = {kind: wait() for kind, wait in waits.items()}
-    ranks = [logs[Actor][dp * settings.tp : (dp + 1) * settings.tp] for dp in range(settings.dp)]
-    for dp, peers in enumerate(ranks):
-        print(f"actor dp {dp}: {len(peers[0].rows()):4} rows in {len(peers[0].numbers):3} micro-batches")
-    last_reward = max(log.times[-1] for log in logs[Reward] if log.times)
-    early = sum(at < last_reward for peers in ranks for at in peers[0].times)
-    total = sum(len(peers[0].times) for peers in ranks)
-    print(f"{early} of {total} micro-batches were trained before the last reward was written")
-    check(settings, ranks, logs[Reward])
-    print(f"{settings.rows} rows: {settings.dp} dp ranks disjoint and complete, {settings.tp} tp peers each identical")
+def ragged(padded: Tensor, mask: Tensor) -> Tensor:
+    """A column of rows of different length, to be put."""
+    return torch.nested.as_nested_tensor([row[own] for row, own in zip(padded, mask, strict=True)], layout=torch.jagged)
+
+
+# The workers
+
+
+def rollout(rank: int, settings: Settings) -> Log:
+    """Write this worker's share of the rows, one batch after the other."""
+    log, client, table = Log(), tq.get_client(), new_table()
+    share, size = settings.rows // settings.rollouts, settings.batch
+    generator = torch.Generator().manual_seed(rank)
+    for first in range(rank * share, (rank + 1) * share, size):
+        numbers = torch.arange(first, first + size)
+        prompt = torch.randint(VOCABULARY, (size, PROMPT_LEN), generator=generator)
+        rows = client.put({"number": numbers, "prompt": prompt}, partition_id=PARTITION)
+        tokens, last = [], prompt[:, -1]
+        for _ in range(settings.max_len):
+            last = torch.multinomial(table[last].softmax(-1), 1, generator=generator).squeeze(1)
+            tokens.append(last)
+        time.sleep(settings.generate_s)
+        mask = torch.arange(settings.max_len) < torch.randint(1, settings.max_len + 1, (size, 1), generator=generator)
+        data = TensorDict({"prompt": prompt, "response": torch.stack(tokens, 1)}, batch_size=size)
+        client.put({"response": ragged(data["response"], mask)}, metadata=rows)
+        chances = log_probs(table, data)
+        client.put({"rollout_log_probs": ragged(chances, mask)}, metadata=rows)
+        log.add(numbers, chances.sum())
+    return log
+
+
+def reward(rank: int, settings: Settings) -> Log:
+    """Score rows as they come, together with the other reward workers: the share of tokens that count on."""
+    log = Log()
+    for data, meta in micro_batches("reward", ["number", "prompt", "response"], rank, settings):
+        right = (data["response"] == (before(data) + 1) % VOCABULARY) & data["response_mask"]
+        score = right.sum(1) / data["response_mask"].sum(1)
+        tq.get_client().put({"reward": score}, metadata=meta)
+        log.add(data["number"], score.sum())
+    return log
+
+
+def actor(rank: int, settings: Settings) -> Log:
+    """Add up the gradient of every micro-batch of this dp rank."""
+    log, table = Log(), new_table().requires_grad_()
+    fields = ["number", "prompt", "response", "rollout_log_probs", "reward"]
+    for data, _ in micro_batches("actor", fields, rank // settings.tp, settings):
+        ratio = (log_probs(table, data) - data["rollout_log_probs"]).exp()
+        loss = -((data["reward"][:, None] - 0.5) * ratio * data["response_mask"]).sum() / data["response_mask"].sum()
+        torch.autograd.backward(loss)
+        log.add(data["number"], data["reward"].sum() + data["rollout_log_probs"].sum())
+    return log
+
+
+def micro_batches(
+    task: str, fields: list[str], dp_rank: int, settings: Settings
+) -> Iterator[tuple[TensorDict, tq.BatchMeta]]:
+    dataset = tq.StreamingDataset(
+        None,  # the service of this process
+        batch_size=settings.batch,
+        micro_batch_size=settings.micro_batch,
+        data_fields=fields,
+        partition_id=PARTITION,
+        task_name=task,
+        dp_rank=dp_rank,
+        should_check_consumption_status=True,
+    )
+    for data, meta in tq.StreamingDataLoader(dataset):
+        yield tq.to_dense(data, PAD), meta
+
+
+# Where they run
+
+Work = Callable[[int, Settings], Log]
+
+
+def worker(work: Work, rank: int, settings: Settings) -> Log:
+    """Begin when all workers are up: each adds a row, and waits for those of all."""
+    torch.set_num_threads(1)
+    tq.init()
+    everybody, task = settings.rollouts + settings.rewards + settings.dp * settings.tp, f"{work.__name__} {rank}"
+    tq.get_client().put({"up": torch.zeros(1)}, partition_id="workers")
+    place = {"dp_rank": 0, "batch_index": 0}  # which the sampler asks for
+    tq.get_client().get_meta(["up"], everybody, "workers", task_name=task, sampling_config=place, timeout_s=100)
+    return work(rank, settings)
+
+
+def in_children(calls: Sequence[tuple[Work, int, Settings]]) -> list[Log]:
+    """What each returned, in order. Raises EOFError as soon as one of them died."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tensordict", "transfer_queue"])  # imported once, not by every child
+    pipes = []
+    for call in calls:
+        ours, theirs = context.Pipe(duplex=False)
+        context.Process(target=report, args=(theirs, call), daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    logs: dict[Any, Log] = {}
+    while waiting := [pipe for pipe in pipes if pipe not in logs]:
+        for pipe in connection.wait(waiting):
+            logs[pipe] = pipe.recv()  # type: ignore[union-attr]
+    return [logs[pipe] for pipe in pipes]
+
+
+def report(pipe: connection.Connection, call: tuple[Work, int, Settings]) -> None:
+    pipe.send(worker(*call))
+
+
+def on_ray(calls: Sequence[tuple[Work, int, Settings]]) -> list[Log]:
+    import ray
+
+    remote = ray.remote(num_cpus=0)(worker)
+    logs: list[Log] = ray.get([remote.remote(*call) for call in calls])
+    return logs
+
+
+# The driver
 
 
 def check(settings: Settings, ranks: list[list[Log]], rewards: list[Log]) -> None:
@@ -179,15 +223,33 @@ def main() -> int:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--generate-s", type=float, default=0.05)
-    parser.add_argument("--ray", action="store_true", help="workers are Ray actors")
+    parser.add_argument(
+        "--ray", action="store_true", help="workers are Ray tasks, in the cluster of RAY_ADDRESS or a new one"
+    )
     given = vars(parser.parse_args())
-    on_ray = given.pop("ray")
-    with hiring(on_ray) as hire:
-        tq.init({"controller": {"sampler": "RankAwareSampler"}})
-        try:
-            run(hire, Settings(**given))
-        finally:
-            tq.close()
+    run = on_ray if given.pop("ray") else in_children
+    settings = Settings(**given)
+    if run is on_ray:
+        import ray
+
+        ray.init(log_to_driver=False)
+    tq.init({"controller": {"sampler": "RankAwareSampler"}})
+    try:
+        tq.get_client().set_partition(PARTITION, size=settings.rows)  # so that the streams know their end
+        workers = {rollout: settings.rollouts, reward: settings.rewards, actor: settings.dp * settings.tp}
+        logs = run([(work, rank, settings) for work, size in workers.items() for rank in range(size)])
+    finally:
+        tq.close()
+    rewards, actors = logs[settings.rollouts :][: settings.rewards], logs[settings.rollouts + settings.rewards :]
+    ranks = [actors[dp * settings.tp : (dp + 1) * settings.tp] for dp in range(settings.dp)]
+    for dp, peers in enumerate(ranks):
+        print(f"actor dp {dp}: {len(peers[0].rows()):4} rows in {len(peers[0].numbers):3} micro-batches")
+    last_reward = max(log.times[-1] for log in rewards if log.times)
+    times = [at for peers in ranks for at in peers[0].times]
+    early = sum(at < last_reward for at in times)
+    print(f"{early} of {len(times)} micro-batches were trained before the last reward was written")
+    check(settings, ranks, rewards)
+    print(f"{settings.rows} rows: {settings.dp} dp ranks disjoint and complete, {settings.tp} tp peers each identical")
     return 0
 
 

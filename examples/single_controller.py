@@ -1,9 +1,10 @@
 """PPO with one controller, the way of verl: a driver that moves only metadata, and workers that exchange the data.
 
-    python -m examples.single_controller [--steps 3] [--prompts 16] [--workers 2] [--ray]
+    python single_controller.py [--steps 3] [--prompts 16] [--workers 2] [--ray]
 
 The driver decides which rows there are and who fills in what. It sends KVBatchMeta, keys and tags, and gets KVBatchMeta
-back; tokens, log-probs, values and weights go from worker to worker through transfer_queue.
+back; tokens, log-probs, values and weights go from worker to worker through transfer_queue. The policy is a matrix: row
+i holds the logits of the token that follows token i. It learns to count.
 
     task      reads                      writes
     rollout   weights                    prompt, response, rollout_log_probs
@@ -17,8 +18,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -26,167 +28,224 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import transfer_queue as tq
-from demo.columns import padded, payload_nbytes, row_lengths
-from demo.grpo import clipped_loss
-from examples import bigram
-from examples.workers import Hire, Wait, Workers, hiring
 
 TASKS = ("rollout", "reward", "log_prob", "train")
-Done = tuple[tq.KVBatchMeta, int]
-"""The rows with their new fields, and the bytes that were read and written for it."""
+VOCABULARY, PROMPT_LEN = 16, 4
+Kind = Callable[..., Any]
+Call = Callable[[str, Any], Callable[[], Any]]
+"""Begin a method of a worker with one argument; what comes back waits for its result."""
+
+
+# The policy
+
+
+def before(data: TensorDict) -> Tensor:
+    """The token before each token of the padded responses."""
+    return torch.cat([data["prompt"][:, -1:], data["response"][:, :-1]], 1)
+
+
+def log_probs(table: Tensor, data: TensorDict) -> Tensor:
+    return table.log_softmax(-1)[before(data), data["response"]]
+
+
+def ragged(padded: Tensor, mask: Tensor) -> Tensor:
+    """A column of rows of different length, to be put."""
+    return torch.nested.as_nested_tensor([row[own] for row, own in zip(padded, mask, strict=True)], layout=torch.jagged)
+
+
+# The workers
 
 
 class Worker:
     """What every worker does: fill in fields of the rows it is told."""
 
     def __init__(self, seed: int, max_len: int) -> None:
+        torch.set_num_threads(1)
         tq.init()
         self.generator = torch.Generator().manual_seed(seed)
         self.max_len = max_len
-        self.nbytes = 0
 
     def read(self, meta: tq.KVBatchMeta, *fields: str) -> TensorDict:
-        data = tq.kv_batch_get(meta.keys, str(meta.partition_id), list(fields), strict=True)
-        self.nbytes += payload_nbytes(data)
-        return data
+        """Plain tensors, filled up with zeros; `response_mask` says where the tokens are."""
+        pad = tq.Padding(mask=True)
+        return tq.kv_batch_get(meta.keys, str(meta.partition_id), list(fields), strict=True, pad=pad)
 
     def weights(self, name: str) -> Tensor:
-        table: Tensor = self.read(tq.KVBatchMeta([name], [{}], "weights"), "table")["table"].values()
+        table: Tensor = tq.kv_batch_get(name, "weights", dense=True)["table"][0]
         return table
 
-    def fill(self, task: str, meta: tq.KVBatchMeta, **columns: Tensor) -> Done:
-        data = TensorDict(columns, batch_size=len(meta))
+    def fill(self, task: str, meta: tq.KVBatchMeta, **columns: Tensor) -> tq.KVBatchMeta:
         visits = [{task: tag.get(task, 0) + 1} for tag in meta.tags]
-        filled = tq.kv_batch_put(meta.keys, str(meta.partition_id), data, visits)
+        filled = tq.kv_batch_put(meta.keys, str(meta.partition_id), TensorDict(columns, batch_size=len(meta)), visits)
         # What else the rows have by now depends on who was faster; the parts of one task have to be alike.
         filled.fields = sorted({*(meta.fields or ()), *columns})
-        nbytes, self.nbytes = self.nbytes + payload_nbytes(data), 0
-        return filled, nbytes
+        return filled
 
 
 class Rollout(Worker):
-    def rollout(self, meta: tq.KVBatchMeta) -> Done:
-        table = self.weights("actor")
-        prompt = bigram.prompts(len(meta), self.generator)
-        response = bigram.respond(table, prompt, self.max_len, self.generator)
-        packed = torch.nested.as_nested_tensor(prompt, layout=torch.jagged)
-        log_probs = bigram.like(response, bigram.log_probs(table, packed, response))
-        return self.fill("rollout", meta, prompt=prompt, response=response, rollout_log_probs=log_probs)
+    def rollout(self, meta: tq.KVBatchMeta) -> tq.KVBatchMeta:
+        table, size = self.weights("actor"), len(meta)
+        prompt = torch.randint(VOCABULARY, (size, PROMPT_LEN), generator=self.generator)
+        response, last = [], prompt[:, -1]
+        for _ in range(self.max_len):
+            last = torch.multinomial(table[last].softmax(-1), 1, generator=self.generator).squeeze(1)
+            response.append(last)
+        mask = torch.arange(self.max_len) < torch.randint(1, self.max_len + 1, (size, 1), generator=self.generator)
+        data = TensorDict({"prompt": prompt, "response": torch.stack(response, 1)}, batch_size=size)
+        columns = {"response": data["response"], "rollout_log_probs": log_probs(table, data)}
+        columns = {name: ragged(column, mask) for name, column in columns.items()}
+        return self.fill("rollout", meta, prompt=prompt, **columns)
 
 
 class Reward(Worker):
-    def reward(self, meta: tq.KVBatchMeta) -> Done:
+    def reward(self, meta: tq.KVBatchMeta) -> tq.KVBatchMeta:
+        """The share of tokens that are one more than the token before."""
         data = self.read(meta, "prompt", "response")
-        return self.fill("reward", meta, reward=bigram.rewards(data["prompt"], data["response"]))
+        right = (data["response"] == (before(data) + 1) % VOCABULARY) & data["response_mask"]
+        return self.fill("reward", meta, reward=right.sum(1) / data["response_mask"].sum(1))
 
 
 class LogProb(Worker):
-    def log_prob(self, meta: tq.KVBatchMeta) -> Done:
+    def log_prob(self, meta: tq.KVBatchMeta) -> tq.KVBatchMeta:
         data = self.read(meta, "prompt", "response")
-        old, ref = (
-            bigram.like(data["response"], bigram.log_probs(self.weights(name), data["prompt"], data["response"]))
-            for name in ("actor", "reference")
-        )
-        return self.fill("log_prob", meta, old_log_probs=old, ref_log_probs=ref)
+        old, ref = (log_probs(self.weights(name), data) for name in ("actor", "reference"))
+        mask = data["response_mask"]
+        return self.fill("log_prob", meta, old_log_probs=ragged(old, mask), ref_log_probs=ragged(ref, mask))
 
 
 class Train(Worker):
     def __init__(self, seed: int, max_len: int) -> None:
         super().__init__(seed, max_len)
-        self.actor = torch.zeros(bigram.VOCABULARY, bigram.VOCABULARY, requires_grad=True)
-        self.critic = torch.zeros(bigram.VOCABULARY, requires_grad=True)
+        self.actor = torch.zeros(VOCABULARY, VOCABULARY, requires_grad=True)
+        self.critic = torch.zeros(VOCABULARY, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.actor, self.critic], lr=0.3)
 
     def publish(self, names: Sequence[str]) -> None:
-        table = self.actor.detach().repeat(len(names), 1, 1)
-        tq.kv_batch_put(list(names), "weights", {"table": table})
+        tq.kv_batch_put(list(names), "weights", {"table": self.actor.detach().repeat(len(names), 1, 1)})
 
-    def train(self, meta: tq.KVBatchMeta) -> Done:
+    def train(self, meta: tq.KVBatchMeta) -> tq.KVBatchMeta:
         data = self.read(meta, "prompt", "response", "reward", "old_log_probs", "ref_log_probs")
-        prompt, response = data["prompt"], data["response"]
-        values = self.critic[prompt.values().view(-1, bigram.PROMPT_LEN)[:, -1]]
+        values, mask = self.critic[data["prompt"][:, -1]], data["response_mask"]
         advantage = data["reward"] - values.detach()
-        new = padded(bigram.like(response, bigram.log_probs(self.actor, prompt, response)), self.max_len)
-        old, ref = padded(data["old_log_probs"], self.max_len), padded(data["ref_log_probs"], self.max_len)
-        mask = (torch.arange(self.max_len) < row_lengths(response)[:, None]).float()
-        gap = ref - new
-        estimate = gap.exp() - gap - 1  # of the divergence, from the sampled token (Schulman, "Approximating KL", k3)
-        terms = clipped_loss(new, old, estimate, advantage, mask, clip=0.2, kl_weight=0.01)
-        loss = terms.loss / mask.sum() + (values - data["reward"]).square().mean()
+        new = log_probs(self.actor, data)
+        ratio, gap = (new - data["old_log_probs"]).exp(), data["ref_log_probs"] - new
+        surrogate = torch.minimum(ratio * advantage[:, None], ratio.clamp(0.8, 1.2) * advantage[:, None])
+        divergence = gap.exp() - gap - 1  # from the sampled token (Schulman, "Approximating KL divergence", k3)
+        policy_loss = ((0.01 * divergence - surrogate) * mask).sum() / mask.sum()
         self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
+        torch.autograd.backward(policy_loss + (values - data["reward"]).square().mean())
         self.optimizer.step()
         self.publish(["actor"])
         return self.fill("train", meta, values=values.detach(), advantage=advantage)
 
 
-@dataclass
+# Where they run
+
+
+def child(kind: Kind, *arguments: Any) -> Call:
+    """A worker in a child process; one call at a time. Its death is an EOFError in whoever waits."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tensordict", "transfer_queue"])  # imported once, not by every child
+    ours, theirs = context.Pipe()
+    context.Process(target=serve, args=(theirs, kind, arguments), daemon=True).start()
+    theirs.close()
+
+    def start(method: str, argument: Any) -> Callable[[], Any]:
+        ours.send((method, argument))
+        return ours.recv
+
+    return start
+
+
+def serve(pipe: Connection, kind: Kind, arguments: Sequence[Any]) -> None:
+    worker = kind(*arguments)
+    while True:
+        try:
+            method, argument = pipe.recv()
+        except EOFError:
+            return  # the driver has ended
+        pipe.send(getattr(worker, method)(argument))
+
+
+def actor(kind: Kind, *arguments: Any) -> Call:
+    """A worker as a Ray actor that reserves nothing."""
+    import ray
+
+    handle = ray.remote(num_cpus=0)(kind).remote(*arguments)
+
+    def start(method: str, argument: Any) -> Callable[[], Any]:
+        result = getattr(handle, method).remote(argument)
+        return lambda: ray.get(result)
+
+    return start
+
+
+# The driver, who knows every row and no tensor
+
+
 class Driver:
-    """Knows every row and no tensor."""
+    def __init__(self, hire: Callable[..., Call], workers: int, max_len: int) -> None:
+        kinds: dict[str, Kind] = {"rollout": Rollout, "reward": Reward, "log_prob": LogProb, "train": Train}
+        sizes = {task: 1 if task == "train" else workers for task in kinds}
+        self.workers = {
+            task: [hire(kind, seed, max_len) for seed in range(sizes[task])] for task, kind in kinds.items()
+        }
+        self.seconds: dict[str, float] = {}
+        self.workers["train"][0]("publish", ["actor", "reference"])()
 
-    groups: dict[str, Workers]
-    sizes: dict[str, int]
-    partition: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
-    nbytes: dict[str, int] = field(default_factory=dict)
-
-    def start(self, task: str, meta: tq.KVBatchMeta) -> Wait:
+    def start(self, task: str, meta: tq.KVBatchMeta) -> Callable[[], tq.KVBatchMeta]:
         """Give each worker of the task its share; the result waits for the rows of all."""
-        begin = time.monotonic()
-        wait = self.groups[task].start(task, meta.chunk(self.sizes[task]))
+        begin, workers = time.monotonic(), self.workers[task]
+        waits = [call(task, part) for call, part in zip(workers, meta.chunk(len(workers)), strict=True)]
 
-        def rows() -> list[Any]:
-            done: list[Done] = wait()
+        def rows() -> tq.KVBatchMeta:
+            filled = tq.KVBatchMeta.concat([wait() for wait in waits])  # refuses a key that comes from two workers
             self.seconds[task] = time.monotonic() - begin
-            self.nbytes[task] = sum(nbytes for _, nbytes in done)
-            filled = tq.KVBatchMeta.concat([part for part, _ in done])  # refuses a key that comes from two workers
-            if filled.keys != meta.keys:
-                raise AssertionError(f"{task} returned other rows than it was given")
-            return [filled]
+            assert filled.keys == meta.keys, f"{task} returned other rows than it was given"
+            return filled
 
         return rows
 
     def step(self, number: int, prompts: int, samples: int) -> None:
-        self.partition = f"train_{number}"
+        partition = f"train_{number}"
         keys = [f"{prompt}_{sample}" for prompt in range(prompts) for sample in range(samples)]
-        (rows,) = self.start("rollout", tq.KVBatchMeta(keys, [{} for _ in keys], self.partition))()
+        rows = self.start("rollout", tq.KVBatchMeta(keys, [{} for _ in keys], partition))()
         for wait in [self.start("reward", rows), self.start("log_prob", rows)]:
             wait()
         self.start("train", rows)()
-        tags = tq.kv_list(self.partition)[self.partition]
-        if tags != {key: dict.fromkeys(TASKS, 1) for key in keys}:
+        if tq.kv_list(partition)[partition] != {key: dict.fromkeys(TASKS, 1) for key in keys}:
             raise AssertionError(f"step {number}: not every row went through every task exactly once")
-        reward = tq.kv_batch_get(keys, self.partition, "reward")["reward"].mean()  # for the table only
-        tq.get_client().clear_partition(self.partition)
-        times = "".join(f"{1000 * self.seconds[task]:9.1f}" for task in TASKS)
-        print(f"{number:4} {len(keys):6} {sum(self.nbytes.values()) / 1e3:9.1f}{times} {reward:8.3f}")
-
-
-def hire_all(hire: Hire, workers: int, max_len: int) -> Driver:
-    kinds = {"rollout": Rollout, "reward": Reward, "log_prob": LogProb, "train": Train}
-    sizes = {task: 1 if task == "train" else workers for task in kinds}
-    seeds = {task: [(number, max_len) for number in range(sizes[task])] for task in kinds}
-    return Driver({task: hire(kind, seeds[task]) for task, kind in kinds.items()}, sizes)
+        reward = tq.kv_batch_get(keys, partition, "reward")["reward"].mean()  # for the table only
+        tq.get_client().clear_partition(partition)
+        print(
+            f"{number:4} {len(keys):6}"
+            + "".join(f"{1000 * self.seconds[task]:9.1f}" for task in TASKS)
+            + f"{reward:8.3f}"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("steps", 3), ("prompts", 16), ("samples", 4), ("max-len", 32), ("workers", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--ray", action="store_true", help="workers are Ray actors")
+    parser.add_argument(
+        "--ray", action="store_true", help="workers are Ray actors, of the cluster at RAY_ADDRESS or a new one"
+    )
     given = parser.parse_args()
-    with hiring(given.ray) as hire:
-        tq.init()
-        try:
-            driver = hire_all(hire, given.workers, given.max_len)
-            driver.groups["train"].start("publish", [("actor", "reference")])()
-            print("step   rows  kilobytes" + "".join(f"{task:>9}" for task in TASKS) + " (ms) reward")
-            for number in range(given.steps):
-                driver.step(number, given.prompts, given.samples)
-            rows = given.steps * given.prompts * given.samples
-            print(f"{given.steps} steps, {rows} rows: every row went through {', '.join(TASKS)} exactly once")
-        finally:
-            tq.close()
+    if given.ray:
+        import ray
+
+        ray.init(log_to_driver=False)
+    tq.init()
+    try:
+        driver = Driver(actor if given.ray else child, given.workers, given.max_len)
+        print("step   rows" + "".join(f"{task:>9}" for task in TASKS) + " (ms) reward")
+        for number in range(given.steps):
+            driver.step(number, given.prompts, given.samples)
+        rows = given.steps * given.prompts * given.samples
+        print(f"{given.steps} steps, {rows} rows: every row went through {', '.join(TASKS)} exactly once")
+    finally:
+        tq.close()
     return 0
 
 

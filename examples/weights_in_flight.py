@@ -1,6 +1,6 @@
 """The asynchronous loop: sampling never stops, and new weights arrive between two tokens.
 
-    python -m examples.weights_in_flight [--steps 40] [--samplers 2] [--max-staleness 2]
+    python weights_in_flight.py [--steps 40] [--samplers 2] [--max-staleness 2]
 
 Each update is staged and verified while the old weights serve. For the commit generation is frozen (pause keep), then
 it goes on with the tokens it has. Samplers start no more than can be used in time (`admit`), and the trainer is given
@@ -12,17 +12,78 @@ from __future__ import annotations
 import argparse
 import itertools
 import threading
+import time
 from typing import Any
 
 import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
 
 import transfer_queue as tq
-from examples.counting import FIELDS, Policy, Sampler, train
-from transfer_queue.weights import ModuleSource
+from transfer_queue.weights import Control, Gate, ModuleSource, Receiver, Spans, Swap
 from transfer_queue.weights.engines import registry
 
 ROWS, LENGTH = 64, 64
 DEADLINE_S = 10.0
+TOKEN_S = 0.0005  # how long a token takes at least, as on a GPU
+VOCABULARY = 16
+FIELDS = ["prompt", "response", "log_probs"]
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the tokens that follow."""
+        logits: Tensor = self.table(tokens)
+        return logits
+
+
+class Sampler:
+    """An inference server, without a network. `control` takes new weights, also while `sample` runs."""
+
+    def __init__(self, seed: int) -> None:
+        self.receiver = Receiver(Swap(Policy()))
+        self.engine = registry.engine("shm")(self.receiver)
+        self._gate = Gate()
+        self.control = Control(self.engine, self.receiver, generation=self._gate)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._numbers = itertools.count()
+
+    @torch.inference_mode()
+    def sample(self, count: int, length: int) -> tuple[TensorDict, list[dict[str, Any]]]:
+        """Fields and tags of `count` rows. Between two tokens the weights may change; log-probs are as sampled."""
+        prompt = torch.randint(VOCABULARY, (count,), generator=self._generator)
+        tokens, log_probs, last, spans = [], [], prompt, Spans()
+        with self._gate.request(f"request {next(self._numbers)}") as request:
+            for _ in range(length):
+                time.sleep(TOKEN_S)
+                with request.step(), self.receiver.reading() as live:
+                    chances = live.module(last).log_softmax(-1)
+                    spans.add(live.tag)
+                last = torch.multinomial(chances.exp(), 1, generator=self._generator).squeeze(1)
+                tokens.append(last)
+                log_probs.append(chances.gather(1, last[:, None]).squeeze(1))
+        columns = {"prompt": prompt, "response": torch.stack(tokens, 1), "log_probs": torch.stack(log_probs, 1)}
+        return TensorDict({name: column.clone() for name, column in columns.items()}, count), [spans.tag()] * count
+
+
+def train(policy: Policy, optimizer: torch.optim.Optimizer, rows: TensorDict) -> float:
+    """One step of the clipped policy gradient; the mean reward: the share of tokens one more than the one before.
+    Ratios are to the log-probs that were recorded, so rows that several versions made are right."""
+    prompt, response, old_log_probs = (rows[name] for name in FIELDS)
+    before = torch.cat([prompt[:, None], response[:, :-1]], 1)
+    reward = (response == (before + 1) % VOCABULARY).float()
+    log_probs = policy(before).log_softmax(-1).gather(2, response[:, :, None]).squeeze(2)
+    ratio = (log_probs - old_log_probs).exp()
+    advantage = reward - reward.mean()
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    optimizer.step()
+    return float(reward.mean())
 
 
 class Freezing:
@@ -69,7 +130,7 @@ def run(steps: int, num_samplers: int, max_staleness: int) -> None:
     client, ended = tq.get_client(), threading.Event()
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
-    samplers = [Sampler("shm", seed) for seed in range(num_samplers)]
+    samplers = [Sampler(seed) for seed in range(num_samplers)]
     trainer = registry.trainer("shm").trainer_init({}, client=Freezing(samplers), source=ModuleSource(policy))
     trainer.send_weights(deadline_s=DEADLINE_S)
     tq.set_weight_version(trainer.version, trainer.epoch)
@@ -84,7 +145,7 @@ def run(steps: int, num_samplers: int, max_staleness: int) -> None:
         rows = client.get_meta(
             FIELDS, ROWS, "train", task_name="trainer", sampling_config={"max_staleness": max_staleness}
         )
-        reward = train(policy, optimizer, client.get_data(rows))
+        reward = train(policy, optimizer, client.get_data(rows, dense=True))
         mixed += sum(len(tag["weight_versions"]) > 1 for tag in rows.custom_meta)
         ages.append(max(trainer.version - tag["weight_version"] for tag in rows.custom_meta))
         client.clear_samples(rows)
@@ -108,6 +169,7 @@ if __name__ == "__main__":
     parser.add_argument("--samplers", type=int, default=2)
     parser.add_argument("--max-staleness", type=int, default=2)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     tq.init()
     try:
         run(arguments.steps, arguments.samplers, arguments.max_staleness)

@@ -1,6 +1,6 @@
 """A remote server: it samples in a process of its own, the trainer reaches it over HTTP, and the weights go over TCP.
 
-    python -m examples.weights_over_http [--steps 10]
+    python weights_over_http.py [--steps 10]
 
 The server has the paths, bodies and answers of vLLM's, so the trainer's side is the same for both. A wrong token
 and calls out of order are refused, and do the server no harm.
@@ -17,15 +17,71 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
 
 import transfer_queue as tq
-from examples.counting import FIELDS, Policy, Sampler, train
 from transfer_queue.errors import AccessDenied, NotInitialized, NotOpen, TransferQueueError
-from transfer_queue.weights import ModuleSource
+from transfer_queue.weights import Control, ModuleSource, Receiver, Spans, Swap
 from transfer_queue.weights.engines import registry
 from transfer_queue.weights.http import WeightSyncClient, serve
 
 ROWS, LENGTH = 64, 16
+VOCABULARY = 16
+FIELDS = ["prompt", "response", "log_probs"]
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the tokens that follow."""
+        logits: Tensor = self.table(tokens)
+        return logits
+
+
+class Sampler:
+    """An inference server. Its control takes new weights between two batches."""
+
+    def __init__(self) -> None:
+        self.receiver = Receiver(Swap(Policy()))
+        self.engine = registry.engine("tcp")(self.receiver)
+        self.control = Control(self.engine, self.receiver)
+        self._generator = torch.Generator().manual_seed(0)
+
+    @torch.inference_mode()
+    def sample(self, count: int, length: int) -> tuple[TensorDict, list[dict[str, Any]]]:
+        """Fields and tags of `count` rows: the tag says which version made them."""
+        prompt = torch.randint(VOCABULARY, (count,), generator=self._generator)
+        tokens, log_probs, last = [], [], prompt
+        with self.receiver.reading() as live:
+            for _ in range(length):
+                chances = live.module(last).log_softmax(-1)
+                last = torch.multinomial(chances.exp(), 1, generator=self._generator).squeeze(1)
+                tokens.append(last)
+                log_probs.append(chances.gather(1, last[:, None]).squeeze(1))
+            spans = Spans()
+            spans.add(live.tag)
+        columns = {"prompt": prompt, "response": torch.stack(tokens, 1), "log_probs": torch.stack(log_probs, 1)}
+        return TensorDict({name: column.clone() for name, column in columns.items()}, count), [spans.tag()] * count
+
+
+def train(policy: Policy, optimizer: torch.optim.Optimizer, rows: TensorDict) -> float:
+    """One step of the clipped policy gradient; the mean reward: the share of tokens one more than the one before.
+    Ratios are to the log-probs that were recorded, so rows that several versions made are right."""
+    prompt, response, old_log_probs = (rows[name] for name in FIELDS)
+    before = torch.cat([prompt[:, None], response[:, :-1]], 1)
+    reward = (response == (before + 1) % VOCABULARY).float()
+    log_probs = policy(before).log_softmax(-1).gather(2, response[:, :, None]).squeeze(2)
+    ratio = (log_probs - old_log_probs).exp()
+    advantage = reward - reward.mean()
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    optimizer.step()
+    return float(reward.mean())
 
 
 def server(told: Connection[Any, Any], token: str) -> None:
@@ -33,7 +89,7 @@ def server(told: Connection[Any, Any], token: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     tq.init()
-    sampler = Sampler("tcp")
+    sampler = Sampler()
     with serve(sampler.control, token=token) as http:
         told.send(http.url)
         while told.recv():
@@ -73,7 +129,7 @@ def run(steps: int, told: Connection[Any, Any], token: str) -> None:
         tq.set_weight_version(report.version, report.epoch)
         told.send(True)
         rows = queue.get_meta(FIELDS, ROWS, "train", task_name="trainer", sampling_config={"max_staleness": 0})
-        reward = train(policy, optimizer, queue.get_data(rows))
+        reward = train(policy, optimizer, queue.get_data(rows, dense=True))
         queue.clear_samples(rows)
         if step in (0, steps - 1):
             print(f"version {client.get_weight_version()}: reward {reward:.0%}, update {report.update_s * 1e3:.0f} ms")
@@ -88,6 +144,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     tq.init()
     mine, theirs = multiprocessing.Pipe()
     token = secrets.token_urlsafe()
