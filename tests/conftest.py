@@ -187,10 +187,17 @@ def site(context: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 class Child:
     """A Python process running some code with the service's address in its environment."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, fresh: bool = False) -> None:
+        """`fresh`: it starts from nothing, for tests of what is imported and of who started whom."""
         root = str(Path(__file__).parent.parent)
         environment = {**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
-        self.process = CHILDREN.start(["-c", textwrap.dedent(code)], environment)
+        arguments = ["-c", textwrap.dedent(code)]
+        self.process: Any
+        if fresh:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.process = subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)
+        else:
+            self.process = CHILDREN.start(arguments, environment)
         self._stdin = io.TextIOWrapper(self.process.stdin)
         self._stdout = io.TextIOWrapper(self.process.stdout)
 
@@ -241,6 +248,20 @@ def child() -> Iterator[Callable[[str], Child]]:
 
     def start(code: str) -> Child:
         started.append(Child(code))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def fresh_child() -> Iterator[Callable[[str], Child]]:
+    """As `child`, each a new interpreter; those still running are killed after the test."""
+    started: list[Child] = []
+
+    def start(code: str) -> Child:
+        started.append(Child(code, fresh=True))
         return started[-1]
 
     yield start

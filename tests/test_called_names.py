@@ -24,7 +24,7 @@ from transfer_queue.wire.arrays import unpack_arrays
 # ---- import paths ----
 
 
-def test_modules_are_attributes_after_a_bare_import(child: Callable[[str], Any]) -> None:
+def test_modules_are_attributes_after_a_bare_import(fresh_child: Callable[[str], Any]) -> None:
     code = """
     import sys
     import transfer_queue as tq
@@ -38,7 +38,7 @@ def test_modules_are_attributes_after_a_bare_import(child: Callable[[str], Any])
     assert tq.controller.TransferQueueController.options and tq.utils and tq.config and tq.weights
     assert {"client", "kv_put", "__version__"} <= set(dir(tq))
     """
-    child(code).finish()
+    fresh_child(code).finish()
 
 
 def test_import_paths_of_0_1_11(child: Callable[[str], Any]) -> None:

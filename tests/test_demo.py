@@ -302,9 +302,9 @@ def test_what_was_admitted_for_a_dead_worker_is_given_back_unless_it_was_used(
     recover("rollout 0", dead)
     assert tq.kv_list(REPLICAS).get(REPLICAS, {}) == {}
     if is_given_back:
-        tq.admit("trainer", dead.rows_per_ticket, 0, dead.rows_per_ticket)
+        tq.admit("trainer", dead.rows_per_ticket, 0, dead.rows_per_ticket, timeout_s=10)
     with pytest.raises(TimeoutError):  # and not twice
-        tq.admit("trainer", 1, 0, dead.rows_per_ticket)
+        tq.admit("trainer", 1, 0, dead.rows_per_ticket, timeout_s=0)
 
 
 def test_rows_that_are_not_acknowledged_are_counted(dead: Settings) -> None:

@@ -101,7 +101,7 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_import_warns_where_both_lie(site: Path, child: Callable[[str], Any]) -> None:
+def test_the_import_warns_where_both_lie(site: Path, fresh_child: Callable[[str], Any]) -> None:
     install(site, "TransferQueue", {"transfer_queue/client.py": "", "transfer_queue/version/version": "0\n"})
     code = f"""
     import sys, warnings
@@ -112,10 +112,10 @@ def test_the_import_warns_where_both_lie(site: Path, child: Callable[[str], Any]
     assert transfer_queue.__file__.startswith({str(site)!r})
     assert "are installed over each other" in str(caught[0].message) and "pip uninstall" in str(caught[0].message)
     """
-    child(code).finish()
+    fresh_child(code).finish()
 
 
-def test_the_others_import_says_what_is_wrong(site: Path, child: Callable[[str], Any]) -> None:
+def test_the_others_import_says_what_is_wrong(site: Path, fresh_child: Callable[[str], Any]) -> None:
     install(site, "TransferQueue", {**THEIRS, "transfer_queue/version/version": "0\n"})
     code = f"""
     import sys
@@ -127,7 +127,7 @@ def test_the_others_import_says_what_is_wrong(site: Path, child: Callable[[str],
     else:
         raise AssertionError("imported")
     """
-    child(code).finish()
+    fresh_child(code).finish()
 
 
 def test_the_command_needs_no_package_to_say_so(

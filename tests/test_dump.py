@@ -248,7 +248,8 @@ def test_without_a_service_it_is_a_runtime_error(tmp_path: Path, monkeypatch: py
     from transfer_queue import interface
 
     monkeypatch.delenv("TQ_ADDRESS", raising=False)
-    monkeypatch.setattr(interface, "_client", None)
+    monkeypatch.setattr(interface, "_TQ_CLIENT", None)
+    monkeypatch.setattr(interface, "_attach", lambda *_: False)  # nor does it find that of the other tests
     with pytest.raises(RuntimeError, match="not initialized"):
         tq.dump_data_by_key(tmp_path / "x", ["a"], "p")
     with pytest.raises(RuntimeError, match="not initialized"):

@@ -331,16 +331,17 @@ def test_three_processes_lose_no_increment(shared: tq.TransferQueueClient, child
     assert cell("k", "processes", "x").tolist() == [60]
 
 
-def test_an_emptied_cell_is_none_beside_rows_of_tensors(part: str) -> None:
-    tq.kv_put("a", part, {"x": torch.ones(3)})
-    tq.kv_put("b", part, {"x": torch.ones(2)})
-    tq.kv_empty("a", part, "x")
-    first, second = tq.kv_batch_get(["a", "b"], part, ["x"])["x"]
+def test_an_emptied_cell_is_none_beside_rows_of_tensors(shared: tq.TransferQueueClient) -> None:
+    tq.kv_put("a", "emptied", {"x": torch.ones(3)})
+    tq.kv_put("b", "emptied", {"x": torch.ones(2)})
+    tq.kv_empty("a", "emptied", "x")
+    first, second = tq.kv_batch_get(["a", "b"], "emptied", ["x"])["x"]
     assert first is None
     assert second.tolist() == [1, 1]
 
 
-def test_a_dict_may_replace_a_tensor(part: str) -> None:
-    tq.kv_put("a", part, {"x": torch.ones(3)})
-    tq.kv_update("a", part, "x", values={"x": {"sum": 3}}, parser=lambda old, new: {**new, "was": old.tolist()})
-    assert list(tq.kv_batch_get("a", part)["x"]) == [{"sum": 3, "was": [1, 1, 1]}]
+def test_a_dict_may_replace_a_tensor(shared: tq.TransferQueueClient) -> None:
+    shared.clear_partition("emptied")
+    tq.kv_put("a", "emptied", {"x": torch.ones(3)})
+    tq.kv_update("a", "emptied", "x", values={"sum": 3}, parser=lambda old, new: {**new, "was": old.tolist()})
+    assert list(tq.kv_batch_get("a", "emptied")["x"]) == [{"sum": 3, "was": [1, 1, 1]}]

@@ -248,7 +248,7 @@ def test_take_under_polling_is_empty(service: Callable[..., Client]) -> None:
 def test_a_client_in_a_with_block_is_closed(client: Client) -> None:
     from transfer_queue.client.session import Session
 
-    with tq.TransferQueueClient(Session(client.address)) as other:
+    with tq.TransferQueueClient.of(Session(client.address)) as other:
         assert other.get_partition_list() == []
     with pytest.raises(ConnectionError):
         other.get_partition_list()

@@ -45,7 +45,7 @@ class Padding:
         return f"{field}_mask" if self.mask is True else self.mask.replace("{}", field)
 
 
-Pad: TypeAlias = "float | Padding | Mapping[str, float | Padding]"
+Pad: TypeAlias = float | Padding | Mapping[str, float | Padding]
 
 
 def check_pad(pad: Pad | None) -> None:

@@ -101,7 +101,8 @@ def read(
         located = None
     gathers = own or any(len(part.runs) > RUN_NBYTES for reply, _ in replies for part in reply.parts)
     nbytes = sum(piece.nbytes for reply, _ in replies for piece in reply.pieces) if gathers else 0
-    found: TensorDict = yield Offload(lambda: _assembled(session, replies, out, _names(requests, replies)), nbytes)
+    name_row = _names([(request, reply.count) for request, (reply, _) in zip(requests, replies, strict=True)])
+    found: TensorDict = yield Offload(lambda: _assembled(session, replies, out, name_row), nbytes)
     if device is not None:
         found = found.to(device)
     for reply, lying in replies:
@@ -113,15 +114,18 @@ def read(
     return found
 
 
-def _names(requests: Sequence[m.Get], replies: Sequence[tuple[m.Located, list[Lying]]]) -> Callable[[int], str]:
-    """What row number so and so of the result is called in an error: by its key or global index where it is known."""
+def _names(parts: Sequence[tuple[m.Get, int]]) -> Callable[[int], str]:
+    """What row number so and so of the result is called in an error: by its key or global index where it is known.
+
+    `parts`: each request and how many rows it gave. It holds none of their memory.
+    """
 
     def name(position: int) -> str:
-        for request, (reply, _) in zip(requests, replies, strict=True):
-            if position >= reply.count:
-                position -= reply.count
+        for request, count in parts:
+            if position >= count:
+                position -= count
                 continue
-            if request.keys is not None and len(request.keys) == reply.count:
+            if request.keys is not None and len(request.keys) == count:
                 return f"row {request.keys[position]!r}"
             if request.rows is not None:
                 return f"row {numbers_of(request.rows)[position]}"

@@ -21,6 +21,7 @@ from transfer_queue.controller.readiness import DEALT, Slots, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput, MissingParameter, SamplerFailed
 from transfer_queue.sampler.base import BaseSampler, takes, whole_number
+from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wire.messages import Fetch
 
 MAX_RANKS = 1 << 16
@@ -94,8 +95,8 @@ class Dealing:
     def prepare(self, message: Fetch, sampler: BaseSampler) -> None:
         """Know a request for a share, also by its sampling_config. Raises `InvalidInput` for one that cannot be met."""
         if not message.dp_size:
-            if DP_SIZE not in message.sampling or takes(sampler, DP_SIZE):
-                return
+            if DP_SIZE not in message.sampling or BUDGET in message.sampling or takes(sampler, DP_SIZE):
+                return  # by a budget of tokens the sampler itself plans for all ranks
             message.dp_size = whole_number(message.sampling.pop(DP_SIZE), DP_SIZE)
         if not 1 <= message.dp_size <= MAX_RANKS:
             raise InvalidInput(f"dp_size {message.dp_size}: expected 1 to {MAX_RANKS}")
