@@ -17,6 +17,15 @@ ROOT = Path(__file__).parent.parent
 JOBS = ("TQ_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")
 Done: TypeAlias = "subprocess.CompletedProcess[str]"
 Run: TypeAlias = Callable[..., Done]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# Two tasks of one step, as `slurmstepd` starts them.
+STEP = """
+import os, subprocess, sys
+step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+tasks = [{**os.environ, **step, "SLURM_PROCID": str(number)} for number in range(2)]
+started = [subprocess.Popen([sys.executable, *sys.argv[1:]], env=task) for task in tasks]
+sys.exit(any([task.wait() for task in started]))
+"""
 
 
 @pytest.fixture
@@ -87,3 +96,48 @@ def test_a_worker_that_fails_ends_the_example_with_its_error(run: Run) -> None:
     assert done.returncode != 0
     assert "in rollout" in done.stderr
     assert done.stderr.splitlines()[-1] == "EOFError"
+
+
+# The programs of docs/recipes
+
+
+def test_grpo_under_ddp(run: Run) -> None:
+    done = run("grpo_ddp", "--steps", "5", "--prompts", "7", "--samples", "3", before=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    # 21 rows: 12 for each rank if there were enough, so 11 and 10, in three micro-batches each
+    assert sorted(done.stdout.splitlines())[:2] == [
+        "rank 0: 55 rows in 15 micro-batches", "rank 1: 50 rows in 15 micro-batches",
+    ]  # fmt: skip
+    assert re.search(r"^step 5: reward \d+%$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("before", [TORCHRUN, ("-c", STEP)], ids=["torchrun", "Slurm"])
+def test_every_rank_finds_the_service_of_its_job(run: Run, before: tuple[str, ...]) -> None:
+    done = run("every_rank", before=before)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.split(", from ") for line in done.stdout.splitlines())
+    assert [line for line, _ in said] == [f"rank {rank} of 2: 20 rows, of ranks [0, 1]" for rank in range(2)]
+    assert len({address for _, address in said}) == 1
+
+
+def test_images(run: Run) -> None:
+    done = run("multimodal")
+    assert done.returncode == 0, done.stderr
+    shapes = "[4, 3, 16, 16] [4, 4] [4, 4] PngImageFile (16, 16)"
+    assert [line.rpartition(" ")[0] for line in done.stdout.splitlines()] == [
+        f"{shapes} (0, 100, 200)", f"{shapes} (80, 100, 200)",
+    ]  # fmt: skip
+
+
+def test_rollouts_for_trl(run: Run) -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    done = run("trl_rollouts", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2 steps, every answer came through the queue"
+
+
+def test_a_worker_of_verl(run: Run) -> None:
+    pytest.importorskip("verl", reason="verl is not installed")
+    done = run("verl_worker")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Image (8, 8) (40, 100, 200)"
