@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)  # a busy machine takes its time to import torch in every process
 ROOT = Path(__file__).parent.parent
 JOBS = ("TQ_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")
 Done: TypeAlias = "subprocess.CompletedProcess[str]"
@@ -38,7 +39,7 @@ def run(tmp_path: Path) -> Run:
         environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
         command = [sys.executable, *before, f"{name}.py", *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
         )
 
     return run
