@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 import torch
 
@@ -29,7 +30,8 @@ def main() -> None:
     # A task of its own for each rank, so that each gets all rows. Ranks that share one task divide them.
     _, batch = client.take("train_0", ["writer"], rows * ranks, f"rank {rank}", timeout_s=100)
     writers = sorted(set(batch["writer"].tolist()))
-    print(f"rank {rank} of {ranks}: {len(batch)} rows, of ranks {writers}, from {tq.address()}", flush=True)
+    said = f"rank {rank} of {ranks}: {len(batch)} rows, of ranks {writers}, from {tq.address()}\n"
+    sys.stdout.write(said)  # at once: `print` writes the end of the line on its own, and lines of two ranks could mix
     tq.close()  # this rank lets go; the service ends with the job
 
 

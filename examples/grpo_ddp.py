@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import threading
 from multiprocessing import get_context
 
@@ -97,8 +98,9 @@ def train(steps: int, rows: int, workers: int) -> None:
         if rank == 0:
             client.clear_partition(f"train_{step}")
             if step % 5 == 4:
-                print(f"step {step + 1}: reward {reward.item() / rows:.0%}", flush=True)
-    print(f"rank {rank}: {counts[0]} rows in {counts[1]} micro-batches", flush=True)
+                sys.stdout.write(f"step {step + 1}: reward {reward.item() / rows:.0%}\n")
+    # In one piece: `print` writes the end of the line on its own, and lines of two ranks could mix.
+    sys.stdout.write(f"rank {rank}: {counts[0]} rows in {counts[1]} micro-batches\n")
 
 
 def losses(policy: nn.Module, batch: dict[str, Tensor]) -> Tensor:
