@@ -71,7 +71,7 @@ def _shared_memory() -> set[str]:
 def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes] | Forked:
     """Stands in for `subprocess.Popen` in `launch.local`: this process's servers are forked, as its children are."""
     if command == [PYTHON, *local.COMMAND]:
-        return SERVERS.start(command[1:], options["env"], own_session=True)
+        return SERVERS.start(command[1:], options["env"], own_session=True, pass_fds=options.get("pass_fds", ()))
     return subprocess.Popen(command, **options)
 
 

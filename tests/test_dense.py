@@ -152,3 +152,16 @@ def test_padding_is_what_a_loop_over_rows_does(
         want[at] = row.movedim(dim, 0)
         assert torch.equal(own, want)
         assert torch.equal(mask, want != 0)
+
+
+def test_take_gives_plain_tensors_and_a_refused_padding_takes_nothing(
+    part: str, shared: tq.TransferQueueClient
+) -> None:
+    put(part, ids=[[1, 2], [3]])
+    with pytest.raises(InvalidInput, match="number"):
+        shared.take(part, ["ids"], 2, "t", pad="0")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="'ids'"):
+        shared.take(part, ["ids"], 2, "t", dense=True)
+    meta, data = shared.take(part, ["ids"], 2, "t", pad=0)
+    assert data["ids"].tolist() == [[1, 2], [3, 0]]
+    assert len(meta) == 2

@@ -40,3 +40,15 @@ def test_a_program_is_the_main_module_with_an_environment_of_its_own(tmp_path: P
     )
     done = CHILDREN.run(command, {"ONLY": "this"}, str(tmp_path))
     assert done.stdout == f"__main__ {tmp_path}/program.py {{'ONLY': 'this'}} {tmp_path}\n", done.stderr
+
+
+def test_a_child_has_the_descriptors_that_it_is_given_under_their_numbers(tmp_path: Path) -> None:
+    with open(tmp_path / "a", "w") as first, open(tmp_path / "b", "w") as second:
+        given = (second.fileno(), first.fileno())
+        code = "import os, sys; [os.write(int(number), number.encode()) for number in sys.argv[1:]]"
+        child = CHILDREN.start(["-c", code, *map(str, given)], os.environ, pass_fds=given)
+        child.stdin.close()
+        with child.stdout:
+            assert child.wait() == 0
+        assert (tmp_path / "a").read_text() == str(first.fileno())
+        assert (tmp_path / "b").read_text() == str(second.fileno())

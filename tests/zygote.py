@@ -10,6 +10,7 @@ Run as a script, `zygote.py SOCKET OWNER MODULE...` prints a line when it is rea
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib.util
 import json
@@ -22,13 +23,13 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Any
 
 ROOT, TESTS = str(Path(__file__).parent.parent), str(Path(__file__).parent)
-MESSAGE_NBYTES = 1 << 17
+MESSAGE_NBYTES, MAX_DESCRIPTORS = 1 << 17, 16
 Ended = subprocess.CompletedProcess[str]
 
 
@@ -46,11 +47,11 @@ class Zygote:
 
     def start(
         self, arguments: list[str], environment: Mapping[str, str], *, cwd: str = "", stderr: int = 2,
-        own_session: bool = False,
+        own_session: bool = False, pass_fds: Sequence[int] = (),
     ) -> Forked:  # fmt: skip
         """What `subprocess.Popen` does for `python ARGUMENTS`: `-c CODE ...`, `-m MODULE ...` or `SCRIPT ...`.
 
-        Standard input and output are pipes of bytes.
+        Standard input and output are pipes of bytes. The child has the descriptors `pass_fds` under the same numbers.
         """
         if self._process is None:
             self._begin()
@@ -59,7 +60,8 @@ class Zygote:
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         job = {"arguments": arguments, "environment": dict(environment), "cwd": cwd or os.getcwd(), "own": own_session}
-        socket.send_fds(conn, [json.dumps(job).encode()], [theirs_in, theirs_out, stderr])
+        job["numbers"] = [0, 1, 2, *pass_fds]
+        socket.send_fds(conn, [json.dumps(job).encode()], [theirs_in, theirs_out, stderr, *pass_fds])
         os.close(theirs_in)
         os.close(theirs_out)
         return Forked(conn, ours_in, ours_out)
@@ -156,7 +158,7 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any] | None:
                     conn.send(b"%d" % os.waitstatus_to_exitcode(status))
                 continue
             conn, _ = listener.accept()
-            message, streams, _, _ = socket.recv_fds(conn, MESSAGE_NBYTES, 3)
+            message, streams, _, _ = socket.recv_fds(conn, MESSAGE_NBYTES, MAX_DESCRIPTORS)
             pid = os.fork()
             if not pid:
                 waiting.close()
@@ -175,8 +177,11 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any] | None:
 
 def become(job: dict[str, Any], path: list[str]) -> None:
     """Run the code of a child, as a fresh interpreter would."""
-    for standard, descriptor in enumerate(job["streams"]):
-        os.dup2(descriptor, standard)
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 512) for descriptor in job["streams"]]  # out of each other's way
+    for descriptor in job["streams"]:
+        os.close(descriptor)
+    for number, descriptor in zip(job["numbers"], moved, strict=True):
+        os.dup2(descriptor, number)
         os.close(descriptor)
     if job["own"]:
         os.setsid()

@@ -88,14 +88,18 @@ class Operations:
         lease_s: float | None = None,
         timeout_s: float | None = None,
         sampling_config: dict[str, Any] | None = None,
+        dense: bool = False,
+        pad: Pad | None = None,
     ) -> Operation[tuple[BatchMeta, TensorDict]]:
         """(metadata, data) of `batch_size` ready rows: `get_meta` in mode "fetch" and `get_data` in one round trip.
 
-        Waits, takes or lends, and raises as those two. When it raises, nothing was taken.
+        Waits, takes or lends, and raises as those two. When it raises, nothing was taken. `dense` and `pad` as in
+        `get_data`.
         """
         return take(
-            self.session, partition_id, list(data_fields), batch_size, task_name, lease_s, timeout_s, sampling_config
-        )
+            self.session, partition_id, list(data_fields), batch_size, task_name, lease_s, timeout_s, sampling_config,
+            dense, pad,
+        )  # fmt: skip
 
     def ack(self, metadata: BatchMeta) -> Operation[int]:
         """The rows, all or some of a lease, are used: the task never gets them again. Repeating it changes nothing.

@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from transfer_queue.client import operations as ops
+from transfer_queue.client.dense import Pad, check_pad
 from transfer_queue.client.describing import batch_meta, warn_repeated
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.reading import read
@@ -27,13 +28,13 @@ class Handed:
         self.rows: m.RowSet = reply.rows if isinstance(reply, m.Handed) else reply
         self.meta = batch_meta(session.service_id, self.rows, request.partition)
 
-    def data(self, meta: BatchMeta) -> Operation[TensorDict]:
+    def data(self, meta: BatchMeta, dense: bool = False, pad: Pad | None = None) -> Operation[TensorDict]:
         """The rows of `meta`, which is that of the answer or a part of it."""
         if self._answer is None or meta is not self.meta:
-            return (yield from ops.get_data(self._session, meta, False, None, None))
+            return (yield from ops.get_data(self._session, meta, False, None, None, dense, pad))
         request = self._request
         get = m.Get(self._session.next_rid(), request.partition, None, self.rows.rows, request.fields, True)
-        return (yield from read(self._session, [get], located=self._answer))
+        return (yield from read(self._session, [get], dense=dense, pad=pad, located=self._answer))
 
 
 def handed(session: Session, request: m.Fetch) -> Operation[Handed]:
@@ -51,7 +52,10 @@ def take(
     lease_s: float | None,
     timeout_s: float | None,
     sampling_config: Mapping[str, Any] | None,
+    dense: bool,
+    pad: Pad | None,
 ) -> Operation[tuple[BatchMeta, TensorDict]]:
+    check_pad(pad)
     if not task_name:
         raise UnknownMode("take needs task_name: which consumer takes the rows")
     empty = TensorDict({}, batch_size=[0])
@@ -69,4 +73,4 @@ def take(
     if not answer.rows.rows:
         return BatchMeta.empty(), empty
     warn_repeated(answer.meta)
-    return answer.meta, (yield from answer.data(answer.meta))
+    return answer.meta, (yield from answer.data(answer.meta, dense, pad))
