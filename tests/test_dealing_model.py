@@ -32,6 +32,7 @@ class Rank:
         self.sizes: dict[int, int] = {}  # rows with the repeated ones, by batch
         self.has_ended = False
         self.ever_died = False
+        self.has_asked = False
 
     @property
     def session(self) -> bytes:
@@ -72,6 +73,7 @@ class DealingModel(RuleBasedStateMachine):
 
     def ask(self, rank: Rank) -> bool:
         """Whether the rank got its next batch, or the end."""
+        rank.has_asked = True
         reply = self.fetch(rank)
         self.box.controller.received(rank.session, 1)
         if reply.lease == m.DONE:
@@ -132,6 +134,8 @@ class DealingModel(RuleBasedStateMachine):
         rank = self.ranks[number % len(self.ranks)]
         if len(self.ranks) == 1 or any(other.ever_died for other in self.ranks if other is not rank):
             return  # one rank stays to keep the group, and dies again and again
+        if not any(other.has_asked for other in self.ranks if other is not rank):
+            return  # nobody else is in the group yet: it is forgotten with its last member
         self.box.end_session(rank.session)
         rank.life, rank.ever_died = rank.life + 1, True
         rank.held, rank.lease = [], 0
@@ -176,7 +180,11 @@ class DealingModel(RuleBasedStateMachine):
         assert len({rank.batch for rank in self.ranks}) == 1, "and as many batches"
         for rank in self.ranks:
             self.box.end_session(rank.session)
-        left = self.box.fetch(self.rows - len(self.consumed)) if len(self.consumed) < self.rows else []
+        left: list[int] = []
+        if len(self.consumed) < self.rows:
+            sampling = {"dp_rank": 9, "batch_index": self.strangers + 1}  # which RankAwareSampler insists on
+            count = self.rows - len(self.consumed)
+            left = indexes(self.box.handle(m.Fetch(1, "p", ["a"], count, "t", sampling, 0.0, True), None, b"last"))
         assert sorted([*left, *self.consumed]) == sorted(self.box.consumed()), "nothing is lost"
 
 

@@ -7,8 +7,7 @@ of a rank that has not asked for it yet is kept for it (`DEALT`), so that no oth
 Rows of a share that come back before they were used (the rank died, its lease is over, it gave them back) are *loose*:
 others of the task may take them, but no later deal of the group does, so that the rank finds them when it asks again;
 what others took meanwhile is replaced as far as rows are ready. When its last member has ended the group is forgotten,
-and all that was kept for it is free, unless some rank had come to the end: then the others are still to come. It is
-forgotten when consumption is reset, and when the partition goes.
+and all that was kept for it is free. So it is when consumption is reset, and when the partition goes.
 """
 
 from __future__ import annotations
@@ -280,7 +279,7 @@ class Dealing:
             lost = [rank for rank, members in group.members.items() if members == {session}]
             for members in group.members.values():
                 members.discard(session)
-            if not group.sessions and not group.told:  # once a rank was told the end, the others are still to come
+            if not group.sessions:
                 self.disband(table, name)
             elif lost:
                 kept = [deal[rank].rows for deal in group.deals.values() for rank in lost if rank in deal]
