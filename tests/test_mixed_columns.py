@@ -150,3 +150,24 @@ def test_out_needs_rows_of_one_kind(part: str, shared: tq.TransferQueueClient) -
     meta = shared.get_meta(["x"], 2, part, mode="force_fetch")
     with pytest.raises(InvalidInput, match="several kinds"):
         shared.get_data(meta, out={"x": torch.zeros(2, 2)})
+
+
+@pytest.mark.parametrize("column", [np.array(["w", "x", "y", "z"]), np.arange(4.0), ["w", "x", "y", "z"]], ids=str)
+@pytest.mark.parametrize("mapping", [True, False], ids=["mapping", "TensorDict"])
+def test_a_column_over_two_partitions_gives_each_row_its_own_item(
+    shared: tq.TransferQueueClient, column: Any, mapping: bool
+) -> None:
+    parts = [shared.put({"n": torch.arange(2)}, partition_id=f"over{number}") for number in range(2)]
+    meta = tq.BatchMeta.concat(parts)
+    shared.put({"s": column} if mapping else TensorDict({"s": column}, batch_size=4), metadata=meta)
+    got = shared.get_data(meta.select_fields(["s"]))["s"]
+    assert isinstance(got, torch.Tensor) == (np.asarray(column).dtype.kind == "f")
+    assert list(got) == list(column)
+    for number in range(2):
+        shared.clear_partition(f"over{number}")
+
+
+def test_an_update_gives_each_row_its_own_item(part: str, shared: tq.TransferQueueClient) -> None:
+    meta = shared.put({"s": ["a", "b"]}, partition_id=part)
+    shared.update(meta, ["s"], TensorDict({"s": np.array(["p", "q"])}, batch_size=2), parser="replace")
+    assert list(shared.get_data(meta)["s"]) == ["p", "q"]

@@ -323,3 +323,8 @@ def test_streams_leave_no_thread_and_no_lease(client: Client) -> None:
         break
     gc.collect()
     assert left(client) == 8
+
+
+def test_a_bad_padding_is_refused_before_rows_are_taken(client: tq.TransferQueueClient) -> None:
+    with pytest.raises(InvalidInput, match="number"):
+        tq.stream("p", ["n"], task="t", batch_size=1, pad="0")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from transfer_queue.client.allocation import committed_meta
 from transfer_queue.client.dense import Pad
@@ -18,6 +18,7 @@ from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, checked_tags, store
+from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
@@ -240,13 +241,14 @@ def _rows_at(data: Batch, positions: list[int]) -> Batch:
     """These rows. A jagged tensor can't be indexed by torch, and not by tensordict before 0.11: it becomes a list."""
     found: dict[str, Any] = {}
     for name, column in items_of(data):
-        if isinstance(column, torch.Tensor) and column.is_nested:
-            rows = column.unbind()
+        if isinstance(column, (NonTensorStack, NonTensorData)):
+            rows = rows_of(column)
+            found[name] = NonTensorStack(*[NonTensorData(rows[p]) for p in positions])
+        elif isinstance(column, (list, tuple)) or getattr(column, "is_nested", False):
+            rows = rows_of(column)
             found[name] = [rows[p] for p in positions]
-        elif isinstance(data, TensorDictBase):
-            found[name] = column[positions]
         else:
-            found[name] = [column[p] for p in positions]
+            found[name] = column[positions]
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from transfer_queue.client.describing import field_specs
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
+from transfer_queue.codec.columns import rows_of
 from transfer_queue.errors import DataLost, NotReady, StorageKeyNotFoundError
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
@@ -119,5 +119,4 @@ def _shapes(session: Session, partition: str, name: str, indexes: Any) -> Operat
         column = (yield from read(session, [request]))[name]
     except (StorageKeyNotFoundError, NotReady, DataLost):
         return {}  # cleared since, or lost with their host
-    rows: Sequence[Any] = column.unbind() if isinstance(column, torch.Tensor) else list(column)
-    return {index: tuple(row.shape) for index, row in zip(indexes.tolist(), rows, strict=True)}
+    return {index: tuple(row.shape) for index, row in zip(indexes.tolist(), rows_of(column), strict=True)}

@@ -21,6 +21,7 @@ from transfer_queue.client.effects import Call, Operation, Together
 from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, store
+from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.errors import (
@@ -354,16 +355,3 @@ def _check_types(name: str, before: list[Any], results: list[Any]) -> None:
                 raise UnsupportedValue(f"field {name!r}: parser must keep dtype {old.dtype}")
         elif isinstance(result, torch.Tensor):
             raise UnsupportedValue(f"field {name!r}: parser's result must remain non-tensor")
-
-
-def rows_of(column: Any) -> list[Any]:
-    """The values of a column, one for each row."""
-    if isinstance(column, torch.Tensor):
-        return list(column.unbind())
-    if isinstance(column, NonTensorStack):
-        return [_datum(item) for item in column.tensordicts]
-    return [column[row] for row in range(len(column))]
-
-
-def _datum(item: Any) -> Any:
-    return item.data if isinstance(item, NonTensorData) else item

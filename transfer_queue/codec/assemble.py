@@ -25,6 +25,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
+from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.layout import Bytes, Column, Ints
 from transfer_queue.codec.nested import Offsets, jagged, nested
@@ -125,7 +126,7 @@ class Assembler:
     def _rows(self, name: str, run: Run) -> list[Any]:
         if run.column.kind == OBJECTS:
             return self.objects([run])
-        return mixing.rows_of(self._value(name, run.column.shape, [run], None))
+        return rows_of(self._value(name, run.column.shape, [run], None))
 
     def _widened(
         self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None

@@ -66,13 +66,6 @@ def widened(rows: list[torch.Tensor], dtype: str, name: str, name_row: Callable[
     return found
 
 
-def rows_of(value: Any) -> list[Any]:
-    """The rows of a column as they are, one by one."""
-    if isinstance(value, torch.Tensor):
-        return list(value.unbind(0))
-    return list(value.unbind(0)) if hasattr(value, "unbind") else list(value)
-
-
 def are_tensors(rows: Sequence[Any]) -> bool:
     """Whether the rows, put among other things, are tensors that make one tensor column."""
     if type(rows[0]) is not torch.Tensor or not all(type(row) is torch.Tensor for row in rows):

@@ -17,6 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from transfer_queue.codec import lists
 from transfer_queue.codec.arrays import BufferWriter, Source, check_jagged, check_tensor
+from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import dtype_name
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.layout import Builder, Column
@@ -122,41 +123,14 @@ def _column(plan: Plan, name: str, value: Any, numbers: bool) -> Column:
             raise UnsupportedValue(f"field {name!r}: a masked array cannot be stored: fill it first")
         tensor = lists.as_tensor(value)
         return _dense(plan, name, tensor) if tensor is not None else _objects(plan, name, list(value))
-    if isinstance(value, NonTensorStack):
-        return _sequence(plan, name, [_datum(item) for item in value.tensordicts], numbers=False)
-    if isinstance(value, NonTensorData):
-        return _non_tensor(plan, name, value)
+    if isinstance(value, (NonTensorStack, NonTensorData)):
+        whole = value if value.batch_size else value.expand(plan.rows)
+        return _sequence(plan, name, rows_of(whole), numbers=False)
     if isinstance(value, TensorDictBase):
         return _nested(plan, name, value)
     if isinstance(value, (list, tuple)):
         return _sequence(plan, name, list(value), numbers)
     raise UnsupportedValue(f"field {name!r}: a column is a tensor, array or list, got {type(value).__qualname__}")
-
-
-def _non_tensor(plan: Plan, name: str, value: Any) -> Column:
-    """The column of a NonTensorData. Data of one item per row is a column, which is how tensordict wraps arrays;
-    anything else is one value for all rows."""
-    data = _datum(value)
-    if isinstance(data, torch.Tensor) and data.dim() and len(data) == plan.rows and len(value.batch_size) < 2:
-        return _column(plan, name, data, numbers=False)
-    _check_rows(plan, name, value.batch_size[0] if value.batch_size else plan.rows)
-    return _objects(plan, name, _spread(data, [plan.rows, *value.batch_size[1:]]))
-
-
-def _spread(data: Any, shape: Sequence[int]) -> Any:
-    """One value for every place of `shape`, in nested lists: the items of `data` where it has as many, else `data`."""
-    if not shape:
-        return data
-    if (isinstance(data, (list, tuple)) or (isinstance(data, np.ndarray) and data.ndim)) and len(data) == shape[0]:
-        return [_spread(item, shape[1:]) for item in data]
-    return [_spread(data, shape[1:])] * shape[0]
-
-
-def _datum(item: Any) -> Any:
-    if type(item) is NonTensorData:
-        content: Any = item
-        return content._non_tensordict["data"]  # the attribute access costs ten times as much
-    return item.tolist() if isinstance(item, NonTensorStack) else item
 
 
 def _sequence(plan: Plan, name: str, values: list[Any], numbers: bool) -> Column:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from tensordict import TensorDict
 
 from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.dense import Pad, check_pad, to_dense
 from transfer_queue.client.drivers import run_async
 from transfer_queue.client.effects import Call
+from transfer_queue.codec.columns import rows_of
+from transfer_queue.codec.plan import items_of
 from transfer_queue.dataloader.chunking import bounds, chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, End, Key, Terms, taking
 from transfer_queue.dataloader.holder import Holder, client_for
@@ -39,7 +40,7 @@ def stream(
     dp_rank: int | None = None,
     dp_size: int | None = None,
     dense: bool = False,
-    pad: Any = None,
+    pad: Pad | None = None,
     rows: bool = False,
     lease_s: float = LEASE_S,
     max_staleness: int | None = None,
@@ -75,7 +76,7 @@ def async_stream(
     dp_rank: int | None = None,
     dp_size: int | None = None,
     dense: bool = False,
-    pad: Any = None,
+    pad: Pad | None = None,
     rows: bool = False,
     lease_s: float = LEASE_S,
     max_staleness: int | None = None,
@@ -108,32 +109,26 @@ def _dataset(
 class _Form:
     """What a batch is delivered as."""
 
-    def __init__(self, dense: bool, pad: Any, rows: bool) -> None:
+    def __init__(self, dense: bool, pad: Pad | None, rows: bool) -> None:
+        check_pad(pad)  # before rows are taken for it
         self._dense = dense or pad is not None
         self._pad = pad
         self._rows = rows
 
     def of(self, data: TensorDict) -> Delivered:
         if self._dense:
-            data = importlib.import_module("transfer_queue.client.dense").to_dense(data, self._pad)
-        return rows_of(data) if self._rows else data
+            data = to_dense(data, self._pad)
+        return as_dicts(data) if self._rows else data
 
 
-def rows_of(data: TensorDict) -> list[Row]:
+def as_dicts(data: TensorDict) -> list[Row]:
     """One dict a row: tensors without the dimension of the rows, anything else as it was put."""
-    columns = {name: _items(data, name) for name in data.keys()}  # noqa: SIM118  a TensorDict iterates over its rows
+    columns = {name: _items(column) for name, column in items_of(data)}
     return [{name: items[row] for name, items in columns.items()} for row in range(len(data))]
 
 
-def _items(data: TensorDict, name: str) -> Sequence[Any]:
-    column = data[name]
-    if isinstance(column, torch.Tensor):
-        return column.unbind(0)
-    return [rows_of(column[row : row + 1])[0] for row in range(len(data))] if _is_nested(column) else list(column)
-
-
-def _is_nested(column: Any) -> bool:
-    return isinstance(column, TensorDict)
+def _items(column: Any) -> list[Any]:
+    return as_dicts(column) if isinstance(column, TensorDict) else rows_of(column)
 
 
 class _Streaming:
