@@ -6,6 +6,7 @@
                   └─ View   the rows ready for one field set, kept up to date by every commit
         └─ Ledger       how many live cells every block still holds
         └─ Staleness    which rows are too old for which task; Admissions: how many producers may start
+        └─ Dealing      batches for data-parallel ranks; Leases: rows that are lent; Locks: names that are held
         └─ Remains      what cleared partitions leave, freed in slices
     checkpointing       the whole state as bytes; Restoring: putting one back, step by step
 

@@ -11,7 +11,6 @@ other, and a second acknowledgement does nothing.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.readiness import KEPT, Slots, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput, LeaseExpired
@@ -65,7 +65,7 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._settled_ones: dict[int, Lease] = {}  # the latest of those without rows left
         self._held: dict[bytes, set[int]] = {}  # leases of each session
-        self._deadlines: list[tuple[float, int]] = []  # one entry per lease, never later than its deadline
+        self._deadlines = Deadlines(self._leases)
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class Leases:
         else:
             lease = Lease(next(self._numbers), table.name, name, table.index[fresh], self.now + lease_s)
             self._leases[lease.number] = lease
-            heapq.heappush(self._deadlines, (lease.deadline, lease.number))
+            self._deadlines.add(lease.number)
             task.lend(fresh, lease.number)
         lease.deadline = max(lease.deadline, self.now + lease_s)
         lease.grants += 1
@@ -174,22 +174,13 @@ class Leases:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a lease."""
-        heap = self._deadlines
-        while heap:
-            deadline, number = heap[0]
-            lease = self._leases.get(number)
-            if lease is None:
-                heapq.heappop(heap)
-            elif lease.deadline > deadline:
-                heapq.heapreplace(heap, (lease.deadline, number))
-            else:
-                return deadline
-        return None
+        first = self._deadlines.first()
+        return None if first is None else first[0]
 
     def expire(self) -> None:
         """End the leases whose time is up."""
-        while (deadline := self.next_deadline()) is not None and deadline <= self.now:
-            self._end(self._leases[self._deadlines[0][1]])
+        while (first := self._deadlines.first()) is not None and first[0] <= self.now:
+            self._end(self._leases[first[1]])
 
     def _end(self, lease: Lease) -> None:
         self._drop(lease)

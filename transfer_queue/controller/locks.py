@@ -8,12 +8,12 @@ told from the next one by it.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 from transfer_queue.claims import Claims
+from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.leases import MAX_LEASE_S
 from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.unreceived import Locked, Unreceived
@@ -50,7 +50,7 @@ class Locks:
         self._waiting: dict[Hashable, Claim] = {}  # by ticket
         self._turn: list[Claim] = []  # of those, the ones that have their keys and are about to be told
         self._of_session: dict[bytes, dict[int, None]] = {}
-        self._deadlines: list[tuple[float, int]] = []  # one entry per lock, never later than its deadline
+        self._deadlines = Deadlines(self._held)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -96,7 +96,7 @@ class Locks:
         claim.number, claim.since, claim.deadline = self._number, now, now + message.lease_s
         self._held[claim.number] = claim
         self._of_session.setdefault(session, {})[claim.number] = None
-        heapq.heappush(self._deadlines, (claim.deadline, claim.number))
+        self._deadlines.add(claim.number)
         self._unreceived.add(session, message.rid, Locked(claim.number))
         return m.Locked(message.rid, claim.number)
 
@@ -135,21 +135,9 @@ class Locks:
         """When a lease ends or somebody who waits has to be answered or told something."""
         if self._turn:
             return 0.0
-        deadlines = (self._next_end(), self.parked.next_deadline())
+        first = self._deadlines.first()
+        deadlines = (None if first is None else first[0], self.parked.next_deadline())
         return min((one for one in deadlines if one is not None), default=None)
-
-    def _next_end(self) -> float | None:
-        heap = self._deadlines
-        while heap:
-            deadline, number = heap[0]
-            claim = self._held.get(number)
-            if claim is None:
-                heapq.heappop(heap)
-            elif claim.deadline > deadline:
-                heapq.heapreplace(heap, (claim.deadline, number))
-            else:
-                return deadline
-        return None
 
     def expire(self, now: float) -> None:
         """End the locks whose lease is over, answer those who waited long enough, tell others what they wait for."""
@@ -166,8 +154,8 @@ class Locks:
         self._grant_due(now)
 
     def _end_leases(self, now: float) -> None:
-        while (deadline := self._next_end()) is not None and deadline <= now:
-            self.release(self._deadlines[0][1])
+        while (first := self._deadlines.first()) is not None and first[0] <= now:
+            self.release(first[1])
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone: they do not wait any more."""

@@ -1,0 +1,42 @@
+"""When the first of many terms ends, though they are prolonged all the time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class Term(Protocol):
+    deadline: float
+
+
+class Deadlines:
+    """The terms in `live`, by number, in the order of their ends.
+
+    One entry per term, never later than its deadline: to prolong one, or to drop it from `live`, costs nothing here.
+    """
+
+    def __init__(self, live: Mapping[int, Term]) -> None:
+        self._live = live
+        self._heap: list[tuple[float, int]] = []
+
+    def add(self, number: int) -> None:
+        """A new term, which is in `live` already."""
+        heapq.heappush(self._heap, (self._live[number].deadline, number))
+
+    def first(self) -> tuple[float, int] | None:
+        """(deadline, number) of the term that ends first; None where there is none."""
+        while self._heap:
+            deadline, number = self._heap[0]
+            term = self._live.get(number)
+            if term is None:
+                heapq.heappop(self._heap)
+            elif term.deadline > deadline:
+                heapq.heapreplace(self._heap, (term.deadline, number))
+            else:
+                return deadline, number
+        return None
+
+    def clear(self) -> None:
+        self._heap.clear()
