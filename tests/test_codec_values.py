@@ -25,7 +25,7 @@ from blocks import assert_rows, block_of, compact, get, put, put_row, rows_of, s
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from transfer_queue.codec import classes, registry
+from transfer_queue.codec import classes, registry, values
 from transfer_queue.codec.plan import plan_batch, plan_row
 from transfer_queue.codec.registry import register_type
 from transfer_queue.errors import InvalidInput, UnsupportedValue
@@ -245,6 +245,31 @@ def test_a_type_that_only_the_writer_registered_is_named_to_the_reader(monkeypat
     monkeypatch.setattr(registry, "_BY_NAME", {})
     with pytest.raises(UnsupportedValue, match="Opaque"):
         get(block, "x")
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict):  # type: ignore[type-arg]  as those of transformers
+    loss: float = 0.0
+
+
+@pytest.mark.usefixtures("own_types")
+def test_a_type_whose_fields_are_not_all_of_it_needs_functions() -> None:
+    with pytest.raises(InvalidInput, match="to_plain"):
+        register_type(Output)
+    register_type(Output, to_plain=lambda o: [o.loss, list(o.items())], from_plain=lambda plain: plain)
+    assert through(Output(0.5)) == [0.5, []]
+
+
+@pytest.mark.usefixtures("own_types")
+def test_what_was_stored_of_registered_types_by_name_still_comes_back() -> None:
+    """As releases before did, also in checkpoints."""
+    stored = {Colour: "RED", Rights: 3, Point: [1, 2], Sample: {"tokens": [1, 2], "total": 2}}
+    for cls, plain in stored.items():
+        register_type(cls)
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        found = values.Lifting().unpack(values.encode(values.Ext(values.REGISTERED, values.encode([name, plain]))))
+        assert type(found) is cls
+        assert found == {Colour: Colour.RED, Rights: Rights(3), Point: Point(1, 2), Sample: Sample([1, 2])}[cls]
 
 
 @pytest.mark.usefixtures("own_types")

@@ -6,20 +6,20 @@ Enums, dataclasses and named tuples travel without being registered (`codec.clas
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from transfer_queue.codec.classes import DATACLASS, ENUM, FLAG, NAMEDTUPLE, kind_of, rebuilt
 from transfer_queue.errors import InvalidInput
 
 
 class Registration(NamedTuple):
+    """`to_plain`: None where values travel by their fields (`codec.classes`)."""
+
     name: str
     cls: type
-    to_plain: Callable[[Any], Any]
+    to_plain: Callable[[Any], Any] | None
     from_plain: Callable[[Any], Any]
-    standard: bool  # by its fields: those of a subclass may be others
 
 
 _BY_TYPE: dict[type, Registration] = {}
@@ -42,40 +42,25 @@ def register_type(
     type.
     """
     name = name or f"{cls.__module__}:{cls.__qualname__}"
-    standard = to_plain is None or from_plain is None
     if to_plain is None or from_plain is None:
-        to_plain, from_plain = _standard(cls)
+        to_plain, from_plain = None, _from_fields(cls)
     held = _BY_NAME.get(name)
     if held is not None and held.cls is not cls and held.cls.__qualname__ != cls.__qualname__:
         raise InvalidInput(f"the name {name!r} is registered for {held.cls}")
-    _BY_TYPE[cls] = _BY_NAME[name] = Registration(name, cls, to_plain, from_plain, standard)
+    _BY_TYPE[cls] = _BY_NAME[name] = Registration(name, cls, to_plain, from_plain)
     return cls
 
 
-def _standard(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    if issubclass(cls, enum.Flag):
-        return (lambda member: member.value), cls
-    if issubclass(cls, enum.Enum):
-        return (lambda member: member.name), (lambda name: cls[name])
-    if dataclasses.is_dataclass(cls):
-        return _fields_of, lambda plain: _from_fields(cls, plain)
-    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return list, (lambda plain: cls(*plain))
-    raise InvalidInput(f"{cls} is no enum, dataclass or named tuple: give to_plain and from_plain")
-
-
-def _fields_of(value: Any) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(value)]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
-
-
-def _from_fields(cls: type, plain: dict[str, Any]) -> Any:
-    """Made by the constructor, then every field set as it was stored: `__post_init__` may compute fields anew."""
-    kwargs = {field.name: plain[field.name] for field in dataclasses.fields(cls) if field.init and field.name in plain}
-    value = cls(**kwargs)
-    for name, content in plain.items():
-        object.__setattr__(value, name, content)
-    return value
+def _from_fields(cls: Any) -> Callable[[Any], Any]:
+    """Rebuilds what earlier releases stored of a type that was registered without functions."""
+    kind = kind_of(cls)
+    if kind is None:
+        raise InvalidInput(f"{cls} is no enum, named tuple or plain dataclass: give to_plain and from_plain")
+    if kind == ENUM:
+        return lambda name: cls[name]
+    if kind == NAMEDTUPLE:
+        return lambda plain: cls(*plain)
+    return cls if kind == FLAG else lambda plain: rebuilt(DATACLASS, "", list(plain.items()), cls)
 
 
 def by_type(cls: type) -> Registration | None:
@@ -87,7 +72,7 @@ def by_base(cls: type) -> Registration | None:
     """The registration of the nearest base of `cls` that has functions of its own."""
     for base in cls.__mro__[1:]:
         found = _BY_TYPE.get(base)
-        if found is not None and not found.standard:
+        if found is not None and found.to_plain is not None:
             return found
     return None
 

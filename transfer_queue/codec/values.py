@@ -96,7 +96,7 @@ class Lowering:
             if found is not NotImplemented:
                 return found
         registration = by_type(kind) or by_base(kind)
-        if registration is not None and not registration.standard:
+        if registration is not None and registration.to_plain is not None:
             return self.ext(REGISTERED, [registration.name, registration.to_plain(value)])
         found = self._of_family(value)
         if found is not NotImplemented:
@@ -280,9 +280,8 @@ class Lifting:
         if kind not in (classes.ENUM, classes.FLAG) and type(fields) is not list:
             raise ProtocolError(f"a damaged value of {place}")
         registration = by_name(place)
-        if registration is not None and registration.standard:
-            return classes.rebuilt(kind, place, fields, registration.cls)
-        return classes.rebuilt(kind, place, fields)
+        known = registration.cls if registration is not None and registration.to_plain is None else None
+        return classes.rebuilt(kind, place, fields, known)
 
     def _pickled(self, data: bytes) -> Any:
         if not self._allow_pickle:
