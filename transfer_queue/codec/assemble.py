@@ -75,14 +75,18 @@ class Assembler:
     def _value(self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None) -> Any:
         """The rows of one column. `inner`: it lies in a TensorDict of that batch shape beyond the rows."""
         column = runs[0].column
-        if not mixing.are_alike(runs):
+        columns = list({id(run.column): run.column for run in runs}.values()) if len(runs) > 1 else [column]
+        if not mixing.are_alike(columns):
             return self._mixed(name, runs, inner)
         if column.kind in (OBJECTS, NESTED):
             return self._objects(runs, inner) if column.kind == OBJECTS else self._tensordict(runs)
-        dtype = _common_dtype(runs, self.name_row)
+        common = mixing.common_dtype(columns)
+        if common is None:
+            raise mixing.several_dtypes(runs, self.name_row)
         merged = shape if shape == column.shape and len(runs) == 1 else merged_shape(shape, runs)
-        if dtype is None:
-            return self._widened(name, merged, runs, inner)
+        if any(each.dtype != common for each in columns):
+            return self._widened(name, common, merged, runs, inner)
+        dtype, *_ = map(_dtype, columns)
         ragged = [d for d, size in enumerate(merged) if size == -1] if -1 in merged else []
         if name in self.out and inner is None:
             return self._into(self.out[name], name, merged, runs)
@@ -129,12 +133,12 @@ class Assembler:
         return rows_of(self._value(name, run.column.shape, [run], None))
 
     def _widened(
-        self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None
+        self, name: str, dtype: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None
     ) -> torch.Tensor:
-        """Numbers of which some were Python's ints."""
+        """Numbers as `dtype`, of which some were Python's ints."""
         now = self._now()
         rows = [row for run in runs for row in now._rows(name, run)]
-        rows = mixing.widened(rows, mixing.common_dtype(runs, self.name_row), name, self.name_row)
+        rows = mixing.widened(rows, dtype, name, self.name_row)
         if name in self.out:
             self._check_out(name, (len(rows), *shape), rows[0].dtype)
             return self.out[name].copy_(torch.stack(rows))
@@ -252,19 +256,6 @@ def _dtype(column: Column) -> torch.dtype:
     dtype = torch_dtype(column.dtype)
     if column.itemsize != dtype.itemsize:
         raise ProtocolError(f"field {column.name!r}: {column.itemsize} bytes an element of {column.dtype}")
-    return dtype
-
-
-def _common_dtype(runs: Sequence[Run], name_row: Callable[[int], str]) -> torch.dtype | None:
-    """The dtype of the rows, which are tensors; None where some have to be converted to it."""
-    first = runs[0].column
-    dtype = _dtype(first)
-    if len(runs) == 1:
-        return dtype
-    columns = {id(run.column): run.column for run in runs}.values()
-    if any(_dtype(column) != dtype for column in columns):
-        mixing.common_dtype(runs, name_row)
-        return None
     return dtype
 
 

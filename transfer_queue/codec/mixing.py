@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from transfer_queue.codec.dtypes import torch_dtype
+from transfer_queue.codec.layout import Column
 from transfer_queue.codec.nested import Offsets, jagged, nested
 from transfer_queue.codec.rows import Run
 from transfer_queue.errors import SchemaConflict
@@ -17,27 +18,24 @@ from transfer_queue.schema import NESTED, NUMBERS, OBJECTS
 MAX_NAMED = 4
 
 
-def are_alike(runs: Sequence[Run]) -> bool:
+def are_alike(columns: Sequence[Column]) -> bool:
     """Whether the rows are of one kind, and of one rank where they are tensors."""
-    first = runs[0].column
-    if len(runs) == 1 or all(run.column is first for run in runs):
+    if len(columns) == 1:
         return True
-    return len({(run.column.kind in (OBJECTS, NESTED) and run.column.kind, len(run.column.shape)) for run in runs}) == 1
+    return len({(column.kind in (OBJECTS, NESTED) and column.kind, len(column.shape)) for column in columns}) == 1
 
 
-def common_dtype(runs: Sequence[Run], name_row: Callable[[int], str]) -> str:
-    """The dtype of rows that are tensors. Python's ints take that of the other numbers.
+def common_dtype(columns: Sequence[Column]) -> str | None:
+    """The dtype of rows that are tensors; None where there are several. Python's ints take that of other numbers."""
+    if len(columns) == 1:
+        return columns[0].dtype
+    dtypes = {column.dtype for column in columns if not column.weak} or {columns[0].dtype}
+    converts = any(column.weak for column in columns)
+    return dtypes.pop() if len(dtypes) == 1 and (dtypes <= NUMBERS or not converts) else None
 
-    Raises `SchemaConflict`, naming rows and dtypes, where there are several.
-    """
-    first = runs[0].column
-    if len(runs) == 1:
-        return first.dtype
-    dtypes = {run.column.dtype for run in runs if not run.column.weak}
-    if len(dtypes) == 1 and (dtypes <= NUMBERS or not any(run.column.weak for run in runs)):
-        return dtypes.pop()
-    if not dtypes:
-        return first.dtype
+
+def several_dtypes(runs: Sequence[Run], name_row: Callable[[int], str]) -> SchemaConflict:
+    """The error that names rows and dtypes."""
     rows: dict[str, list[str]] = {}
     start = 0
     for run in runs:
@@ -45,7 +43,7 @@ def common_dtype(runs: Sequence[Run], name_row: Callable[[int], str]) -> str:
         names += [name_row(start + row) for row in range(min(run.rows, MAX_NAMED + 1))]
         start += run.rows
     found = "; ".join(f"{dtype} in {_listed(names)}" for dtype, names in rows.items())
-    raise SchemaConflict(f"field {first.name!r} has rows of several dtypes, get them one by one: {found}")
+    return SchemaConflict(f"field {runs[0].column.name!r} has rows of several dtypes, get them one by one: {found}")
 
 
 def _listed(names: Sequence[str]) -> str:
