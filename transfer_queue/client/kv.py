@@ -103,6 +103,11 @@ def _write(
         reply = yield from store(session, plan, rows, wire_tags)
     else:
         reply = (yield commit(session, rows, [], b"", -1, wire_tags))[0]
+    return keyed_meta(session, reply, keys, partition_id)
+
+
+def keyed_meta(session: Session, reply: m.Committed, keys: list[str], partition_id: str) -> KVBatchMeta:
+    """Metadata of the rows that a commit wrote by key."""
     life = naming(session.service_id, reply.loads)
     return KVBatchMeta._build(list(keys), reply.tags, partition_id, reply.fields, service_id=life)
 

@@ -18,6 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from transfer_queue.client import operations as ops
 from transfer_queue.client.describing import field_specs
 from transfer_queue.client.effects import Call, Operation, Together
+from transfer_queue.client.kv import keyed_meta
 from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
 from transfer_queue.client.writing import Rows, store
@@ -36,7 +37,6 @@ from transfer_queue.metadata import BatchMeta, KVBatchMeta
 from transfer_queue.schema import OBJECTS
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import Numbers, numbers_of
-from transfer_queue.wire.lives import naming
 
 Parser: TypeAlias = Callable[[Any, Any], Any]
 Columns: TypeAlias = dict[str, list[Any]]  # the values of each field, one for each row
@@ -132,9 +132,7 @@ def kv_update(
         return (yield from kv_empty(session, key, partition_id, _names(fields)))
     new, strict = _new_values(fields, values)
     update = _Update(_Target(partition_id, 1, [key]), new, _parser(chosen), strict)
-    reply = yield from update.carry_out(session)
-    life = naming(session.service_id, reply.loads)
-    return KVBatchMeta._build([key], reply.tags, partition_id, reply.fields, service_id=life)
+    return keyed_meta(session, (yield from update.carry_out(session)), [key], partition_id)
 
 
 def kv_empty(session: Session, key: str, partition_id: str, fields: str | list[str]) -> Operation[KVBatchMeta]:
@@ -142,9 +140,7 @@ def kv_empty(session: Session, key: str, partition_id: str, fields: str | list[s
     new: Columns = {name: [None] for name in _names(fields)}
     ops.checked_keys([key])
     update = _Update(_Target(partition_id, 1, [key]), new, lambda _, none: none, False)
-    reply = yield from update.carry_out(session)
-    life = naming(session.service_id, reply.loads)
-    return KVBatchMeta._build([key], reply.tags, partition_id, reply.fields, service_id=life)
+    return keyed_meta(session, (yield from update.carry_out(session)), [key], partition_id)
 
 
 def _names(fields: Any) -> list[str]:
@@ -281,15 +277,12 @@ class _Update:
     # reading
 
     def _read(self, session: Session) -> Operation[_Old]:
-        fields, where = list(self._new), self._target
-        if where.keys is not None:
-            try:
-                return (yield from self._cells(session, self._get(session, fields), range(where.num)))
-            except NotReady:  # the row has no field at all
-                return self._blank()
+        where = self._target
         try:
-            return (yield from self._cells(session, self._get(session, fields), range(where.num)))
+            return (yield from self._cells(session, self._get(session, list(self._new)), range(where.num)))
         except NotReady:
+            if where.keys is not None:  # the row has no field at all
+                return self._blank()
             return (yield from self._read_by_pattern(session))
 
     def _get(self, session: Session, fields: list[str], rows: Sequence[int] | None = None) -> m.Get:
