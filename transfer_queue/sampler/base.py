@@ -57,6 +57,14 @@ def as_list(rows: Ready) -> list[int]:
     return rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
 
 
+def positive(value: object, what: str) -> int:
+    """`value` as an int. InvalidInput when it is not a whole number above 0."""
+    found = whole_number(value, what)
+    if found <= 0:
+        raise InvalidInput(f"{what} must be positive, got {value}")
+    return found
+
+
 def whole_number(value: object, what: str) -> int:
     """`value` as an int. InvalidInput when it is not a whole number."""
     try:

@@ -19,6 +19,7 @@ from transfer_queue.sampler.base import (
     as_list,
     check_hashable,
     divided,
+    positive,
     tags_of,
     whole_number,
 )
@@ -38,9 +39,7 @@ class GRPOGroupNSampler(BaseSampler):
         InvalidInput: `n_samples_per_prompt` is not a positive int, or `group_tag` is neither a str nor None.
         """
         super().__init__()
-        self.n_samples_per_prompt = whole_number(n_samples_per_prompt, "n_samples_per_prompt")
-        if self.n_samples_per_prompt <= 0:
-            raise InvalidInput(f"n_samples_per_prompt must be positive, got {n_samples_per_prompt}")
+        self.n_samples_per_prompt = positive(n_samples_per_prompt, "n_samples_per_prompt")
         if group_tag is not None and not isinstance(group_tag, str):
             raise InvalidInput(f"group_tag must be a str or None, got {group_tag!r}")
         self.group_tag = group_tag

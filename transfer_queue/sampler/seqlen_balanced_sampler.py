@@ -16,6 +16,7 @@ from transfer_queue.sampler.base import (
     Sampled,
     check_hashable,
     divided,
+    positive,
     tags_of,
     whole_number,
 )
@@ -38,9 +39,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         InvalidInput: `dp_size` is not a positive int, or as `GRPOGroupNSampler`.
         """
         super().__init__(n_samples_per_prompt, group_tag)
-        self.dp_size = whole_number(dp_size, "dp_size")
-        if self.dp_size <= 0:
-            raise InvalidInput(f"dp_size must be positive, got {dp_size}")
+        self.dp_size = positive(dp_size, "dp_size")
         # partition -> task -> batch_index -> the rows of each rank
         self._balanced_cache: dict[str, dict[str, dict[Any, list[list[int]]]]] = {}  # an empty list: no longer
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transfer_queue.errors import InvalidInput, MissingParameter
-from transfer_queue.sampler.base import PartitionView, Sampled, check_hashable, tags_of, whole_number
+from transfer_queue.sampler.base import PartitionView, Sampled, check_hashable, positive, tags_of, whole_number
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.seqlen_balanced_sampler import LENGTH_TAG, _is_length, get_seqlen_balanced_partitions
 
@@ -42,9 +42,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         InvalidInput: `balance_unit_multiplier` is not a positive int, or as `GRPOGroupNSampler`.
         """
         super().__init__(n_samples_per_prompt, group_tag)
-        self.balance_unit_multiplier = whole_number(balance_unit_multiplier, "balance_unit_multiplier")
-        if self.balance_unit_multiplier <= 0:
-            raise InvalidInput(f"balance_unit_multiplier must be positive, got {balance_unit_multiplier}")
+        self.balance_unit_multiplier = positive(balance_unit_multiplier, "balance_unit_multiplier")
         # partition -> task -> rank -> rows that were dealt to it and not fetched; and -> row -> its tokens
         self._buckets: dict[str, dict[str, dict[int, list[int]]]] = {}
         self._resolved_lengths: dict[str, dict[str, dict[int, float]]] = {}
