@@ -30,6 +30,12 @@ class Receipt(NamedTuple):
     batch_index: int
     is_last: bool
 
+    def ack(self, session: Session) -> m.Ack | None:
+        """The acknowledgement; None where there is nothing to acknowledge."""
+        if not self.lease or not self.rows:
+            return None
+        return m.Ack(session.next_rid(), self.lease, self.rows, self.service_id)
+
 
 def with_receipts(items: Iterable[Any], meta: BatchMeta, batch_index: int) -> Iterator[tuple[Any, Receipt]]:
     """Each item with its receipt. `meta` is that of the whole batch.
@@ -74,12 +80,10 @@ def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
     """Raises `LeaseExpired` when the rows went to somebody else in the meantime."""
-    if receipt.lease and receipt.rows:
-        client.session.call(Call(_ack(client.session, receipt)))
-
-
-def _ack(session: Session, receipt: Receipt) -> m.Ack:
-    return m.Ack(session.next_rid(), receipt.lease, receipt.rows, receipt.service_id)
+    session = client.session
+    ack = receipt.ack(session)
+    if ack is not None:
+        session.call(Call(ack))
 
 
 class Acks:
@@ -94,10 +98,10 @@ class Acks:
     def send(self, receipt: Receipt) -> None:
         """Acknowledge. Raises `LeaseExpired` when the one before was refused; this one is not sent then."""
         self.settle()
-        if not receipt.lease or not receipt.rows:
-            return
         session = self._session
-        self._sent = _ack(session, receipt)
+        self._sent = receipt.ack(session)
+        if self._sent is None:
+            return
         with contextlib.suppress(ServiceUnavailable):  # `settle` sends it again
             if self._connection is None:
                 self._connection = session.connect()

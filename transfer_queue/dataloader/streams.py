@@ -23,7 +23,6 @@ from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.wire import messages as m
 
 Row: TypeAlias = dict[str, Any]
 Delivered: TypeAlias = "TensorDict | list[Row]"
@@ -289,6 +288,7 @@ async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | 
 
 async def _acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
     """Raises `LeaseExpired` when the rows went to somebody else in the meantime."""
-    if receipt.lease > 0 and receipt.rows:
-        session = client.session
-        await session.call_async(Call(m.Ack(session.next_rid(), receipt.lease, receipt.rows, receipt.service_id)))
+    session = client.session
+    ack = receipt.ack(session)
+    if ack is not None:
+        await session.call_async(Call(ack))
