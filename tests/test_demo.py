@@ -382,12 +382,12 @@ def test_chaos_kills_one_worker_of_each_kind(tmp_path: Path) -> None:
         output, errors = demo.communicate(timeout=_DEADLINE_S)
     assert demo.returncode == 0, errors
     found = _incidents(output)
-    # rollout: the prompts of a ticket. trainer: all samples of a step. The others: one read, or nothing where it was
-    # the last of its step and the step was over before the service was asked.
-    most = {"rollout 1": 8, "reward": 64, "reference": 64, "trainer": 128}
-    assert found.keys() == most.keys()
-    assert all(rows in (0, most[name]) for name, (_, rows) in found.items())
-    assert sum(rows for _, rows in found.values()) >= 128
+    redelivered = {name: rows for name, (_, rows) in found.items()}
+    # The reward worker dies with its rows written and not acknowledged. They are one read; where they were the last of
+    # their step, the trainer may have finished and cleared the step before the service is asked for them.
+    assert redelivered.pop("reward") in (0, 64)
+    # rollout: the prompts of a ticket. trainer: all samples of a step. reference: one read.
+    assert redelivered == {"rollout 1": 8, "reference": 64, "trainer": 128}
     _is_whole(output, 10, tmp_path)
 
 
