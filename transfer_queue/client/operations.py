@@ -25,6 +25,7 @@ from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.values import is_plain
 from transfer_queue.errors import BatchMismatch, InvalidInput, MissingParameter, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import NUMERIC, numbers_of, pack_array
 
@@ -51,7 +52,7 @@ def get_meta(
     if token_budget is not None:
         if mode != "fetch":
             raise UnknownMode(f"mode {mode!r} takes no rows: token_budget is for 'fetch'")
-        sampling_config = {**(sampling_config or {}), "token_budget": token_budget}
+        sampling_config = {**(sampling_config or {}), BUDGET: token_budget}
     batch_size = 1 if batch_size is None else batch_size
     if lease_s is not None and mode != "fetch":
         raise UnknownMode(f"mode {mode!r} takes no rows: lease_s is for 'fetch'")

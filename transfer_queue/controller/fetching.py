@@ -18,6 +18,7 @@ from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import Consumed, Grant, Lent, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler, takes
+from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wire.messages import DONE, PASSED, Failed, Fetch, Reply, RowSet, Tags
 
 log = logging.getLogger("transfer_queue.controller")
@@ -421,7 +422,7 @@ class Fetching:
         """The slots to hand out and those used up, -1 for rows that do not exist."""
         candidates = table.index[view.first(self.sampler.needs(batch_size), table.size)].tolist()
         config["partition"] = PartitionView(table)
-        if config.get("token_budget") is not None:
+        if config.get(BUDGET) is not None:
             config["production_done"] = _is_produced(table, config["task_name"], view)
         sampled, consumed = self.sampler.sample(candidates, batch_size, **config)
         return table.slots_of(np.array(sampled, np.int64)), table.slots_of(np.array(consumed, np.int64))
