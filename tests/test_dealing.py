@@ -172,6 +172,28 @@ def test_the_share_of_a_dead_rank_is_free_though_it_never_asked_for_it() -> None
     assert box.fetch(2) == [6, 7]
 
 
+def test_a_late_rank_gets_its_share_though_the_fast_one_has_finished_and_left() -> None:
+    box = Ranks(2, 2)
+    box.put(8)
+    assert [box.use(0, batch) for batch in (0, 1)] == [[0, 1], [4, 5]]
+    assert box.ask(0, 2, until_done=True) == "done"
+    box.end_session(b"0")
+    assert [box.use(1, batch) for batch in (0, 1)] == [[2, 3], [6, 7]]
+    assert box.ask(1, 2, until_done=True) == "done"
+    box.end_session(b"1")
+    box.put(4)
+    assert box.rows(0, 0, session=b"anew") == [8, 9], "all have come: who comes now is of a new group"
+
+
+def test_ranks_of_another_number_take_over_what_a_late_one_never_asked_for() -> None:
+    box = Ranks(2, 2)
+    box.put(4)
+    box.use(0, 0)
+    box.end_session(b"0")
+    box.dp_size = 1
+    assert box.rows(0, 0, session=b"alone") == [2, 3]
+
+
 def test_when_all_ranks_have_ended_everything_is_free() -> None:
     box = Ranks(3, 2)
     box.put(6)

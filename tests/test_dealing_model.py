@@ -32,7 +32,7 @@ class Rank:
         self.sizes: dict[int, int] = {}  # rows with the repeated ones, by batch
         self.has_ended = False
         self.ever_died = False
-        self.has_asked = False
+        self.has_left = False
 
     @property
     def session(self) -> bytes:
@@ -73,7 +73,6 @@ class DealingModel(RuleBasedStateMachine):
 
     def ask(self, rank: Rank) -> bool:
         """Whether the rank got its next batch, or the end."""
-        rank.has_asked = True
         reply = self.fetch(rank)
         self.box.controller.received(rank.session, 1)
         if reply.lease == m.DONE:
@@ -134,11 +133,20 @@ class DealingModel(RuleBasedStateMachine):
         rank = self.ranks[number % len(self.ranks)]
         if len(self.ranks) == 1 or any(other.ever_died for other in self.ranks if other is not rank):
             return  # one rank stays to keep the group, and dies again and again
-        if not any(other.has_asked for other in self.ranks if other is not rank):
-            return  # nobody else is in the group yet: it is forgotten with its last member
+        if any(other.has_left for other in self.ranks):
+            return
         self.box.end_session(rank.session)
         rank.life, rank.ever_died = rank.life + 1, True
         rank.held, rank.lease = [], 0
+
+    @ready
+    @rule(number=number)
+    def leave(self, number: int) -> None:
+        """The process of a rank that came to its end is gone, maybe before another one began."""
+        rank = self.ranks[number % len(self.ranks)]
+        if rank.has_ended and not rank.has_left and not any(other.ever_died for other in self.ranks):
+            self.box.end_session(rank.session)
+            rank.has_left = True
 
     @ready
     @rule(count=st.integers(1, 2))

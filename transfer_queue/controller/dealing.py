@@ -7,7 +7,8 @@ of a rank that has not asked for it yet is kept for it (`DEALT`), so that no oth
 Rows of a share that come back before they were used (the rank died, its lease is over, it gave them back) are *loose*:
 others of the task may take them, but no later deal of the group does, so that the rank finds them when it asks again;
 what others took meanwhile is replaced as far as rows are ready. When its last member has ended the group is forgotten,
-and all that was kept for it is free. So it is when consumption is reset, and when the partition goes.
+and all that was kept for it is free; where a rank has not asked yet, the rows are free and loose, and the group stays.
+It is also forgotten when consumption is reset, and when the partition goes.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ class Group:
     @property
     def sessions(self) -> set[bytes]:
         return set().union(*self.members.values())
+
+    @property
+    def is_late(self) -> bool:
+        """Whether some rank has a share and has never asked: it is still to come, though the others have ended."""
+        return len(self.members) < self.dp_size and bool(self.deals)
 
     def shares(self) -> Iterable[Share]:
         return (share for deal in self.deals.values() for share in deal.values())
@@ -279,7 +285,9 @@ class Dealing:
             lost = [rank for rank, members in group.members.items() if members == {session}]
             for members in group.members.values():
                 members.discard(session)
-            if not group.sessions:
+            if not group.sessions and group.is_late:
+                self._offer(table, name, table.index[np.flatnonzero(table.tasks[name].lease == DEALT)])
+            elif not group.sessions:
                 self.disband(table, name)
             elif lost:
                 kept = [deal[rank].rows for deal in group.deals.values() for rank in lost if rank in deal]
