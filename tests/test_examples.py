@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Run:
     def run(name: str, *arguments: str, before: tuple[str, ...] = ()) -> Done:
         shutil.copy(ROOT / "examples" / f"{name}.py", tmp_path)
         environment = {key: value for key, value in os.environ.items() if not key.startswith(JOBS)}
-        environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
         command = [sys.executable, *before, f"{name}.py", *arguments]
         return subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False

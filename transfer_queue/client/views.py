@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
-from transfer_queue.client.mapping import Arena, Arenas, drop_written_pages
+from transfer_queue.client.mapping import Arenas, drop_written_pages
 from transfer_queue.codec.layout import Bytes
 from transfer_queue.codec.memory import Anchor, address_of
 
@@ -26,17 +27,23 @@ class Range(NamedTuple):
     nbytes: int
 
 
-class Ended(NamedTuple):
-    """The last tensor over a pinned block is gone. `range` is set when it lay in the arena's own private mapping."""
+class View(weakref.ref[Anchor]):
+    """The hold on a pinned block: it goes to the reaper by itself when the last tensor over the block is gone.
+
+    It is a weak reference, and its callback a function in C: a method that Python runs, `__del__` as well, may be
+    left at its first line by an interrupt from the keyboard, and the pin would stay for as long as the process.
+    """
+
+    __slots__ = ("block", "ended", "range", "rid")
 
     rid: int  # the request that pinned it
     block: int
-    range: Range | None = None
-    ended: Callable[[], None] | None = None  # called in the reaper before the pin is released
+    range: Range | None  # where it lies in the arena's own private mapping
+    ended: Callable[[], None] | None  # called in the reaper before the pin is released
 
 
 class Opened(NamedTuple):
-    range: Range
+    view: View
 
 
 class Views:
@@ -54,50 +61,46 @@ class Views:
         self._started = started  # called before the first view
         self._finished = finished  # called once after `close`, when no view is left
         self._closing = False
-        self._busy: set[Range] = set()
-        self._ending: set[Range] = set()  # their last tensor is gone, the reaper has yet to come by
-        self._notes: queue.SimpleQueue[Ended | Opened | None] = queue.SimpleQueue()
+        self._open: set[View] = set()
+        self._busy: dict[Range, View] = {}  # those in the private mappings of arenas
+        self._notes: queue.SimpleQueue[View | Opened | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # re-entered when a collection runs inside
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self.num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
     def open(self, rid: int, block: int, arena: int, offset: int, nbytes: int) -> Bytes:
         """The bytes of a block that request `rid` has pinned once for this view; writable, seen by nobody else."""
         where = Range(arena, offset, nbytes)
         lying = self._arenas[arena]
         with self._lock:
-            self._start()
-            self.num_open += 1
             if where in self._busy:
-                return self._own_mapping(Ended(rid, block), lying, where)
-            self._busy.add(where)
-        if nbytes >= POPULATE_NBYTES:
-            self._notes.put(Opened(where))
-        return self._anchor(lying.private_address + offset, nbytes, lying, Ended(rid, block, where))
+                mapping = lying.map_private(offset, nbytes)
+                return self._anchored(Anchor(address_of(mapping), nbytes, mapping), rid, block)  # type: ignore[arg-type]
+            return self._anchored(Anchor(lying.private_address + offset, nbytes, lying), rid, block, where)
 
     def hold(self, rid: int, block: int, arena: int, offset: int, nbytes: int, ended: Callable[[], None]) -> Bytes:
         """The shared memory of a block that request `rid` pinned, to be filled; `ended` runs once nobody holds it."""
         lying = self._arenas[arena]
         with self._lock:
-            self._start()
-            self.num_open += 1
-        return self._anchor(address_of(lying.writable(offset, nbytes)), nbytes, lying, Ended(rid, block, None, ended))
+            anchor = Anchor(address_of(lying.writable(offset, nbytes)), nbytes, lying)
+            return self._anchored(anchor, rid, block, ended=ended)
 
-    def _own_mapping(self, note: Ended, lying: Arena, where: Range) -> Bytes:
-        mapping = lying.map_private(where.offset, where.nbytes)
-        return self._anchor(address_of(mapping), where.nbytes, mapping, note)  # type: ignore[arg-type]
-
-    def _anchor(self, address: int, nbytes: int, owner: object, note: Ended) -> Bytes:
-        pid, notes, ending = self._pid, self._notes, self._ending
-
-        def released() -> None:
-            if os.getpid() == pid:  # a forked child holds the pins of its parent's views through its own session
-                if note.range is not None:
-                    ending.add(note.range)
-                notes.put(note)
-
-        return Anchor(address, nbytes, owner, released).array()
+    def _anchored(
+        self, anchor: Anchor, rid: int, block: int, where: Range | None = None, ended: Callable[[], None] | None = None
+    ) -> Bytes:
+        self._start()
+        view = View(anchor, self._notes.put)
+        view.rid, view.block, view.range, view.ended = rid, block, where, ended
+        self._open.add(view)
+        if where is not None:
+            self._busy[where] = view
+            if where.nbytes >= POPULATE_NBYTES:
+                self._notes.put(Opened(view))
+        return anchor.array()
 
     def _start(self) -> None:
         if self._thread is None:
@@ -106,39 +109,38 @@ class Views:
             self._thread.start()
 
     def _reap(self) -> None:
-        while not (self._closing and not self.num_open):
+        while not (self._closing and not self._open):
             note = self._notes.get()
             if isinstance(note, Opened):
-                self._populate(note.range)
+                self._populate(note.view)
             elif note is not None:
                 self._end(note)
         self._finished()
 
-    def _populate(self, where: Range) -> None:
+    def _populate(self, view: View) -> None:
         """Map the pages ahead of the reader: a fault each costs far more."""
-        self._arenas[where.arena].populate(
-            where.offset, where.nbytes, lambda: where in self._busy and where not in self._ending
-        )
+        if view.range is not None:
+            arena, offset, nbytes = view.range
+            self._arenas[arena].populate(offset, nbytes, lambda: view() is not None)
 
-    def _end(self, note: Ended) -> None:
-        if note.range is not None:
-            lying = self._arenas[note.range.arena]
-            drop_written_pages(lying.private_address + note.range.offset, note.range.nbytes)
+    def _end(self, view: View) -> None:
+        if view.range is not None:
+            lying = self._arenas[view.range.arena]
+            drop_written_pages(lying.private_address + view.range.offset, view.range.nbytes)
             with self._lock:
-                self._busy.discard(note.range)
-                self._ending.discard(note.range)
-        if note.ended is not None:
-            note.ended()
+                del self._busy[view.range]
+        if view.ended is not None:
+            view.ended()
         with self._lock:
-            self.num_open -= 1
-        self._unpin(note.rid, [note.block])
+            self._open.discard(view)
+        self._unpin(view.rid, [view.block])
 
     def close(self) -> None:
         """End the reaper once no view is left; until then the pins of those that are open stay."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._closing = True
-            lingers = self.num_open > 0
+            lingers = bool(self._open)
         if thread is None or self._pid != os.getpid():
             self._finished()
             return

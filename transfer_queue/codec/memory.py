@@ -33,14 +33,11 @@ _memmove_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_voi
 
 
 class Anchor:
-    """Keeps memory alive for the arrays and tensors over it; calls `released` when the last of them is gone.
+    """Keeps `owner` alive for the arrays and tensors over its memory. Watch its end by a weak reference."""
 
-    `released` may run in any thread and inside the garbage collector: it must only hand a note to someone else.
-    """
+    __slots__ = ("__array_interface__", "__weakref__", "_owner")
 
-    __slots__ = ("__array_interface__", "__weakref__", "_owner", "_released")
-
-    def __init__(self, address: int, nbytes: int, owner: object, released: Callable[[], None]) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.__array_interface__: dict[str, Any] = {
             "data": (address, False),
             "shape": (nbytes,),
@@ -48,13 +45,26 @@ class Anchor:
             "version": 3,
         }
         self._owner = owner
+
+    def array(self) -> Bytes:
+        return np.asarray(self)
+
+
+class Lent(Anchor):
+    """Calls `released` when the last array or tensor is gone.
+
+    `released` may run in any thread and inside the garbage collector: it must only hand a note to someone else. An
+    interrupt from the keyboard can keep it from running.
+    """
+
+    __slots__ = ("_released",)
+
+    def __init__(self, address: int, nbytes: int, owner: object, released: Callable[[], None]) -> None:
+        super().__init__(address, nbytes, owner)
         self._released = released
 
     def __del__(self) -> None:
         self._released()
-
-    def array(self) -> Bytes:
-        return np.asarray(self)
 
 
 def address_of(memory: Bytes | memoryview | bytearray) -> int:
@@ -198,7 +208,7 @@ class Pool:
         size = -(-nbytes // HUGE_NBYTES) * HUGE_NBYTES
         memory = self._take(size) or self._map(size)
         start = -_address(memory) % HUGE_NBYTES
-        return Anchor(_address(memory) + start, nbytes, memory, lambda: self._give_back(memory)).array()
+        return Lent(_address(memory) + start, nbytes, memory, lambda: self._give_back(memory)).array()
 
     def clear(self) -> None:
         with self._lock:

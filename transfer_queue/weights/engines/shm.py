@@ -23,7 +23,7 @@ import torch
 
 from transfer_queue.client.mapping import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages
 from transfer_queue.codec.layout import Bytes
-from transfer_queue.codec.memory import Anchor
+from transfer_queue.codec.memory import Lent
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
@@ -242,7 +242,7 @@ class Mapped:
             self.lent = False
             peer.close()
 
-        return Anchor(self._address, nbytes, self._memory, returned).array()
+        return Lent(self._address, nbytes, self._memory, returned).array()
 
     def clean(self) -> None:
         """Drop what was written here, which would hide the next version, once the update is over everywhere."""
