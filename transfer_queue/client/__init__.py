@@ -22,13 +22,13 @@ if not hasattr(sys.modules["transfer_queue"], "_HOME_OF"):  # TransferQueue's __
     raise ImportError(explanation() or "transfer_queue/__init__.py is not the one of transfer-queue: run `tq doctor`")
 
 if TYPE_CHECKING:
-    from transfer_queue.client.api import AsyncTransferQueueClient as AsyncTransferQueueClient
-    from transfer_queue.client.api import TransferQueueClient as TransferQueueClient
+    from transfer_queue.client.client import AsyncTransferQueueClient as AsyncTransferQueueClient
+    from transfer_queue.client.client import TransferQueueClient as TransferQueueClient
 
 
 def __getattr__(name: str) -> Any:  # the server imports nothing of this package, and must not load torch if it did
     if name in ("TransferQueueClient", "AsyncTransferQueueClient"):
-        from transfer_queue.client import api
+        from transfer_queue.client import client
 
-        return getattr(api, name)
+        return getattr(client, name)
     raise AttributeError(name)

@@ -19,7 +19,7 @@ reads a clock or knows a socket.
 import importlib
 from typing import Any
 
-from transfer_queue.controller.machine import Controller as Controller
+from transfer_queue.controller.controller import Controller as Controller
 
 
 def __getattr__(name: str) -> Any:
