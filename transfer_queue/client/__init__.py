@@ -1,12 +1,18 @@
 """The library inside a worker's process.
 
-    kv, api            what users call
+    client             what users call; `interface` has the functions without a client
      └─ operations     every operation once, as a generator that yields effects (Call, Notify, Offload)
+         ├─ transfer   the bytes: written, read, mapped, fetched from other hosts
          └─ drivers    run a generator: blocking, or on an asyncio event loop
-             └─ Session    connections, mapped arenas, memory; one server, many threads and event loops
-                 ├─ connection, aio    one socket each
-                 └─ views              zero-copy reads: private mappings, pins, the reaper that undoes them
-    snapshots          everything at once, for `transfer_queue.checkpoint`: one instant out, one atomic step in
+             └─ session    connections, mapped arenas, memory; one server, many threads and event loops
+                 └─ connection    one blocking socket; `retry`: how long a call is sent again
+
+    effects            what an operation may ask its driver to do
+    listing            keys and tags at the cost of what changed
+    locks, local_locks locks of the service, and of this process
+    dense              plain tensors of what a get returned
+    describing         from the server's view of rows to metadata
+    remarks, tracing   what the service remarks on a call; one line of the debug log for every operation
 
 `TransferQueueClient` and `AsyncTransferQueueClient` are importable from here.
 """

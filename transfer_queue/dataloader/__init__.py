@@ -4,9 +4,11 @@ stream, async_stream    one line over the rest; AsyncStream fetches on the runni
 StreamingDataLoader     torch's DataLoader; with workers, `Deliveries` in the parent acknowledges what was used
  └─ StreamingDataset    batches, split into micro-batches; knows what is in the consumer's hands
      └─ Feed            fetches ahead in one thread and keeps leases alive; `take` is one fetch
-         └─ Holder      the session that holds the leases: they end with it
+         └─ LeaseOwner  the session that holds the leases: they end with it
 ranks                   which data-parallel rank a stream is for
-workers                 what a loader tells its workers, and whose turn it is to fetch
+worker_feed             what a loader tells its workers, and whose turn it is to fetch
+acks                    which rows are used once a micro-batch is
+chunking                a batch and its metadata as micro-batches
 parent                  workers end with the process that started them
 """
 
