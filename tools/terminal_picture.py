@@ -1,8 +1,9 @@
 """Runs a command in a terminal of its own and draws what stands there in the end as an SVG, colours included.
 
-    python tools/terminal_picture.py docs/img/demo.svg --title "make demo" --at "step 19./200" -- python -m demo
+    python tools/terminal_picture.py docs/img/demo.svg --title "make demo" -- python -m demo
 
-`--at` draws what stood there when its pattern was last seen instead. The picture refers to nothing outside of itself: no font, no style sheet, no script.
+`--at` draws what stood there when its pattern was last seen instead. The picture refers to nothing outside of itself:
+no font, no style sheet, no script.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CELL_WIDTH, LINE_HEIGHT, MARGIN, BAR = 7.8, 17, 16, 34
 BACKGROUND, FRAME, TEXT = "#1c2128", "#444c56", "#cdd9e5"
 COLOURS = {  # the terminal's own sixteen, readable on BACKGROUND
     0: "#545d68", 1: "#f47067", 2: "#57ab5a", 3: "#c69026", 4: "#539bf5", 5: "#b083f0", 6: "#39c5cf", 7: "#909dab",
-    8: "#768390", 9: "#ff938a", 10: "#6bc46d", 11: "#daaa3f", 12: "#6cb6ff", 13: "#dcbdfb", 14: "#56d4dd", 15: "#f0f6fc",
+    8: "#768390", 9: "#ff938a", 10: "#6bc46d", 11: "#daaa3f", 12: "#6cb6ff", 13: "#dcbdfb", 14: "#56d4dd",
+    15: "#f0f6fc",
 }  # fmt: skip
 CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r\n|\n|\r")
 
