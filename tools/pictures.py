@@ -1,4 +1,4 @@
-"""Draws docs/img/processes.svg and docs/img/put-and-get.svg, which docs/architecture.md shows: `python tools/pictures.py`.
+"""Draws the two pictures of docs/architecture.md, in docs/img: `python tools/pictures.py`.
 
 A picture has a background of its own and colours for light and for dark, so it can be read on any page. It refers to
 nothing outside of itself.
@@ -16,16 +16,19 @@ svg{--back:#fff;--ink:#1f2937;--soft:#5b6472;--line:#7a8494;--host:#f6f8fa;--hos
 @media(prefers-color-scheme:dark){svg{--back:#1b2027;--ink:#e4e9f0;--soft:#a7b1bf;--line:#8390a2;--host:#222831;
 --hostline:#3d4654;--client:#22375a;--server:#4a3a1d;--part:#352a16;--memory:#1e4029;--weights:#3a2a52}}
 text{font:13px system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;fill:var(--ink)}
-.soft{fill:var(--soft);font-size:11.5px}.name{font-weight:600}.code{font-family:ui-monospace,'DejaVu Sans Mono',monospace;font-size:11.5px}
+.soft{fill:var(--soft);font-size:11.5px}.name{font-weight:600}
+.code{font-family:ui-monospace,'DejaVu Sans Mono',monospace;font-size:11.5px}
 .box{stroke:var(--line);stroke-width:1}.arrow{stroke:var(--line);stroke-width:1.4;fill:none;marker-end:url(#end)}
-.both{marker-start:url(#end)}.bulk{stroke:#2f9e58;stroke-width:3;marker-end:url(#bulkend)}.bulk.both{marker-start:url(#bulkend)}
+.both{marker-start:url(#end)}
+.bulk{stroke:#2f9e58;stroke-width:3;marker-end:url(#bulkend)}.bulk.both{marker-start:url(#bulkend)}
 .stem{stroke:#2f9e58;stroke-width:3;marker-end:none}.lane{stroke:var(--hostline);stroke-dasharray:3 4}
 """
-MARKERS = """<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto-start-reverse">
-<path d="M0 0L8 4L0 8z" fill="var(--line)"/></marker><marker id="bulkend" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="4.5"
-markerHeight="4.5" orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" fill="#2f9e58"/></marker></defs>"""
-
-
+HEAD = '<marker id="{}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="{}" markerHeight="{}" orient="{}">{}</marker>'
+SHAPE, TURNED = '<path d="M0 0L8 4L0 8z" fill="{}"/>', "auto-start-reverse"
+MARKERS = (
+    f"<defs>{HEAD.format('end', 8, 8, TURNED, SHAPE.format('var(--line)'))}"
+    f"{HEAD.format('bulkend', 4.5, 4.5, TURNED, SHAPE.format('#2f9e58'))}</defs>"
+)
 CLIENT = "session: connections, mapped arenas"
 MAPPED = "every client maps each twice: shared, to write blocks; private, to read them"
 
@@ -54,7 +57,7 @@ class Picture:
         self._parts.append(f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>')
 
     def arrow(self, *points: tuple[int, int], kind: str = "") -> None:
-        """A line through the points with a head at its end; `kind`: "bulk" where payload moves, "both" for two heads."""
+        """A line through the points with a head at its end. `kind`: "bulk" for payload, "both" for two heads."""
         path = "M" + "L".join(f"{x} {y}" for x, y in points)
         self._parts.append(f'<path class="arrow {kind}" d="{path}"/>')
 
@@ -78,7 +81,15 @@ class Picture:
 
 
 def processes() -> str:
+    """Who runs where, and who talks to whom."""
     p = Picture(1040, 706, "Processes of a service on two hosts, and of weights")
+    _first_host(p)
+    _second_host(p)
+    _weights(p)
+    return p.svg()
+
+
+def _first_host(p: Picture) -> None:
     p.box(16, 16, 600, 430, "host", "host A: the controller's")
     p.box(44, 52, 262, 84, "client", "client process: a rollout worker", "operations: plan, copy, commit", CLIENT)
     p.box(322, 52, 262, 84, "client", "client process: a trainer", "operations; a stream or data loader", CLIENT)
@@ -98,10 +109,31 @@ def processes() -> str:
     p.arrow((584, 402), (600, 402), (600, 112), (586, 112), kind="bulk")
     p.text(576, 351, "a get maps views", "soft", "end")
 
+
+def _second_host(p: Picture) -> None:
     p.box(724, 16, 300, 430, "host", "host B: joined")
-    p.box(740, 52, 252, 84, "client", "client process", "asks the server of its own host;", "others only for rows that lie there")
+    p.box(
+        740,
+        52,
+        252,
+        84,
+        "client",
+        "client process",
+        "asks the server of its own host;",
+        "others only for rows that lie there",
+    )
     p.box(740, 194, 252, 126, "server", "server process")
-    p.box(756, 224, 220, 84, "part", "storage unit", "no controller: requests are", "passed on, for each session over", "a connection of its own")
+    p.box(
+        756,
+        224,
+        220,
+        84,
+        "part",
+        "storage unit",
+        "no controller: requests are",
+        "passed on, for each session over",
+        "a connection of its own",
+    )
     p.box(740, 374, 252, 56, "memory", "arenas of host B", "rows lie where they were written")
     p.arrow((800, 136), (800, 192), kind="both")
     p.text(808, 169, "unix sockets", "soft")
@@ -114,43 +146,84 @@ def processes() -> str:
     p.text(678, 168, "rows", "soft")
     p.text(678, 184, "of B", "soft")
 
+
+def _weights(p: Picture) -> None:
     p.box(16, 462, 1008, 228, "host", "weights: a way of their own, without the service")
-    p.box(44, 496, 300, 90, "weights", "trainer", "a source names the tensors; pack, digest", "TrainerEngine leads the update", "Fleet: two phases, fences, catching up")
-    p.box(440, 496, 276, 90, "weights", "inference server: a replica", "Engine fetches; Receiver stages, verifies,", "commits whole; the old version serves", "until then")
+    p.box(
+        44,
+        496,
+        300,
+        90,
+        "weights",
+        "trainer",
+        "a source names the tensors; pack, digest",
+        "TrainerEngine leads the update",
+        "Fleet: two phases, fences, catching up",
+    )
+    p.box(
+        440,
+        496,
+        276,
+        90,
+        "weights",
+        "inference server: a replica",
+        "Engine fetches; Receiver stages, verifies,",
+        "commits whole; the old version serves",
+        "until then",
+    )
     p.box(740, 496, 252, 90, "weights", "another one", "forward passes run in", "receiver.reading(): one version each")
     p.arrow((344, 520), (438, 520), kind="both")
     p.text(391, 512, "control", "soft", "middle")
     p.text(391, 540, "init, start,", "soft", "middle")
     p.text(391, 556, "update, finish", "soft", "middle")
     p.box(44, 630, 948, 44, "memory", "")
-    p.text(56, 657, "the bytes of a version, by one engine: shm (memory without a name), tcp, disk, collective, cuda_ipc")
+    p.text(
+        56, 657, "the bytes of a version, by one engine: shm (memory without a name), tcp, disk, collective, cuda_ipc"
+    )
     p.arrow((194, 586), (194, 628), kind="bulk")
     p.arrow((578, 630), (578, 588), kind="bulk")
     p.arrow((866, 630), (866, 588), kind="bulk")
-    return p.svg()
 
 
 def put_and_get() -> str:
+    """Messages and copies, from top to bottom."""
     p = Picture(1040, 860, "The way of a put and of a get")
-    p.text(24, 34, "put of more than 64 KiB: two round trips, one copy", "name")
-    p.text(544, 34, "get on the same host: one round trip, no copy of whole runs", "name")
-    client, server, arena = 96, 268, 440
-    for shift in (0, 520):
-        p.lane(client + shift, 52, 470, "client", "client")
-        p.lane(server + shift, 52, 470, "server", "server")
-        p.lane(arena + shift, 52, 470, "arena", "memory")
+    _put(p, *_lanes(p, 0, "put of more than 64 KiB: two round trips, one copy"))
+    _get(p, *_lanes(p, 520, "get on the same host: one round trip, no copy of whole runs"))
+    _get_elsewhere(p)
+    return p.svg()
+
+
+def _lanes(p: Picture, x: int, title: str) -> tuple[int, int, int]:
+    """Where client, server and arena are."""
+    p.text(x + 24, 34, title, "name")
+    lanes = x + 96, x + 268, x + 440
+    for lane, name, colour in zip(lanes, ("client", "server", "arena"), ("client", "server", "memory"), strict=True):
+        p.lane(lane, 52, 470, name, colour)
+    return lanes
+
+
+def _put(p: Picture, client: int, server: int, arena: int) -> None:
     p.step(client, 110, "1  plan: dtypes, shapes, lengths", "    no data is touched")
     p.call(client, server, 158, "2  Allocate(nbytes)")
     p.call(server, client, 186, "Allocated(arena, offset)")
     p.arrow((client, 238), (arena - 8, 238), kind="bulk")
     p.step(client, 228, "3  one memcpy a column, several threads when large")
     p.call(client, server, 288, "4  Commit(rows, block)")
-    p.step(server, 312, "controller: the cells are ready,", "tags merge, waiting fetches are", "answered: one atomic step")
+    p.step(
+        server, 312, "controller: the cells are ready,", "tags merge, waiting fetches are", "answered: one atomic step"
+    )
     p.call(server, client, 374, "Committed(metadata)")
-    p.step(client, 412, "Up to 64 KiB step 2 and 3 are left out: the bytes ride with", "Commit, and the server copies them into a block.")
+    p.step(
+        client,
+        412,
+        "Up to 64 KiB step 2 and 3 are left out: the bytes ride with",
+        "Commit, and the server copies them into a block.",
+    )
     p.step(client, 446, "A client without a server on its host sends them by TCP (Write).")
 
-    c, s, a = client + 520, server + 520, arena + 520
+
+def _get(p: Picture, c: int, s: int, a: int) -> None:
     p.call(c, s, 112, "1  Get(rows, fields)")
     p.step(s, 136, "controller: runs of blocks", "unit: pins them for this request")
     p.call(s, c, 182, "Located(runs, pieces)")
@@ -163,7 +236,14 @@ def put_and_get() -> str:
     p.step(s, 352, "when the last tensor over a", "view is gone, at once after", "a gather")
     p.step(c, 412, "Up to 64 KiB the bytes ride with Located: one copy into", "the reply, and step 2 reads them there.")
 
-    p.text(24, 510, "get of rows that another host has: what lies here as above, the rest is received straight into place", "name")
+
+def _get_elsewhere(p: Picture) -> None:
+    p.text(
+        24,
+        510,
+        "get of rows that another host has: what lies here as above, the rest is received straight into place",
+        "name",
+    )
     b, own, head, other = 96, 330, 600, 880
     p.lane(b, 530, 836, "client", "client")
     p.lane(own, 530, 836, "server of its host", "server", 170)
@@ -177,8 +257,11 @@ def put_and_get() -> str:
     p.arrow((other, 724), (b + 8, 724), kind="bulk")
     p.step(b, 714, "up to 1 MiB with the answer; more by Read, 32 MiB a request, several connections at once")
     p.call(b, other, 776, "3  Unpin")
-    p.step(b, 814, "A block that moved meanwhile is looked up again. On the controller's own host the first two servers are one.")
-    return p.svg()
+    p.step(
+        b,
+        814,
+        "A block that moved meanwhile is looked up again. On the controller's own host the first two servers are one.",
+    )
 
 
 if __name__ == "__main__":

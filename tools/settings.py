@@ -80,10 +80,11 @@ HEAD = """\
 
 <!-- Written by tools/settings.py; change config.yaml, a docstring, or that file, and run it again. -->
 
-`tq.init(conf)` merges `conf`, an OmegaConf `DictConfig` or a mapping, over these defaults. Names with dots are nested:
-`tq.init({"client": {"timeout_s": 60}})`. `tq serve --config FILE` takes the same as YAML. The settings of a service are
-those of the process that starts it; who attaches with others is warned (`ConfigMismatch`). An unknown name gives a
-`ConfigWarning`, a wrong value a `ConfigError`; both name it.
+`tq.init(conf)` merges `conf`, an OmegaConf `DictConfig` or a mapping, over these defaults. The headings are its
+sections: `tq.init({"client": {"timeout_s": 60}})`, in errors `client.timeout_s`. Where a setting has an environment
+variable, that counts while the setting is null. `tq serve --config FILE` takes the same as YAML. The settings of a
+service are those of the process that starts it; who attaches with others is warned (`ConfigMismatch`). An unknown name
+gives a `ConfigWarning`, a wrong value a `ConfigError`; both name it.
 """
 
 
@@ -145,12 +146,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def page() -> str:
     found = list(settings(SOURCE.read_text(encoding="utf-8")))
     parts = [HEAD]
-    for section in dict.fromkeys(one.name.partition(".")[0] for one in found):
-        own = [one for one in found if one.name.partition(".")[0] == section and not one.is_kept]
-        if own and "." in own[0].name:
-            parts.append(f"## {section}\n\n{_settings_table(own)}\n")
-    top = [one for one in found if "." not in one.name]
-    parts.append(f"## Where the service is\n\n{_settings_table(top)}\n")
+    own = [one for one in found if not one.is_kept]
+    for section in dict.fromkeys(one.name.rpartition(".")[0] for one in own):
+        in_it = [one for one in own if one.name.rpartition(".")[0] == section]
+        parts.append(f"## {section or 'Where the service is'}\n\n{_settings_table(in_it)}\n")
     parts.append(_variables())
     parts.append(_kept([one for one in found if one.is_kept]))
     parts += [_server(), _engines()]
@@ -158,11 +157,18 @@ def page() -> str:
 
 
 def _settings_table(found: Sequence[Setting]) -> str:
-    rows = [
-        (f"`{one.name}`", kind.type, f"`{one.default}`", kind.unit, _coded(kind.variable), one.meaning)
-        for one, kind in ((one, KINDS[one.name]) for one in found)
-    ]
-    return table(("setting", "type", "default", "unit", "variable", "meaning"), rows)
+    """One table of a section; a column that would be empty is left out."""
+    kinds = [KINDS[one.name] for one in found]
+    columns = {
+        "setting": [f"`{one.name.rpartition('.')[2]}`" for one in found],
+        "type": [kind.type for kind in kinds],
+        "default": [f"`{one.default}`" for one in found],
+        "unit": [kind.unit for kind in kinds],
+        "variable": [_coded(kind.variable) for kind in kinds],
+        "meaning": [one.meaning for one in found],
+    }
+    filled = {head: cells for head, cells in columns.items() if any(cells)}
+    return table(list(filled), list(zip(*filled.values(), strict=True)))
 
 
 def _kept(found: Sequence[Setting]) -> str:
