@@ -68,6 +68,11 @@ def _replace(owner: griffe.Module | griffe.Class, body: list[ast.stmt]) -> None:
                 shown = _as_called(name, operation, owner, value.func.id in AWAITED)
                 shown.lineno, shown.endlineno = statement.lineno, statement.end_lineno
                 owner.set_member(name, shown)
+    owner.members = dict(sorted(owner.members.items(), key=lambda one: _line(one[1])))
+
+
+def _line(member: Any) -> int:
+    return (member.alias_lineno if member.is_alias else member.lineno) or 0
 
 
 def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
