@@ -26,7 +26,7 @@ DOCUMENTS = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
-EXAMPLES = "examples"  # each file in it, however deep, becomes a page of the same name
+EXAMPLES = "examples"  # each program in it, those in its folders aside, becomes a page of the same name
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash"}
 LINK = re.compile(r"(?P<start>!?\[(?:[^\]\[]|\[[^\]]*\])*\]\()(?P<target>[^)\s]+)(?P<end>\))")
 FENCED = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
@@ -38,7 +38,7 @@ def place_of(path: str) -> str:
         return DOCUMENTS[path]
     if path.startswith(f"{DOCS}/"):
         return path.removeprefix(f"{DOCS}/")
-    if path.startswith(f"{EXAMPLES}/") and Path(path).suffix in LANGUAGES:
+    if posixpath.dirname(path) == EXAMPLES and Path(path).suffix in LANGUAGES:
         return f"{path}.md"
     return ""
 
@@ -55,7 +55,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages whose files are not in docs/."""
     for path, place in DOCUMENTS.items():
         files.append(File.generated(config, place, content=(ROOT / path).read_text(encoding="utf-8")))
-    for file in sorted((ROOT / EXAMPLES).rglob("*")):
+    for file in sorted((ROOT / EXAMPLES).iterdir()):
         path = file.relative_to(ROOT).as_posix()
         if place_of(path):
             text = file.read_text(encoding="utf-8")
