@@ -69,9 +69,9 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     `budget_of`). max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the
     start. trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of
     the arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
-    metrics_port: serve Prometheus metrics on this port (None: no metrics) of metrics_host ("": `host`, but loopback
-    where that is none or every address). logging_level: a level of the logging module. staleness: how old rows may be.
-    notice_after_s: when callers that wait are told what is missing, ascending.
+    metrics_port: serve Prometheus metrics on this port (None: no metrics). metrics_host: at this address ("": `host`,
+    but loopback where that is none or every address). logging_level: a level of the logging module. staleness: how old
+    rows may be. notice_after_s: when callers that wait are told what is missing, ascending.
     """
 
     run_dir: str
