@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench test-frameworks test-vllm wheel-compat clean
+.PHONY: demo test check bench test-frameworks test-vllm matrix wheel-compat clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
@@ -28,6 +28,10 @@ bench: $(STAMP)
 test-frameworks:
 	$(PYTHON) -m frameworks $(ARGS)
 
+# Every Python and both ends of tensordict: minutes and gigabytes for each. ARGS="--python 3.12 --tensordict newest tests/test_kv.py".
+matrix: $(STAMP)
+	$(RUN) tools/matrix.py $(ARGS)
+
 # A wheel under the name TransferQueue, with a version that its pins take: docs/migration.md. ARGS="--version 0.1.12".
 wheel-compat:
 	$(PYTHON) tools/wheel_compat.py $(ARGS)
@@ -45,4 +49,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-frameworks .venv-vllm build dist *.egg-info demo-out bench-out
+	rm -rf $(VENV) .venv-peers .venv-frameworks .venv-vllm .venv-matrix build dist *.egg-info demo-out bench-out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import venv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +21,13 @@ class Environment:
 
     Each step is the arguments of one `pip install`. The first pins torch, so that no later requirement picks a build
     with gigabytes of CUDA packages. `versions` are the distributions it has to have in the end, "" for any version.
+    `interpreter` makes it; without one it is of the Python that runs this.
     """
 
     folder: Path
     steps: tuple[tuple[str, ...], ...]
     versions: tuple[tuple[str, str], ...]
+    interpreter: Path | None = None
 
     @property
     def python(self) -> Path:
@@ -68,7 +69,7 @@ def has(python: Path, versions: tuple[tuple[str, str], ...]) -> bool:
 def _install(environment: Environment, log: Path) -> None:
     folder = environment.folder
     print(f"creating {folder.parent.name}/{folder.name}; log: {log}", file=sys.stderr, flush=True)
-    venv.create(folder, with_pip=True, clear=True)
+    subprocess.run([environment.interpreter or sys.executable, "-m", "venv", "--clear", folder], check=True)
     with log.open("wb") as sink:
         for packages in environment.steps:
             command: list[str | Path] = [environment.python, "-m", "pip", "install", "--disable-pip-version-check"]
