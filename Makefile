@@ -18,7 +18,7 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(RUN) tools/sizes.py
+	$(RUN) tools/house.py
 	$(RUN) tools/readme.py README.md docs/staleness.md docs/tutorials/*.md
 
 bench: $(STAMP)

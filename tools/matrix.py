@@ -1,7 +1,7 @@
-"""Runs the tests under every Python and both ends of tensordict that the package takes, each in an environment of its own.
+"""Runs the tests under every Python and both ends of tensordict that the package takes, each with its own environment.
 
-`make matrix` runs the whole suite under each pair; `make matrix ARGS="--python 3.12 --tensordict newest tests/test_kv.py"`
-a part of it under one. What is none of this tool's options goes to pytest. Prints a table as `docs/status.md` has it.
+`make matrix` runs the whole suite under each pair; `ARGS="--python 3.12 --tensordict newest tests/test_kv.py"` a part
+of it under one. What is none of this tool's options goes to pytest. Prints a table as `docs/status.md` has it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         for version in options.python or PYTHONS
         for release in options.tensordict or TENSORDICTS
     ]
-    print(
-        "| Python | torch | tensordict | passed | failed | skipped | seconds |\n| --- | --- | --- | --- | --- | --- | --- |"
-    )
+    print("| Python | torch | tensordict | passed | failed | skipped | seconds |\n" + "| --- " * 7 + "|")
     print("\n".join(one.line() for one in rows))
     return any(one.failed or one.note for one in rows)
 
@@ -91,11 +89,11 @@ def found(version: str) -> Path | None:
 
 
 def environment(version: str, release: str, interpreter: Path, folder: Path) -> Environment:
-    """torch, one release of tensordict and this package from the tree with its extra `dev`, resolved together.
+    """torch, one release of tensordict and this package from the tree with its extras for tests, resolved together.
 
     `pyproject.toml` is read as a part of the steps, so that an environment is made again when requirements change.
     """
-    wanted = (TORCH, TENSORDICTS[release], *requirements(), "--editable", f"{ROOT}[dev]")
+    wanted = (TORCH, TENSORDICTS[release], *requirements(), "--editable", f"{ROOT}[dev,demo]")
     _, _, exact = TENSORDICTS[release].partition("==")
     return Environment(
         folder=folder / f"{version}-tensordict-{release}",
@@ -106,10 +104,10 @@ def environment(version: str, release: str, interpreter: Path, folder: Path) -> 
 
 
 def requirements() -> list[str]:
-    """What the package and its extra `dev` ask for. Python 3.10 has no reader of TOML: one requirement stands on a line."""
+    """What the package and its extras for tests ask for. Python 3.10 has no reader of TOML."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    blocks = re.findall(r"^(?:dependencies|dev) = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    return [line.strip().rstrip(",").strip('"') for block in blocks for line in block.splitlines()]
+    blocks = re.findall(r"^(?:dependencies|dev|demo) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    return [requirement for block in blocks for requirement in re.findall(r'"([^"]+)"', block)]
 
 
 def tested(python: Path, tests: Sequence[str]) -> Row:
