@@ -1,14 +1,28 @@
 """The one place that knows which cells are ready, where they are, and who consumed what.
 
-    Controller.handle(message, ticket, session, now)
-        └─ Table        one partition: rows, keys, tags, schema, cells and their locations (numpy, dense by slot)
-             └─ Task    what one consumer group has consumed
-                  └─ View   the rows ready for one field set, kept up to date by every commit
-        └─ Ledger       how many live cells every block still holds
-        └─ Staleness    which rows are too old for which task; Admissions: how many producers may start
-        └─ Dealing      batches for data-parallel ranks; Leases: rows that are lent; Locks: names that are held
-        └─ Remains      what cleared partitions leave, freed in slices
-    checkpointing       the whole state as bytes; Restoring: putting one back, step by step
+    machine                 Controller.handle(message, ticket, session, now): a method for each request
+     ├─ table               one partition: rows, keys, tags, schema, cells and their locations (numpy, dense by slot)
+     │   ├─ readiness       what each task has consumed; the rows ready for a field set, kept up to date by commits
+     │   ├─ births          which version of the weights made each row
+     │   └─ changes         which keys and tags changed since a listing
+     ├─ fetching            ready rows to tasks: the sampler is asked, requests that it cannot satisfy are parked
+     │   ├─ dealing         batches of data-parallel ranks
+     │   ├─ leases          rows that are lent, until when
+     │   └─ unreceived      what was handed to askers who have not said that they have it
+     ├─ parking             requests that wait
+     ├─ ledger              how many live cells every block still holds
+     ├─ staleness           which rows are too old for which task
+     ├─ admission           how many rows producers may start
+     ├─ versions            versions of the weights, as they were announced
+     ├─ locks               names that are held
+     ├─ deadlines           when the first of many terms ends
+     └─ remains             what cleared partitions leave, freed in slices
+    queries, status         requests that change nothing
+    locating                from rows and fields to runs of blocks
+    expecting, lineage      writes that count only on what was read; whose row numbers mean the same rows
+    hints, notices          what to remark on unknown names, and to those who have waited for long
+    checkpointing, saved    the whole state as bytes
+    restoring               putting one back, step by step
 
 A state machine without I/O: a request is answered at once, or parked and answered by the event that completes it.
 Answers to parked requests collect in `outbox`, blocks nobody needs any more in `freed`; the shell (`server`) sends and
