@@ -96,7 +96,7 @@ def environment(version: str, release: str, interpreter: Path, folder: Path) -> 
     wanted = (TORCH, TENSORDICTS[release], *requirements(), "--editable", f"{ROOT}[dev,demo]")
     _, _, exact = TENSORDICTS[release].partition("==")
     return Environment(
-        folder=folder / f"{version}-tensordict-{release}",
+        folder=folder / f"{version}-{release}",  # no name of a package: a test looks for them in a process's files
         steps=((TORCH,), wanted),
         versions=(("tensordict", exact), ("torch", "")),
         interpreter=interpreter,
