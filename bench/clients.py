@@ -39,23 +39,23 @@ class OwnSession:
         return run(self._client.session, function(self._client.session, *arguments))
 
     def put(self, key: str, partition: str, fields: dict[str, Any]) -> None:
-        from transfer_queue.client import kv
+        from transfer_queue.client.operations import kv
 
         self._run(kv.kv_put, key, partition, fields)
 
     def get(self, key: str, partition: str) -> Any:
-        from transfer_queue.client import kv
+        from transfer_queue.client.operations import kv
 
         return self._run(kv.kv_batch_get, key, partition)
 
     def names(self, partition: str) -> dict[str, Any]:
-        from transfer_queue.client import kv
+        from transfer_queue.client.operations import kv
 
         found: dict[str, Any] = self._run(kv.kv_list, partition)[partition]
         return found
 
     def clear(self, keys: list[str], partition: str) -> None:
-        from transfer_queue.client import kv
+        from transfer_queue.client.operations import kv
 
         self._run(kv.kv_clear, keys, partition)
 

@@ -14,10 +14,10 @@ from tensordict import NonTensorStack, TensorDictBase
 
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Layout, decode_layout, encode_layout
-from transfer_queue.codec.memory import Mover
 from transfer_queue.codec.plan import Plan, plan_batch, plan_row
 from transfer_queue.codec.rows import Block, Copier
 from transfer_queue.codec.select import selected
+from transfer_queue.memory.copy import Mover
 from transfer_queue.schema import FieldSchema
 
 Pick = tuple[int, int, int]  # block, first row, number of rows

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from transfer_queue.client import kv
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
+from transfer_queue.client.operations import kv
 from transfer_queue.client.session import Session
 from transfer_queue.launch import local
 from transfer_queue.server.settings import ServerConfig

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 
 from transfer_queue.controller import Controller
-from transfer_queue.controller.checkpointing import exported
+from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import error_from_code
 from transfer_queue.sampler import BaseSampler, SequentialSampler
 from transfer_queue.schema import DENSE, OBJECTS, FieldSchema
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.versions import Policy
+from transfer_queue.wire.messages.staleness import Policy
 
 ROWS = "rows"
 

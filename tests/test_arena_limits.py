@@ -15,7 +15,7 @@ from units import LARGE, Shell
 
 import transfer_queue as tq
 from transfer_queue.errors import ConfigError, StoreFull
-from transfer_queue.storage.shm import arena
+from transfer_queue.memory import memfd
 from transfer_queue.wire.messages import Allocated
 
 Service = Callable[..., tq.TransferQueueClient]
@@ -196,7 +196,7 @@ def test_an_arena_dir_that_is_none_is_a_config_error(service: Service, tmp_path:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes for which the file system was asked, by mode 0 of fallocate(2). Appending to `full` makes it full."""
     sizes: list[int] = []
-    real = arena._fallocate
+    real = memfd._fallocate
 
     def fallocate(fd: int, mode: int, start: int, nbytes: int) -> None:
         if mode == 0:
@@ -205,7 +205,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 raise OSError(errno.ENOSPC, "full")
         real(fd, mode, start, nbytes)
 
-    monkeypatch.setattr(arena, "_fallocate", fallocate)
+    monkeypatch.setattr(memfd, "_fallocate", fallocate)
     return sizes
 
 

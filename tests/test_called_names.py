@@ -14,8 +14,8 @@ import torch
 import transfer_queue as tq
 from transfer_queue import interface
 from transfer_queue.client.drivers import run
-from transfer_queue.client.operations import checked_sampling
-from transfer_queue.client.partition import PartitionSnapshot, partition_snapshot
+from transfer_queue.client.operations.partitions import PartitionSnapshot, partition_snapshot
+from transfer_queue.client.operations.rows import checked_sampling
 from transfer_queue.errors import ConfigError, InvalidInput, NotInitialized, ServiceUnavailable, UnsupportedValue
 from transfer_queue.sampler.seqlen_balanced_sampler import get_seqlen_balanced_partitions, karmarkar_karp
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, process_zmq_server_info

@@ -20,8 +20,8 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue import checkpoint
-from transfer_queue.client import snapshots
 from transfer_queue.client.session import Session
+from transfer_queue.client.transfer import snapshots
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, NotInitialized, UnsupportedValue
 from transfer_queue.wire.address import Address
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from tables import Box, content, indexes, schema
 
-from transfer_queue.controller.checkpointing import exported
-from transfer_queue.controller.restoring import restored
-from transfer_queue.controller.saved import SavedController
+from transfer_queue.controller.restore import restored
+from transfer_queue.controller.saved_state import SavedController
+from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported, InvalidInput, StoreFull
 from transfer_queue.sampler import BaseSampler, GRPOGroupNSampler
 

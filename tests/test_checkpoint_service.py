@@ -13,7 +13,7 @@ from transfer_queue.errors import InvalidInput
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import Session
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
 

@@ -14,14 +14,14 @@ from test_checkpoint_controller import busy, moved
 from test_checkpoint_service import captured, filled, send
 from test_service import commit
 
-from transfer_queue.controller import Controller, restoring
-from transfer_queue.controller.checkpointing import exported
-from transfer_queue.controller.restoring import restored
-from transfer_queue.controller.saved import CHUNK_ROWS, SavedController
+from transfer_queue.controller import Controller, restore
+from transfer_queue.controller.restore import restored
+from transfer_queue.controller.saved_state import CHUNK_ROWS, SavedController
+from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import CheckpointCorrupt, DataLost, RowCleared
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server.service import Service
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
 # `busy()` as an earlier version saved it
@@ -37,7 +37,7 @@ OF_FORMAT_1 = (
 
 @pytest.fixture(autouse=True)
 def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring, "SMALL_NBYTES", 0)
+    monkeypatch.setattr(restore, "SMALL_NBYTES", 0)
 
 
 def start(box: Box, state: bytes, blocks: list[int], ticket: str = "load") -> None:
@@ -95,9 +95,9 @@ def test_others_are_served_from_the_old_state_until_the_new_one_is_complete() ->
 def test_a_step_adds_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box()
     state, blocks = large()
-    drafts: list[restoring.Draft] = []
-    make = restoring.Draft
-    monkeypatch.setattr(restoring, "Draft", lambda controller: drafts.append(make(controller)) or drafts[-1])
+    drafts: list[restore.Draft] = []
+    make = restore.Draft
+    monkeypatch.setattr(restore, "Draft", lambda controller: drafts.append(make(controller)) or drafts[-1])
     start(box, state, blocks)
     known = 0
     for _ in steps(box):

@@ -13,17 +13,17 @@ from hypothesis.stateful import initialize, rule
 from tables import Box, indexes
 from test_service import FIELD, commit
 
-from transfer_queue.controller import Controller, remains
-from transfer_queue.controller.checkpointing import exported
+from transfer_queue.controller import Controller, cleared_partitions
+from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import RowCleared
 from transfer_queue.sampler import BaseSampler, RankAwareSampler, SequentialSampler
-from transfer_queue.server import leftovers
+from transfer_queue.server import recycling
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import Session
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
-BLOCKS_OF_SLICE = remains.SLICE // remains.OF_BLOCK + 1
+BLOCKS_OF_SLICE = cleared_partitions.SLICE // cleared_partitions.OF_BLOCK + 1
 
 
 def filled(puts: int, rows: int = 1, sampler: BaseSampler | None = None, **more: Any) -> Box:
@@ -60,7 +60,7 @@ def test_each_slice_frees_a_bounded_number_of_blocks_and_all_of_them_are_freed_o
 
 
 def test_the_memory_of_many_rows_is_freed_in_many_slices() -> None:
-    box = filled(1, rows=10 * remains.SLICE)
+    box = filled(1, rows=10 * cleared_partitions.SLICE)
     table = box.controller.tables["p"]
     held = table.names, table.tags, table.keys
     box.clear()
@@ -69,7 +69,7 @@ def test_the_memory_of_many_rows_is_freed_in_many_slices() -> None:
     while box.controller.unfinished:
         box.controller.tidy()
         after = sum(map(len, held))
-        assert before - after <= remains.SLICE
+        assert before - after <= cleared_partitions.SLICE
         before, slices = after, slices + 1
     assert not before
     assert slices >= 30
@@ -77,7 +77,7 @@ def test_the_memory_of_many_rows_is_freed_in_many_slices() -> None:
 
 def test_a_small_partition_is_freed_within_the_request() -> None:
     box = filled(20)
-    box.controller.remains.at_once = remains.AT_ONCE
+    box.controller.remains.at_once = cleared_partitions.AT_ONCE
     box.clear()
     assert len(box.freed()) == 20
     assert not box.controller.unfinished
@@ -175,13 +175,13 @@ TestClearingModel.settings = settings(
 
 # in the server's service
 
-PUTS = 3 * leftovers.DROPS_AT_ONCE
+PUTS = 3 * recycling.DROPS_AT_ONCE
 BLOCK_NBYTES = 64
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    unit = Unit(PUTS * BLOCK_NBYTES + leftovers.PAGE)
+    unit = Unit(PUTS * BLOCK_NBYTES + recycling.PAGE)
     yield Service(Controller(SequentialSampler(), reserved_rows=0), unit)
     unit.close()
 
@@ -190,7 +190,7 @@ def service() -> Iterator[Service]:
 def full(service: Service) -> Session:
     """A session that filled the store with one partition of one-row blocks."""
     session = service.sessions.attach(b"client", local=True)
-    for rid in range(PUTS + leftovers.PAGE // BLOCK_NBYTES):
+    for rid in range(PUTS + recycling.PAGE // BLOCK_NBYTES):
         assert service.handle(commit(rid, 1), memoryview(b"a"), session, ("link", rid), 0.0) is not None
     return session
 
@@ -212,7 +212,7 @@ def test_the_memory_of_a_large_partition_is_freed_between_requests(service: Serv
     used = service.unit.used_nbytes
     assert used == service.unit.budget_nbytes
     service.tidy()
-    assert 0 < used - service.unit.used_nbytes <= 2 * leftovers.DROPS * BLOCK_NBYTES
+    assert 0 < used - service.unit.used_nbytes <= 2 * recycling.DROPS * BLOCK_NBYTES
     all_done(service)
     assert service.unit.used_nbytes == 0
 

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue.client.effects import Offload
-from transfer_queue.client.reading import read
+from transfer_queue.client.transfer.read import read
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaConflict, StorageKeyNotFoundError, StoreFull
 from transfer_queue.wire import messages as m
 

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from transfer_queue.client.updating import rows_of
+from transfer_queue.client.operations.update import rows_of
 from transfer_queue.errors import CheckpointCorrupt, SchemaConflict
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from transfer_queue.errors import InvalidInput, ProtocolError
 from transfer_queue.schema import FieldSchema
-from transfer_queue.wire import hello
+from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.framing import CHUNK_NBYTES, PREFIX, FrameReader, frame, owned_buffer
 
@@ -198,14 +198,14 @@ def test_a_message_of_the_other_side_is_refused() -> None:
 
 
 def test_a_proof_cannot_be_reflected_or_replayed() -> None:
-    one, two = hello.nonce(), hello.nonce()
+    one, two = handshake.nonce(), handshake.nonce()
     assert one != two
     proofs = {
-        hello.server_mac("token", one, two),
-        hello.client_mac("token", one, two),
-        hello.client_mac("token", two, one),
-        hello.client_mac("", one, two),
-        hello.client_mac("other", one, two),
+        handshake.server_mac("token", one, two),
+        handshake.client_mac("token", one, two),
+        handshake.client_mac("token", two, one),
+        handshake.client_mac("", one, two),
+        handshake.client_mac("other", one, two),
     }
     assert len(proofs) == 5
-    assert hello.equal(hello.client_mac("token", one, two), hello.client_mac("token", one, two))
+    assert handshake.equal(handshake.client_mac("token", one, two), handshake.client_mac("token", one, two))

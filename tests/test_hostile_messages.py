@@ -16,9 +16,9 @@ from transfer_queue.controller import Controller
 from transfer_queue.errors import CallerError, InvalidInput, ProtocolError, ServiceError
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.schema import FieldSchema
-from transfer_queue.server.head import Head
+from transfer_queue.server.controller_node import Head
 from transfer_queue.server.sessions import Session
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
 ROWS = 4

@@ -17,12 +17,12 @@ from tables import packed
 from test_codec_bounds import NUMBERS, ORIGINAL, PLAN, ROWS, places, touch, with_change
 
 import transfer_queue as tq
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Together
-from transfer_queue.client.reading import read
-from transfer_queue.client.remote import received
 from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.read import read
+from transfer_queue.client.transfer.remote import received
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m

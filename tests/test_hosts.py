@@ -16,7 +16,7 @@ from hosts import LARGE, TOKEN, Host, firsts, rows
 
 import transfer_queue as tq
 from transfer_queue import StreamingDataset, checkpoint
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.session import Session
 from transfer_queue.errors import (
     AccessDenied,
@@ -244,7 +244,7 @@ def test_a_client_killed_between_allocation_and_commit_leaves_nothing(cluster: l
     used = cluster[1].used()
     writer = child(f"""
         import torch
-        from transfer_queue.client.api import TransferQueueClient
+        from transfer_queue.client.client import TransferQueueClient
         from transfer_queue.client.session import Session
         from transfer_queue.wire.address import parse_address
         client = TransferQueueClient.of(Session(parse_address({cluster[1].server.address!r})))

@@ -36,7 +36,7 @@ from transfer_queue.launch import local
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
-from transfer_queue.wire.hello import Life
+from transfer_queue.wire.handshake import Life
 
 Service = Callable[..., tq.TransferQueueClient]
 

@@ -25,13 +25,13 @@ from typer.testing import CliRunner
 
 import transfer_queue as tq
 from transfer_queue.cli import app
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.session import Session
 from transfer_queue.errors import AccessDenied, ConfigError, InvalidInput, NotInitialized
 from transfer_queue.launch import hosts, local
 from transfer_queue.launch.job import first_node, named, this_job
 from transfer_queue.launch.shared import JobLauncher
-from transfer_queue.server import kin, register
+from transfer_queue.server import host_registry, processes
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import parse_address
 
@@ -99,9 +99,9 @@ def put_env(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
-def here(runtime_dir: Path) -> list[register.Entry]:
+def here(runtime_dir: Path) -> list[host_registry.Entry]:
     """The servers that the test started."""
-    return [entry for entry in register.running() if entry.address.startswith(f"unix:{runtime_dir}/")]
+    return [entry for entry in host_registry.running() if entry.address.startswith(f"unix:{runtime_dir}/")]
 
 
 def gone(pid: int) -> bool:
@@ -283,7 +283,7 @@ def test_the_remains_of_a_dead_job_attract_nobody(
     child: Spawn, put_env: Callable[..., None], runtime_dir: Path
 ) -> None:
     put_env(RANKS)
-    remains = Path(register.private_dir(), this_job().key)
+    remains = Path(host_registry.private_dir(), this_job().key)
     remains.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(remains / "tq.sock"))
@@ -296,7 +296,7 @@ def test_the_remains_of_a_dead_job_attract_nobody(
 
 
 def test_a_server_whose_owners_number_is_another_process_ends() -> None:
-    own = kin.kin(os.getpid())
+    own = processes.kin(os.getpid())
     assert own is not None
     server = start(owner_start=own.start - 1)
     assert server.wait(10)
@@ -498,7 +498,7 @@ def test_torchs_store_carries_no_token_that_all_processes_have(put_env: Callable
 def test_a_directory_that_others_may_write_to_is_not_trusted(
     service: Service, put_env: Callable[..., None], caplog: pytest.LogCaptureFixture, runtime_dir: Path
 ) -> None:
-    own = Path(register.private_dir())
+    own = Path(host_registry.private_dir())
     own.chmod(0o777)
     service()  # a program needs nobody else
     assert "cannot find its service" in caplog.text
@@ -513,7 +513,7 @@ def test_a_directory_that_others_may_write_to_is_not_trusted(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
 def test_a_directory_of_another_user_is_not_trusted(put_env: Callable[..., None], runtime_dir: Path) -> None:
     put_env(RANKS)
-    own = Path(register.private_dir())
+    own = Path(host_registry.private_dir())
     key = own / this_job().key
     key.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as theirs:
@@ -529,11 +529,11 @@ def test_a_directory_of_another_user_is_not_trusted(put_env: Callable[..., None]
 def test_the_register_forgets_servers_that_were_killed(service: Service, runtime_dir: Path) -> None:
     pid = service().stats()["pid"]
     assert [entry.server.pid for entry in here(runtime_dir)] == [pid]
-    assert len(list(Path(register.private_dir()).glob("*.server"))) == 1
+    assert len(list(Path(host_registry.private_dir()).glob("*.server"))) == 1
     os.kill(pid, signal.SIGKILL)
     until(lambda: gone(pid), "the end of the server")
     assert here(runtime_dir) == []
-    assert not list(Path(register.private_dir()).glob("*.server"))
+    assert not list(Path(host_registry.private_dir()).glob("*.server"))
 
 
 def test_a_services_files_are_for_this_user_only(service: Service) -> None:
@@ -542,7 +542,7 @@ def test_a_services_files_are_for_this_user_only(service: Service) -> None:
         service()
     finally:
         os.umask(before)
-    own = Path(register.private_dir())
+    own = Path(host_registry.private_dir())
     assert own.stat().st_mode & 0o777 == 0o700
     for path in own.iterdir():
         assert path.stat().st_mode & 0o077 == 0
@@ -551,7 +551,7 @@ def test_a_services_files_are_for_this_user_only(service: Service) -> None:
 def test_status_finds_the_only_service_of_this_user(
     service: Service, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(register, "places", lambda: [str(runtime_dir)])
+    monkeypatch.setattr(host_registry, "places", lambda: [str(runtime_dir)])
     with pytest.raises(NotInitialized, match="no service of this user"):
         CliRunner().invoke(app, ["status"], catch_exceptions=False)
     service()

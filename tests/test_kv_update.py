@@ -14,7 +14,7 @@ from tables import Box, schema
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from transfer_queue.client import updating
+from transfer_queue.client.operations import update
 from transfer_queue.errors import CellsChanged, InvalidInput
 from transfer_queue.wire import messages as m
 
@@ -26,7 +26,7 @@ def concat(old: Any, new: Any) -> Any:
 
 
 def cell(key: str, partition: str, field: str) -> Any:
-    return updating.rows_of(tq.kv_batch_get(key, partition, select_fields=field).get(field))[0]
+    return update.rows_of(tq.kv_batch_get(key, partition, select_fields=field).get(field))[0]
 
 
 # the controller

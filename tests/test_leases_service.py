@@ -18,7 +18,7 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.schema import FieldSchema
 from transfer_queue.server.service import Service, Session
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
 

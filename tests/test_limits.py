@@ -24,10 +24,10 @@ import torch
 from conftest import until
 from hosts import TOKEN, Host
 
-from transfer_queue.client import kv
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.drivers import run
+from transfer_queue.client.operations import kv
 from transfer_queue.client.session import Session
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError
 from transfer_queue.wire import messages as m

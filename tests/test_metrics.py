@@ -21,8 +21,8 @@ from transfer_queue.errors import ConfigError, DeadlineExceeded
 from transfer_queue.launch import local
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.schema import FieldSchema
-from transfer_queue.server.metering import BOUNDS, Histogram, MeteredService
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.server.metrics.counters import BOUNDS, Histogram, MeteredService
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
 Service = Callable[..., tq.TransferQueueClient]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from tables import Box
 
-from transfer_queue.server.metering import MeteredService
-from transfer_queue.server.metrics import ServerCollector
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.server.metrics.collector import ServerCollector
+from transfer_queue.server.metrics.counters import MeteredService
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 import transfer_queue as tq
-from transfer_queue.client import notes
+from transfer_queue.client import remarks
 from transfer_queue.errors import InvalidInput, SchemaConflict
 
 
@@ -63,7 +63,7 @@ def test_rows_of_several_kinds_survive_a_checkpoint_and_many_readers(part: str, 
 def test_another_dtype_is_taken_with_one_warning_and_only_a_get_of_both_raises(
     part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notes, "_said", {})
+    monkeypatch.setattr(remarks, "_said", {})
     tq.kv_put("a", part, {"x": ONE})
     for key in ("b", "c"):
         tq.kv_put(key, part, {"x": ONE.double()})

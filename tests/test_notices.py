@@ -15,11 +15,11 @@ from units import BUDGET, Shell
 
 import transfer_queue as tq
 from transfer_queue.controller import Controller
-from transfer_queue.controller.parking import AT_ONCE
 from transfer_queue.errors import ConfigError, DeadlineExceeded, InvalidInput, StoreFull
 from transfer_queue.sampler import GRPOGroupNSampler, SequentialSampler
 from transfer_queue.server.service import Service
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.storage.blocks import Unit
+from transfer_queue.wait_queue import AT_ONCE
 from transfer_queue.wire import messages as m
 
 

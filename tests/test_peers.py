@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import transfer_queue as tq
-from transfer_queue.client.mapping import Arenas
 from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.arenas import MappedArenas
 from transfer_queue.errors import AccessDenied, ConfigError, ServiceUnavailable
 from transfer_queue.launch import local
 from transfer_queue.wire import messages as m
@@ -59,7 +59,7 @@ def test_a_client_refuses_a_directory_that_others_may_write_to(open_door: Path) 
     with pytest.raises(AccessDenied, match=rf"chmod go-w {open_door}"):
         asyncio.run(open_async(str(open_door)))
     with pytest.raises(AccessDenied, match=rf"chmod go-w {open_door}"):
-        Arenas(str(open_door / "door.sock"), 5.0)[0]
+        MappedArenas(str(open_door / "door.sock"), 5.0)[0]
     open_door.chmod(0o700)
     Session(parse_address(str(open_door))).close()
 

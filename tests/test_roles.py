@@ -18,7 +18,7 @@ from hosts import TOKEN, UNIT_TOKEN, Host, rows
 import transfer_queue as tq
 from transfer_queue.client.connection import Connection
 from transfer_queue.errors import AccessDenied, ConfigError
-from transfer_queue.wire import hello
+from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, parse_address
 from transfer_queue.wire.aio import AsyncConnection
@@ -59,7 +59,7 @@ def test_a_client_speaks_for_no_unit(request_of_unit: m.Request, head: Host) -> 
 
 def test_a_client_s_token_does_not_open_the_role_of_a_unit(head: Host, start_host: StartHost) -> None:
     with pytest.raises(AccessDenied, match="unit token"):
-        ask(parse_address(head.tcp, TOKEN), hello.UNIT, OF_UNITS[0])
+        ask(parse_address(head.tcp, TOKEN), handshake.UNIT, OF_UNITS[0])
     with pytest.raises(AccessDenied):
         start_host(join=head.tcp, unit_token="guessed-by-a-client")
     assert head.client.stats()["units"] == {}
@@ -67,10 +67,10 @@ def test_a_client_s_token_does_not_open_the_role_of_a_unit(head: Host, start_hos
 
 def test_the_proof_of_a_unit_takes_the_unit_token(head: Host) -> None:
     """As a client would try it that skips the server's own proof."""
-    for role, token in ((hello.UNIT, TOKEN), (hello.CLIENT, UNIT_TOKEN)):
-        for claimed in hello.ROLES:
+    for role, token in ((handshake.UNIT, TOKEN), (handshake.CLIENT, UNIT_TOKEN)):
+        for claimed in handshake.ROLES:
             assert not _opens(parse_address(head.tcp), role, token, claimed)
-    assert _opens(parse_address(head.tcp), hello.UNIT, UNIT_TOKEN, hello.UNIT)
+    assert _opens(parse_address(head.tcp), handshake.UNIT, UNIT_TOKEN, handshake.UNIT)
 
 
 def _opens(address: Address, role: int, token: str, claimed: int) -> bool:
@@ -88,16 +88,16 @@ def _opens(address: Address, role: int, token: str, claimed: int) -> bool:
                 for message, _ in reader.advance(nbytes):
                     return message
 
-        nonce = hello.nonce()
+        nonce = handshake.nonce()
         sock.sendall(frame(m.encode(m.Hello(m.PROTOCOL_VERSION, os.urandom(16), nonce, role=role))))
         challenge = next_message()
         assert isinstance(challenge, m.Challenge)
-        sock.sendall(frame(m.encode(m.Proof(hello.client_mac(token, nonce, challenge.nonce, claimed)))))
+        sock.sendall(frame(m.encode(m.Proof(handshake.client_mac(token, nonce, challenge.nonce, claimed)))))
         return isinstance(next_message(), m.Welcome)
 
 
 def test_a_unit_is_no_client(head: Host) -> None:
-    reply = ask(parse_address(head.tcp, UNIT_TOKEN), hello.UNIT, m.Stats(1))
+    reply = ask(parse_address(head.tcp, UNIT_TOKEN), handshake.UNIT, m.Stats(1))
     assert (type(reply), reply.code) == (m.Failed, AccessDenied.code)
     with pytest.raises(AccessDenied):
         Connection(parse_address(head.tcp, UNIT_TOKEN), bytes(16), 5.0)
@@ -106,7 +106,7 @@ def test_a_unit_is_no_client(head: Host) -> None:
 def test_there_are_no_other_roles_and_no_units_on_the_unix_socket(head: Host) -> None:
     here = parse_address(head.server.address)
     with pytest.raises(AccessDenied, match="units join over TCP"):
-        ask(here, hello.UNIT, OF_UNITS[0])
+        ask(here, handshake.UNIT, OF_UNITS[0])
     for role in (2, -1):
         with pytest.raises(AccessDenied, match=f"no role {role}"):
             ask(here, role, OF_UNITS[0])

@@ -21,13 +21,13 @@ import torch
 from conftest import until
 
 import transfer_queue as tq
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.session import Session
 from transfer_queue.errors import AccessDenied, ServiceUnavailable, TransferQueueError, UnsupportedValue
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, parse_address
-from transfer_queue.wire.door import NUMBER
+from transfer_queue.wire.arena_fds import NUMBER
 from transfer_queue.wire.framing import PREFIX, frame
 
 TOKEN = "a-token-nobody-guesses"

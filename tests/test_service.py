@@ -12,7 +12,7 @@ from transfer_queue.schema import FieldSchema
 from transfer_queue.server import sessions
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import GRACE_S, Session
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
 FIELD = [FieldSchema("x", "dense", "uint8", ())]

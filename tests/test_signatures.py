@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 import transfer_queue as tq
-from transfer_queue.client.allocation import Allocation
+from transfer_queue.client.transfer.allocation import Allocation
 
 FUNCTIONS = {name: getattr(tq, name) for name in tq.__all__ if inspect.isfunction(getattr(tq, name))}
 METHODS = {

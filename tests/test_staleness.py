@@ -13,7 +13,7 @@ from transfer_queue.controller.table import Table
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, StaleVersion, WrongEpoch
 from transfer_queue.sampler import GRPOGroupNSampler, RankAwareSampler
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.versions import Policy
+from transfer_queue.wire.messages.staleness import Policy
 
 
 @pytest.fixture

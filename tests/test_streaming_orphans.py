@@ -17,8 +17,8 @@ from conftest import until
 
 import transfer_queue as tq
 from transfer_queue.dataloader.feed import Key, Terms
-from transfer_queue.dataloader.holder import Holder
-from transfer_queue.dataloader.workers import Plan, Turn, WorkerFeed
+from transfer_queue.dataloader.lease_owner import Holder
+from transfer_queue.dataloader.worker_feed import Plan, Turn, WorkerFeed
 from transfer_queue.errors import ServiceUnavailable
 
 Spawn = Callable[[str], Any]
@@ -26,7 +26,7 @@ Spawn = Callable[[str], Any]
 TRAINER = """
 import json, multiprocessing, threading
 import transfer_queue as tq
-from transfer_queue.dataloader.workers import Links
+from transfer_queue.dataloader.worker_feed import Links
 tq.init()
 begin = Links.begin
 

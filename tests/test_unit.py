@@ -9,8 +9,8 @@ import pytest
 from units import BUDGET, LARGE, Shell
 
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
-from transfer_queue.storage.shm.extents import Extents
-from transfer_queue.storage.shm.unit import PAGE, SMALL_NBYTES
+from transfer_queue.storage.extents import Extents
+from transfer_queue.storage.shm import PAGE, SMALL_NBYTES
 from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocated, Failed, Piece
 
 LARGE_ROUNDED = SMALL_NBYTES + PAGE
@@ -256,11 +256,11 @@ def test_trimming_returns_free_memory_to_the_system(where: str, tmp_path: Path) 
     kept = shell.published(4 << 20, 3)
     for number in [shell.published(8 << 20, 1) for _ in range(3)]:
         shell.unit.drop(number)
-    assert shell.unit.resident_nbytes() >= 28 << 20
+    assert shell.unit.shm.resident_nbytes() >= 28 << 20
     shell.unit.trim(16 << 20)
-    assert 4 << 20 <= shell.unit.resident_nbytes() <= 16 << 20
+    assert 4 << 20 <= shell.unit.shm.resident_nbytes() <= 16 << 20
     shell.unit.trim(0)
-    assert shell.unit.resident_nbytes() == 4 << 20
+    assert shell.unit.shm.resident_nbytes() == 4 << 20
     assert bool((shell.bytes_of(kept) == 3).all())
     assert bool((shell.bytes_of(shell.published(8 << 20, 5)) == 5).all())
     assert list(tmp_path.iterdir()) == []
@@ -270,5 +270,5 @@ def test_trimming_returns_free_memory_to_the_system(where: str, tmp_path: Path) 
 
 def test_an_untouched_arena_costs_no_memory(shell: Shell) -> None:
     shell.allocate(BUDGET)
-    assert shell.unit.resident_nbytes() == 0
-    assert shell.unit.arenas[0].size > 1 << 30
+    assert shell.unit.shm.resident_nbytes() == 0
+    assert shell.unit.shm.arenas[0].size > 1 << 30

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from units import LARGE, Shell
 
 from transfer_queue.errors import StoreFull
-from transfer_queue.storage.shm.extents import Extents
+from transfer_queue.storage.extents import Extents
 from transfer_queue.wire.messages import Allocated
 
 

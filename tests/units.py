@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.storage.shm.unit import SMALL_NBYTES, Unit
+from transfer_queue.storage.blocks import Unit
+from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire.messages import Allocate
 
 BUDGET = 1 << 20

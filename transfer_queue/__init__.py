@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transfer_queue.client.api import TransferQueueClient as TransferQueueClient
+    from transfer_queue.client.client import TransferQueueClient as TransferQueueClient
     from transfer_queue.client.dense import Padding as Padding
     from transfer_queue.client.dense import to_dense as to_dense
     from transfer_queue.codec.registry import register_type as register_type
@@ -81,7 +81,7 @@ _HOMES = {
         "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",
         "give_back", "async_give_back",
     ),
-    "transfer_queue.client.api": ("TransferQueueClient",),
+    "transfer_queue.client.client": ("TransferQueueClient",),
     "transfer_queue.client.dense": ("Padding", "to_dense"),
     "transfer_queue.codec.registry": ("register_type",),
     "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader", "stream", "async_stream"),

@@ -25,7 +25,7 @@ import msgspec
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from transfer_queue.client.session import Session
-from transfer_queue.client.snapshots import CHUNK_NBYTES, Refill, Snapshot, refill, snapshot
+from transfer_queue.client.transfer.snapshots import CHUNK_NBYTES, Refill, Snapshot, refill, snapshot
 from transfer_queue.codec.layout import ALIGN
 from transfer_queue.errors import (
     CheckpointCorrupt,

@@ -15,8 +15,8 @@ from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import is_everywhere, parse_address
+from transfer_queue.wire.messages.staleness import Policy
 from transfer_queue.wire.token import token_from_environment, token_from_file
-from transfer_queue.wire.versions import Policy
 
 T = TypeVar("T")
 FOREIGN = frozenset({"enable", "enabled", "_target_"})  # keys that frameworks keep beside ours, at the top

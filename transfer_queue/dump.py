@@ -24,11 +24,11 @@ from xxhash import xxh3_128
 from transfer_queue import checkpoint as files
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call
-from transfer_queue.client.reading import read
 from transfer_queue.client.session import Session
-from transfer_queue.client.snapshots import Refill, refill
-from transfer_queue.client.writing import Rows as Target
-from transfer_queue.client.writing import checked_tags, commit
+from transfer_queue.client.transfer.read import read
+from transfer_queue.client.transfer.snapshots import Refill, refill
+from transfer_queue.client.transfer.write import Rows as Target
+from transfer_queue.client.transfer.write import checked_tags, commit
 from transfer_queue.codec.filling import Plan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers

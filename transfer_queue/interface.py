@@ -13,10 +13,10 @@ from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 from transfer_queue import checkpoint, dump
 from transfer_queue import config as settings
-from transfer_queue.client import kv, updating, versions
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async, show_as_public
 from transfer_queue.client.effects import Operation
+from transfer_queue.client.operations import kv, staleness, update
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
@@ -300,11 +300,14 @@ kv_batch_get_by_meta = _plain(kv.kv_batch_get_by_meta)
 async_kv_batch_get_by_meta = _async(kv.kv_batch_get_by_meta)
 kv_list, async_kv_list = _plain(kv.kv_list), _async(kv.kv_list)
 kv_clear, async_kv_clear = _plain(kv.kv_clear), _async(kv.kv_clear)
-kv_update, async_kv_update = _plain(updating.kv_update), _async(updating.kv_update)
-kv_empty, async_kv_empty = _plain(updating.kv_empty), _async(updating.kv_empty)
-set_weight_version, async_set_weight_version = _plain(versions.set_weight_version), _async(versions.set_weight_version)
-admit, async_admit = _plain(versions.admit), _async(versions.admit)
-give_back, async_give_back = _plain(versions.give_back), _async(versions.give_back)
+kv_update, async_kv_update = _plain(update.kv_update), _async(update.kv_update)
+kv_empty, async_kv_empty = _plain(update.kv_empty), _async(update.kv_empty)
+set_weight_version, async_set_weight_version = (
+    _plain(staleness.set_weight_version),
+    _async(staleness.set_weight_version),
+)
+admit, async_admit = _plain(staleness.admit), _async(staleness.admit)
+give_back, async_give_back = _plain(staleness.give_back), _async(staleness.give_back)
 
 
 def save_checkpoint(

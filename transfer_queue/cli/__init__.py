@@ -13,7 +13,7 @@ import typer
 from transfer_queue import config as settings
 from transfer_queue.errors import InvalidInput, NotInitialized, TransferQueueError
 from transfer_queue.launch import local
-from transfer_queue.server import register
+from transfer_queue.server import host_registry
 
 COMMAND_WIDTH = 80
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -61,7 +61,7 @@ def serve(
 @app.command()
 def status(address: Address = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Counts and sizes of a running service, and its partitions."""
-    from transfer_queue.client.api import TransferQueueClient
+    from transfer_queue.client.client import TransferQueueClient
     from transfer_queue.client.session import Session
     from transfer_queue.wire.address import parse_address
 
@@ -85,7 +85,7 @@ def _chosen(address: str | None) -> str:
     known = address or settings.from_env().address
     if known:
         return known
-    running = register.running()
+    running = host_registry.running()
     services = [entry for entry in running if not entry.join] or running  # a unit is a part of one
     if not services:
         raise NotInitialized("no service of this user runs on this host; name one with --address")
@@ -96,7 +96,7 @@ def _chosen(address: str | None) -> str:
     return services[0].address
 
 
-def _list(services: Sequence[register.Entry]) -> str:
+def _list(services: Sequence[host_registry.Entry]) -> str:
     lines = [("address", "pid", "age", "for", "command")]
     for entry in services:
         lines.append(

@@ -1,12 +1,18 @@
 """The library inside a worker's process.
 
-    kv, api            what users call
-     └─ operations     every operation once, as a generator that yields effects (Call, Notify, Offload)
-         └─ drivers    run a generator: blocking, or on an asyncio event loop
-             └─ Session    connections, mapped arenas, memory; one server, many threads and event loops
-                 ├─ connection, aio    one socket each
-                 └─ views              zero-copy reads: private mappings, pins, the reaper that undoes them
-    snapshots          everything at once, for `transfer_queue.checkpoint`: one instant out, one atomic step in
+    client                      what users call
+     └─ operations              every operation once, as a generator that yields effects
+         ├─ effects             what it may ask for: Call, Notify, Offload, Together
+         ├─ tracing             a line of the debug log for each
+         └─ drivers             run it: blocking, or on an asyncio event loop
+             ├─ session         connections, arenas, memory; one server, many threads and event loops
+             │   └─ connection  one blocking connection: one request at a time
+             ├─ transfer        the bytes of rows, between the caller and where they lie
+             └─ retry           how long a lost call is sent again
+    describing, remarks         from the server's view of rows to metadata; what it remarks on a call
+    listing                     keys and tags at the cost of what changed
+    locks, local_locks          names that this process holds: of the service, or within it
+    dense                       plain tensors of what a get returned
 
 `TransferQueueClient` and `AsyncTransferQueueClient` are importable from here.
 """
@@ -22,13 +28,13 @@ if not hasattr(sys.modules["transfer_queue"], "_HOME_OF"):  # TransferQueue's __
     raise ImportError(explanation() or "transfer_queue/__init__.py is not the one of transfer-queue: run `tq doctor`")
 
 if TYPE_CHECKING:
-    from transfer_queue.client.api import AsyncTransferQueueClient as AsyncTransferQueueClient
-    from transfer_queue.client.api import TransferQueueClient as TransferQueueClient
+    from transfer_queue.client.client import AsyncTransferQueueClient as AsyncTransferQueueClient
+    from transfer_queue.client.client import TransferQueueClient as TransferQueueClient
 
 
 def __getattr__(name: str) -> Any:  # the server imports nothing of this package, and must not load torch if it did
     if name in ("TransferQueueClient", "AsyncTransferQueueClient"):
-        from transfer_queue.client import api
+        from transfer_queue.client import client
 
-        return getattr(api, name)
+        return getattr(client, name)
     raise AttributeError(name)

@@ -12,7 +12,7 @@ import msgspec
 
 from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable
-from transfer_queue.wire import hello
+from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, timeval
 from transfer_queue.wire.framing import FrameReader, frame
@@ -35,7 +35,12 @@ class Connection:
     """
 
     def __init__(
-        self, address: Address, session: bytes, timeout_s: float, spin_s: float = 0.0, life: hello.Life = hello.ANY
+        self,
+        address: Address,
+        session: bytes,
+        timeout_s: float,
+        spin_s: float = 0.0,
+        life: handshake.Life = handshake.ANY,
     ) -> None:
         self.address = address
         self.spin_s = spin_s
@@ -52,12 +57,12 @@ class Connection:
         try:
             self._socket.settimeout(None)
             self._limit(timeout_s)
-            nonce = hello.nonce()
+            nonce = handshake.nonce()
             self._send(m.encode(m.Hello(m.PROTOCOL_VERSION, session, nonce, *life)), None)
             challenge, _ = self._receive("connect", timeout_s)
-            self._send(m.encode(hello.proof_of(challenge, address, nonce)), None)
+            self._send(m.encode(handshake.proof_of(challenge, address, nonce)), None)
             reply, _ = self._receive("connect", timeout_s)
-            self.welcome = hello.welcome_of(reply, life)
+            self.welcome = handshake.welcome_of(reply, life)
         except BaseException:
             self._socket.close()
             raise

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from transfer_queue.client.notes import warn_once
+from transfer_queue.client.remarks import warn_once
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.schema import DENSE, MIXED, NESTED, OBJECTS, FieldSchema

@@ -23,10 +23,9 @@ from typing import Any
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
 from transfer_queue.client.listing import Listings
-from transfer_queue.client.mapping import Arenas
-from transfer_queue.client.retrying import Retry, nobody_listens
-from transfer_queue.client.views import Views
-from transfer_queue.codec.memory import Mover, Pool
+from transfer_queue.client.retry import Retry, nobody_listens
+from transfer_queue.client.transfer.arenas import MappedArenas
+from transfer_queue.client.transfer.views import Views
 from transfer_queue.errors import (
     DeadlineExceeded,
     ServiceRestarted,
@@ -34,10 +33,12 @@ from transfer_queue.errors import (
     TransferQueueError,
     error_from_code,
 )
+from transfer_queue.memory.copy import Mover
+from transfer_queue.memory.pool import Pool
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, parse_address
 from transfer_queue.wire.aio import AsyncConnection
-from transfer_queue.wire.hello import ANY, Life
+from transfer_queue.wire.handshake import ANY, Life
 
 GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
 MAX_IDLE = 16
@@ -114,7 +115,7 @@ class Session:
         self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[AsyncConnection]] = {}
 
     def _open_memory(self) -> None:
-        self.arenas = Arenas(self._door, self._connect_timeout_s)
+        self.arenas = MappedArenas(self._door, self._connect_timeout_s)
         self.views = Views(self.arenas, self._unpin, self.stay, self._disconnect)
 
     @property

@@ -19,7 +19,6 @@
      ├─ registry      the user's own types
      └─ opaque        pickle, only where this process allows it
     dtypes            torch's dtypes by name
-    memory            copies by several threads, buffers that are reused
 
 `layout`, `rows` and `select` know no torch; `plan` and `assemble` run in clients only.
 """

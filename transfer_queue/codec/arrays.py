@@ -11,10 +11,11 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.codec import images
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
-from transfer_queue.codec.layout import MAX_DIMS, Bytes, checked_offsets
+from transfer_queue.codec.layout import MAX_DIMS, checked_offsets
 from transfer_queue.codec.nested import Offsets, jagged, trimmed
 from transfer_queue.codec.values import Ext, encode
 from transfer_queue.errors import ProtocolError, UnsupportedValue
+from transfer_queue.memory.bytes import Bytes
 
 TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTYPE, DEVICE, STACK, IMAGE = range(40, 52)
 

@@ -27,11 +27,12 @@ from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
-from transfer_queue.codec.layout import Bytes, Column, Ints
+from transfer_queue.codec.layout import Column
 from transfer_queue.codec.nested import Offsets, jagged, nested
 from transfer_queue.codec.rows import Block, Copier, Run, gather_dense, gather_ragged, gather_varied, take_dense
 from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
+from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, FieldSchema
 
 Located = Sequence[tuple[Block, int, int]]  # (block, first row, number of rows), in result order

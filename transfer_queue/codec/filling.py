@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from transfer_queue.codec.arrays import Source
-from transfer_queue.codec.layout import Builder, Bytes, Column, Ints, Layout, encode_layout
-from transfer_queue.codec.memory import Move, Mover, address_of
+from transfer_queue.codec.layout import Builder, Column, Layout, encode_layout
+from transfer_queue.memory.bytes import Bytes, Ints, address_of
+from transfer_queue.memory.copy import Move, Mover
 from transfer_queue.schema import FieldSchema
 
 _bytes_address = ctypes.pythonapi.PyBytes_AsString

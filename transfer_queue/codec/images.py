@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.codec.layout import Bytes
 from transfer_queue.errors import ProtocolError, UnsupportedValue
+from transfer_queue.memory.bytes import Bytes
 
 FILE, PIXELS = "file", "pixels"
 # Formats whose decoders are part of Pillow; others run programs (EPS) or load handlers of somebody else.

@@ -20,19 +20,15 @@ import math
 from functools import lru_cache
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from transfer_queue.errors import ProtocolError
+from transfer_queue.memory.bytes import Ints
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED, FieldSchema
 
 ALIGN = 64
 MAX_ELEMENTS = 1 << 56  # in bytes of the widest dtype still a 64-bit number
 MAX_DIMS = 64
 NUM_PARTS = {DENSE: (1,), RAGGED: (2,), VARIED: (3,), OBJECTS: (2, 6), NESTED: (0,)}
-
-Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
 
 
 class Column(msgspec.Struct, array_like=True, gc=False):

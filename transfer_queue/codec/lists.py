@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from transfer_queue.codec.layout import Ints
+from transfer_queue.memory.bytes import Ints
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FORMATS = {int: ("q", torch.int64), float: ("f", torch.float32), bool: ("?", torch.bool)}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from transfer_queue.codec.layout import Ints
+from transfer_queue.memory.bytes import Ints
 
 
 class Offsets:

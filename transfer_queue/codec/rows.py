@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transfer_queue.codec.layout import ALIGN, MAX_ELEMENTS, Bytes, Column, Ints, Layout, checked_offsets
+from transfer_queue.codec.layout import ALIGN, MAX_ELEMENTS, Column, Layout, checked_offsets
 from transfer_queue.errors import ProtocolError
+from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, VARIED
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from transfer_queue.codec.layout import Builder, Bytes, Column, Ints, Layout
+from transfer_queue.codec.layout import Builder, Column, Layout
 from transfer_queue.codec.rows import Block, Copier, Run, gather_ragged, join_offsets, take_dense, varied_parts
 from transfer_queue.errors import ProtocolError
+from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, NESTED, RAGGED, VARIED
 
 Fill = Callable[[Bytes], None]

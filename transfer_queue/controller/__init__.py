@@ -1,28 +1,27 @@
 """The one place that knows which cells are ready, where they are, and who consumed what.
 
-    machine                 Controller.handle(message, ticket, session, now): a method for each request
-     ├─ table               one partition: rows, keys, tags, schema, cells and their locations (numpy, dense by slot)
-     │   ├─ readiness       what each task has consumed; the rows ready for a field set, kept up to date by commits
-     │   ├─ births          which version of the weights made each row
-     │   └─ changes         which keys and tags changed since a listing
-     ├─ fetching            ready rows to tasks: the sampler is asked, requests that it cannot satisfy are parked
-     │   ├─ dealing         batches of data-parallel ranks
-     │   ├─ leases          rows that are lent, until when
-     │   └─ unreceived      what was handed to askers who have not said that they have it
-     ├─ parking             requests that wait
-     ├─ ledger              how many live cells every block still holds
-     ├─ staleness           which rows are too old for which task
-     ├─ admission           how many rows producers may start
-     ├─ versions            versions of the weights, as they were announced
-     ├─ locks               names that are held
-     ├─ deadlines           when the first of many terms ends
-     └─ remains             what cleared partitions leave, freed in slices
-    queries, status         requests that change nothing
-    locating                from rows and fields to runs of blocks
-    expecting, lineage      writes that count only on what was read; whose row numbers mean the same rows
-    hints, notices          what to remark on unknown names, and to those who have waited for long
-    checkpointing, saved    the whole state as bytes
-    restoring               putting one back, step by step
+    controller                  Controller.handle(message, ticket, session, now): a method for each request
+     ├─ table                   one partition: rows, keys, tags, schema, cells, their locations (numpy, dense by slot)
+     │   ├─ readiness           what each task has consumed; the rows ready for a field set, kept up to date by commits
+     │   ├─ row_versions        which version of the weights made each row
+     │   └─ changes             which keys and tags changed since a listing
+     ├─ fetch                   ready rows to tasks: the sampler is asked, what it cannot satisfy waits
+     │   ├─ dealing             batches of data-parallel ranks
+     │   ├─ leases              rows that are lent, until when
+     │   └─ unreceived          what was handed to askers who have not said that they have it
+     ├─ block_index             how many live cells every block still holds
+     ├─ staleness               which rows are too old for which task
+     ├─ admission               how many rows producers may start
+     ├─ weight_versions         versions of the weights, as they were announced
+     ├─ locks                   names that are held
+     ├─ deadlines               when the first of many terms ends
+     └─ cleared_partitions      what they leave, freed in slices
+    queries, status             requests that change nothing
+    locate                      from rows and fields to runs of blocks
+    expected_cells, lineage     writes that count only on what was read; whose row numbers mean the same rows
+    hints, notices              what to remark on unknown names, and to those who have waited for long
+    snapshot, saved_state       the whole state as bytes
+    restore                     putting one back, step by step
 
 A state machine without I/O: a request is answered at once, or parked and answered by the event that completes it.
 Answers to parked requests collect in `outbox`, blocks nobody needs any more in `freed`; the shell (`server`) sends and
@@ -33,7 +32,7 @@ reads a clock or knows a socket.
 import importlib
 from typing import Any
 
-from transfer_queue.controller.machine import Controller as Controller
+from transfer_queue.controller.controller import Controller as Controller
 
 
 def __getattr__(name: str) -> Any:

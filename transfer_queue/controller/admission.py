@@ -6,10 +6,10 @@ from collections.abc import Hashable
 
 import msgspec
 
-from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.unreceived import Unreceived
-from transfer_queue.controller.versions import Versions
+from transfer_queue.controller.weight_versions import Versions
 from transfer_queue.errors import DeadlineExceeded, InvalidInput
+from transfer_queue.wait_queue import Parked, ParkingLot
 from transfer_queue.wire import messages as m
 
 

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 from transfer_queue.claims import Claims
 from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.leases import MAX_LEASE_S
-from transfer_queue.controller.parking import Parked, ParkingLot
 from transfer_queue.controller.unreceived import Locked, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LockLostError
+from transfer_queue.wait_queue import Parked, ParkingLot
 from transfer_queue.wire import messages as m
 
 Name: TypeAlias = tuple[str, str]  # partition, key

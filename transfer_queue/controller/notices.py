@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from transfer_queue.controller.parking import ParkingLot
 from transfer_queue.controller.readiness import KEPT, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.names import hint
+from transfer_queue.wait_queue import ParkingLot
 from transfer_queue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transfer_queue.controller.fetching import Fetching
+    from transfer_queue.controller.fetch import Fetching
 
 LISTED = 8
 Counts: TypeAlias = dict[tuple[str, str], int]  # rows on which a field is written, by partition and field

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.controller.fetching import row_set
+from transfer_queue.controller.fetch import row_set
 from transfer_queue.controller.hints import left_out
-from transfer_queue.controller.locating import located
+from transfer_queue.controller.locate import located
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.status import status, unknown
 from transfer_queue.controller.table import Table, rows_bytes

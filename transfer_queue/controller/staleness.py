@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transfer_queue.controller.admission import Admissions
-from transfer_queue.controller.births import Key
-from transfer_queue.controller.parking import Parked
 from transfer_queue.controller.readiness import Slots, Task
+from transfer_queue.controller.row_versions import Key
 from transfer_queue.controller.table import Table
 from transfer_queue.controller.unreceived import Unreceived
-from transfer_queue.controller.versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED, Versions
+from transfer_queue.controller.weight_versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED, Versions
 from transfer_queue.errors import InvalidInput
 from transfer_queue.sampler.base import SETTINGS
+from transfer_queue.wait_queue import Parked
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import unpack_arrays
-from transfer_queue.wire.versions import Policy
+from transfer_queue.wire.messages.staleness import Policy
 
 VERSION, EPOCH = "weight_version", "weight_epoch"  # tags
 LIMIT, BARE = SETTINGS  # in a sampling_config

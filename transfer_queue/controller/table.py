@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.controller.births import Births
 from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
+from transfer_queue.controller.row_versions import Births
 from transfer_queue.errors import InvalidInput, SchemaConflict
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire.messages import Changes, Tags

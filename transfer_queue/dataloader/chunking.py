@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.client.describing import REPEATED, num_repeated, warn_repeated
-from transfer_queue.client.reading import new_tensordict
+from transfer_queue.client.transfer.read import new_tensordict
 from transfer_queue.codec.nested import Offsets, jagged
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.metadata import BatchMeta

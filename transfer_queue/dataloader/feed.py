@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from tensordict import TensorDict
 
-from transfer_queue.client import operations as ops
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.operations import rows as ops
+from transfer_queue.client.operations.tasks import handed
 from transfer_queue.client.session import Interrupted, Session
-from transfer_queue.client.taking import handed
 from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m

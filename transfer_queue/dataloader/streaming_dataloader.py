@@ -15,10 +15,10 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader
 
-from transfer_queue.dataloader.holder import Holder
-from transfer_queue.dataloader.receipts import Receipt, acknowledge
+from transfer_queue.dataloader.acks import Receipt, acknowledge
+from transfer_queue.dataloader.lease_owner import Holder
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
-from transfer_queue.dataloader.workers import Links
+from transfer_queue.dataloader.worker_feed import Links
 from transfer_queue.errors import ServiceError
 
 

@@ -13,14 +13,14 @@ from typing import Any
 from tensordict import TensorDict
 from torch.utils.data import IterableDataset, get_worker_info
 
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.dataloader.acks import Acks, Receipt, split
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
-from transfer_queue.dataloader.holder import Holder, client_for
+from transfer_queue.dataloader.lease_owner import Holder, client_for
 from transfer_queue.dataloader.parent import end_with_parent
 from transfer_queue.dataloader.ranks import rank_of
-from transfer_queue.dataloader.receipts import Acks, Receipt, split
-from transfer_queue.dataloader.workers import GrantedFeed, Links, Plan, WorkerFeed, batches
+from transfer_queue.dataloader.worker_feed import GrantedFeed, Links, Plan, WorkerFeed, batches
 from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
 from transfer_queue.metadata import BatchMeta
 

@@ -9,16 +9,16 @@ from typing import Any, TypeAlias
 
 from tensordict import TensorDict
 
-from transfer_queue.client.api import TransferQueueClient
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.dense import Pad, check_pad, to_dense
 from transfer_queue.client.drivers import run_async
 from transfer_queue.client.effects import Call
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.plan import items_of
+from transfer_queue.dataloader.acks import Receipt, with_receipts
 from transfer_queue.dataloader.chunking import bounds, chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, End, Key, Terms, taking
-from transfer_queue.dataloader.holder import Holder, client_for
-from transfer_queue.dataloader.receipts import Receipt, with_receipts
+from transfer_queue.dataloader.lease_owner import Holder, client_for
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.errors import ServiceError

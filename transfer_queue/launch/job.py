@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.server import kin
-from transfer_queue.server.kin import Kin
-from transfer_queue.server.register import Entry
+from transfer_queue.server import processes
+from transfer_queue.server.host_registry import Entry
+from transfer_queue.server.processes import Kin
 from transfer_queue.wire.address import is_here, is_loopback
 
 LINGER_S = 10.0
@@ -93,7 +93,7 @@ def _slurm(environ: Mapping[str, str]) -> Job | None:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
         span = Span(environ.get("SLURM_NODEID") == "0", first_node(nodes), True)
     title = f"Slurm step {ids['SLURM_JOB_ID']}.{ids['SLURM_STEP_ID']}"
-    return Job(title, named(common, kin.view()), _leader(ids), common, span)
+    return Job(title, named(common, processes.view()), _leader(ids), common, span)
 
 
 def _ranks(environ: Mapping[str, str]) -> Job | None:
@@ -102,22 +102,22 @@ def _ranks(environ: Mapping[str, str]) -> Job | None:
     if not all(found.values()) or found["WORLD_SIZE"] == "1":
         return None
     parent = multiprocessing.parent_process()
-    if parent is not None and "RANK" not in kin.environment_of(_root(parent.pid or 0)):
+    if parent is not None and "RANK" not in processes.environment_of(_root(parent.pid or 0)):
         return None  # a program that made its own processes ranks
     address, port, size, _ = found.values()
     common = named("ranks", address, port, size)
     span = None
     if size != environ.get("LOCAL_WORLD_SIZE", "") and not is_loopback(address):
         span = Span(is_here(address), address, "LOCAL_WORLD_SIZE" in environ)
-    return Job(f"ranks at {address}:{port}", named(common, kin.view()), None, common, span)
+    return Job(f"ranks at {address}:{port}", named(common, processes.view()), None, common, span)
 
 
 def _program() -> Job:
     parent = multiprocessing.parent_process()
     pid = os.getpid() if parent is None else _root(parent.pid or 0)
-    leader = kin.kin(pid)
+    leader = processes.kin(pid)
     if leader is None:  # a child that outlived its program
-        leader = kin.kin(os.getpid()) or Kin(os.getpid(), 0)
+        leader = processes.kin(os.getpid()) or Kin(os.getpid(), 0)
     return Job(f"program {leader.pid}", named("program", *leader), leader)
 
 
@@ -126,10 +126,10 @@ def _root(pid: int) -> int:
 
     It forks processes, which keep the command line of their parent, or starts them under its own name.
     """
-    for above in kin.ancestors(pid):
-        command = kin.command_of(pid)
+    for above in processes.ancestors(pid):
+        command = processes.command_of(pid)
         spawned = any(word.startswith("from multiprocessing.") for word in command[1:])
-        if not spawned and (not command or command != kin.command_of(above)):
+        if not spawned and (not command or command != processes.command_of(above)):
             break
         pid = above
     return pid
@@ -137,10 +137,10 @@ def _root(pid: int) -> int:
 
 def _leader(marks: Mapping[str, str]) -> Kin | None:
     """The nearest ancestor that was started without these variables: who started the processes that have them."""
-    for pid in kin.ancestors(os.getpid()):
-        found = kin.environment_of(pid)
+    for pid in processes.ancestors(os.getpid()):
+        found = processes.environment_of(pid)
         if any(found.get(name) != value for name, value in marks.items()):
-            return kin.kin(pid)
+            return processes.kin(pid)
     return None
 
 
@@ -159,10 +159,10 @@ def inherited(entries: list[Entry]) -> Entry | None:
     Whoever is started later learns it from TQ_ADDRESS, or was meant not to.
     """
     branch = os.getpid()
-    for above in kin.ancestors(branch):
-        began = kin.kin(branch)
+    for above in processes.ancestors(branch):
+        began = processes.kin(branch)
         for entry in reversed(entries):
-            if entry.owner is not None and entry.owner == kin.kin(above) and began and began.start < entry.since:
+            if entry.owner is not None and entry.owner == processes.kin(above) and began and began.start < entry.since:
                 return entry
         branch = above
     return None
@@ -172,6 +172,6 @@ def kept_by_children(entries: list[Entry], job: Job) -> Entry | None:
     """A server that a process started by this one began for itself."""
     for entry in entries:
         owner = entry.owner
-        if owner is not None and job.is_ours and os.getpid() in kin.ancestors(owner.pid):
+        if owner is not None and job.is_ours and os.getpid() in processes.ancestors(owner.pid):
             return entry
     return None

@@ -21,7 +21,7 @@ import msgspec
 
 from transfer_queue.errors import AccessDenied, ConfigError, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.sampler.script import refuse_while_running
-from transfer_queue.server import register
+from transfer_queue.server import host_registry
 from transfer_queue.server.settings import NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.wire.address import Address, parse_address
 
@@ -102,7 +102,7 @@ def answers(address: Address, timeout_s: float = 1.0) -> bool:
 
 def new_run_dir() -> str:
     """A fresh directory of mode 0700 with a short path: a unix socket's may have 107 bytes."""
-    return tempfile.mkdtemp(prefix="tq-", dir=register.base())
+    return tempfile.mkdtemp(prefix="tq-", dir=host_registry.base())
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from transfer_queue.wire.address import parse_address
 from transfer_queue.wire.server_info import REQUESTS, ZMQServerInfo
 
 if TYPE_CHECKING:
-    from transfer_queue.client.api import TransferQueueClient
-    from transfer_queue.client.partition import PartitionSnapshot
+    from transfer_queue.client.client import TransferQueueClient
+    from transfer_queue.client.operations.partitions import PartitionSnapshot
     from transfer_queue.launch.actors import Place
     from transfer_queue.server.settings import ServerConfig
 
@@ -84,7 +84,7 @@ class Questions:
     async def get_partition_snapshot(self, partition_id: str) -> PartitionSnapshot | None:
         """A copy of what is known of a partition, None for an unknown one; see `client.partition.PartitionSnapshot`."""
         from transfer_queue.client.drivers import run
-        from transfer_queue.client.partition import partition_snapshot
+        from transfer_queue.client.operations.partitions import partition_snapshot
 
         return await self._asked(lambda client: run(client.session, partition_snapshot(client.session, partition_id)))
 
@@ -116,7 +116,7 @@ class Questions:
         place = await self.here()
 
         def ask() -> T:
-            from transfer_queue.client.api import TransferQueueClient
+            from transfer_queue.client.client import TransferQueueClient
             from transfer_queue.client.session import Session
 
             with self._attaching:

@@ -19,7 +19,7 @@ from transfer_queue.launch.hosts import Board, Place
 from transfer_queue.launch.job import Job, inherited, kept_by_children
 from transfer_queue.launch.launcher import Service
 from transfer_queue.sampler.script import refuse_while_running
-from transfer_queue.server import register
+from transfer_queue.server import host_registry
 from transfer_queue.server.settings import SOCKET_NAME, ServerConfig
 from transfer_queue.wire.address import Address, is_everywhere, parse_address
 from transfer_queue.wire.token import token_from_environment
@@ -52,12 +52,12 @@ class JobLauncher:
 
     def find(self) -> Sequence[Address]:
         """As in `Launcher`; without waiting for another host: `launch` does."""
-        address = parse_address(f"unix:{os.path.join(register.private_path(), self._job.key, SOCKET_NAME)}")
-        if register.is_private() and local.answers(address):
+        address = parse_address(f"unix:{os.path.join(host_registry.private_path(), self._job.key, SOCKET_NAME)}")
+        if host_registry.is_private() and local.answers(address):
             if self._job.span is not None and self._job.span.here_first:
                 self._publish(str(address))
             return [address]
-        entry = inherited(register.running())
+        entry = inherited(host_registry.running())
         if entry is not None:
             return [parse_address(entry.address)]
         return [] if self._remote is None else [self._remote]
@@ -77,7 +77,7 @@ class JobLauncher:
     def _start(self, config: ServerConfig) -> Service | None:
         job, leader = self._job, self._job.leader
         try:
-            parent = register.private_dir()
+            parent = host_registry.private_dir()
         except AccessDenied as error:
             if not job.is_ours:
                 raise
@@ -98,7 +98,7 @@ class JobLauncher:
                 self._look_around()
                 server = local.start(config, orphan=not job.is_ours, lock=held)
         finally:
-            register.tidy(parent)
+            host_registry.tidy(parent)
         if job.is_ours:
             return server
         started = JobServer(server)
@@ -108,7 +108,7 @@ class JobLauncher:
 
     def _look_around(self) -> None:
         """Say which services were perhaps meant instead of a new one."""
-        running = register.running()
+        running = host_registry.running()
         child = kept_by_children(running, self._job)
         if child is not None:
             log.warning(
@@ -153,7 +153,7 @@ class JobLauncher:
 
     def _publish(self, address: str) -> None:
         """Tell the other hosts; every process here does, for whoever started the server may have been killed."""
-        for entry in register.running():
+        for entry in host_registry.running():
             if entry.address == address and entry.tcp and not entry.join:
                 host, _, port = entry.tcp.rpartition(":")
                 board = self._board = self._board or hosts.board(self._job, int(port))

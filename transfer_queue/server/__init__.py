@@ -1,12 +1,25 @@
 """The server process: sockets, timers and supervision around the controller and one storage unit.
 
-    process   starts everything from a `ServerConfig`, watches the owner, cleans up
-    link      one connection: framing, handshake, then requests to the service
-    door      hands out arena descriptors on a unix socket
-    service   what one message does, in memory: controller and unit together, no sockets
-    metering  the same with counts, where metrics are enabled
-    metrics   counts and sizes as Prometheus families, read when they are asked for
-    scraping  GET /metrics over HTTP
+    process             starts everything from a `ServerConfig`, watches the owner, cleans up
+    settings            what a server is started with
+    connection          one connection: framing, handshake, then requests to the service
+    connection_limit    how many connections there may be
+    sessions            one session is one client over all its connections
+    service             what one message does, in memory: controller and unit together, no sockets
+    block_requests      what sessions do with the blocks of this server
+    fetch_with_data     rows of a task and where their cells are in one answer
+    recycling           work that belongs to no request, in slices
+    compaction          blocks of which few cells are left are written anew
+    turns               whose long request is next
+    fd_server           hands out arena descriptors on a unix socket
+    bulk_writer         large answers to other hosts, from threads
+    controller_node     the server that holds the controller: what it does beyond serving clients
+    unit_registry       the storage units of other hosts, as that server knows them
+    storage_node        a unit's membership: joining, staying joined
+    controller_proxy    the controller of another host, as a unit's server sees it
+    host_registry       this user's servers on this host, a small file each
+    processes           who started whom
+    metrics             counts for monitoring, and GET /metrics
 
 Imports neither torch nor ray.
 """

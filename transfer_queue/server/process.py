@@ -20,14 +20,12 @@ import msgspec
 from transfer_queue.controller import Controller
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import from_spec
-from transfer_queue.server import kin, register
-from transfer_queue.server.crowd import SPARE_DESCRIPTORS, Crowd, raise_descriptor_limit
-from transfer_queue.server.door import Door
-from transfer_queue.server.head import Head
-from transfer_queue.server.link import Link
-from transfer_queue.server.members import Line
-from transfer_queue.server.metering import MeteredService
-from transfer_queue.server.outpost import Outpost
+from transfer_queue.server import host_registry, processes
+from transfer_queue.server.connection import Link
+from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, Crowd, raise_descriptor_limit
+from transfer_queue.server.controller_node import Head
+from transfer_queue.server.fd_server import Door
+from transfer_queue.server.metrics.counters import MeteredService
 from transfer_queue.server.service import Service
 from transfer_queue.server.settings import (
     DOOR_NAME,
@@ -38,15 +36,17 @@ from transfer_queue.server.settings import (
     budget_of,
     clear_run_dir,
 )
+from transfer_queue.server.storage_node import Outpost
 from transfer_queue.server.turns import Turns
-from transfer_queue.storage.shm.unit import Unit
+from transfer_queue.server.unit_registry import Line
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire.address import host_towards, is_everywhere, parse_address
 from transfer_queue.wire.framing import scratch
 from transfer_queue.wire.messages import Reply, Request, Welcome
 from transfer_queue.wire.peer import unsafe
 
 if TYPE_CHECKING:
-    from transfer_queue.server.scraping import Endpoint
+    from transfer_queue.server.metrics.http import Endpoint
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -75,7 +75,7 @@ class Server:
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
         unit = Unit(budget_of(config), config.arena_dir)
         unit.notice_after(config.notice_after_s)
-        unit.open_arenas()  # while there are descriptors
+        unit.shm.open()  # while there are descriptors
         make = Service if config.metrics_port is None else MeteredService
         if config.join:
             where = parse_address(config.join, config.token)
@@ -141,7 +141,7 @@ class Server:
             self.service.unit.close()
             clear_run_dir(self.config.run_dir)
             if entry:
-                register.leave(entry)
+                host_registry.leave(entry)
             os.close(home)  # and with it the hold on the directory
 
     def _advertised(self, tcp: str) -> str:
@@ -152,8 +152,8 @@ class Server:
         """Serve metrics where they are enabled; the library for it is loaded only then."""
         if not isinstance(self.service, MeteredService):
             return
-        from transfer_queue.server.metrics import ServerCollector
-        from transfer_queue.server.scraping import Endpoint
+        from transfer_queue.server.metrics.collector import ServerCollector
+        from transfer_queue.server.metrics.http import Endpoint
 
         endpoint = Endpoint(ServerCollector(self.service, self.role.compactor))
         host = self.config.metrics_host or ("" if is_everywhere(self.config.host) else self.config.host)
@@ -238,7 +238,7 @@ class Server:
             self.stop()
             return None
         loop.add_reader(watch, self.stop)
-        found = kin.kin(owner)
+        found = processes.kin(owner)
         if start and found is not None and found.start != start:
             self.stop()  # the owner has ended, and another process has its number
         return watch
@@ -248,12 +248,12 @@ class Server:
         config = self.config
         shares = bool(config.job and tcp and not config.join)
         try:
-            return register.enter(
-                register.Entry(
-                    server=kin.kin(os.getpid()) or kin.Kin(os.getpid(), 0),
+            return host_registry.enter(
+                host_registry.Entry(
+                    server=processes.kin(os.getpid()) or processes.Kin(os.getpid(), 0),
                     address=f"unix:{os.path.abspath(path)}",
-                    owner=kin.kin(config.owner_pid) if config.owner_pid else None,
-                    since=kin.now(),
+                    owner=processes.kin(config.owner_pid) if config.owner_pid else None,
+                    since=processes.now(),
                     tcp=tcp,
                     join=config.join,
                     job=config.job,

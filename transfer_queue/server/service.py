@@ -8,15 +8,15 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
-from transfer_queue.server.blocks import Answer, Blocks
-from transfer_queue.server.handing import Handing
-from transfer_queue.server.leftovers import Leftovers
-from transfer_queue.server.members import Members
+from transfer_queue.server.block_requests import Answer, Blocks
+from transfer_queue.server.fetch_with_data import Handing
+from transfer_queue.server.recycling import Leftovers
 from transfer_queue.server.sessions import Session, Sessions
-from transfer_queue.storage.shm.unit import Block, Unit
+from transfer_queue.server.unit_registry import Members
+from transfer_queue.storage.blocks import Block, Unit
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
-from transfer_queue.wire.hello import Life
+from transfer_queue.wire.handshake import Life
 from transfer_queue.wire.lives import ID_NBYTES
 
 NO_BYTES = memoryview(b"")
@@ -321,7 +321,7 @@ class Service:
             "clients": len(self.sessions.by_ident),
             "units": self.members.statistics(),
             "arena_nbytes_used": self.unit.used_nbytes,
-            "arena_nbytes_resident": self.unit.resident_nbytes(),
+            "arena_nbytes_resident": self.unit.shm.resident_nbytes(),
             "arena_nbytes_budget": self.unit.budget_nbytes,
             "pinned_nbytes": self.unit.pinned_nbytes(),
         }

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from transfer_queue.controller.parking import NOTICE_AFTER_S
 from transfer_queue.errors import ConfigError
-from transfer_queue.storage.shm.arena import free_nbytes
-from transfer_queue.wire.versions import Policy
+from transfer_queue.memory.memfd import free_nbytes
+from transfer_queue.wait_queue import NOTICE_AFTER_S
+from transfer_queue.wire.messages.staleness import Policy
 
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
 MEMORY_SHARE = 0.6

@@ -1,9 +1,12 @@
 """Where the bytes of rows live.
 
-    shm    the store of one host: arenas of shared memory that local clients map
+    blocks    the books: which block is whose, how many pins it has, the byte budget and who waits for it
+    pins      who reads which blocks
+    shm       the memory of one host: arenas that its clients map
+    extents   which ranges of an arena are free
 
-Distributed engines get a module each beside it.
-The compatibility name `StorageKeyNotFoundError` is importable from here.
+Distributed engines get a module each beside `shm`. The compatibility name `StorageKeyNotFoundError` is importable from
+here.
 """
 
 from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError

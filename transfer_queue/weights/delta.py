@@ -22,8 +22,8 @@ import torch
 from xxhash import xxh3_128
 
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
-from transfer_queue.codec.layout import Bytes
 from transfer_queue.errors import ProtocolError, ShapeMismatch, StaleBase, UnknownTensor
+from transfer_queue.memory.bytes import Bytes
 from transfer_queue.weights.digest import STEP_NBYTES, byte_view, digest_tensor
 from transfer_queue.weights.manifest import Contents, Entry, Manifest, Stored, TensorSpec, expand, root_of
 from transfer_queue.weights.packing import NUM_THREADS, Placement, Plan

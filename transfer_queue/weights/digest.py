@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from transfer_queue.codec.layout import Bytes
+from transfer_queue.memory.bytes import Bytes
 
 ALGO = "xxh3_128"
 DEVICE_ALGO = "mix64x2"  # computed where the bytes lie (`device`)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from transfer_queue.codec.layout import ALIGN
-from transfer_queue.codec.memory import Mover, Pool
+from transfer_queue.memory.copy import Mover
+from transfer_queue.memory.pool import Pool
 
 KEEP_NBYTES = 1 << 30
 _pool = Pool(KEEP_NBYTES)

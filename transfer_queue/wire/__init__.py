@@ -1,6 +1,14 @@
 """What crosses a socket: typed messages, framing without I/O, and the handshake.
 
-`messages` names every request and reply. `framing` cuts a byte stream into frames and receives payload
-straight into its destination; the server and both client drivers share it. `hello` proves both sides know the
-token. Nothing here opens a socket, and nothing here can execute what it receives.
+    messages              every request and reply
+    framing               cuts a byte stream into frames, and receives payload straight into its destination
+    handshake             both sides prove that they know the token
+    aio                   the calling end on an event loop: many requests in flight
+    arena_fds             the two messages that hand out an arena's descriptor
+    arrays, lives         numbers as they travel; what names the life that a row's number is from
+    address, token        where a server is, and what opens it
+    peer                  who is at the other end of a unix socket
+    server_info           `ZMQServerInfo`, as programs written for TransferQueue name a service
+
+The server and both client drivers share `framing`. Nothing here can execute what it receives.
 """

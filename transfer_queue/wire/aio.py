@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable, TransferQueueError
-from transfer_queue.wire import hello
+from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, tune
 from transfer_queue.wire.framing import FrameReader, frame
@@ -65,7 +65,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._until_shutdown: AsyncGenerator[None, None] | None = None
 
     async def open(
-        self, session: bytes, timeout_s: float, life: hello.Life = hello.ANY, role: int = hello.CLIENT
+        self, session: bytes, timeout_s: float, life: handshake.Life = handshake.ANY, role: int = handshake.CLIENT
     ) -> AsyncConnection:
         """Connect and shake hands with a server of `life`.
 
@@ -85,10 +85,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
         try:
             if address.path:
                 check_peer(address.path, self._transport.get_extra_info("socket"))
-            nonce = hello.nonce()
+            nonce = handshake.nonce()
             challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce, *life, role), timeout_s)
-            proof = hello.proof_of(challenge, address, nonce, role)
-            self.welcome = hello.welcome_of(await self._greet(proof, timeout_s), life)
+            proof = handshake.proof_of(challenge, address, nonce, role)
+            self.welcome = handshake.welcome_of(await self._greet(proof, timeout_s), life)
         except BaseException:
             self.close()
             raise

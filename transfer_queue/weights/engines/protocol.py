@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable, error_from_code
-from transfer_queue.wire import hello
+from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, parse_address
 from transfer_queue.wire.framing import FrameReader, frame
@@ -145,11 +145,11 @@ class Peer:
         except (OSError, ValueError) as error:
             raise ServiceUnavailable(f"no server of weights at {_shown(address)}: {error}") from error
         try:
-            nonce = hello.nonce()
+            nonce = handshake.nonce()
             self.stream.send(m.Hello(PROTOCOL, b"", nonce), timeout_s)
             challenge, _ = self.stream.receive(timeout_s)
-            self.stream.send(hello.proof_of(challenge, address, nonce), timeout_s)
-            hello.welcome_of(self.stream.receive(timeout_s)[0])
+            self.stream.send(handshake.proof_of(challenge, address, nonce), timeout_s)
+            handshake.welcome_of(self.stream.receive(timeout_s)[0])
         except BaseException:
             self.stream.close()
             raise

@@ -16,7 +16,7 @@ from transfer_queue.errors import AccessDenied, InvalidInput, ProtocolError, Tra
 from transfer_queue.weights.digest import Buffer, host_bytes
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Outcome, as_typed
-from transfer_queue.wire import hello
+from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import tune
 from transfer_queue.wire.peer import peer_uid
@@ -152,11 +152,11 @@ class _Visit:
         first, _ = self.stream.receive(HELLO_TIMEOUT_S)
         if not isinstance(first, m.Hello) or first.version != p.PROTOCOL:
             raise ProtocolError("not a greeting of this protocol")
-        nonce = hello.nonce()
-        self.stream.send(m.Challenge(nonce, hello.server_mac(token, first.nonce, nonce)), HELLO_TIMEOUT_S)
+        nonce = handshake.nonce()
+        self.stream.send(m.Challenge(nonce, handshake.server_mac(token, first.nonce, nonce)), HELLO_TIMEOUT_S)
         proof, _ = self.stream.receive(HELLO_TIMEOUT_S)
-        expected = hello.client_mac(token, first.nonce, nonce)
-        if not isinstance(proof, m.Proof) or not hello.equal(proof.mac, expected):
+        expected = handshake.client_mac(token, first.nonce, nonce)
+        if not isinstance(proof, m.Proof) or not handshake.equal(proof.mac, expected):
             self.stream.send(m.Failed(0, AccessDenied.code, "wrong token"), HELLO_TIMEOUT_S)
             raise AccessDenied("a peer does not know the token")
         self.stream.send(m.Welcome(os.getpid(), "", b""), HELLO_TIMEOUT_S)

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from transfer_queue.client.mapping import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages
-from transfer_queue.codec.layout import Bytes
-from transfer_queue.codec.memory import Lent
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
+from transfer_queue.memory.bytes import Bytes, Lent
+from transfer_queue.memory.private_map import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.drafts import Draft

@@ -1,0 +1,9 @@
+"""Every operation of the client once, as a generator that yields effects; `drivers` run them.
+
+rows         put, get and clear rows, fetch metadata
+tasks        rows of a task together with their data, in one round trip
+kv           rows by the user's keys
+update       cells changed by what they hold
+partitions   a partition as one object
+staleness    versions of the weights, and how many rows may be started
+"""

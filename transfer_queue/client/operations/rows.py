@@ -1,0 +1,336 @@
+"""Every operation of `TransferQueueClient`, once. The public methods in `api` run these."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from transfer_queue.client.dense import Pad
+from transfer_queue.client.describing import batch_meta, field_specs, warn_repeated
+from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.allocation import committed_meta
+from transfer_queue.client.transfer.read import read
+from transfer_queue.client.transfer.write import Rows, checked_tags, store
+from transfer_queue.codec.columns import rows_of
+from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.plan import items_of, plan_batch
+from transfer_queue.codec.rows import row_numbers
+from transfer_queue.codec.values import is_plain
+from transfer_queue.errors import BatchMismatch, InvalidInput, MissingParameter, UnknownMode, UnsupportedValue
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import NUMERIC, numbers_of, pack_array
+
+log = logging.getLogger("transfer_queue")
+
+Batch: TypeAlias = TensorDictBase | Mapping[str, Any]
+Parser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def get_meta(
+    session: Session,
+    data_fields: list[str],
+    batch_size: int | None,
+    partition_id: str,
+    mode: str,
+    task_name: str | None,
+    sampling_config: Mapping[str, Any] | None,
+    timeout_s: float | None,
+    lease_s: float | None = None,
+    token_budget: int | None = None,
+) -> Operation[BatchMeta]:
+    if not partition_id or (batch_size is None and token_budget is None):
+        raise MissingParameter("get_meta needs partition_id, and batch_size or token_budget")
+    if token_budget is not None:
+        if mode != "fetch":
+            raise UnknownMode(f"mode {mode!r} takes no rows: token_budget is for 'fetch'")
+        sampling_config = {**(sampling_config or {}), BUDGET: token_budget}
+    batch_size = 1 if batch_size is None else batch_size
+    if lease_s is not None and mode != "fetch":
+        raise UnknownMode(f"mode {mode!r} takes no rows: lease_s is for 'fetch'")
+    if mode == "insert":
+        request: m.Request = m.Insert(session.next_rid(), partition_id, batch_size, data_fields, session.timeout_s)
+        reply = (yield Call(request, wait_s=session.timeout_s))[0]
+        return batch_meta(session.service_id, reply, partition_id, data_fields)
+    if mode == "force_fetch":
+        reply = (yield Call(m.Scan(session.next_rid(), partition_id, data_fields)))[0]
+        return batch_meta(session.service_id, reply, partition_id, data_fields)
+    if mode != "fetch":
+        raise UnknownMode(f"mode {mode!r}: expected 'fetch', 'insert' or 'force_fetch'")
+    if not task_name:
+        raise UnknownMode("mode 'fetch' needs task_name: which consumer takes the rows")
+    if batch_size == 0:
+        return BatchMeta.empty()
+    terms = (*waiting(session, timeout_s), lease_s or 0.0)
+    return (yield from fetch(session, data_fields, batch_size, partition_id, task_name, sampling_config, *terms))
+
+
+def waiting(session: Session, timeout_s: float | None) -> tuple[float, bool]:
+    """For how long a fetch waits, and whether it is empty then; else it fails."""
+    polling = bool(session.config.get("polling_mode"))
+    return (timeout_s if timeout_s is not None else (0.0 if polling else session.timeout_s)), polling
+
+
+def fetch(
+    session: Session,
+    data_fields: list[str],
+    batch_size: int,
+    partition_id: str,
+    task_name: str,
+    sampling_config: Mapping[str, Any] | None,
+    wait_s: float,
+    empty_on_timeout: bool,
+    lease_s: float,
+) -> Operation[BatchMeta]:
+    """Ready rows of a task; see `messages.Fetch`. An empty meta when the answer is empty."""
+    sampling = checked_sampling(sampling_config)
+    if lease_s:
+        session.stay()
+    request = m.Fetch(
+        session.next_rid(),
+        partition_id,
+        data_fields,
+        _as_sent(batch_size),
+        task_name,
+        sampling,
+        wait_s,
+        empty_on_timeout,
+        lease_s,
+    )
+    reply = (yield Call(request, wait_s=wait_s))[0]
+    if not reply.rows:
+        return BatchMeta.empty()
+    meta = batch_meta(session.service_id, reply, partition_id)
+    warn_repeated(meta)
+    return meta
+
+
+def checked_sampling(sampling_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`sampling_config` as it travels; the sampler gets tuples as lists, tensors as arrays, and numbers as Python's.
+
+    Raises `UnsupportedValue` unless it is plain data and arrays of numbers.
+    """
+    return {} if sampling_config is None else _as_sent(dict(sampling_config))
+
+
+def _as_sent(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray) and value.dtype.kind in NUMERIC:
+        return pack_array(value) if value.ndim else value.item()
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_as_sent(item) for item in value]
+    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+        return {key: _as_sent(item) for key, item in value.items()}
+    if is_plain(value):
+        return value
+    raise UnsupportedValue(
+        f"sampling_config {value!r}: only numbers, strings, lists, dicts by string, arrays and tensors of numbers"
+    )
+
+
+def leased(metadata: BatchMeta) -> tuple[int, bytes, bytes]:
+    """(lease, rows, life of the service) of a meta, or `InvalidInput` when it has no lease, or several."""
+    if not metadata.lease:
+        raise InvalidInput(
+            "the rows are not on lease: they were fetched without lease_s, or joined from several leases"
+        )
+    return metadata.lease, metadata.indexes.tobytes(), metadata.service_id
+
+
+def num_rows(batch: Batch) -> int:
+    """Rows of a batch, or `InvalidInput` when it has none."""
+    if isinstance(batch, TensorDictBase):
+        size = list(batch.batch_size)
+        count = size[0] if size else 0
+    elif isinstance(batch, Mapping):
+        first: Any = next(iter(batch.values()), ())
+        try:
+            nested = isinstance(first, torch.Tensor) and first.is_nested
+            count = int(first.size(0)) if nested else len(first)  # a strided one has no len
+        except TypeError:
+            raise InvalidInput(f"a column has rows, got {type(first).__qualname__} without length") from None
+    else:
+        raise UnsupportedValue(f"data is a TensorDict or a mapping of columns, got {type(batch).__qualname__}")
+    if count < 1:
+        raise InvalidInput("a batch needs at least one row")
+    return count
+
+
+def planned(session: Session, batch: Batch, parser: Parser | None) -> Plan:
+    """The plan of a batch, after `parser` where there is one. Raises before anything is sent."""
+    count = num_rows(batch)
+    if parser is not None:
+        columns = dict(items_of(batch))
+        parsed = parser(dict(columns))
+        if parsed.keys() != columns.keys() or any(len(column) != count for column in parsed.values()):
+            raise BatchMismatch("data_parser must keep the fields and the number of rows")
+        batch = parsed
+    plan = plan_batch(batch, count, session.allow_pickle)
+    if not plan.columns:
+        raise InvalidInput("a batch needs at least one field")
+    return plan
+
+
+def put(
+    session: Session,
+    data: Batch,
+    metadata: BatchMeta | None,
+    partition_id: str | None,
+    data_parser: Parser | None,
+    strict_schema: bool | None = None,
+) -> Operation[BatchMeta]:
+    if metadata is None:
+        if not partition_id:
+            raise InvalidInput("put needs metadata or a partition_id")
+        plan = planned(session, data, data_parser)
+        reply = yield from store(session, plan, Rows(partition_id, plan.rows, strict_schema=strict_schema), None)
+        return committed_meta(session, reply, partition_id, plan, None)
+    if partition_id is not None and set(metadata.partition_ids) - {partition_id}:
+        others = sorted(set(metadata.partition_ids) - {partition_id})
+        raise InvalidInput(f"partition_id {partition_id!r}, but the metadata has rows of {others[:8]}: leave it out")
+    count = num_rows(data)
+    if len(metadata) != count or not count:
+        raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
+    for positions, part in _by_partition(metadata):
+        rows_of_part = data if len(part) == count else _rows_at(data, positions)
+        schema = yield from _put_part(session, rows_of_part, part, data_parser, strict_schema)
+    metadata.field_schema = {**metadata._frozen_schema(), **schema}
+    metadata._set_ready()
+    metadata._forget_tag_edits()
+    return metadata
+
+
+def _put_part(
+    session: Session, data: Batch, meta: BatchMeta, parser: Parser | None, strict: bool | None
+) -> Operation[dict[str, Any]]:
+    """Write to the rows of one partition, with the tags their holder changed."""
+    plan = planned(session, data, parser)
+    edits = meta._tag_edits()
+    tags = None
+    if edits:
+        unchanged: tuple[bool, dict[str, Any]] = (False, {})
+        tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
+    replaced = [position for position, (replace, _) in edits.items() if replace]
+    rows = Rows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced, meta.service_id, strict)
+    yield from store(session, plan, rows, tags)
+    return field_specs(plan.schema())
+
+
+def _by_partition(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
+    """(positions, rows) of each partition in `meta`."""
+    found: dict[str, list[int]] = {}
+    names = meta.partition_ids
+    if len(set(names)) <= 1:
+        return [(list(range(len(meta))), meta)]
+    for position, name in enumerate(names):
+        found.setdefault(name, []).append(position)
+    return [(positions, meta.select_samples(positions)) for positions in found.values()]
+
+
+def _rows_at(data: Batch, positions: list[int]) -> Batch:
+    """These rows. A jagged tensor can't be indexed by torch, and not by tensordict before 0.11: it becomes a list."""
+    found: dict[str, Any] = {}
+    for name, column in items_of(data):
+        if isinstance(column, (NonTensorStack, NonTensorData)):
+            rows = rows_of(column)
+            found[name] = NonTensorStack(*[NonTensorData(rows[p]) for p in positions])
+        elif isinstance(column, (list, tuple)) or getattr(column, "is_nested", False):
+            rows = rows_of(column)
+            found[name] = [rows[p] for p in positions]
+        else:
+            found[name] = column[positions]
+    return found
+
+
+def set_tags(session: Session, meta: BatchMeta, tags: Sequence[Mapping[str, Any]]) -> Operation[None]:
+    """Replace the tags of the rows."""
+    for positions, part in _by_partition(meta):
+        wire = checked_tags([tags[p] for p in positions], len(part))
+        request = m.SetTags(
+            session.next_rid(), part.sole_partition, part.indexes.tobytes(), wire, True, part.service_id
+        )
+        yield Call(request)
+
+
+def get_data(
+    session: Session,
+    metadata: BatchMeta | None,
+    copy: bool,
+    out: Mapping[str, torch.Tensor] | None,
+    device: torch.device | str | None,
+    dense: bool = False,
+    pad: Pad | None = None,
+) -> Operation[TensorDict]:
+    if metadata is None or not len(metadata) or not metadata.field_names:
+        log.warning("get_data: the metadata names no rows or no fields")
+        return TensorDict({}, batch_size=[0])
+    fields, life = metadata.field_names, metadata.service_id
+    requests = [
+        m.Get(session.next_rid(), part.sole_partition, None, part.indexes.tobytes(), fields, True, life)
+        for part in _segments(metadata)
+    ]
+    return (yield from read(session, requests, copy=copy, out=out, device=device, dense=dense, pad=pad))
+
+
+def _segments(meta: BatchMeta) -> list[BatchMeta]:
+    """Stretches of rows of one partition, in order."""
+    names = meta.partition_ids
+    if len(set(names)) <= 1:
+        return [meta]
+    starts = [0, *(p for p in range(1, len(names)) if names[p] != names[p - 1]), len(names)]
+    return [meta[a:b] for a, b in itertools.pairwise(starts)]
+
+
+def clear_samples(session: Session, metadata: BatchMeta) -> Operation[None]:
+    if metadata is None or not len(metadata):
+        return
+    for _, part in _by_partition(metadata):
+        rows = part.indexes.tobytes()
+        yield Call(m.Clear(session.next_rid(), part.sole_partition, None, rows, part.service_id))
+
+
+def status(reply: m.Status, num_fields: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """(global indexes, int8 status) of a partition, ascending; (None, None) when it or a field is unknown."""
+    if not reply.known:
+        return None, None
+    runs = numbers_of(reply.runs, 2)
+    rows = torch.from_numpy(row_numbers(runs))
+    values = torch.from_numpy(np.frombuffer(reply.status, np.int8).copy())
+    return rows, values if num_fields is None else values.view(len(rows), num_fields)
+
+
+def is_done(reply: m.Status) -> bool:
+    """Whether every row has the status, and there are as many as were declared."""
+    return reply.known and 0 < reply.num_rows >= (reply.declared or 0) and b"\x00" not in reply.status
+
+
+def checked_keys(keys: Any) -> list[str]:
+    """`keys` as they are: a list of distinct strings, not empty."""
+    if type(keys) is not list or not set(map(type, keys)) <= {str}:
+        raise UnsupportedValue(f"keys is a list of strings, got {type(keys).__qualname__}")
+    if not keys:
+        raise InvalidInput("keys is empty")
+    return keys
+
+
+def distinct_keys(keys: Any) -> list[str]:
+    found = checked_keys(keys)
+    if len(set(found)) != len(found):
+        raise InvalidInput("Got duplicated keys.")
+    return found
+
+
+def key_list(keys: Any) -> list[str]:
+    """One key or a list of keys, as a list."""
+    return checked_keys([keys] if type(keys) is str else keys)

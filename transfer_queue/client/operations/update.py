@@ -1,0 +1,350 @@
+"""Changing cells by what they hold: read, compute here, and write unless somebody else wrote meanwhile.
+
+The cells are read with the number of the block that each lies in. A block never changes, and no number is used twice,
+so the commit can say which blocks it expects; the controller refuses it where one is another by now, and the update
+begins anew. No code travels: `parser` runs in the calling process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+
+from transfer_queue.client.describing import field_specs
+from transfer_queue.client.effects import Call, Operation, Together
+from transfer_queue.client.operations import rows as ops
+from transfer_queue.client.operations.kv import keyed_meta
+from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.read import read
+from transfer_queue.client.transfer.write import Rows, store
+from transfer_queue.codec.columns import rows_of
+from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.plan import items_of, plan_batch
+from transfer_queue.errors import (
+    BatchMismatch,
+    CellsChanged,
+    DeadlineExceeded,
+    InvalidInput,
+    NotReady,
+    UnsupportedValue,
+)
+from transfer_queue.metadata import BatchMeta, KVBatchMeta
+from transfer_queue.schema import OBJECTS
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import Numbers, numbers_of
+
+Parser: TypeAlias = Callable[[Any, Any], Any]
+Columns: TypeAlias = dict[str, list[Any]]  # the values of each field, one for each row
+PARSERS = ("append", "merge", "add", "max", "replace")
+
+
+# what callers may ask for by name
+
+
+def _append(old: Any, new: Any) -> Any:
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return torch.cat([old, new.to(old.dtype)])
+    if type(old) is type(new) and type(old) in (list, str, bytes):
+        return old + new
+    if isinstance(old, list):
+        return [*old, new]
+    raise UnsupportedValue(f"append: {type(new).__qualname__} to {type(old).__qualname__}")
+
+
+def _merge(old: Any, new: Any) -> Any:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return {**old, **new}
+    raise UnsupportedValue(f"merge: {type(new).__qualname__} into {type(old).__qualname__}, expected two dicts")
+
+
+def _numeric(name: str, of_tensors: Parser, of_numbers: Parser) -> Parser:
+    def combine(old: Any, new: Any) -> Any:
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            return {**old, **{key: combine(old[key], new[key]) if key in old else new[key] for key in new}}
+        if isinstance(old, torch.Tensor):
+            return of_tensors(old, torch.as_tensor(new, dtype=old.dtype))
+        if isinstance(old, (int, float)) and isinstance(new, (int, float)):
+            return of_numbers(old, new)
+        raise UnsupportedValue(f"{name}: {type(old).__qualname__} and {type(new).__qualname__}")
+
+    return combine
+
+
+_NAMED: dict[str, Parser] = {
+    "append": _append,
+    "merge": _merge,
+    "add": _numeric("add", torch.add, lambda old, new: old + new),
+    "max": _numeric("max", torch.maximum, max),
+    "replace": lambda _, new: new,
+}
+
+
+def _parser(parser: object) -> Parser:
+    if isinstance(parser, str):
+        named = _NAMED.get(parser)
+        if named is None:
+            raise InvalidInput(f"parser {parser!r}: expected a function of (old, new), or one of {list(PARSERS)}")
+        return lambda old, new: new if old is None else named(old, new)
+    if not callable(parser):
+        raise UnsupportedValue(f"parser must be callable, or one of {list(PARSERS)}; got {parser!r}")
+    return parser
+
+
+# by key
+
+
+def kv_update(
+    session: Session,
+    key: str,
+    partition_id: str,
+    fields: str | list[str] | Mapping[str, Any] | TensorDictBase,
+    values: Any = None,
+    parser: Parser | str | None = None,
+    empty: bool = False,
+    *,
+    merge: Parser | str | None = None,
+) -> Operation[KVBatchMeta]:
+    """Replace cells of one row by `parser(old, new)`: one atomic step, of which others see all cells or none.
+
+    `fields`: one field, and `values` is its new value; several, and `values` is a dict of as many; or a dict of values.
+    `parser` is a function, which runs in this process, again whenever another write came first; or the name of one:
+    "append" (tensors along their first dimension, lists, strings), "merge" (dicts), "add", "max" (numbers, tensors,
+    dicts of numbers), "replace". `merge` is another word for it. `empty`: the cells become None instead.
+
+    A field that was not written has the old value None, and the result may be of any type; not so where `fields` is a
+    dict: there the field must be written, tensors keep their dtype, and what is no tensor stays so. What `parser`
+    raises comes out here and nothing has changed. Raises ValueError and TypeError for arguments that do not fit,
+    `UnknownRows` (a ValueError) for a key that is not there, `DeadlineExceeded` when others were faster until the
+    deadline, and as `kv_put`.
+    """
+    ops.checked_keys([key])
+    chosen = parser if merge is None else merge
+    if empty:
+        if values is not None or isinstance(fields, Mapping):
+            raise InvalidInput("empty=True must not specify values")
+        if chosen is not None:
+            raise InvalidInput("empty=True must not specify parser")
+        return (yield from kv_empty(session, key, partition_id, _names(fields)))
+    new, strict = _new_values(fields, values)
+    update = _Update(_Target(partition_id, 1, [key]), new, _parser(chosen), strict)
+    return keyed_meta(session, (yield from update.carry_out(session)), [key], partition_id)
+
+
+def kv_empty(session: Session, key: str, partition_id: str, fields: str | list[str]) -> Operation[KVBatchMeta]:
+    """The cells of these fields become None; the row stays, and they count as written. Raises as `kv_update`."""
+    new: Columns = {name: [None] for name in _names(fields)}
+    ops.checked_keys([key])
+    update = _Update(_Target(partition_id, 1, [key]), new, lambda _, none: none, False)
+    return keyed_meta(session, (yield from update.carry_out(session)), [key], partition_id)
+
+
+def _names(fields: Any) -> list[str]:
+    found = [fields] if isinstance(fields, str) else fields
+    if not isinstance(found, list) or not set(map(type, found)) <= {str}:
+        raise UnsupportedValue(f"fields is a string or a list of strings, got {fields!r}")
+    if not found or len(set(found)) != len(found):
+        raise InvalidInput(f"fields {found}: name one or more, each once")
+    return found
+
+
+def _new_values(fields: Any, values: Any) -> tuple[Columns, bool]:
+    """(the new value of each field, whether the types are to stay as they are)."""
+    if isinstance(fields, TensorDictBase):
+        if values is not None:
+            raise InvalidInput("fields has the values already")
+        return _row_of(fields), True
+    if isinstance(fields, Mapping):
+        if values is not None:
+            raise InvalidInput("fields has the values already")
+        if not fields or not set(map(type, fields)) <= {str}:
+            raise UnsupportedValue("fields is a dict with at least one field, whose names are strings")
+        return {name: [value] for name, value in fields.items()}, True
+    if isinstance(fields, list) and not fields:
+        raise UnsupportedValue("fields is empty")
+    names = _names(fields)
+    if values is None:
+        raise InvalidInput("an update requires values")
+    if isinstance(fields, str):
+        return {fields: [values]}, False
+    given = _row_of(values) if isinstance(values, TensorDictBase) else values
+    if not isinstance(given, Mapping) or set(given) != set(names):
+        raise InvalidInput(f"values must have the same columns as fields: {names}")
+    if isinstance(values, TensorDictBase):
+        return {name: given[name] for name in names}, False
+    return {name: [given[name]] for name in names}, False
+
+
+def _row_of(batch: TensorDictBase) -> Columns:
+    if list(batch.batch_size) != [1]:
+        raise InvalidInput(f"one row is updated, the values have batch size {list(batch.batch_size)}")
+    return {name: rows_of(column) for name, column in items_of(batch)}
+
+
+# by metadata
+
+
+def update(
+    session: Session,
+    metadata: BatchMeta,
+    fields: list[str] | str,
+    values: ops.Batch | None,
+    parser: Parser | str | None,
+) -> Operation[BatchMeta]:
+    """See `TransferQueueClient.update`."""
+    names = _names(fields)
+    if values is None:
+        raise InvalidInput("an update requires values")
+    chosen = _parser(parser)
+    if not len(metadata) or ops.num_rows(values) != len(metadata):
+        raise BatchMismatch(f"{ops.num_rows(values)} rows of values for {len(metadata)} rows of metadata")
+    columns = {name: rows_of(column) for name, column in items_of(values)}
+    if columns.keys() != set(names):
+        raise InvalidInput(f"values must have the same columns as fields: {names}")
+    for positions, part in ops._by_partition(metadata):
+        target = _Target(part.sole_partition, len(part), None, part.indexes.tobytes(), part.service_id)
+        of_part = {name: [column[position] for position in positions] for name, column in columns.items()}
+        written = _Update(target, of_part, chosen, False)
+        yield from written.carry_out(session)
+        metadata.field_schema = {**metadata._frozen_schema(), **field_specs(written.plan.schema())}
+    return metadata
+
+
+# one update
+
+
+class _Target(NamedTuple):
+    """The rows of one partition, by key or by index."""
+
+    partition: str
+    num: int
+    keys: list[str] | None
+    indexes: bytes | None = None
+    service: bytes = b""
+
+
+class _Old(NamedTuple):
+    """What rows hold: values (None where a cell is not written), and the block that each cell lies in (0: none)."""
+
+    values: Columns
+    blocks: dict[str, Numbers]
+    objects: set[str]  # fields that hold no tensors
+
+
+class _Update:
+    def __init__(self, target: _Target, new: Columns, parser: Parser, strict: bool) -> None:
+        self.plan: Plan
+        self._target = target
+        self._new = new
+        self._parser = parser
+        self._strict = strict
+
+    def carry_out(self, session: Session) -> Operation[m.Committed]:
+        """Read, compute and write until nobody else wrote in between."""
+        deadline = time.monotonic() + session.timeout_s
+        while True:
+            old = yield from self._read(session)
+            self.plan = plan_batch(self._results(old), self._target.num, session.allow_pickle)
+            names = [field.name for field in self.plan.schema()]
+            expected = np.concatenate([old.blocks[name] for name in names]).astype(np.int64).tobytes()
+            where = self._target
+            rows = Rows(where.partition, where.num, where.keys, where.indexes, service=where.service, expected=expected)
+            try:
+                return (yield from store(session, self.plan, rows, None))
+            except CellsChanged as error:
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(f"others wrote the cells each time they were read: {error}") from None
+
+    def _results(self, old: _Old) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, new in self._new.items():
+            before = old.values[name]
+            if self._strict and not old.blocks[name].all():
+                raise InvalidInput(f"unproduced field {name!r}: an update by a dict needs what was written before")
+            results = [self._parser(was, now) for was, now in zip(before, new, strict=True)]
+            if self._strict:
+                _check_types(name, before, results)
+            if name in old.objects and not any(isinstance(result, torch.Tensor) for result in results):
+                found[name] = NonTensorStack(*map(NonTensorData, results))  # lists of numbers stay what they are
+            else:
+                found[name] = results
+        return found
+
+    # reading
+
+    def _read(self, session: Session) -> Operation[_Old]:
+        where = self._target
+        try:
+            return (yield from self._cells(session, self._get(session, list(self._new)), range(where.num)))
+        except NotReady:
+            if where.keys is not None:  # the row has no field at all
+                return self._blank()
+            return (yield from self._read_by_pattern(session))
+
+    def _get(self, session: Session, fields: list[str], rows: Sequence[int] | None = None) -> m.Get:
+        where = self._target
+        indexes = where.indexes
+        if rows is not None:
+            indexes = numbers_of(where.indexes or b"")[list(rows)].tobytes()
+        return m.Get(session.next_rid(), where.partition, where.keys, indexes, fields, False, where.service)
+
+    def _blank(self) -> _Old:
+        num = self._target.num
+        return _Old(
+            {name: [None] * num for name in self._new}, {name: np.zeros(num, np.int64) for name in self._new}, set()
+        )
+
+    def _cells(self, session: Session, request: m.Get, rows: Sequence[int]) -> Operation[_Old]:
+        """What the rows at these positions hold; the others and what was not found is blank."""
+        reply, payload = yield Call(request)
+        reply.note = ""  # that a field is not written is no surprise here
+        old = self._blank()
+        if not reply.schema:
+            return old
+        places = list(rows)
+        for part in reply.parts:
+            runs = numbers_of(part.runs, 3)
+            blocks = np.array([piece.block for piece in reply.pieces], np.int64)[runs[:, 0]].repeat(runs[:, 2])
+            for name in part.fields:
+                old.blocks[name][places] = blocks
+        old.objects.update(field.name for field in reply.schema if field.kind == OBJECTS)
+        found = yield from read(session, [request], located=(reply, payload))
+        for name in found.keys():  # noqa: SIM118  a TensorDict iterates over rows
+            for place, value in zip(places, rows_of(found.get(name)), strict=True):
+                old.values[name][place] = value
+        return old
+
+    def _read_by_pattern(self, session: Session) -> Operation[_Old]:
+        """Rows of which some lack a field: those alike are read together."""
+        indexes = numbers_of(self._target.indexes or b"")
+        asked = [Call(m.Scan(session.next_rid(), self._target.partition, [name])) for name in self._new]
+        answers = yield Together(asked)
+        written = np.zeros((len(indexes), len(asked)), np.bool_)
+        for number, (reply, _) in enumerate(answers):
+            ready = np.frombuffer(reply.ready or b"", np.int8) != 0
+            written[:, number] = np.isin(indexes, numbers_of(reply.rows)[ready])
+        old, names = self._blank(), list(self._new)
+        for pattern in np.unique(written, axis=0):
+            if pattern.any():
+                rows = np.flatnonzero((written == pattern).all(axis=1)).tolist()
+                fields = [name for name, has in zip(names, pattern.tolist(), strict=True) if has]
+                part = yield from self._cells(session, self._get(session, fields, rows), rows)
+                for name in fields:
+                    old.blocks[name][rows] = part.blocks[name][rows]
+                    for row in rows:
+                        old.values[name][row] = part.values[name][row]
+                old.objects.update(part.objects)
+        return old
+
+
+def _check_types(name: str, before: list[Any], results: list[Any]) -> None:
+    for old, result in zip(before, results, strict=True):
+        if isinstance(old, torch.Tensor):
+            if not isinstance(result, torch.Tensor) or result.dtype != old.dtype:
+                raise UnsupportedValue(f"field {name!r}: parser must keep dtype {old.dtype}")
+        elif isinstance(result, torch.Tensor):
+            raise UnsupportedValue(f"field {name!r}: parser's result must remain non-tensor")

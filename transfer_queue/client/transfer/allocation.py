@@ -1,0 +1,144 @@
+"""Writing without a copy: tensors that already lie in the store, filled by the caller and then published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from transfer_queue.client.describing import field_specs
+from transfer_queue.client.drivers import awaitable, blocking
+from transfer_queue.client.effects import Call, Offload, Operation
+from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.write import Rows, checked_tags, commit, noted, send_block
+from transfer_queue.codec.dtypes import torch_dtype
+from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.plan import plan_empty
+from transfer_queue.errors import InvalidInput
+from transfer_queue.memory.bytes import Bytes
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
+from transfer_queue.wire.lives import naming
+
+Specs = Mapping[str, tuple[Sequence[int], torch.dtype]]
+
+
+def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operation[Allocation]:
+    """Room for dense fields, each given as (shape with the rows first, dtype). See `TransferQueueClient.allocate`."""
+    plan = plan_empty({name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()})
+    wait_s = session.timeout_s if timeout_s is None else timeout_s
+    nbytes = max(1, plan.nbytes)
+    if not session.is_local:
+        return Allocation(session, plan, session.pool.allocate(nbytes), None)
+    found: m.Allocated = (yield Call(m.Allocate(session.next_rid(), nbytes, True, wait_s), wait_s=wait_s))[0]
+    allocation = Allocation(session, plan, None, found.block)
+    published = allocation._published
+
+    def ended() -> None:
+        if not published:
+            session.notify(m.Discard(found.block))
+
+    def hold() -> Bytes:
+        return session.views.hold(found.rid, found.block, found.arena, found.offset, nbytes, ended)
+
+    allocation._fill((yield Offload(hold, nbytes)))
+    return allocation
+
+
+class Allocation(Mapping[str, torch.Tensor]):
+    """Tensors by field name, uninitialised, lying in the store. Fill them, then `commit` publishes them as they are.
+
+    After `commit` the tensors belong to the readers: writing into them changes what others read. Their memory stays
+    valid as long as they are referenced, and is given back unpublished when they are dropped without a commit.
+    """
+
+    def __init__(self, session: Session, plan: Plan, memory: Bytes | None, block: int | None) -> None:
+        self.session = session
+        self._plan = plan
+        self._block = block
+        self._memory = memory  # only where blocks cannot be mapped: sent by commit
+        self._published: list[bool] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        if memory is not None:
+            self._fill(memory)
+
+    def _fill(self, memory: Bytes) -> None:
+        for column in self._plan.columns:
+            offset, nbytes = column.parts[0]
+            shape = (self._plan.rows, *column.shape)
+            dtype = torch_dtype(column.dtype)
+            data = (
+                torch.from_numpy(memory[offset : offset + nbytes]).view(dtype)
+                if nbytes
+                else torch.empty(0, dtype=dtype)
+            )
+            self._tensors[column.name] = data.view(shape)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def _commit(
+        self,
+        partition_id: str | None = None,
+        keys: list[str] | None = None,
+        metadata: BatchMeta | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        strict_schema: bool | None = None,
+    ) -> Operation[BatchMeta]:
+        """Publish: one round trip whatever the size, atomic. Rows are new, or those of `keys`, or those of `metadata`.
+
+        Returns their metadata. `strict_schema`: see `kv_put`. Raises `InvalidInput` when called twice or when the rows
+        do not fit; the allocation stays usable after `InvalidInput`, and is given up after any other error.
+        """
+        if self._published:
+            raise InvalidInput("this allocation was committed before")
+        count = self._plan.rows
+        partition_id = metadata.sole_partition if metadata is not None else partition_id
+        if (
+            not partition_id
+            or (keys is not None and len(keys) != count)
+            or (metadata is not None and len(metadata) != count)
+        ):
+            raise InvalidInput(f"commit needs a partition and {count} rows")
+        if keys is not None and len(set(keys)) != count:
+            raise InvalidInput("Got duplicated keys.")
+        wire_tags = None if tags is None else checked_tags(tags, count)
+        rows = Rows(partition_id, count, keys, strict_schema=strict_schema)
+        if metadata is not None:
+            rows = rows._replace(indexes=metadata.indexes.tobytes(), service=metadata.service_id)
+        block = self._block
+        if block is None:
+            block = yield from self._upload()
+        self._published.append(True)
+        fields, layout = self._plan.schema(), self._plan.layout()
+        reply = noted(rows, (yield commit(self.session, rows, fields, layout, block, wire_tags))[0])
+        return committed_meta(self.session, reply, partition_id, self._plan, wire_tags)
+
+    def _upload(self) -> Operation[int]:
+        assert self._memory is not None
+        wait_s = self.session.timeout_s
+        request = m.Allocate(self.session.next_rid(), len(self._memory), False, wait_s)
+        block: int = (yield Call(request, wait_s=wait_s))[0].block
+        yield from send_block(self.session, block, self._memory)
+        return block
+
+    commit = blocking(_commit)
+    async_commit = awaitable(_commit)
+
+
+def committed_meta(
+    session: Session, reply: m.Committed, partition: str, plan: Plan, tags: list[m.Tags] | None
+) -> BatchMeta:
+    """Metadata of the rows a commit wrote."""
+    schema = field_specs(plan.schema())
+    return BatchMeta._build(
+        numbers_of(reply.rows), partition, schema, True, tags, naming(session.service_id, reply.loads)
+    )

@@ -1,0 +1,119 @@
+"""Blocks that lie on other hosts: one request to each unit names all that is needed of it, then the bytes are received
+straight into their place, over several connections when they are many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from transfer_queue.client.effects import Call, Notify, Operation, Together
+from transfer_queue.client.session import Session
+from transfer_queue.codec.layout import Layout, decode_layout
+from transfer_queue.codec.rows import row_numbers
+from transfer_queue.errors import ProtocolError
+from transfer_queue.memory.bytes import Bytes, Ints
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
+
+STREAM_NBYTES = 32 << 20  # what one call moves at most
+
+
+class Received(NamedTuple):
+    """The bytes of a piece, now memory of this process."""
+
+    layout: Layout
+    data: Bytes
+
+
+def received(session: Session, reply: m.Located) -> Operation[dict[int, Received]]:
+    """The pieces of `reply` that lie elsewhere, by their number; the runs in `reply` then count rows as received.
+
+    Raises `RowCleared` when a block is gone: its rows were cleared, or moved.
+    """
+    cuts = _cuts(reply)
+    if not cuts:
+        return {}
+    by_unit: dict[int, list[int]] = {}
+    for piece in cuts:
+        by_unit.setdefault(reply.pieces[piece].block >> m.UNIT_SHIFT, []).append(piece)
+    servers = [reply.units.get(unit, "") for unit in by_unit]
+    takes = [m.Take(session.next_rid(), [cuts[piece] for piece in pieces]) for pieces in by_unit.values()]
+    found: dict[int, Received] = {}
+    answers = yield Together([Call(take, to=to) for take, to in zip(takes, servers, strict=True)])
+    pinned: list[tuple[str, m.Unpin]] = []
+    try:
+        reads: list[Call] = []
+        for (taken, payload), pieces, to in zip(answers, by_unit.values(), servers, strict=True):
+            blocks = [one.block for one in taken.pieces if one.arena == m.ELSEWHERE]
+            pinned.append((to, m.Unpin(taken.rid, blocks)))
+            layouts = [decode_layout(layout) for layout in taken.layouts]
+            if len(taken.pieces) != len(pieces):
+                raise ProtocolError(f"{len(taken.pieces)} pieces, {len(pieces)} were asked for")
+            for piece, one in zip(pieces, taken.pieces, strict=True):
+                layout = layout_of(one, layouts)
+                if layout.nbytes > one.nbytes or one.offset < 0:
+                    raise ProtocolError(f"a block of {one.nbytes} bytes with a layout of {layout.nbytes}")
+                if one.arena == m.INLINE:
+                    data: Bytes = np.frombuffer(payload, np.uint8)[one.offset : one.offset + one.nbytes]
+                else:
+                    data = session.pool.allocate(one.nbytes)
+                    reads += _reads(session, one.block, data, to)
+                found[piece] = Received(layout, data)
+        if reads:
+            yield Together(reads)
+    finally:
+        for to, unpin in pinned:
+            if unpin.blocks:
+                yield Notify(unpin, to)
+    _recount(reply, {piece: cut.rows for piece, cut in cuts.items()}, found)
+    return found
+
+
+def layout_of(piece: m.Piece, layouts: Sequence[Layout]) -> Layout:
+    if not 0 <= piece.layout < len(layouts):
+        raise ProtocolError(f"layout {piece.layout} of {len(layouts)}")
+    return layouts[piece.layout]
+
+
+def _reads(session: Session, block: int, data: Bytes, to: str) -> Iterator[Call]:
+    for start in range(0, len(data), STREAM_NBYTES):
+        part = memoryview(data[start : start + STREAM_NBYTES])  # type: ignore[arg-type]
+        yield Call(m.Read(session.next_rid(), block, start, len(part)), to=to, into=part)
+
+
+def _cuts(reply: m.Located) -> dict[int, m.Cut]:
+    """What is needed of every piece that lies elsewhere."""
+    elsewhere = {number for number, piece in enumerate(reply.pieces) if piece.arena == m.ELSEWHERE}
+    if not elsewhere:
+        return {}
+    runs: dict[int, list[Ints]] = {}
+    fields: dict[int, dict[str, None]] = {}
+    for part in reply.parts:
+        table = numbers_of(part.runs, 3)
+        for piece in elsewhere.intersection(np.unique(table[:, 0]).tolist()):
+            runs.setdefault(piece, []).append(table[table[:, 0] == piece, 1:])
+            fields.setdefault(piece, {}).update(dict.fromkeys(part.fields))
+    return {
+        piece: m.Cut(
+            reply.pieces[piece].block, np.unique(row_numbers(np.concatenate(of_piece))).tobytes(), list(fields[piece])
+        )
+        for piece, of_piece in runs.items()
+    }
+
+
+def _recount(reply: m.Located, taken: dict[int, bytes], found: dict[int, Received]) -> None:
+    """Let the runs of cut pieces name rows of the cut; rows of a run lie together in it, too."""
+    cut = {}
+    for piece, data in taken.items():
+        rows = numbers_of(data)
+        if found[piece].layout.rows == len(rows):
+            cut[piece] = rows
+    for part in reply.parts:
+        table = numbers_of(part.runs, 3).copy()
+        for piece in cut.keys() & set(table[:, 0].tolist()):
+            of_piece = table[:, 0] == piece
+            table[of_piece, 1] = np.searchsorted(cut[piece], table[of_piece, 1])
+        part.runs = table.tobytes()

@@ -1,0 +1,194 @@
+"""Everything in the service as of one instant, as bytes, and putting it back. Blocking; used by `checkpoint`.
+
+The service names and pins all blocks in the step that exports its state. Blocks never change once they are published,
+so they can be read at leisure while others go on working.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from transfer_queue.client.drivers import run
+from transfer_queue.client.effects import Call
+from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.write import send_block
+from transfer_queue.errors import ProtocolError
+from transfer_queue.memory.bytes import Ints
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
+from transfer_queue.wire.messages.checkpoints import STATE_S
+
+CHUNK_NBYTES = 4 << 20
+READERS = 4  # requests in flight where blocks cannot be mapped
+
+
+@contextlib.contextmanager
+def _open_session(session: Session) -> Iterator[Callable[[], None]]:
+    """Hold a connection that no call can break: with the last one of a session go its pins and unpublished blocks.
+
+    The function it gives raises `ServiceUnavailable` when the connection was lost meanwhile.
+    """
+    connection = session.connect()
+
+    def check() -> None:
+        connection.call(m.ListPartitions(session.next_rid()), None, session.timeout_s)
+
+    try:
+        yield check
+    finally:
+        connection.close()
+
+
+class Pinned(NamedTuple):
+    """A block as it lies on the server `to`, where request `rid` pinned it."""
+
+    piece: m.Piece
+    to: str
+    rid: int
+
+
+class Snapshot:
+    """The state and the pinned blocks of one instant. `check` raises unless those here were pinned until now."""
+
+    def __init__(self, session: Session, state: memoryview, check: Callable[[], None]) -> None:
+        self.state = state
+        self.pinned: deque[Pinned] = deque()
+        self.layouts: list[bytes] = []
+        self.check = check
+        self._session = session
+
+    def pin(self, blocks: Ints, to: str) -> None:
+        """Pin blocks that lie on the server `to`."""
+        if not len(blocks):
+            return
+        request = m.Pin(self._session.next_rid(), blocks.tobytes())
+        taken: m.Taken = self._session.call(Call(request, to=to))[0]
+        for piece in taken.pieces:
+            piece.layout += len(self.layouts)
+            self.pinned.append(Pinned(piece, to, taken.rid))
+        self.layouts += taken.layouts
+
+    def blocks(self) -> Iterator[tuple[m.Piece, Iterator[memoryview]]]:
+        """Every block and its bytes in chunks; a block's chunks must be consumed before the next block."""
+        found = list(self.pinned)
+        with contextlib.closing(self._chunks(found)) as chunks:
+            for piece, _, _ in found:
+                yield piece, (next(chunks) for _ in range(0, piece.nbytes, CHUNK_NBYTES))
+
+    def unpin(self, count: int | None = None) -> None:
+        """Release the first `count` of the blocks still pinned, or all."""
+        released: dict[tuple[str, int], list[int]] = {}
+        for _ in range(len(self.pinned) if count is None else count):
+            piece, to, rid = self.pinned.popleft()
+            released.setdefault((to, rid), []).append(piece.block)
+        for (to, rid), blocks in released.items():
+            self._session.notify(m.Unpin(rid, blocks), to)
+
+    def _chunks(self, found: Sequence[Pinned]) -> Generator[memoryview, None, None]:
+        wanted = ((one, at) for one in found for at in range(0, one.piece.nbytes, CHUNK_NBYTES))
+        with ThreadPoolExecutor(READERS, thread_name_prefix="tq-checkpoint") as readers:
+            asked: deque[Future[memoryview]] = deque()
+            for (piece, to, _), at in wanted:
+                if piece.arena >= 0:
+                    start, nbytes = piece.offset + at, min(CHUNK_NBYTES, piece.nbytes - at)
+                    mapped = self._session.arenas[piece.arena].shared[start : start + nbytes]
+                    while asked:
+                        yield asked.popleft().result()
+                    yield memoryview(mapped)  # type: ignore[arg-type]
+                    continue
+                asked.append(readers.submit(self._read, piece, at, to))
+                if len(asked) > READERS:
+                    yield asked.popleft().result()
+            while asked:
+                yield asked.popleft().result()
+
+    def _read(self, piece: m.Piece, at: int, to: str) -> memoryview:
+        nbytes = min(CHUNK_NBYTES, piece.nbytes - at)
+        request = m.Read(self._session.next_rid(), piece.block, at, nbytes)
+        _, data = self._session.call(Call(request, to=to))
+        if len(data) != nbytes:
+            raise ProtocolError(f"{len(data)} bytes of block {piece.block} instead of {nbytes}")
+        return data
+
+
+@contextlib.contextmanager
+def snapshot(session: Session) -> Iterator[Snapshot]:
+    """Everything as of now; what is still pinned at the end is released. Raises `ServiceUnavailable` and such."""
+    with _open_session(session) as check:
+        try:
+            captured, state = session.call(Call(m.Snapshot(session.next_rid()), wait_s=STATE_S))
+            found = Snapshot(session, state, check)
+            _pin_all(found, captured, int(session.config.get("unit", 0)))
+        finally:
+            session.call(Call(m.Recycle(session.next_rid())))
+        try:
+            yield found
+        finally:
+            found.unpin()
+
+
+def _pin_all(found: Snapshot, captured: m.Captured, own: int) -> None:
+    """Pin every block where it lies; none goes away meanwhile."""
+    blocks = numbers_of(captured.blocks)
+    units = blocks >> m.UNIT_SHIFT
+    try:
+        for unit in np.unique(units).tolist():
+            found.pin(blocks[units == unit], "" if unit == own else captured.units.get(unit, ""))
+    except BaseException:
+        found.unpin()
+        raise
+
+
+class Refill:
+    """Blocks being filled for a saved state; nobody sees them before `publish`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._filled: list[m.Refilled] = []
+
+    def fill(self, saved: int, layout: int, nbytes: int, write: Callable[[memoryview], None]) -> None:
+        """A block of `nbytes` that `write` fills, in place of the one saved as number `saved`.
+
+        Waits for room, then raises `StoreFull`.
+        """
+        session = self._session
+        request = m.Allocate(session.next_rid(), nbytes, False, session.timeout_s)
+        allocated: m.Allocated = session.call(Call(request, wait_s=session.timeout_s))[0]
+        self._filled.append(m.Refilled(saved, allocated.block, layout))
+        if session.is_local:
+            write(memoryview(session.arenas[allocated.arena].writable(allocated.offset, nbytes)))  # type: ignore[arg-type]
+            return
+        own = np.empty(nbytes, np.uint8)
+        write(memoryview(own))  # type: ignore[arg-type]
+        run(session, send_block(session, allocated.block, own))
+
+    def take(self) -> int:
+        """The number of the block that was filled first; whoever asks publishes it."""
+        return self._filled.pop(0).block
+
+    def publish(self, state: bytes, layouts: Sequence[bytes]) -> None:
+        """Replace everything in the service by `state` over the filled blocks: one atomic step."""
+        request = m.Restore(self._session.next_rid(), self._filled, list(layouts))
+        self._session.call(Call(request, memoryview(state), STATE_S))
+        self._filled = []
+
+    def discard(self) -> None:
+        for one in self._filled:
+            self._session.notify(m.Discard(one.block))
+
+
+@contextlib.contextmanager
+def refill(session: Session) -> Iterator[Refill]:
+    """Blocks to fill and publish; those not published by the end are given up."""
+    with _open_session(session):
+        blocks = Refill(session)
+        try:
+            yield blocks
+        finally:
+            blocks.discard()

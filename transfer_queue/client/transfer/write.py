@@ -1,0 +1,145 @@
+"""Storing a planned batch: allocate, copy, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transfer_queue.client.effects import Call, Offload, Operation, Together
+from transfer_queue.client.remarks import warn_once
+from transfer_queue.client.session import Session
+from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.values import Lowering
+from transfer_queue.errors import InvalidInput, StoreFull, UnsupportedValue
+from transfer_queue.memory.bytes import Bytes
+from transfer_queue.schema import FieldSchema
+from transfer_queue.wire import messages as m
+
+WRITE_NBYTES = 32 << 20
+_TAG_VALUES = Lowering(None, allow_pickle=False)
+_EXACT = frozenset((str, float, bool, type(None), bytes))
+
+
+class Rows(NamedTuple):
+    """Which rows a commit writes: `keys` (upsert), `indexes` (existing), or `num` new ones."""
+
+    partition: str
+    num: int
+    keys: list[str] | None = None
+    indexes: bytes | None = None
+    replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones; never changed
+    service: bytes = b""  # the life of the service that named the indexes
+    strict_schema: bool | None = None  # None: as the service is configured
+    expected: bytes | None = None  # the blocks that the cells lie in, unless they are to be overwritten in any case
+
+
+def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
+    """Publish the planned block on `rows`: at most two round trips and one copy of the payload.
+
+    Waits for room up to the session's timeout, then raises `StoreFull`. Nothing is visible unless this returns.
+    """
+    fields, layout = plan.schema(), plan.layout()
+    deadline = time.monotonic() + session.timeout_s
+    if plan.nbytes <= m.INLINE_NBYTES:
+        payload = np.empty(plan.nbytes, np.uint8)
+        plan.write(payload, session.mover)
+        try:
+            memory = memoryview(payload)  # type: ignore[arg-type]
+            return noted(rows, (yield commit(session, rows, fields, layout, 0, tags, memory))[0])
+        except StoreFull:
+            if time.monotonic() >= deadline:
+                raise
+            # there is no room for the bytes now: wait for it with an allocation
+    return (yield from _store_block(session, plan, rows, tags, fields, layout, deadline))
+
+
+def _store_block(
+    session: Session,
+    plan: Plan,
+    rows: Rows,
+    tags: list[m.Tags] | None,
+    fields: list[FieldSchema],
+    layout: bytes,
+    deadline: float,
+) -> Operation[m.Committed]:
+    nbytes = max(1, plan.nbytes)
+    wait_s = max(0.0, deadline - time.monotonic())
+    allocated: m.Allocated = (yield Call(m.Allocate(session.next_rid(), nbytes, False, wait_s), wait_s=wait_s))[0]
+    if session.is_local:
+
+        def fill() -> None:
+            into = session.arenas[allocated.arena].writable(allocated.offset, nbytes)
+            plan.write(into, session.mover)
+
+        yield Offload(fill, nbytes)
+    else:
+        own = session.pool.allocate(nbytes)
+        yield Offload(lambda: plan.write(own, session.mover), nbytes)
+        yield from send_block(session, allocated.block, own)
+    wait_s = max(0.0, deadline - time.monotonic())
+    return noted(rows, (yield commit(session, rows, fields, layout, allocated.block, tags, wait_s=wait_s))[0])
+
+
+def send_block(session: Session, block: int, data: Bytes) -> Operation[None]:
+    """Fill a block that cannot be mapped."""
+    writes = []
+    for start in range(0, len(data), WRITE_NBYTES):
+        payload = memoryview(data[start : start + WRITE_NBYTES])  # type: ignore[arg-type]
+        writes.append(Call(m.Write(session.next_rid(), block, start), payload))
+    yield Together(writes)
+
+
+def commit(
+    session: Session,
+    rows: Rows,
+    fields: list[FieldSchema],
+    layout: bytes,
+    block: int,
+    tags: list[m.Tags] | None,
+    payload: memoryview | None = None,
+    wait_s: float | None = None,
+) -> Call:
+    """The request that publishes a block (0: the payload; -1: no block, only tags)."""
+    wait_s = session.timeout_s if wait_s is None else wait_s
+    request = m.Commit(
+        session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s,
+        rows.replaced, rows.service, _is_strict(session, rows.strict_schema), rows.expected,
+    )  # fmt: skip
+    return Call(request, payload, wait_s)
+
+
+def noted(rows: Rows, reply: m.Committed) -> m.Committed:
+    """The reply; what it remarks goes to the log, once in a process."""
+    warn_once(f"put to partition {rows.partition!r}", reply.note)
+    return reply
+
+
+def _is_strict(session: Session, asked: bool | None) -> bool:
+    return bool(session.config.get("strict_schema", False)) if asked is None else asked
+
+
+def checked_tags(tags: Sequence[Mapping[str, Any]], count: int) -> list[m.Tags]:
+    """Tags ready for the wire, types kept; `InvalidInput` or `UnsupportedValue` when they are not one dict per row."""
+    if len(tags) != count:
+        raise InvalidInput(f"{len(tags)} tags for {count} rows")
+    return [_tag(tag, row) for row, tag in enumerate(tags)]
+
+
+def _tag(tag: Mapping[str, Any], row: int) -> m.Tags:
+    if not isinstance(tag, Mapping):
+        raise InvalidInput(f"tag {row}: a tag is a dict, got {type(tag).__qualname__}")
+    out: m.Tags = {}
+    for key, value in tag.items():
+        if type(key) is not str:
+            raise InvalidInput(f"tag {row}: the names in a tag are strings, got {key!r}")
+        if type(value) in _EXACT or (type(value) is int and -(1 << 63) <= value < 1 << 63):
+            out[key] = value
+            continue
+        try:
+            out[key] = _TAG_VALUES.lower(value)
+        except (UnsupportedValue, RecursionError) as error:
+            raise UnsupportedValue(f"tag {row}, name {key!r}: {error}") from None
+    return out

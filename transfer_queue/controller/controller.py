@@ -1,0 +1,483 @@
+"""The controller: every request has one method, and its effects are complete when the method returns."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.controller import hints
+from transfer_queue.controller.block_index import Ledger
+from transfer_queue.controller.cleared_partitions import Remains
+from transfer_queue.controller.expected_cells import check_expected
+from transfer_queue.controller.fetch import Fetching, check_fetch, row_set
+from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
+from transfer_queue.controller.lineage import Lineage
+from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
+from transfer_queue.controller.locks import Locks
+from transfer_queue.controller.notices import tell_waiting
+from transfer_queue.controller.queries import Queries, known_slots
+from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.restore import Restoring
+from transfer_queue.controller.snapshot import capture
+from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
+from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.controller.unreceived import Grant, Inserted, Locked
+from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, StoreFull, TransferQueueError, UnknownMode
+from transfer_queue.sampler.base import BaseSampler, forgets_partitions
+from transfer_queue.wait_queue import Parked, ParkingLot
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import indexes_of
+from transfer_queue.wire.lives import ID_NBYTES
+from transfer_queue.wire.messages.staleness import Policy
+
+NO_BLOCK = -1
+MAX_NEW_ROWS = 1 << 24
+
+
+class Controller:
+    """All partitions of one service.
+
+    `handle` answers a request, raises the caller's error, or returns None after parking it; the answer then appears in
+    `outbox`. `ledger.freed` lists blocks without live cells. `max_rows` bounds the rows over all partitions (None: no
+    bound), `reserved_rows` is how many rows a new partition has from the start. `policy`: how old rows may be. Locks
+    have numbers above `lock_number`.
+    """
+
+    def __init__(
+        self,
+        sampler: BaseSampler,
+        max_rows: int | None = None,
+        reserved_rows: int = 1,
+        policy: Policy | None = None,
+        lock_number: int = 0,
+    ) -> None:
+        self.tables: dict[str, Table] = {}
+        self.outbox: list[tuple[Hashable, m.Reply]] = []
+        self.payloads: dict[Hashable, memoryview] = {}
+        self.doubtful: set[Hashable] = set()
+        self.captures: set[bytes] = set()  # sessions that are about to pin the blocks of a snapshot
+        self.ledger = Ledger()
+        self.remains = Remains(self.ledger.freed)
+        self.restoring = Restoring(self)
+        self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))
+        self.max_rows = max_rows
+        self._reserved_rows = reserved_rows
+        self._next_index = 0
+        self._fetching = Fetching(sampler, self.outbox, self.tables)
+        self._leases = self._fetching.leases
+        self._unreceived = self._fetching.unreceived
+        self.staleness = self._fetching.staleness
+        self.staleness.policy = policy or Policy()
+        self.locks = Locks(self.outbox, self._unreceived, lock_number)
+        self._crowded: ParkingLot[Any] = ParkingLot()  # requests for new rows that wait for room
+        self._rules: dict[type, Callable[[Any], m.Reply]] = {
+            m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
+            m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
+            **Queries(self.tables).rules,
+        }  # fmt: skip
+
+    def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
+        self._leases.now = now
+        self.lineage.check(message)
+        rule = self._rules.get(type(message))
+        if rule is not None:
+            return self._by_rule(rule, message, ticket, session, now)
+        if isinstance(message, LEASE_REQUESTS):
+            return self._leases.handle(message, session)
+        if isinstance(message, m.Fetch):
+            check_fetch(message)
+            parked = Parked(ticket, session, message, now + message.timeout_s, now - message.waited_s, message.waited_s)
+            return self._fetching.fetch(parked, self.tables.get(message.partition))
+        if isinstance(message, VERSION_REQUESTS):
+            answer: m.Reply | None = self.staleness.handle(message, ticket, session, now)
+            return answer
+        if isinstance(message, LOCK_REQUESTS):
+            return self.locks.handle(message, ticket, session, now)
+        if isinstance(message, m.Snapshot):
+            return capture(self, message, ticket, session)
+        if isinstance(message, m.Restore):
+            return self.restoring.start(message, ticket)
+        assert isinstance(message, m.Recycle), message
+        self.captures.discard(session)
+        return m.Done(message.rid)
+
+    def _by_rule(
+        self, rule: Callable[[Any], m.Reply], message: m.Request, ticket: Hashable, session: bytes, now: float
+    ) -> m.Reply | None:
+        """The answer, or None after parking a request for new rows."""
+        try:
+            reply = rule(message)
+            self._note_inserted(message, reply, session)
+            return reply
+        except _Crowded as full:
+            timeout_s = getattr(message, "timeout_s", 0.0)
+            if timeout_s <= 0 or full.never:
+                raise StoreFull(str(full)) from None
+            self._crowded.add(Parked(ticket, session, message, now + timeout_s, now))
+            return None
+
+    def notice_after(self, seconds: Sequence[float]) -> None:
+        """When those who wait are told what is missing; ascending."""
+        for lot in (self._fetching.parked, self._crowded, self.staleness.admissions.parked, self.locks.parked):
+            lot.notice_after_s = seconds
+
+    def next_deadline(self) -> float | None:
+        lots = (self._fetching.parked, self._crowded, self._leases, self.staleness.admissions.parked, self.locks)
+        deadlines = [lot.next_deadline() for lot in lots]
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def expire(self, now: float) -> None:
+        """End the leases and answer the parked requests whose deadline has come; tell others what is missing."""
+        self._leases.now = now
+        self._leases.expire()
+        tell_waiting(self._fetching, self._crowded, self.max_rows, now)
+        self._fetching.expire(now)
+        self.staleness.admissions.expire(now)
+        self.locks.expire(now)
+        for parked in self._crowded.expired(now):
+            text = f"the store's {self.max_rows} rows stayed in use for {parked.message.timeout_s:g} s"
+            self.outbox.append((parked.ticket, m.Failed(parked.message.rid, StoreFull.code, text)))
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        """Drop parked requests whose askers are gone."""
+        self._fetching.forget(tickets)
+        self._crowded.forget(tickets)
+        self.staleness.admissions.forget(tickets)
+        self.locks.forget(tickets)
+        self.restoring.forget(tickets)
+
+    def end_session(self, session: bytes) -> None:
+        """A client is gone for good: what it had not received, and what is lent to it, is offered again."""
+        self.captures.discard(session)
+        for grant in self._unreceived.take_all(session):
+            self._undo(grant)
+        self._fetching.end_session(session)
+        self.locks.end_session(session)
+
+    def received(self, session: bytes, rid: int) -> None:
+        """The answer to this request is in its asker's hands: what it took stays taken."""
+        self._unreceived.received(session, rid)
+
+    def take_back(self, session: bytes, rid: int) -> None:
+        """Nobody gets the answer to this request: what it took is undone, unless it was received."""
+        grant = self._unreceived.take(session, rid)
+        if grant is not None:
+            self._undo(grant)
+
+    def _undo(self, grant: Grant) -> None:
+        if isinstance(grant, m.Admitted):
+            self.staleness.admissions.give_back(grant.task, grant.count)
+        elif isinstance(grant, Inserted):
+            self._remove_unwritten(grant)
+        elif isinstance(grant, Locked):
+            self.locks.release(grant)
+        else:
+            self._fetching.undo(grant)
+
+    def _note_inserted(self, message: m.Request, reply: m.Reply, session: bytes) -> None:
+        """Be able to remove new rows, should their asker never get them."""
+        if type(message) is m.Insert and isinstance(reply, m.RowSet):
+            rows = Inserted(self.tables[message.partition], indexes_of(reply.rows))
+            self._unreceived.add(session, message.rid, rows)
+
+    def _remove_unwritten(self, grant: Inserted) -> None:
+        table = grant.table
+        if self.tables.get(table.name) is table:
+            slots = table.slots_of(grant.rows)
+            slots = slots[slots >= 0]
+            bare = slots[(table.cells[: len(table.fields), slots] == 0).all(axis=0)]
+            self._clear(m.Clear(0, table.name, None, rows_bytes(table.index[bare])))
+
+    @property
+    def freed(self) -> list[int]:
+        """Blocks to recycle; whoever does it empties the list."""
+        return [] if self.captures else self.ledger.freed
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `tidy` has something to do."""
+        return bool(self.remains or self.restoring)
+
+    def tidy(self) -> None:
+        """Do a step of loading a checkpoint, and a slice of what cleared partitions left."""
+        self.restoring.step()
+        self.remains.slice()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(table.num_rows for table in self.tables.values())
+
+    @property
+    def num_waiting(self) -> int:
+        loading = len(self.restoring)
+        lots = (self._fetching.parked, self._crowded, self.staleness.admissions.parked, self.locks.parked)
+        return sum(map(len, lots)) + loading
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "partitions": len(self.tables),
+            "rows": self.num_rows,
+            "blocks": len(self.ledger.entries),
+            "waiting_requests": self.num_waiting,
+            "weight_epoch": self.staleness.admissions.versions.epoch,
+            "weight_version": self.staleness.admissions.versions.newest,
+            "weight_announcements": self.staleness.admissions.versions.count,
+            "stale_rows": sum(self.staleness.num_stale.values()),
+            "locks": len(self.locks),
+        }
+
+    # writing
+
+    def _commit(self, message: m.Commit) -> m.Reply:
+        count = message.count
+        if count < 1 or (message.tags is not None and len(message.tags) != count):
+            raise InvalidInput(f"{count} rows with {len(message.tags or ())} tags")
+        if len({f.name for f in message.fields}) != len(message.fields):
+            raise InvalidInput("a field occurs twice")
+        if not all(0 <= position < len(message.tags or ()) for position in message.replaced):
+            raise InvalidInput("replaced tags that are not there")
+        if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
+            raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
+        if message.block in self.ledger.entries:
+            raise InvalidInput(f"block {message.block} is published already")
+        table = self.tables.get(message.partition)
+        check_expected(message, table)
+        note = "" if table is None else table.check(message.fields, message.strict)
+        table, slots = self._target(message, table)
+        if message.fields and message.block != NO_BLOCK:
+            number = table.group(message.fields)
+            released = table.write(slots, number, message.block)
+            self.ledger.open(message.block, count * len(message.fields), table, number)
+            self.ledger.release(released)
+        if message.tags is not None:
+            table.merge_tags(slots, message.tags)
+            for position in message.replaced:
+                table.merge_tags(slots[position : position + 1], [message.tags[position]], replace=True)
+            self.staleness.tagged(table, slots)
+        if message.fields:
+            self._fetching.written(table, slots, [f.name for f in message.fields])
+        rows = rows_bytes(table.index[slots])
+        keyed = message.keys is not None
+        return m.Committed(
+            message.rid,
+            rows,
+            table.tags_of(slots) if keyed else None,
+            table.common_fields(slots) if keyed else [],
+            table.loads,
+            note,
+        )
+
+    def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
+        """Slots of the rows to write; new ones are added only once nothing can be refused any more."""
+        if message.rows is not None:
+            indexes = indexes_of(message.rows)
+            if len(indexes) != message.count or len(np.unique(indexes)) != message.count:
+                raise InvalidInput("row indexes repeat or do not fit the number of rows")
+            if table is None:
+                raise RowCleared(f"partition {message.partition!r} does not exist any more")
+            return table, known_slots(table, indexes)
+        if message.keys is None:
+            table = table or self._open(message.partition, message.count)
+            return table, self._new_rows(table, message.count)
+        if len(message.keys) != message.count or len(set(message.keys)) != message.count:
+            raise InvalidInput("Got duplicated keys.")
+        table = table or self._open(message.partition, message.count)
+        return table, self._rows_of_keys(table, message.keys, create=True)
+
+    def _insert(self, message: m.Insert) -> m.Reply:
+        if message.count < 1 or not message.fields:
+            raise UnknownMode('get_meta mode "insert" needs batch_size >= 1 and data_fields')
+        table = self.tables.get(message.partition) or self._open(message.partition, message.count)
+        slots = self._new_rows(table, message.count)
+        return row_set(message.rid, table, slots, message.fields, bytes(message.count))
+
+    def _find(self, message: m.Find) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if table is None:
+            if not message.create:
+                return m.RowSet(message.rid, b"", None, [], None)
+            table = self._open(message.partition, len(message.keys))
+        slots = self._rows_of_keys(table, message.keys, message.create)
+        return row_set(message.rid, table, slots, table.common_fields(slots))
+
+    def _set_tags(self, message: m.SetTags) -> m.Reply:
+        indexes = indexes_of(message.rows)
+        if len(indexes) != len(message.tags):
+            raise InvalidInput(f"{len(indexes)} rows with {len(message.tags)} tags")
+        table = self.tables.get(message.partition)
+        if table is not None:
+            slots = known_slots(table, indexes)
+            table.merge_tags(slots, message.tags, message.replace)
+            self.staleness.tagged(table, slots)
+        return m.Done(message.rid)
+
+    def _open(self, name: str, count: int) -> Table:
+        """Create a partition about to get `count` rows."""
+        self._check_room(count)
+        table = self.tables[name] = Table(name, self.lineage.loads)
+        if self._reserved_rows:
+            table.reserve(self._next_index, self._reserved_rows)
+            self._next_index += self._reserved_rows
+        self._fetching.opened(table)
+        return table
+
+    def _check_room(self, count: int) -> None:
+        if count > MAX_NEW_ROWS:
+            raise InvalidInput(f"{count} new rows in one call, at most {MAX_NEW_ROWS}")
+        if self.max_rows is not None and self.num_rows + count > self.max_rows:
+            raise _Crowded(
+                f"{count} more rows do not fit: {self.num_rows} of total_storage_size={self.max_rows} are in use",
+                never=count > self.max_rows,
+            )
+
+    def _new_rows(self, table: Table, count: int) -> Slots:
+        self._check_room(count)
+        slots = table.add(self._next_index, count)
+        self._next_index = max(self._next_index, int(table.index[table.size - 1]) + 1)
+        return slots
+
+    def _rows_of_keys(self, table: Table, keys: Sequence[str], create: bool) -> Slots:
+        """Slots in the order of `keys`; unknown ones are created or dropped."""
+        known = list(map(table.keys.get, keys))
+        if None in known:
+            if not create:
+                return np.array([slot for slot in known if slot is not None], np.int64)
+            missing = list(dict.fromkeys(keys))
+            if known.count(None) < len(known):
+                missing = [key for key in missing if key not in table.keys]
+            slots = self._new_rows(table, len(missing))
+            table.name_rows(slots, missing)
+            if len(missing) == len(known):
+                return slots
+            known = [table.keys[key] for key in keys]
+        return np.array(known, np.int64)
+
+    # clearing and consumption
+
+    def _clear(self, message: m.Clear) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if table is None:
+            named = message.rows is None  # rows of metadata: the name is right, the partition is gone
+            return m.Done(message.rid, hints.unknown("partition", message.partition, self.tables) if named else "")
+        if message.keys is not None:
+            slots = self._rows_of_keys(table, list(dict.fromkeys(message.keys)), create=False)
+        elif message.rows is not None:
+            slots = np.unique(table.slots_of(indexes_of(message.rows)))
+            slots = slots[slots >= 0]
+        else:
+            if table.num_alive and not forgets_partitions(self._fetching.sampler):
+                self._fetching.sampler.forget(table.name, set(table.index[table.live()].tolist()))
+            self._remove(table)
+            self._retry_crowded()
+            return m.Done(message.rid)
+        if len(slots):
+            self._fetching.sampler.forget(table.name, set(table.index[slots].tolist()))
+            self.ledger.release(table.clear(slots))
+        if message.keys is not None and not table.num_rows:
+            self._remove(table)
+        else:
+            self._fetching.shrunk(table)
+            table.shrink()
+        self._retry_crowded()
+        return m.Done(message.rid)
+
+    def _remove(self, table: Table) -> None:
+        """The partition is gone now, and its name is free; its memory is given back in slices."""
+        del self.tables[table.name]
+        self._fetching.closed(table)
+        self.remains.add(table, self.ledger.entries)
+
+    def _retry_crowded(self) -> None:
+        """Rows were freed: answer requests that wait for room, in order, as far as it goes."""
+        for parked in self._crowded:
+            try:
+                reply = self._rules[type(parked.message)](parked.message)
+            except _Crowded:
+                return
+            except TransferQueueError as error:
+                reply = m.Failed(parked.message.rid, error.code, str(error))
+            self._crowded.remove(parked)
+            self._note_inserted(parked.message, reply, parked.session)
+            self.outbox.append((parked.ticket, reply))
+
+    def _reset(self, message: m.ResetConsumption) -> m.Reply:
+        table = self.tables.get(message.partition)
+        if table is None:
+            return m.Done(message.rid, hints.unknown("partition", message.partition, self.tables))
+        unheard = message.task is not None and message.task not in table.tasks
+        note = hints.unknown("task", message.task or "", table.tasks) if unheard else ""
+        for name in [message.task] if message.task is not None else list(table.tasks):
+            task = table.task(name)
+            self._leases.revoke(task)
+            self._unreceived.void(table, name)
+            task.group = None
+            task.reset(table)
+            self.staleness.review(table, name)
+            self._fetching.serve(table, task, list(task.views.values()))
+        return m.Done(message.rid, note)
+
+    def _set_partition(self, message: m.SetPartition) -> m.Reply:
+        if message.size is not None and message.size < 0:
+            raise InvalidInput(f"size {message.size}")
+        table, note = self.tables.get(message.partition), ""
+        if table is None:
+            note = hints.created(message.partition, self.tables)
+            table = self._open(message.partition, 0)
+        if message.size is not None:
+            table.declared = message.size
+            self._fetching.shrunk(table)
+        table.metadata.update(message.metadata)
+        return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows, note)
+
+    # moving
+
+    def rows_in(self, block: int) -> tuple[Slots, list[str]] | None:
+        """(rows of `block` with live cells, ascending; fields with live cells), or None when there are none."""
+        entry = self.ledger.find(block)
+        return None if entry is None else entry.table.rows_in(entry.group, block)
+
+    def relocate(self, block: int, target: int, rows: Slots) -> bool:
+        """The live cells of `block` now lie in `target`, whose rows are `rows` of the old block, ascending.
+
+        `block` is freed. False when none was left to move. `ProtocolError` when `target` cannot be that.
+        """
+        entry = self.ledger.find(block)
+        if entry is None:
+            return False
+        left, _ = entry.table.rows_in(entry.group, block)
+        is_other = self.ledger.find(target) is not None or target >> m.UNIT_SHIFT != block >> m.UNIT_SHIFT
+        if is_other or bool((rows[1:] <= rows[:-1]).any()) or not np.isin(left, rows).all():
+            raise ProtocolError(f"block {target} does not have what is left of block {block}")
+        entry.table.relocate(entry.group, block, target, rows)
+        self.ledger.open(target, entry.live, entry.table, entry.group)
+        self.ledger.release([(block, entry.live)])
+        return True
+
+    def lose(self, unit: int) -> None:
+        """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""
+        self.restoring.lose(unit)
+        for block in [number for number in self.ledger.entries if number >> m.UNIT_SHIFT == unit]:
+            entry = self.ledger.find(block)
+            if entry is not None:
+                self.ledger.release(entry.table.lose(entry.group, block))
+
+    def check_invariants(self) -> None:
+        """Tables agree with themselves, and the ledger with the tables; tests call this after each event."""
+        self._leases.check_invariants()
+        self._unreceived.check_invariants()
+        self.staleness.check_invariants()
+        self.locks.check_invariants()
+        for table in self.tables.values():
+            table.check_invariants()
+        self.ledger.check_invariants(self.tables.values(), self.remains.blocks())
+
+
+class _Crowded(Exception):
+    """There is no room for new rows now (`never`: nor will there be)."""
+
+    def __init__(self, text: str, never: bool) -> None:
+        super().__init__(text)
+        self.never = never

@@ -1,0 +1,504 @@
+"""Handing ready rows to tasks: calling the sampler, parking the requests it cannot satisfy, waking them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from transfer_queue.controller.dealing import Dealing, Share
+from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
+from transfer_queue.controller.readiness import Slots, Task, View
+from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
+from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.controller.unreceived import Consumed, Grant, Lent, Unreceived
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
+from transfer_queue.sampler.base import BaseSampler, takes
+from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
+from transfer_queue.wait_queue import Parked, ParkingLot
+from transfer_queue.wire.messages import DONE, PASSED, Failed, Fetch, Reply, RowSet, Tags
+
+log = logging.getLogger("transfer_queue.controller")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+MIN_WAITERS = 16
+
+
+class PartitionView:
+    """What a sampler may see of a partition: read only."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    @property
+    def partition_id(self) -> str:
+        return self._table.name
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return dict(self._table.metadata)
+
+    @property
+    def any_tags(self) -> bool:
+        return self._table.any_tags
+
+    def tags(self, index: int) -> Mapping[str, Any]:
+        """The tags of the row with this global index; empty when it has none or is gone."""
+        slot = int(self._table.slots_of(np.array([index]))[0])
+        return {} if slot < 0 else self._table.tags[slot] or {}
+
+    def get_custom_meta(self, global_indices: list[int]) -> dict[int, Any]:
+        """index -> tags of those of these rows that have tags."""
+        slots = self._table.slots_of(np.array(global_indices, np.int64)).tolist()
+        tags = [self._table.tags[slot] if slot >= 0 else None for slot in slots]
+        return {index: row for index, row in zip(global_indices, tags, strict=True) if row}
+
+    def key(self, index: int) -> str | None:
+        slot = int(self._table.slots_of(np.array([index]))[0])
+        return None if slot < 0 else self._table.names[slot]
+
+
+class Fetching:
+    """Fetch requests of all partitions. `outbox` collects (ticket, reply) for parked ones that were answered."""
+
+    def __init__(self, sampler: BaseSampler, outbox: list[tuple[Hashable, Reply]], tables: Mapping[str, Table]) -> None:
+        self.sampler = sampler
+        self.tables = tables
+        self.leases = Leases(tables, self._offered, self._settled)
+        self.unreceived = Unreceived()
+        self.dealing = Dealing(self._freed)
+        self.staleness = Staleness(tables, outbox, self._settled, self.unreceived)
+        self.parked: ParkingLot[Fetch] = ParkingLot()
+        self._on_behalf: dict[bytes, list[Parked[Fetch]]] = {}  # by the session that would hold their rows
+        self._orphans: dict[str, list[Parked[Fetch]]] = {}  # their partition does not exist (yet)
+        self.outbox = outbox
+        self._remembered = False  # the sampler remembers a result that others may wait for
+
+    def fetch(self, request: Parked[Fetch], table: Table | None) -> Reply | None:
+        """Rows at once, or None after parking the request."""
+        message = request.message
+        self.dealing.prepare(message, self.sampler)
+        self._ask(self.sampler.check_request, message.batch_size, self._config(message))
+        if table is not None:
+            reply = self._attempt(request, table)
+            if self._remembered:
+                self.serve(table, table.task(message.task), ())
+            if reply is not None:
+                self._settled(table, table.task(message.task))
+                return reply
+            if message.until_done and self._is_done(request, table):
+                return _nothing(message.rid, DONE)
+        elif message.until_cleared:
+            return _nothing(message.rid, DONE)
+        if message.timeout_s <= 0:
+            return _timed_out(message, table)
+        self.parked.add(request)
+        if message.holder:
+            others = self._on_behalf.get(message.holder, ())
+            self._on_behalf[message.holder] = [*(one for one in others if self.parked.holds(one)), request]
+        if table is None:
+            self._orphans.setdefault(message.partition, []).append(request)
+        else:
+            waiters = self._wait(table, request)
+            if len(waiters) > 2 * len(self.parked) + MIN_WAITERS:
+                waiters[:] = [one for one in waiters if self.parked.holds(one)]
+        return None
+
+    def opened(self, table: Table) -> None:
+        """A partition was created: requests that waited for it now wait for its rows."""
+        for request in self._orphans.pop(table.name, ()):
+            if self.parked.holds(request):
+                self._wait(table, request)
+
+    def _wait(self, table: Table, request: Parked[Fetch]) -> list[Any]:
+        """Let a parked request wait for rows; returns all that wait for the same."""
+        task = table.task(request.message.task)
+        if request.message.until_done:
+            task.finishing = [one for one in task.finishing if self.parked.holds(one)]
+            task.finishing.append(request)
+        waiters = self._view(table, request.message).waiters
+        waiters.append(request)
+        return waiters
+
+    def closed(self, table: Table) -> None:
+        """A partition is gone: its waiters wait for the next one of that name, unless that is the end for them."""
+        self.orphan(table)
+        ended = [one for one in self._orphans.get(table.name, ()) if one.message.until_cleared]
+        for request in ended:
+            self.parked.remove(request)
+            self.outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
+        self._abandon(ended)
+        self.dealing.forget(table)
+        self.sampler.clear_cache(table.name)
+
+    def orphan(self, table: Table) -> None:
+        """The waiters of a partition wait for the next one of that name."""
+        waiting = [w for task in table.tasks.values() for view in task.views.values() for w in view.waiters]
+        held = [w for w in waiting if self.parked.holds(w)]
+        if held:
+            self._orphans.setdefault(table.name, []).extend(held)
+
+    def written(self, table: Table, slots: Slots, fields: Sequence[str]) -> None:
+        """Cells of `fields` were written on `slots`: rows may be ready now."""
+        touched = set(fields)
+        self.staleness.written(table, slots, touched)
+        for task in table.tasks.values():
+            for view in list(task.views.values()):
+                if touched.isdisjoint(view.fields):
+                    continue
+                # of rows that were taken before, a remembered batch may be complete now
+                if task.refresh(view, table, slots) or (view.waiters and _any_taken(task, slots)):
+                    self.serve(table, task, (view,))
+
+    def serve(self, table: Table, task: Task, views: Sequence[View]) -> None:
+        """Answer waiters of these views, in order of arrival, as far as the rows go.
+
+        Then those of the whole task for which the sampler came to remember a result meanwhile: its rows are consumed
+        and do not become ready again.
+        """
+        for view in views:
+            self._serve(table, view)
+        while self._remembered:
+            self._remembered = False
+            for view in list(task.views.values()):
+                self._serve(table, view)
+
+    def _serve(self, table: Table, view: View) -> None:
+        if not view.waiters:
+            return
+        waiting, view.waiters = view.waiters, []
+        kept = []
+        for request in waiting:
+            if not self.parked.holds(request):
+                continue
+            reply: Reply | None
+            try:
+                reply = self._attempt(request, table)
+            except TransferQueueError as error:
+                reply = Failed(request.message.rid, error.code, str(error))
+            if reply is None:
+                kept.append(request)
+            else:
+                self.parked.remove(request)
+                self.outbox.append((request.ticket, reply))
+                self._settled(table, table.task(request.message.task))
+        view.waiters = kept + view.waiters
+
+    def _offered(self, table: Table, task: str, slots: Slots) -> None:
+        """Rows that were lent are free again."""
+        self.dealing.offered(table, task, slots)
+        with contextlib.suppress(SamplerFailed):  # logged: the rows are free whatever the sampler makes of it
+            self._ask(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
+        self.staleness.freed(table, task, slots)
+        of_task = table.tasks[task]
+        fuller = [view for view in list(of_task.views.values()) if of_task.refresh(view, table, slots)]
+        self.serve(table, of_task, fuller)
+
+    def _freed(self, table: Table, task: str, slots: Slots) -> None:
+        """Rows that were kept for a rank are free."""
+        self._remembered = True  # maybe amid the waiters of a view: they are all looked at again
+        self._offered(table, task, slots)
+        self._settled(table, table.tasks[task])
+
+    def _settled(self, table: Table, task: Task) -> None:
+        """Rows were consumed, lent or cleared: requests `until_done` may have nothing to wait for any more."""
+        if not task.finishing:
+            return
+        is_dealt = task.group is not None
+        if task.num_consumed + task.num_lent < table.num_alive or is_dealt:
+            if (not task.num_lent or is_dealt) and _is_whole(table):
+                self.serve(table, task, [self._view(table, one.message) for one in task.finishing])
+            if not is_dealt:
+                return
+        for request in list(task.finishing):
+            if self.parked.holds(request) and self._is_done(request, table):
+                self.parked.remove(request)
+                self.outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
+
+    def shrunk(self, table: Table) -> None:
+        """Rows were cleared, or fewer are expected."""
+        for task in table.tasks.values():
+            self._settled(table, task)
+
+    def _is_done(self, request: Parked[Fetch], table: Table) -> bool:
+        """Whether every row is consumed by the task or lent to the asker, and there are as many as declared."""
+        if request.message.dp_size:
+            return self.dealing.is_over(table, request.message)
+        task = table.task(request.message.task)
+        if not 0 < table.num_alive >= (table.declared or 0):
+            return False
+        holder = request.message.holder or request.session
+        return task.num_consumed == table.num_alive or (
+            task.num_consumed + task.num_lent == table.num_alive and task.num_lent == self.leases.lent_to(holder, task)
+        )
+
+    def end_session(self, session: bytes) -> None:
+        """Refuse what still waits in its name, and offer again what only it holds."""
+        for request in self._on_behalf.pop(session, ()):
+            if self.parked.holds(request):
+                self.parked.remove(request)
+                self._abandon([request])
+                text = "the session that would hold the rows has ended"
+                self.outbox.append((request.ticket, Failed(request.message.rid, LeaseExpired.code, text)))
+        self.dealing.end_session(session, self.tables)
+        self.leases.end_session(session)
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        """The askers are gone."""
+        self._abandon(self.parked.forget(tickets))
+
+    def _abandon(self, requests: Sequence[Parked[Fetch]]) -> None:
+        """Those no longer parked do not wait for their partition any more."""
+        for name in {request.message.partition for request in requests} & self._orphans.keys():
+            self._orphans[name] = [one for one in self._orphans[name] if self.parked.holds(one)]
+            if not self._orphans[name]:
+                del self._orphans[name]
+
+    def expire(self, now: float) -> None:
+        expired = self.parked.expired(now)
+        self._abandon(expired)
+        for request in expired:
+            try:
+                reply: Reply = _timed_out(request.message, self.tables.get(request.message.partition))
+            except TransferQueueError as error:
+                reply = Failed(request.message.rid, error.code, str(error))
+            self.outbox.append((request.ticket, reply))
+
+    def _view(self, table: Table, message: Fetch) -> View:
+        task, fields = table.task(message.task), tuple(message.fields)
+        self.staleness.govern(table, message.task, message.sampling)
+        known = fields in task.views
+        view = task.view(fields, table)
+        if not known and task.limit.refuses:
+            self.staleness.review(table, message.task)
+        return view
+
+    def _attempt(self, request: Parked[Fetch], table: Table) -> RowSet | None:
+        """Rows for the request, consumed or lent; None when the sampler is not satisfied."""
+        message, sampler = request.message, self.sampler
+        view = self._view(table, message)
+        if message.dp_size:
+            return self._share_out(request, table, view)
+        config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
+        cached = self._ask(sampler.has_cached_result, message.partition, message.task, config)
+        size = _rest(message, table, view) or message.batch_size
+        if not cached and view.count < self._ask(sampler.least_ready, size):
+            return None
+        slots, used = self._ask(self._sample, size, config, table, view)
+        if (slots < 0).any() or (used < 0).any():
+            raise SamplerFailed(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
+        if not len(slots) or (cached and not _all_ready(table, slots, message.fields)):
+            return None
+        if not cached and self._ask(sampler.has_cached_result, message.partition, message.task, config):
+            self._remembered = True
+        reply = row_set(message.rid, table, slots, message.fields)
+        if sampler.reserves:
+            task = table.task(message.task)
+            task.reserve(task.offered(np.setdiff1d(used, slots)))
+            used = slots
+        return self._grant(request, table, used, reply)
+
+    def _grant(self, request: Parked[Fetch], table: Table, used: Slots, reply: RowSet) -> RowSet:
+        """These rows are consumed or lent with the reply."""
+        message, task = request.message, table.task(request.message.task)
+        fresh = task.claim(used)
+        if message.lease_s:
+            holder = message.holder or request.session
+            reply.lease = self.leases.take(table, message.task, used, fresh, holder, message.lease_s)
+            if reply.lease:
+                self.unreceived.add(request.session, message.rid, Lent(reply.lease))
+        else:
+            task.consume(fresh)
+            self._note_consumed(request, table, used, fresh)
+        return reply
+
+    def _share_out(self, request: Parked[Fetch], table: Table, view: View) -> RowSet | None:
+        """As `_attempt`, for one of several ranks: its share of a batch of all of them, which is dealt now if need be.
+
+        The answer is empty when the group is done, and when nothing is left of the share.
+        """
+        message, dealing = request.message, self.dealing
+        dealing.join(table, message, message.holder or request.session)
+        if message.until_done and dealing.is_over(table, message):
+            return _nothing(message.rid, DONE)
+        share = dealing.find(table, message)
+        if share is None:
+            if not self._deal(message, table, view):
+                return None
+            self._remembered = True  # others may wait for theirs
+            share = dealing.find(table, message)
+            assert share is not None
+        elif share.is_torn:
+            self._mend(message, table, view, share)
+        own = table.slots_of(share.rows)
+        own = own[own >= 0]
+        if len(own) and not _all_ready(table, own, message.fields):
+            return None
+        more = dealing.padding(table, message, share, own)
+        if not len(own) + len(more):
+            return _nothing(message.rid, PASSED)
+        reply = row_set(message.rid, table, np.concatenate([own, more]), message.fields)
+        reply.repeated = len(more)
+        self._grant(request, table, own, reply)
+        dealing.lent(table, message, reply.lease)
+        return reply
+
+    def _deal(self, message: Fetch, table: Table, view: View) -> bool:
+        """Deal a batch; False when its rows are not ready yet."""
+        ranks, size = self.dealing.to_deal(table, message)
+        total, loose = size * len(ranks), self.dealing.loose(table, message)
+        num_ready = view.count - int(np.count_nonzero(view.ready[loose]))
+        if num_ready < self._ask(self.sampler.least_ready, total):
+            if not message.until_done or self.dealing.num_left(table, message) != num_ready:
+                return False
+            if num_ready and not _is_whole(table):
+                return False
+            total = num_ready
+        shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
+        return self.dealing.enter(table, message, ranks, shares)
+
+    def _shares(
+        self, message: Fetch, table: Table, view: View, loose: Slots, total: int, ranks: Sequence[int]
+    ) -> list[list[int]]:
+        """What the sampler picks for these ranks together."""
+        needed = self.sampler.needs(total)
+        slots = view.first(None if needed is None else needed + len(loose), table.size)
+        candidates = table.index[slots[~np.isin(slots, loose)] if len(loose) else slots].tolist()
+        config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
+        config["partition"] = PartitionView(table)
+        shares, used = self._ask(self.sampler.deal, candidates, total, ranks, **config)
+        extra = np.setdiff1d(np.array(used, np.int64), np.array([row for share in shares for row in share], np.int64))
+        task, slots = table.task(message.task), table.slots_of(extra)
+        keep = task.reserve if self.sampler.reserves else task.consume
+        keep(task.offered(slots[slots >= 0]))
+        return shares
+
+    def _mend(self, message: Fetch, table: Table, view: View, share: Share) -> None:
+        """Complete a share of which others took rows meanwhile, as far as rows are ready."""
+        num_taken, loose = self.dealing.mend(table, message, share), self.dealing.loose(table, message)
+        if not num_taken or view.count - int(np.count_nonzero(view.ready[loose])) < num_taken:
+            return
+        with contextlib.suppress(InvalidInput):  # not a number of rows that the sampler picks
+            rows = self._shares(message, table, view, np.union1d(loose, table.slots_of(share.rows)), num_taken, [0])[0]
+            self.dealing.replace(table, message, share, rows)
+
+    def _config(self, message: Fetch) -> dict[str, Any]:
+        """What the sampler is to look at; where batches are dealt, it need not know about ranks."""
+        asked = for_sampler(message.sampling)
+        if not message.dp_size:
+            return asked
+        own = ("dp_rank", "batch_index")
+        return {name: value for name, value in asked.items() if name not in own or takes(self.sampler, name)}
+
+    def _note_consumed(self, request: Parked[Fetch], table: Table, used: Slots, fresh: Slots) -> None:
+        """Be able to give the rows back, should their asker never get them."""
+        if len(fresh):
+            grant = Consumed(table, request.message.task, table.index[fresh])
+        else:
+            shared = self.unreceived.sharing(table, request.message.task, used)
+            if shared is None:
+                return
+            grant = shared
+            grant.askers += 1
+        self.unreceived.add(request.session, request.message.rid, grant)
+
+    def undo(self, grant: Grant) -> None:
+        """Nobody got the answer that carried these rows: the task is offered them again."""
+        if isinstance(grant, Lent):
+            self.leases.undo(grant)
+        elif isinstance(grant, Consumed):
+            grant.askers -= 1
+            if grant.askers or self.tables.get(grant.table.name) is not grant.table:
+                return
+            slots = grant.table.slots_of(grant.rows)
+            back = grant.table.tasks[grant.task].give_back(slots[slots >= 0])
+            self._offered(grant.table, grant.task, back)
+
+    def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: View) -> tuple[Slots, Slots]:
+        """The slots to hand out and those used up, -1 for rows that do not exist."""
+        candidates = table.index[view.first(self.sampler.needs(batch_size), table.size)].tolist()
+        config["partition"] = PartitionView(table)
+        if config.get(BUDGET) is not None:
+            config["production_done"] = _is_produced(table, config["task_name"], view)
+        sampled, consumed = self.sampler.sample(candidates, batch_size, **config)
+        return table.slots_of(np.array(sampled, np.int64)), table.slots_of(np.array(consumed, np.int64))
+
+    def _ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the sampler. It may be anybody's code: whatever it raises becomes an error of the one who asked."""
+        try:
+            return question(*args, **kwargs)
+        except TransferQueueError:
+            raise
+        except Exception as error:
+            log.exception("%s failed", type(self.sampler).__name__)
+            raise SamplerFailed(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
+
+
+def _any_taken(task: Task, slots: Slots) -> bool:
+    """Whether some of the rows were handed out, or are kept for somebody."""
+    return bool(task.consumed[slots].any() or task.lease[slots].any())
+
+
+def _all_ready(table: Table, slots: Slots, fields: Sequence[str]) -> bool:
+    ready = table.ready(slots, fields)
+    return ready is not None and bool(ready.all())
+
+
+def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: bytes | None = None) -> RowSet:
+    tags: list[Tags] | None = table.tags_of(slots)
+    return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready, loads=table.loads)
+
+
+def _is_whole(table: Table) -> bool:
+    """Whether the partition has all the rows it was declared to get."""
+    return table.declared is not None and 0 < table.num_alive >= table.declared
+
+
+def _is_produced(table: Table, name: str, view: View) -> bool:
+    """Whether every row has the fields of `view`, or was taken by the task, and there are as many as declared."""
+    task = table.task(name)
+    whole = 0 < table.num_alive >= (table.declared or 0)
+    return whole and view.count + task.num_consumed + task.num_lent >= table.num_alive
+
+
+def _rest(message: Fetch, table: Table, view: View) -> int:
+    """How many rows a request `until_done` gets when they are the last ones and too few for a batch; else 0."""
+    if not message.until_done or not 0 < view.count < message.batch_size or not _is_whole(table):
+        return 0
+    task = table.task(message.task)
+    return view.count if view.count == table.num_alive - task.num_consumed else 0
+
+
+def _nothing(rid: int, lease: int = 0) -> RowSet:
+    return RowSet(rid, b"", None, [], None, lease)
+
+
+def _timed_out(message: Fetch, table: Table | None) -> RowSet:
+    """The empty answer, or `DeadlineExceeded` where the caller did not ask for one."""
+    if message.empty_on_timeout:
+        return _nothing(message.rid)
+    text = (
+        f"partition {message.partition!r}: fewer than {message.batch_size} rows with {message.fields} became ready "
+        f"for task {message.task!r} within {message.timeout_s:g} s"
+    )
+    task = None if table is None else table.tasks.get(message.task)
+    if task is not None and task.limit is not None and task.limit.max_age is not None:
+        text += f", none of them more than {task.limit.max_age} versions of the weights old"
+    unwritten = message.fields if table is None else [name for name in message.fields if name not in table.fields]
+    raise DeadlineExceeded(f"{text}; nobody has written {unwritten} there" if unwritten else text)
+
+
+def check_fetch(message: Fetch) -> None:
+    """`InvalidInput` for what no rows could satisfy."""
+    if not message.fields or len(set(message.fields)) != len(message.fields):
+        raise InvalidInput(f"data_fields {message.fields}: name each field to wait for once")
+    if message.batch_size < 1:
+        raise InvalidInput(f"batch_size {message.batch_size}")
+    if not 0 <= message.waited_s < MAX_LEASE_S:
+        raise InvalidInput(f"waited_s {message.waited_s}")
+    check_lease(message.lease_s)
+    check_limit(message.sampling)

@@ -1,0 +1,365 @@
+"""Putting a saved state back, in steps: it is built beside the state in use, then takes its place at once."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Generator, Hashable
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.controller.block_index import Entry
+from transfer_queue.controller.saved_state import SavedController, SavedGroup, SavedTable, read, refuse
+from transfer_queue.controller.snapshot import sampler_name
+from transfer_queue.controller.table import Table
+from transfer_queue.controller.weight_versions import Versions
+from transfer_queue.errors import (
+    CheckpointCorrupt,
+    DataLost,
+    InternalError,
+    InvalidInput,
+    StoreFull,
+    TransferQueueError,
+)
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transfer_queue.controller.controller import Controller
+
+log = logging.getLogger("transfer_queue.controller")
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
+MAX_ROW = 1 << 31
+SMALL_NBYTES = 64 << 10
+PIECE = 1024  # objects made in one step
+CELLS = 1 << 18  # looked at in one step
+ROWS = 1 << 15
+
+
+class Draft:
+    """What was loaded so far; nobody sees it. `blocks`: the number of each saved block."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self.blocks: dict[int, int] = {}
+        self.tables: dict[str, Table] = {}
+        self.entries: dict[int, Entry] = {}
+
+    def discard(self) -> None:
+        """What is still in it will not be used; its blocks are whose they were."""
+        for table in self.tables.values():
+            table.blocks.clear()
+            self.controller.remains.add(table, {})
+        self.controller.remains.hold(self.entries)
+
+
+class Load(NamedTuple):
+    ticket: Hashable
+    rid: int
+    draft: Draft
+    steps: Steps[None]
+
+
+class Restoring:
+    """The loads that are under way: one after the other. Every other request is served from the state in use, until
+    the last step of a load replaces it. A small state is loaded within the request."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._loads: deque[Load] = deque()
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def start(self, message: m.Restore, ticket: Hashable) -> m.Reply | None:
+        """The answer, or None when it will appear in the outbox. Raises as `restored`."""
+        payload = self._controller.payloads.pop(ticket, memoryview(b""))
+        draft = Draft(self._controller)
+        load = Load(ticket, message.rid, draft, _load(draft, payload, message.blocks))
+        if self._loads or len(payload) > SMALL_NBYTES or len(message.blocks) > PIECE:
+            self._loads.append(load)
+            return None
+        for _ in load.steps:
+            pass
+        return m.Done(message.rid)
+
+    def step(self) -> None:
+        """One step of the first load, if there is one."""
+        if not self._loads:
+            return
+        load = self._loads[0]
+        try:
+            next(load.steps)
+            return
+        except StopIteration:
+            reply: m.Reply = m.Done(load.rid)
+        except TransferQueueError as error:
+            reply = m.Failed(load.rid, error.code, str(error))
+        except Exception:
+            log.exception("Restore failed")
+            reply = m.Failed(load.rid, InternalError.code, "Restore failed; see the server's log")
+        self._loads.popleft()
+        self._controller.outbox.append((load.ticket, reply))
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        """The askers are gone: their loads change nothing."""
+        for load in [one for one in self._loads if one.ticket in tickets]:
+            self._loads.remove(load)
+            load.steps.close()
+
+    def lose(self, unit: int) -> None:
+        """The blocks of a storage unit are gone: so are the loads that need them."""
+        for load in list(self._loads):
+            if any(block >> m.UNIT_SHIFT == unit for block in load.draft.blocks.values()):
+                self.forget({load.ticket})
+                text = f"storage unit {unit} was lost while a checkpoint was loaded into it"
+                self._controller.outbox.append((load.ticket, m.Failed(load.rid, DataLost.code, text)))
+
+
+def restored(controller: Controller, data: bytes | memoryview, blocks: dict[int, int]) -> None:
+    """Replace the whole state by a saved one, whose blocks got the numbers in `blocks`.
+
+    All that was there before is gone, its blocks are freed; requests that are parked stay so, or are answered from the
+    new rows. New indexes are above those of both states. When anything does not fit, `CheckpointCorrupt`,
+    `CheckpointUnsupported`, `InvalidInput` (another sampler) or `StoreFull` (too many rows) is raised and nothing has
+    changed.
+    """
+    draft = Draft(controller)
+    draft.blocks = blocks
+    for _ in _load(draft, data, []):
+        pass
+
+
+def _load(draft: Draft, data: bytes | memoryview, refilled: list[m.Refilled]) -> Steps[None]:
+    """`restored` in steps; only the last one changes anything."""
+    try:
+        yield from _build(draft, data, refilled)
+    finally:
+        draft.discard()
+
+
+def _build(draft: Draft, data: bytes | memoryview, refilled: list[m.Refilled]) -> Steps[None]:
+    controller = draft.controller
+    numbers: set[int] = set()
+    for at in range(0, len(refilled), PIECE):
+        part = refilled[at : at + PIECE]
+        draft.blocks.update((one.saved, one.block) for one in part)
+        numbers.update(one.block for one in part)
+        yield
+    if refilled and not len(draft.blocks) == len(numbers) == len(refilled):
+        raise InvalidInput("a block occurs twice")
+    saved = read(data)
+    sampler = controller._fetching.sampler
+    if saved.sampler != sampler_name(sampler):
+        raise InvalidInput(
+            f"the checkpoint was saved with sampler {saved.sampler}, this service runs {sampler_name(sampler)}"
+        )
+    yield
+    versions = Versions.restored(saved.versions)
+    for one in saved.tables:
+        if one.name in draft.tables:
+            refuse("partitions repeat")
+        table = draft.tables[one.name] = Table(one.name, controller.lineage.loads + 1)
+        yield from _fill(draft, table, one, versions)
+    if len(draft.entries) != len(draft.blocks) or not 0 <= saved.next_index < 1 << 62:
+        refuse("blocks or indexes do not add up")
+    rows = sum(table.num_rows for table in draft.tables.values())
+    if controller.max_rows is not None and rows > controller.max_rows:
+        raise StoreFull(f"the checkpoint has {rows} rows, total_storage_size is {controller.max_rows}")
+    for parked in controller._fetching.parked:  # their views: few, but each costs the rows
+        waited = draft.tables.get(parked.message.partition)
+        if waited is not None:
+            waited.task(parked.message.task).view(tuple(parked.message.fields), waited)
+            yield
+    _load_sampler(sampler, saved.sampler_state)
+    _switch(draft, saved, versions)
+
+
+def _load_sampler(sampler: BaseSampler, state: Any) -> None:
+    before = sampler.save_checkpoint()
+    try:
+        sampler.load_checkpoint(state)
+    except Exception as error:  # a sampler may be anybody's
+        sampler.load_checkpoint(before)
+        raise CheckpointCorrupt(f"{sampler_name(sampler)} does not take the saved state: {error!r}") from error
+
+
+def _switch(draft: Draft, saved: SavedController, versions: Versions) -> None:
+    """Costs the partitions and the requests that wait, not the rows."""
+    controller, fetching = draft.controller, draft.controller._fetching
+    tables, draft.tables = draft.tables, {}
+    entries, draft.entries = draft.entries, {}
+    controller.staleness.admissions.restore(versions, saved.admitted)
+    before, gone = controller.ledger.entries, list(controller.tables.values())
+    controller.ledger.replace(entries)
+    fetching.leases.clear()
+    fetching.unreceived.clear()
+    for table in gone:
+        fetching.orphan(table)
+    controller.tables.clear()
+    controller.tables.update(tables)
+    for table in gone:
+        controller.remains.add(table, before)
+    for table in tables.values():
+        fetching.opened(table)
+        for task in table.tasks.values():
+            fetching.serve(table, task, list(task.views.values()))
+    last = max((int(table.index[table.size - 1]) for table in tables.values() if table.size), default=-1)
+    controller._next_index = max(controller._next_index, saved.next_index, last + 1)
+    controller.lineage.restored(saved.lineage)
+    controller._retry_crowded()
+
+
+def _fill(draft: Draft, table: Table, saved: SavedTable, versions: Versions) -> Steps[None]:
+    index, unclaimed = _ints(saved.index), _ints(saved.unclaimed)
+    rows = len(index)
+    if len(saved.cells) != len(saved.fields):
+        refuse(f"columns of {saved.name!r} differ in length")
+    if rows and (index[0] < 0 or index[-1] >= 1 << 62 or not bool((index[1:] > index[:-1]).all())):
+        refuse(f"row indexes of {saved.name!r} do not ascend")
+    if not bool(((unclaimed >= 0) & (unclaimed < rows)).all()) or len(unclaimed) > rows:
+        refuse(f"reserved rows of {saved.name!r}")
+    table.declared, table.metadata = saved.declared, saved.metadata
+    table.unclaimed = unclaimed.tolist()
+    if len(set(table.unclaimed)) != len(unclaimed):
+        refuse(f"reserved rows of {saved.name!r}")
+    yield
+    table.give_room(2 * rows)
+    table.index[:rows], table.alive[:rows] = index, True
+    table.size = table.num_alive = rows
+    yield
+    yield from _add_keys_and_tags(draft.controller, table, saved, versions)
+    yield from _add_cells(draft, table, saved)
+    for name, flags in saved.consumed.items():
+        if len(flags) != rows:
+            refuse(f"consumption of {saved.name!r} by {name!r}")
+        table.task(name).consume(np.flatnonzero(np.frombuffer(flags, np.uint8)))
+        yield
+
+
+def _add_keys_and_tags(controller: Controller, table: Table, saved: SavedTable, versions: Versions) -> Steps[None]:
+    """The lists of a table grow with its rows: the garbage collector looks through a new list that is long."""
+    num_named = 0
+    for keys, tags in zip_longest(saved.key_chunks(), saved.tag_chunks(), fillvalue=()):
+        at = len(table.names)
+        if len(keys) != len(tags) or at + len(keys) > table.size:
+            break
+        named = [(key, slot) for slot, key in enumerate(keys, at) if key is not None]
+        table.keys.update(named)
+        num_named += len(named)
+        table.names += keys
+        table.tags += tags
+        slots = np.arange(at, len(table.names))
+        table.log.touch(slots)
+        yield
+        if any(tags):
+            table.any_tags = True
+            controller.staleness.restore(table, slots, versions)
+            yield
+    if len(table.names) != table.size or len(table.keys) != num_named:
+        refuse(f"keys or tags of {saved.name!r} are too many or too few, or keys repeat")
+
+
+def _add_cells(draft: Draft, table: Table, saved: SavedTable) -> Steps[None]:
+    rows = table.size
+    if any(len(pattern) != 2 * rows for pattern in saved.patterns):
+        refuse(f"cells of {table.name!r}")
+    number_of = {schema.name: number for number, schema in enumerate(saved.fields)}
+    for number, group in enumerate(saved.groups, 1):
+        if not group.fields or len(set(group.fields)) != len(group.fields) or not number_of.keys() >= set(group.fields):
+            refuse(f"fields {group.fields} of {table.name!r}")
+        ordered = sorted(number_of[name] for name in group.fields)  # registers fields in the order of their numbers
+        table.check([saved.fields[one] for one in ordered])
+        if table.group([saved.fields[one] for one in ordered]) != number:
+            refuse(f"fields {group.fields} of {table.name!r} twice")
+        yield
+    if [field.schema for field in table.fields.values()] != saved.fields:
+        refuse(f"fields of {table.name!r}")
+    there = 0
+    for number, pattern in enumerate(saved.cells):
+        if not 0 <= pattern < len(saved.patterns):
+            refuse(f"cells of {table.name!r}")
+        table.cells[number, :rows] = np.frombuffer(saved.patterns[pattern], np.uint16)
+        there += int(np.count_nonzero(table.cells[number, :rows]))
+        yield
+    placed = 0
+    for number, group in enumerate(saved.groups, 1):
+        placed += yield from _place(draft, table, number, group)
+    if placed != there:
+        refuse(f"cells of {table.name!r} that nobody wrote")
+
+
+def _place(draft: Draft, table: Table, number: int, saved: SavedGroup) -> Steps[int]:
+    """Locate the cells of one group and enter its blocks; returns how many cells there are."""
+    runs, group = _ints(saved.runs, 4), table.groups[number]
+    columns = [table.fields[name].number for name in group.fields]
+    cells = np.zeros(table.size, np.int64)
+    width = max(1, CELLS // len(columns))
+    for at in range(0, table.size, width):
+        cells[at : at + width] = (table.cells[columns, at : min(at + width, table.size)] == number).sum(axis=0)
+        yield
+    written = np.flatnonzero(cells)
+    first, row, count = runs[:, 0], runs[:, 2], runs[:, 3]
+    in_range = (count > 0) & (count <= table.size) & (row >= 0) & (row < MAX_ROW - count)
+    if not bool(in_range.all()) or int(count.sum()) != len(written):
+        refuse(f"places of {saved.fields} in {table.name!r}")
+    yield
+    block = np.empty(len(runs), np.int64)
+    for at in range(0, len(runs), PIECE):
+        block[at : at + PIECE] = _renumbered(runs[at : at + PIECE, 1].tolist(), draft.blocks)
+        yield
+    ends = np.cumsum(count)
+    for at in range(0, len(written), ROWS):
+        numbers = np.arange(at, min(at + ROWS, len(written)))
+        run = np.searchsorted(ends, numbers, side="right")
+        offset, slots = numbers - (ends - count)[run], written[at : at + ROWS]
+        if not np.array_equal(first[run] + offset, slots):
+            refuse(f"places of {saved.fields} in {table.name!r}")
+        group.block[slots], group.row[slots] = block[run], row[run] + offset
+        yield
+    live = np.add.reduceat(cells[written], ends - count) if len(runs) else ends
+    yield from _enter(draft, table, number, np.stack([runs[:, 1], live], axis=1), _ints(saved.blocks, 2))
+    return int(live.sum())
+
+
+def _enter(draft: Draft, table: Table, group: int, runs: NDArray[np.int64], known: NDArray[np.int64]) -> Steps[None]:
+    """Enter the blocks of one group. `runs`: (saved block, live cells); `known`: (saved block, cells it had)."""
+    cells: dict[int, int] = {}
+    for at in range(0, len(runs), PIECE):
+        for block, number in runs[at : at + PIECE].tolist():
+            cells[block] = cells.get(block, 0) + number
+        yield
+    entered = 0
+    for at in range(0, len(known), PIECE):
+        for block, total in known[at : at + PIECE].tolist():
+            live = cells.pop(block, 0)
+            if not 0 < live <= total:
+                refuse(f"blocks of {table.name!r}")
+            entry = Entry(total, table, group)
+            entry.live = live
+            if draft.entries.setdefault(draft.blocks[block], entry) is not entry:
+                refuse(f"block {block} belongs to several puts")
+            table.blocks.add(draft.blocks[block])
+            entered += 1
+        yield
+    if cells:
+        refuse(f"blocks of {table.name!r}")
+
+
+def _renumbered(saved: list[int], blocks: dict[int, int]) -> NDArray[np.int64]:
+    try:
+        return np.array([blocks[block] for block in saved], np.int64)
+    except KeyError as error:
+        refuse(f"block {error} is not there")
+
+
+def _ints(data: memoryview, width: int = 0) -> NDArray[np.int64]:
+    if len(data) % (8 * max(1, width)):
+        refuse(f"an array of {len(data)} bytes")
+    found = np.frombuffer(data, np.int64).copy()  # aligned
+    return found.reshape(-1, width) if width else found

@@ -1,0 +1,109 @@
+"""The controller's whole state as bytes, as of one instant. `restoring` is the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.controller.block_index import Entry
+from transfer_queue.controller.readiness import RESERVED, Slots
+from transfer_queue.controller.saved_state import CHUNK_ROWS, FORMAT, SavedController, SavedGroup, SavedTable, encode
+from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.errors import SamplerFailed
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transfer_queue.controller.controller import Controller
+
+
+def capture(controller: Controller, message: m.Snapshot, ticket: Hashable, session: bytes) -> m.Reply:
+    """Export everything; no block is recycled until `session` releases them."""
+    state, blocks = exported(controller)
+    controller.payloads[ticket] = memoryview(state)
+    controller.captures.add(session)
+    return m.Captured(message.rid, np.array(blocks, np.int64).tobytes(), {})
+
+
+def exported(controller: Controller) -> tuple[bytes, list[int]]:
+    """The state as of now, and the blocks it refers to. Costs time by rows and tags: nothing else runs meanwhile."""
+    sampler = controller._fetching.sampler
+    saved = SavedController(
+        FORMAT,
+        controller._next_index,
+        sampler_name(sampler),
+        _sampler_state(sampler),
+        [_saved_table(table, controller.ledger.entries) for table in controller.tables.values()],
+        controller.staleness.admissions.versions.saved(),
+        controller.staleness.admissions.tasks,
+        controller.lineage.saved(controller._next_index),
+    )
+    return encode(saved), sorted(block for table in controller.tables.values() for block in table.blocks)
+
+
+def sampler_name(sampler: BaseSampler) -> str:
+    return f"{type(sampler).__module__}:{type(sampler).__qualname__}"
+
+
+def _sampler_state(sampler: BaseSampler) -> Any:
+    """The state of a sampler, which may be anybody's, as plain data."""
+    try:
+        return msgspec.msgpack.decode(encode(sampler.save_checkpoint()))
+    except Exception as error:
+        raise SamplerFailed(f"{sampler_name(sampler)}.save_checkpoint gave no plain data: {error!r}") from error
+
+
+def _saved_table(table: Table, entries: dict[int, Entry]) -> SavedTable:
+    blocks: dict[int, list[tuple[int, int]]] = {}
+    for number in sorted(table.blocks):
+        blocks.setdefault(entries[number].group, []).append((number, entries[number].total))
+    live = table.live_slots()
+    slots = live.tolist()
+    patterns: dict[bytes, int] = {}
+    cells = [patterns.setdefault(table.cells[f.number, live].tobytes(), len(patterns)) for f in table.fields.values()]
+    known = [np.frombuffer(pattern, np.uint16) for pattern in patterns]
+    groups = []
+    for number, group in enumerate(table.groups[1:], 1):
+        used = {cells[table.fields[name].number] for name in group.fields}
+        written = np.flatnonzero(np.logical_or.reduce([known[one] == number for one in used]))
+        runs = _runs(written, group.block[live[written]], group.row[live[written]])
+        groups.append(SavedGroup(list(group.fields), _packed(np.array(blocks.get(number, []))), runs))
+    return SavedTable(
+        table.name,
+        table.declared,
+        table.metadata,
+        _packed(table.index[live]),
+        _packed(np.searchsorted(live, table.unclaimed)),
+        _chunks(table.names, slots),
+        _chunks(table.tags, slots),
+        [field.schema for field in table.fields.values()],
+        cells,
+        [memoryview(pattern) for pattern in patterns],
+        groups,
+        {
+            name: memoryview((task.consumed | (task.lease == RESERVED))[live].tobytes())
+            for name, task in table.tasks.items()
+        },
+    )
+
+
+def _chunks(values: list[Any], slots: list[int]) -> list[memoryview]:
+    parts = (slots[at : at + CHUNK_ROWS] for at in range(0, len(slots), CHUNK_ROWS))
+    return [memoryview(encode([values[slot] for slot in part])) for part in parts]
+
+
+def _packed(values: NDArray[Any]) -> memoryview:
+    return memoryview(rows_bytes(values))
+
+
+def _runs(positions: Slots, blocks: NDArray[np.int64], rows: NDArray[np.int32]) -> memoryview:
+    if not len(positions):
+        return memoryview(b"")
+    breaks = np.flatnonzero((np.diff(positions) != 1) | (np.diff(blocks) != 0) | (np.diff(rows) != 1)) + 1
+    starts = np.concatenate([[0], breaks])
+    counts = np.diff(starts, append=len(positions))
+    return _packed(np.stack([positions[starts], blocks[starts], rows[starts], counts], axis=1))

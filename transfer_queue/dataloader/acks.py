@@ -1,0 +1,129 @@
+"""Which rows are used once a micro-batch is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.connection import Connection
+from transfer_queue.client.describing import warn_repeated
+from transfer_queue.client.effects import Call
+from transfer_queue.client.session import Session
+from transfer_queue.dataloader.chunking import chunk_batch_fn
+from transfer_queue.dataloader.feed import Batch
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, error_from_code
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+
+
+class Receipt(NamedTuple):
+    """What to acknowledge when a micro-batch was used: `rows` (int64 bytes) of `lease`, which the service `service_id`
+    gave, of the batch `batch_index`."""
+
+    service_id: bytes
+    lease: int
+    rows: bytes
+    batch_index: int
+    is_last: bool
+
+    def ack(self, session: Session) -> m.Ack | None:
+        """The acknowledgement; None where there is nothing to acknowledge."""
+        if not self.lease or not self.rows:
+            return None
+        return m.Ack(session.next_rid(), self.lease, self.rows, self.service_id)
+
+
+def with_receipts(items: Iterable[Any], meta: BatchMeta, batch_index: int) -> Iterator[tuple[Any, Receipt]]:
+    """Each item with its receipt. `meta` is that of the whole batch.
+
+    An item that is a pair whose second part is metadata of the batch's lease stands for those rows. The last item
+    stands for all that no other stood for.
+    """
+    left = meta.indexes
+    held: list[Any] = []  # one item: the last is known only when there is no other
+    for item in items:
+        if held:
+            rows = _rows_of(held[0], meta.lease)
+            left = np.setdiff1d(left, rows)
+            yield held.pop(), Receipt(meta.service_id, meta.lease, rows.tobytes(), batch_index, False)
+        held.append(item)
+    if held:
+        yield held.pop(), Receipt(meta.service_id, meta.lease, left.tobytes(), batch_index, True)
+
+
+def split(
+    client: TransferQueueClient, process: Callable[..., Iterable[Any]], batch: Batch, size: int, batch_index: int
+) -> Iterator[tuple[Any, Receipt]]:
+    """The micro-batches of a batch with their receipts; a batch that `process` makes nothing of counts as used."""
+    data, meta = batch
+    empty = True
+    if process is not chunk_batch_fn:
+        warn_repeated(meta)
+    if len(meta):
+        for found in with_receipts(process(data, meta, micro_batch_size=size), meta, batch_index):
+            empty = False
+            yield found
+    if empty:
+        acknowledge(client, Receipt(meta.service_id, meta.lease, meta.indexes.tobytes(), batch_index, True))
+
+
+def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    part = item[1] if isinstance(item, (tuple, list)) and len(item) > 1 else None
+    if isinstance(part, BatchMeta) and part.lease == lease:
+        return part.indexes
+    return np.empty(0, np.int64)
+
+
+def acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
+    """Raises `LeaseExpired` when the rows went to somebody else in the meantime."""
+    session = client.session
+    ack = receipt.ack(session)
+    if ack is not None:
+        session.call(Call(ack))
+
+
+class Acks:
+    """Acknowledgements of one stream: the answer to one is looked at before the next is sent, so that none is waited
+    for. Has a connection of its own; for one thread."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._connection: Connection | None = None
+        self._sent: m.Ack | None = None
+
+    def send(self, receipt: Receipt) -> None:
+        """Acknowledge. Raises `LeaseExpired` when the one before was refused; this one is not sent then."""
+        self.settle()
+        session = self._session
+        self._sent = receipt.ack(session)
+        if self._sent is None:
+            return
+        with contextlib.suppress(ServiceUnavailable):  # `settle` sends it again
+            if self._connection is None:
+                self._connection = session.connect()
+            self._connection.post(self._sent, None, session.timeout_s)
+
+    def settle(self) -> None:
+        """Wait for the answer to the last one. Raises `LeaseExpired` when its rows went to somebody else."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        try:
+            if self._connection is None:
+                raise ServiceUnavailable("not sent")
+            reply, _ = self._connection.answer(sent, self._session.timeout_s)
+        except (ServiceUnavailable, DeadlineExceeded):
+            self.close()
+            self._session.call(Call(sent))  # under its number: it has one outcome
+            return
+        if isinstance(reply, m.Failed):
+            raise error_from_code(reply.code, reply.text)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

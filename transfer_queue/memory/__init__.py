@@ -1,0 +1,8 @@
+"""Bulk memory of a process, and what is done with it. Nothing here knows rows, sockets or torch.
+
+bytes         memory as arrays: what keeps it alive, and where it lies
+copy          copies at memory speed, split between threads
+pool          huge-page buffers that are reused
+memfd         files without a name: how memory is shared
+private_map   shared memory mapped so that writes stay in this process
+"""

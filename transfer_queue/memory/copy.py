@@ -1,0 +1,146 @@
+"""Copies at memory speed: large ones are split between threads, which leave the interpreter meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from transfer_queue.memory.bytes import Bytes, Ints, address_of
+
+T = TypeVar("T")
+THREADED_NBYTES = 4 << 20
+DIRECT_NBYTES = 256 << 10
+PAGE = 4096
+Move = tuple[int, int, int]  # destination address, source address, bytes
+Take = tuple[Bytes, Bytes, Ints]  # 2-D destination, 2-D source, which rows of it
+_memmove_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.PyDLL(None))
+)  # keeps the interpreter lock: giving it up costs more than a small copy
+
+
+class Mover:
+    """Copies bytes; splits large work between the calling thread and helpers. Usable from many threads."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._helpers = max(0, (num_threads or min(4, os.cpu_count() or 1)) - 1)
+        self._pool: ThreadPoolExecutor | None = None
+        self._workers: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    def move(self, moves: Sequence[Move], takes: Sequence[Take] = ()) -> None:
+        """Carry out all moves and takes. The caller keeps both sides alive; large copies leave the interpreter."""
+        large = [move for move in moves if move[2] >= DIRECT_NBYTES]
+        total = sum(nbytes for _, _, nbytes in large) + sum(into.nbytes for into, _, _ in takes)
+        if total < THREADED_NBYTES or not self._helpers:
+            return _carry_out(moves, takes)
+        num_shares = self._helpers + 1
+        shares = _split(large, num_shares)
+        parts = [[_rows_of(take, share, num_shares) for take in takes] for share in range(num_shares)]
+        others = [self._helper().submit(_carry_out, *share) for share in zip(shares[1:], parts[1:], strict=True)]
+        small = [move for move in moves if move[2] < DIRECT_NBYTES] if len(large) < len(moves) else []
+        _carry_out([*small, *shares[0]], parts[0])
+        for other in others:
+            other.result()
+        return None
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work`, which moves bytes, in a thread. More at once than copy well would keep the processors from an
+        event loop that waits for them."""
+        with self._lock:
+            self._leave_to_parent()
+            if self._workers is None:
+                self._workers = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="tq-work")
+            return self._workers.submit(work)
+
+    def close(self) -> None:
+        """End the threads, once what was started is done."""
+        with self._lock:
+            self._leave_to_parent()
+            pools = (self._workers, self._pool)
+            self._workers = self._pool = None
+        for pool in pools:
+            if pool is not None:
+                pool.shutdown()
+
+    def _helper(self) -> ThreadPoolExecutor:
+        with self._lock:
+            self._leave_to_parent()
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="tq-copy")
+            return self._pool
+
+    def _leave_to_parent(self) -> None:
+        """A forked child has none of the threads."""
+        if self._pid != os.getpid():
+            self._pid, self._pool, self._workers = os.getpid(), None, None
+
+
+class Copies:
+    """The copies of one read. `run` carries out the large ones together, so that threads share them evenly."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._moves: list[Move] = []
+        self._takes: list[Take] = []
+
+    def copy(self, into: Bytes, source: Bytes) -> None:
+        """`into[...] = source` for arrays of one shape, by the end of `run`; both must stay alive until then."""
+        if source.nbytes < DIRECT_NBYTES or not (into.flags.c_contiguous and source.flags.c_contiguous):
+            np.copyto(into, source)
+        else:
+            self._moves.append((address_of(into), address_of(source), source.nbytes))
+
+    def take(self, into: Bytes, source: Bytes, rows: Ints) -> None:
+        """`into[i] = source[rows[i]]` for 2-D arrays, by the end of `run`."""
+        self._takes.append((into, source, rows))
+
+    def run(self) -> None:
+        self._mover.move(self._moves, self._takes)
+        self._moves, self._takes = [], []
+
+
+def _carry_out(moves: Sequence[Move], takes: Sequence[Take]) -> None:
+    for into, source, nbytes in moves:
+        (ctypes.memmove if nbytes >= DIRECT_NBYTES else _memmove_held)(into, source, nbytes)
+    for target, lying, rows in takes:
+        np.take(lying, rows, axis=0, out=target, mode="clip")  # leaves the interpreter, and runs at memcpy speed
+
+
+def _rows_of(take: Take, share: int, num_shares: int) -> Take:
+    """One of `num_shares` parts of the rows."""
+    into, source, rows = take
+    part = slice(len(rows) * share // num_shares, len(rows) * (share + 1) // num_shares)
+    return into[part], source, rows[part]
+
+
+def _split(moves: Sequence[Move], num_shares: int) -> list[list[Move]]:
+    """Shares of about equal bytes, in order, cut at page boundaries."""
+    ends = list(itertools.accumulate(nbytes for _, _, nbytes in moves))
+    shares: list[list[Move]] = []
+    rest = list(moves)
+    done = 0  # bytes in the shares so far
+    for share in range(1, num_shares):
+        goal = (ends[-1] if ends else 0) * share // num_shares - done
+        taken: list[Move] = []
+        while rest and goal > 0:
+            into, source, nbytes = rest[0]
+            part = nbytes if nbytes <= goal else goal // PAGE * PAGE
+            if not part:
+                break
+            taken.append((into, source, part))
+            done, goal = done + part, goal - part
+            if part == nbytes:
+                rest.pop(0)
+            else:
+                rest[0] = (into + part, source + part, nbytes - part)
+                break
+        shares.append(taken)
+    return [*shares, rest]

@@ -1,0 +1,69 @@
+"""Files without a name to lie in: in memory, or in a directory. They vanish with the last process that holds them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+
+from transfer_queue.errors import ConfigError
+
+PAGE = 4096
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def free_nbytes(directory: str) -> int | None:
+    """What the file system of an arena directory has free; None where it has no bound.
+
+    Raises `ConfigError` when arenas cannot lie there.
+    """
+    try:
+        probe = create(directory)
+        try:
+            os.ftruncate(probe, PAGE)
+            reserve(probe, 0, PAGE)
+            found = os.fstatvfs(probe)
+        finally:
+            os.close(probe)
+    except OSError as error:
+        raise ConfigError(f"backend.SimpleStorage.arena_dir: {directory!r} cannot hold arenas: {error}") from error
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def create(directory: str | None, name: str = "transfer_queue") -> int:
+    """A file without a name, in `directory` or (None) in memory; sealable there. `name`: what /proc shows."""
+    if directory is None:
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
+def reserve(fd: int, start: int, nbytes: int) -> bool:
+    """Whether the file system has space for a range of a file, which is reserved then."""
+    try:
+        _fallocate(fd, 0, start, nbytes)
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            return False
+        raise
+    return True
+
+
+def seal(fd: int) -> None:
+    """From now on nobody can change the size of a memory file, so no mapping of it ends (SIGBUS)."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def punch(fd: int, start: int, nbytes: int) -> None:
+    """Return a range of a file to the system; it reads as zeros from then on."""
+    _fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, nbytes)
+
+
+def _fallocate(fd: int, mode: int, start: int, nbytes: int) -> None:
+    """fallocate(2). posix_fallocate would write into blocks in use where the file system cannot reserve."""
+    while _libc.fallocate(fd, mode, ctypes.c_int64(start), ctypes.c_int64(nbytes)):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

@@ -1,0 +1,70 @@
+"""Huge-page buffers that are reused.
+
+Fresh pages take bytes many times slower than touched ones (docs/benchmarks.md), small pages slower than huge ones. So
+large results live in huge-page-advised mappings that return to a pool when the last tensor over them is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+
+import numpy as np
+
+from transfer_queue.memory.bytes import Bytes, Lent
+
+HUGE_NBYTES = 2 << 20
+
+
+class Pool:
+    """Huge-page-advised buffers, reused once every tensor over them is gone; at most `keep_nbytes` lie idle."""
+
+    def __init__(self, keep_nbytes: int) -> None:
+        self.keep_nbytes = keep_nbytes
+        self.idle_nbytes = 0
+        self._idle: list[mmap.mmap] = []
+        self._lock = threading.RLock()  # re-entered when a collection runs inside allocate
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Uninitialised memory of exactly `nbytes`."""
+        if nbytes < HUGE_NBYTES:
+            return np.empty(nbytes, np.uint8)
+        size = -(-nbytes // HUGE_NBYTES) * HUGE_NBYTES
+        memory = self._take(size) or self._map(size)
+        start = -_address(memory) % HUGE_NBYTES
+        return Lent(_address(memory) + start, nbytes, memory, lambda: self._give_back(memory)).array()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._idle.clear()
+            self.idle_nbytes = 0
+
+    def _map(self, size: int) -> mmap.mmap:
+        memory = mmap.mmap(-1, size + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _take(self, size: int) -> mmap.mmap | None:
+        with self._lock:
+            fits = [m for m in self._idle if size <= len(m) - HUGE_NBYTES <= 2 * size]
+            if not fits:
+                return None
+            best = min(fits, key=len)
+            self._idle.remove(best)
+            self.idle_nbytes -= len(best)
+            return best
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        if len(memory) > self.keep_nbytes:
+            return
+        with self._lock:
+            self._idle.append(memory)
+            self.idle_nbytes += len(memory)
+            while self.idle_nbytes > self.keep_nbytes:  # the oldest go: sizes that nobody asks for any more
+                self.idle_nbytes -= len(self._idle.pop(0))
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

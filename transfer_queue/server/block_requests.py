@@ -1,0 +1,182 @@
+"""What sessions do with the blocks of this server's unit: fill them, pin them, read them, take parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from transfer_queue.codec.layout import decode_layout, encode_layout
+from transfer_queue.codec.select import selected
+from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
+from transfer_queue.server.sessions import Session
+from transfer_queue.storage.blocks import Block, Unit
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
+
+REMOTE_INLINE_NBYTES = 1 << 20
+MAX_STATE_NBYTES = 8 << 30
+ALIGN = 64
+Payload: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
+Answer: TypeAlias = "tuple[m.Reply, Payload]"
+
+
+class Blocks:
+    """`unit`'s blocks on behalf of sessions."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    # filling
+
+    def inline(self, payload: memoryview) -> Block:
+        """A block made of the payload of a message."""
+        nbytes = max(1, len(payload))
+        block = self.unit.place(nbytes, None)
+        if block is None:
+            raise StoreFull(self.unit.full(nbytes))
+        self.unit.memory(block)[: len(payload)] = payload
+        return block
+
+    def destination(self, message: m.Message, nbytes: int, session: Session) -> memoryview:
+        """Where the payload of `message` is received; raises to refuse it."""
+        if isinstance(message, m.Write):
+            block = self.unit.unpublished(message.block, session.ident)
+            if message.offset < 0 or message.offset + nbytes > block.nbytes:
+                raise InvalidInput(f"bytes {message.offset}..{message.offset + nbytes} of a block of {block.nbytes}")
+            return memoryview(self.unit.memory(block))[message.offset : message.offset + nbytes]  # type: ignore[arg-type]
+        if isinstance(message, m.Commit) and message.block == 0 and nbytes <= REMOTE_INLINE_NBYTES:
+            return memoryview(bytearray(nbytes))
+        if isinstance(message, m.Restore) and nbytes <= MAX_STATE_NBYTES:
+            return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]  # zeroing much takes long
+        raise InvalidInput(f"{type(message).__name__} with a payload of {nbytes} bytes")
+
+    def write(self, message: m.Request, session: Session) -> Answer:
+        return m.Done(message.rid), ()  # the payload was received in place: see `destination`
+
+    # reading
+
+    def present(self, reply: m.Located, payload: Payload, session: Session) -> Answer:
+        """Complete a controller's reply with what lies here: small blocks ride along, others are pinned to be mapped.
+
+        A reader that cannot map them takes them with a request of its own.
+        """
+        here = self.unit.describe(reply.pieces, reply.layouts)
+        if _aligned_nbytes(here) <= (m.INLINE_NBYTES if session.local else REMOTE_INLINE_NBYTES):
+            return reply, self._riding(here, payload)
+        if session.local:
+            self._pin_all(reply.rid, [piece.block for piece in here], session)
+        else:
+            _leave(here)
+        return reply, payload
+
+    def _riding(self, pieces: list[m.Piece], payload: Payload) -> Payload:
+        """`payload` with the bytes of `pieces` appended."""
+        before = sum(len(part) for part in payload)
+        at = -(-before // ALIGN) * ALIGN
+        start, parts = at, []
+        for piece in pieces:
+            block = self.unit.block(piece.block)
+            assert block is not None
+            parts.append((at - start, block))
+            piece.arena, piece.offset = m.INLINE, at
+            at += -(-block.nbytes // ALIGN) * ALIGN
+        own = bytearray(at - start)
+        for offset, block in parts:
+            own[offset : offset + block.nbytes] = memoryview(self.unit.memory(block))  # type: ignore[arg-type]
+        return [*payload, bytes(start - before), own] if before else (own,)
+
+    def take(self, message: m.Request, session: Session) -> Answer:
+        """Whole blocks, or cuts of them, for a reader on another host."""
+        assert isinstance(message, m.Take)
+        pieces = [m.Piece(cut.block, m.ELSEWHERE, 0, 0, 0) for cut in message.cuts]
+        reply = m.Taken(message.rid, pieces, [])
+        self.unit.unpin_request(session.ident, message.rid)  # asked again
+        if len(self.unit.describe(pieces, [])) < len(pieces):
+            raise RowCleared("the blocks lay on a unit that is not here any more")
+        try:
+            for cut, piece in zip(message.cuts, pieces, strict=True):
+                piece.block = self._cut(cut, session, message.rid)
+                piece.arena = m.ELSEWHERE
+            here = self.unit.describe(pieces, reply.layouts, dropped=True)
+        except BaseException:
+            self.unit.unpin_request(session.ident, message.rid)
+            raise
+        if _aligned_nbytes(here) > REMOTE_INLINE_NBYTES:
+            _leave(here)
+            return reply, ()
+        payload = self._riding(here, ())
+        self.unit.unpin_request(session.ident, message.rid)
+        return reply, payload
+
+    def _cut(self, cut: m.Cut, session: Session, rid: int) -> int:
+        """The pinned block of what `cut` asks for; the block itself when that is all, or when there is no room."""
+        block = self.unit.block(cut.block)
+        assert block is not None
+        layout, rows = decode_layout(block.layout), numbers_of(cut.rows)
+        if not len(rows) or rows[0] < 0 or rows[-1] >= layout.rows or (np.diff(rows) <= 0).any():
+            raise InvalidInput(f"rows of a block of {layout.rows}: ascending and distinct")
+        self.unit.pin(block.number, session.ident, rid)
+        if len(rows) == layout.rows and {column.name for column in layout.columns} <= set(cut.fields):
+            return block.number
+        smaller, fill = selected(layout, self.unit.memory(block), rows, cut.fields)
+        part = self.unit.place(max(1, smaller.nbytes), None)
+        if part is None:
+            return block.number
+        fill(self.unit.memory(part))
+        self.unit.publish(part.number, encode_layout(smaller))
+        self.unit.pin(part.number, session.ident, rid)
+        self.unit.drop(part.number)  # lives as long as its pin
+        self.unit.unpin(block.number, session.ident, rid)
+        return part.number
+
+    def read(self, message: m.Request, session: Session) -> Answer:
+        assert isinstance(message, m.Read)
+        block = self.unit.pinned(message.block, session.ident)
+        end = message.offset + message.nbytes
+        if message.offset < 0 or message.nbytes < 0 or end > block.nbytes:
+            raise InvalidInput(f"bytes {message.offset}..{end} of a block of {block.nbytes}")
+        data = memoryview(self.unit.memory(block)[message.offset : end])  # type: ignore[arg-type]
+        return m.Data(message.rid), (data,)  # the reader keeps its pin until it has everything
+
+    # pins
+
+    def _pin_all(self, rid: int, blocks: list[int], session: Session) -> None:
+        """Pin what a reply names, in place of what an earlier reply to the same request named."""
+        before = self.unit.pins_of(session.ident, rid)
+        for block in blocks:
+            self.unit.pin(block, session.ident, rid)
+        for block in before:
+            self.unit.unpin(block, session.ident, rid)
+
+    def pin(self, message: m.Request, session: Session) -> Answer:
+        """Pin whole blocks, to be mapped or read."""
+        assert isinstance(message, m.Pin)
+        pieces = [m.Piece(block, m.ELSEWHERE, 0, 0, 0) for block in numbers_of(message.blocks).tolist()]
+        reply = m.Taken(message.rid, pieces, [])
+        if len(self.unit.describe(pieces, reply.layouts)) < len(pieces):
+            raise RowCleared("the blocks lay on a unit that is not here any more")
+        self._pin_all(message.rid, [piece.block for piece in pieces], session)
+        if not session.local:
+            _leave(pieces)
+        return reply, ()
+
+    def unpin_all(self, rid: int, blocks: Sequence[int], session: Session) -> None:
+        for block in blocks:
+            self.unit.unpin(block, session.ident, rid)
+
+    def adopt(self, message: m.Request, session: Session) -> Answer:
+        assert isinstance(message, m.Adopt)
+        self.unit.adopt(session.ident, message.session)
+        return m.Done(message.rid), ()
+
+
+def _aligned_nbytes(pieces: Sequence[m.Piece]) -> int:
+    return sum(-(-piece.nbytes // ALIGN) * ALIGN for piece in pieces)
+
+
+def _leave(pieces: Sequence[m.Piece]) -> None:
+    """Where they lie in this host's memory is of no use to the reader."""
+    for piece in pieces:
+        piece.arena, piece.offset = m.ELSEWHERE, 0

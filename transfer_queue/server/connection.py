@@ -1,0 +1,331 @@
+"""One connection: bytes to messages, handshake, then requests to the service.
+
+The order is fixed: length cap, decode, authentication, handler. Whatever is wrong with the bytes closes this connection
+and touches no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from transfer_queue.errors import (
+    AccessDenied,
+    InternalError,
+    ProtocolError,
+    ServiceRestarted,
+    TooManyConnections,
+    TransferQueueError,
+)
+from transfer_queue.server.block_requests import Answer
+from transfer_queue.server.bulk_writer import BulkWriter, Parts
+from transfer_queue.server.sessions import Session
+from transfer_queue.server.turns import LONG
+from transfer_queue.wire import handshake
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import tune
+from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, frame
+from transfer_queue.wire.peer import peer_uid
+
+if TYPE_CHECKING:
+    from transfer_queue.server.process import Server
+
+log = logging.getLogger("transfer_queue.server")
+
+HELLO_TIMEOUT_S = 5.0
+STALLED_S = 10.0
+HELLO_HEADER_NBYTES = 4096
+UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Settle})
+ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
+
+
+class Link(asyncio.BufferedProtocol):
+    """The server's end of one connection. `tokens` are what a TCP peer has to know, by its role ("": no such peer may
+    come); on the unix socket a client needs none."""
+
+    def __init__(self, server: Server, tokens: tuple[str, str], local: bool) -> None:
+        self._server = server
+        self._tokens = tokens
+        self._local = local
+        self._session: Session | None = None
+        self._hello: m.Hello | None = None
+        self._life = handshake.ANY
+        self._nonce = handshake.nonce()
+        self._reader = FrameReader(
+            m.decode_client, self._destination, HELLO_HEADER_NBYTES, server.scratch, m.header_limit
+        )
+        self._transport: asyncio.Transport
+        self._timer: asyncio.TimerHandle
+        self._tickets: set[Hashable] = set()
+        self._incoming: Iterator[tuple[m.Message, memoryview]] = iter(())
+        self._bulk: BulkWriter | None = None  # for peers on other hosts
+        self._paused = False  # the peer does not read its answers
+        self._long: tuple[m.Message, memoryview] | None = None  # a request that waits for its turn
+        self._has_room = True
+        self._unsent = 0  # how much it had left when it was looked at last
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._transport.abort)
+        self._has_room = self._server.crowd.enter(self)
+        if not self._local:
+            tune(transport.get_extra_info("socket"))
+            self._bulk = BulkWriter(self._transport, self.pause_writing, self.resume_writing)
+        if self._local and peer_uid(transport.get_extra_info("socket")) not in (os.getuid(), 0):
+            log.warning("refused a peer of another user")
+            self._transport.abort()
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._incoming = self._reader.advance(nbytes)
+        self._work()
+
+    def _work(self) -> None:
+        """Handle what has arrived, as long as the peer takes the answers."""
+        changed = False
+        try:
+            for message, payload in self._incoming:
+                if type(message) in LONG:
+                    if not self._server.turns.take(self):
+                        self._long = (message, payload)
+                        self._transport.pause_reading()
+                        break
+                    self._receive_long(message, payload)
+                elif type(message) is m.Received and self._session is not None:
+                    self._server.service.confirm(message, self._session)
+                    continue  # of all messages the most frequent one, and nobody waits for what it does
+                else:
+                    self._received(message, payload)
+                changed = True
+                if self._paused or self._transport.is_closing():
+                    break
+        except TransferQueueError as error:
+            log.warning("closed a connection: %s", error)
+            self._transport.abort()
+        if self._paused or self._long is not None:
+            self._reader.keep()
+        if changed:  # for others, too
+            self._server.deliver()
+
+    def take_turn(self) -> None:
+        """Handle the long request that waited for its turn, and what came after it."""
+        found, self._long = self._long, None
+        if found is None or self._transport.is_closing():
+            return
+        try:
+            self._receive_long(*found)
+        except TransferQueueError as error:
+            log.warning("closed a connection: %s", error)
+            self._transport.abort()
+        self._server.deliver()
+        self._go_on()
+
+    def _receive_long(self, message: m.Message, payload: memoryview) -> None:
+        started = time.perf_counter()
+        self._received(message, payload)
+        self._server.turns.took(started)
+
+    def _go_on(self) -> None:
+        """Handle what was read already, then read on, unless there is a reason to wait."""
+        if not self._paused and self._long is None:
+            self._work()
+        if not self._paused and self._long is None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        self._transport.pause_reading()
+        self._unsent = self._transport.get_write_buffer_size()
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(STALLED_S, self._look_whether_it_reads)
+
+    def _look_whether_it_reads(self) -> None:
+        """Cut off a peer that took nothing of its answers for `STALLED_S`: they hold memory."""
+        unsent = self._transport.get_write_buffer_size()
+        if unsent >= self._unsent and not (self._bulk is not None and self._bulk.is_sending):
+            log.warning("cut off a peer that does not read its answers: %s bytes", unsent)
+            self._transport.abort()
+            return
+        self._unsent = unsent
+        self._timer = asyncio.get_running_loop().call_later(STALLED_S, self._look_whether_it_reads)
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._timer.cancel()
+        self._go_on()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._timer.cancel()
+        self._server.crowd.leave(self)
+        self._incoming, self._bulk, self._long = iter(()), None, None
+        self._reader.forget()  # no cycle is left, so that the memory comes back at once
+        self._server.service.unit.forget(self._nonce)
+        if self._session is not None:
+            self._server.service.members.left(self, time.monotonic())
+            self._server.service.detach(self._session, self._tickets, time.monotonic())
+            self._server.deliver()
+
+    # messages
+
+    def _received(self, message: m.Message, payload: memoryview) -> None:
+        if self._session is None:
+            self._greet(message)
+        elif isinstance(message, m.Request):
+            self._request(message, payload, self._session)
+        elif isinstance(message, ONE_WAY):
+            self._server.service.notify(message, self._session)
+        else:
+            raise ProtocolError(f"{type(message).__name__} on an open session")
+
+    def _destination(self, message: m.Message, nbytes: int) -> memoryview:
+        if self._session is None:
+            raise AccessDenied("payload before the handshake")
+        into = self._server.service.blocks.destination(message, nbytes, self._session)
+        if isinstance(message, m.Write):
+            self._server.service.unit.pin(message.block, self._nonce)  # its memory stays ours while bytes arrive
+        return into
+
+    def _greet(self, message: m.Message) -> None:
+        if not self._has_room:
+            text = f"the server has {len(self._server.crowd)} connections, as many as it may"
+            self._send(m.Failed(0, TooManyConnections.code, text))
+            self._transport.close()
+            return
+        match message:
+            case m.Hello(version=version, nonce=nonce) if self._hello is None:
+                if version != m.PROTOCOL_VERSION:
+                    self._refuse(f"protocol version {version}, this server speaks {m.PROTOCOL_VERSION}")
+                token = self._token(message.role)
+                self._hello = message
+                self._send(m.Challenge(self._nonce, handshake.server_mac(token, nonce, self._nonce, message.role)))
+            case m.Proof(mac=mac) if self._hello is not None:
+                token, role = self._token(self._hello.role), self._hello.role
+                if not handshake.equal(mac, handshake.client_mac(token, self._hello.nonce, self._nonce, role)):
+                    self._refuse("wrong token")
+                self._life = self._server.service.life
+                expected = handshake.Life(self._hello.service, self._hello.unit)
+                try:
+                    handshake.check_life(expected, self._life)
+                except ServiceRestarted as error:
+                    self._send(m.Failed(0, error.code, str(error)))
+                    self._transport.close()
+                    return
+                self._timer.cancel()
+                self._server.crowd.known(self)
+                self._reader.max_header_nbytes = MAX_HEADER_NBYTES
+                self._session = self._server.service.sessions.attach(self._hello.session, self._local)
+                self._send(self._server.welcome(self._local))
+            case _:
+                raise AccessDenied(f"{type(message).__name__} before the handshake")
+
+    def _token(self, role: int) -> str:
+        """What a peer in this role has to know."""
+        if role not in handshake.ROLES:
+            self._refuse(f"there is no role {role}")
+        if role == handshake.UNIT and self._local:
+            self._refuse("units join over TCP")
+        if role == handshake.UNIT and not self._tokens[role]:
+            self._refuse("this server takes no units: start it with server.unit_token_file")
+        return self._tokens[role]
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self._send(m.Failed(0, AccessDenied.code, reason))
+        self._transport.close()
+        raise AccessDenied(reason)
+
+    def _request(self, message: m.Request, payload: memoryview, session: Session) -> None:
+        if isinstance(message, m.Stop):
+            if not self._local:
+                self._send(m.Failed(message.rid, AccessDenied.code, "only a process of this host may stop the server"))
+                return
+            self._send(m.Done(message.rid))
+            self._server.stop()
+            return
+        if isinstance(message, m.Write):
+            self._server.service.unit.unpin(message.block, self._nonce)
+        if self._life is not self._server.service.life:  # this unit came to serve another life meanwhile
+            self._send(m.Failed(message.rid, ServiceRestarted.code, "the service that this unit served has ended"))
+            return
+        ticket = (self, message.rid)
+        try:
+            for_units = type(message) in UNIT_REQUESTS
+            if for_units != self._is_unit():
+                needed = "not for units" if self._is_unit() else "for units alone, who know the unit token"
+                answer: Answer | None = (
+                    m.Failed(message.rid, AccessDenied.code, f"{type(message).__name__}: {needed}"),
+                    (),
+                )
+            elif for_units:
+                answer = (self._of_unit(message), ())
+            else:
+                answer = self._server.service.handle(message, payload, session, ticket, time.monotonic())
+        except Exception:
+            log.exception("%s failed", type(message).__name__)
+            answer = (
+                m.Failed(message.rid, InternalError.code, f"{type(message).__name__} failed; see the server's log"),
+                (),
+            )
+        if answer is None:
+            self._tickets.add(ticket)
+        else:
+            self._answer(answer)
+
+    def _is_unit(self) -> bool:
+        return self._hello is not None and self._hello.role == handshake.UNIT
+
+    def _of_unit(self, message: m.Request) -> m.Reply:
+        """The reply to a storage unit of another host; its requests are few and it repeats them by itself."""
+        host = self._transport.get_extra_info("peername")[0]
+        return self._server.of_unit(message, host, self)
+
+    def push(self, message: m.Message) -> None:
+        """Send what answers no request."""
+        if not self._transport.is_closing():
+            self._send(message)
+
+    def answer_parked(self, ticket: Hashable, answer: Answer) -> None:
+        """Send the answer of a request of this connection that was parked, or what it waits for."""
+        if isinstance(answer[0], m.Waiting):
+            self.push(answer[0])
+            return
+        self._tickets.discard(ticket)
+        assert self._session is not None
+        self._server.service.close_request(self._session, answer)  # over a lost connection it is asked for again
+        if not self._transport.is_closing():
+            self._answer(answer)
+
+    def _answer(self, answer: Answer) -> None:
+        reply, payload = answer
+        if not payload:
+            self._send(reply)
+            return
+        header = frame(m.encode(reply), sum(len(part) for part in payload))
+        self._write([header, *payload])
+
+    def _send(self, message: m.Message) -> None:
+        self._write([frame(m.encode(message))])
+
+    def _write(self, parts: Parts) -> None:
+        if self._bulk is None:
+            self._transport.writelines(parts)
+        else:
+            self._bulk.write(parts)
+
+    @property
+    def is_local(self) -> bool:
+        return self._local
+
+    def abort(self) -> None:
+        """Drop the connection at once."""
+        self._transport.abort()
+
+    def close(self) -> None:
+        self._transport.close()

@@ -1,0 +1,181 @@
+"""The controller of another host, as a unit's server sees it: every request of a local client is passed on to it.
+
+Each session has a connection of its own to the controller's server, under its own identity, so that the controller
+sees the same sessions, repeats and cancellations as if the clients were connected to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address
+from transfer_queue.wire.aio import AsyncConnection
+from transfer_queue.wire.handshake import ANY, Life
+from transfer_queue.wire.messages.checkpoints import STATE_S
+
+CONNECT_S = 5.0
+SPARE_S = 1.0  # how much later than its own deadline a request is given up here; the client waits a little longer still
+
+
+class Caller:
+    """The connection of one session, opened on first use and again after it was lost. `told` gets what a request that
+    waits there waits for, with its ticket."""
+
+    def __init__(self, address: Address, session: bytes, life: Life, told: Callable[[Hashable, m.Reply], None]) -> None:
+        self._address = address
+        self._session = session
+        self._life = life
+        self._told = told
+        self.asking: dict[int, Hashable] = {}  # tickets of the requests under way
+        self._opening: asyncio.Future[AsyncConnection] | None = None
+
+    async def call(self, message: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
+        """The reply. A lost connection is replaced once: the request keeps its id, so it has one outcome."""
+        connection = await self.connection()
+        try:
+            return await connection.call(message, payload, timeout_s)
+        except ServiceUnavailable:
+            connection = await self.connection()
+            return await connection.call(message, payload, timeout_s)
+
+    async def connection(self) -> AsyncConnection:
+        """The live connection. Raises `ServiceUnavailable`, `AccessDenied` or `DeadlineExceeded`."""
+        opening = self._opening
+        if opening is not None and opening.done() and (opening.exception() or opening.result().error is not None):
+            opening = None
+        if opening is None:
+            connecting = AsyncConnection(self._address, m.decode_server, self._pushed)
+            opened = connecting.open(self._session, CONNECT_S, self._life)
+            opening = self._opening = asyncio.ensure_future(opened)
+        return await asyncio.shield(opening)
+
+    def _pushed(self, message: m.Message) -> None:
+        if isinstance(message, m.Waiting) and message.rid in self.asking:
+            self._told(self.asking[message.rid], message)
+
+    def notify(self, message: m.Message) -> None:
+        """Tell the controller, if it can be told now."""
+        opening = self._opening
+        if opening is not None and opening.done() and not opening.cancelled() and not opening.exception():
+            opening.result().notify(message)
+
+    def close(self) -> None:
+        """Tell the controller that this session has ended."""
+        self.notify(m.Goodbye())
+        opening = self._opening
+        if opening is not None and not opening.done():
+            opening.cancel()
+        elif opening is not None and not opening.cancelled() and not opening.exception():
+            opening.result().close()
+
+
+class RemoteController:
+    """`deliver` is called when something appeared in `outbox` or `freed`. See `service.Control`."""
+
+    def __init__(self, address: Address, deliver: Callable[[], None]) -> None:
+        self.address = address
+        self.life = ANY
+        self.timeout_s = 30.0
+        self.outbox: list[tuple[Hashable, m.Reply]] = []
+        self.payloads: dict[Hashable, memoryview] = {}
+        self.doubtful: set[Hashable] = set()
+        self.freed: list[int] = []
+        self.unfinished = False
+        self._deliver = deliver
+        self._callers: dict[bytes, Caller] = {}
+        self._asking: dict[Hashable, tuple[asyncio.Task[None], m.Request]] = {}
+
+    async def check(self) -> None:
+        """Find out whether clients will be let in with the token of this server. Raises as `Caller.connection`."""
+        caller = Caller(self.address, secrets.token_bytes(16), ANY, self._tell)
+        await caller.connection()
+        caller.close()
+
+    def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
+        asking = self._ask(self._caller(session), message, self.payloads.pop(ticket, None), ticket)
+        task = asyncio.get_running_loop().create_task(asking)
+        self._asking[ticket] = (task, message)
+        return None
+
+    def _caller(self, session: bytes) -> Caller:
+        caller = self._callers.get(session)
+        if caller is None:
+            caller = self._callers[session] = Caller(self.address, session, self.life, self._tell)
+        return caller
+
+    async def _ask(self, caller: Caller, message: m.Request, payload: memoryview | None, ticket: Hashable) -> None:
+        wait_s = STATE_S if isinstance(message, (m.Snapshot, m.Restore)) else getattr(message, "timeout_s", 0.0)
+        answer = memoryview(b"")
+        caller.asking[message.rid] = ticket
+        try:
+            if isinstance(message, m.Fetch) and message.holder:
+                await self._caller(message.holder).connection()  # the controller has to know whom it lends to
+            reply, answer = await caller.call(message, payload, (wait_s or self.timeout_s) + SPARE_S)
+        except TransferQueueError as error:
+            reply = m.Failed(message.rid, error.code, f"controller at {self.address}: {error}")
+            if isinstance(error, (DeadlineExceeded, ServiceUnavailable)):
+                self.doubtful.add(ticket)
+        finally:
+            if caller.asking.get(message.rid) == ticket:
+                del caller.asking[message.rid]
+        located = reply.located if isinstance(reply, m.Handed) else reply
+        if isinstance(located, (m.Located, m.Captured)):
+            located.units.setdefault(0, str(self.address))
+        if answer:
+            self.payloads[ticket] = answer
+        del self._asking[ticket]
+        self._tell(ticket, reply)
+
+    def _tell(self, ticket: Hashable, reply: m.Reply) -> None:
+        self.outbox.append((ticket, reply))
+        self._deliver()
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        for ticket in tickets & self._asking.keys():
+            task, message = self._asking.pop(ticket)
+            task.cancel()
+            if isinstance(message, (m.Commit, m.Restore)):
+                self.doubtful.add(ticket)
+
+    def end_session(self, session: bytes) -> None:
+        caller = self._callers.pop(session, None)
+        if caller is not None:
+            caller.close()
+
+    def received(self, session: bytes, rid: int) -> None:
+        self._caller(session).notify(m.Received([rid]))
+
+    def take_back(self, session: bytes, rid: int) -> None:
+        self._caller(session).notify(m.Cancel(rid))
+
+    def expire(self, now: float) -> None:
+        """Deadlines are kept by the connections."""
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def tidy(self) -> None:
+        """The controller's own server does that."""
+
+    def statistics(self) -> dict[str, Any]:
+        return {"controller": str(self.address), "waiting_requests": len(self._asking)}
+
+    def check_invariants(self) -> None:
+        assert self.doubtful <= {ticket for ticket, _ in self.outbox}
+
+    def begin(self, service: bytes) -> None:
+        """From now on this life of the controller is meant. Calls to an earlier one fail with `ServiceRestarted`."""
+        for session in list(self._callers):
+            self.end_session(session)
+        self.life = Life(service)
+
+    def close(self) -> None:
+        for task, _ in self._asking.values():
+            task.cancel()
+        for session in list(self._callers):
+            self.end_session(session)

@@ -1,0 +1,161 @@
+"""A unit's membership: joining the controller's server, staying joined, and doing what it asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.memory.bytes import Ints
+from transfer_queue.server.compaction import Compactor
+from transfer_queue.server.controller_proxy import RemoteController
+from transfer_queue.server.service import Service
+from transfer_queue.server.unit_registry import Line, numbers
+from transfer_queue.storage.blocks import Unit
+from transfer_queue.wire import handshake
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address
+from transfer_queue.wire.aio import AsyncConnection
+from transfer_queue.wire.arrays import numbers_of
+
+log = logging.getLogger("transfer_queue.server")
+
+CONNECT_S = 5.0
+REPLY_S = 10.0
+AGAIN_S = 0.25
+
+
+class Outpost:
+    """`unit` as a member of the service at `controller`. `deliver` is called when answers or work came from there.
+
+    The unit token is for the membership alone; what clients ask is passed on with theirs, which `controller` has.
+    """
+
+    def __init__(
+        self,
+        controller: Address,
+        unit_token: str,
+        unit: Unit,
+        deliver: Callable[[], None],
+        make: type[Service] = Service,
+    ) -> None:
+        self.remote = RemoteController(controller, self._answered)
+        self.service = make(self.remote, unit)
+        self.compactor = Compactor(self.service, self._moved)
+        self._controller = controller._replace(token=unit_token)
+        self._address = ""
+        self._deliver = deliver
+        self.client_config: dict[str, Any] = {}
+        self._lost = asyncio.Event()
+        self._connection: AsyncConnection
+        self._settling: asyncio.Task[None] | None = None
+        self._rid = 0
+
+    async def join(self, address: str) -> None:
+        """Join as the unit that readers of other hosts reach at `address`.
+
+        Raises `ServiceUnavailable`, `AccessDenied`, `DeadlineExceeded`.
+        """
+        self._address = address
+        await self.remote.check()
+        await self._join()
+
+    async def _join(self) -> None:
+        """Join, or join again. Where another life of the controller answers, none of the rows here is one of its."""
+        self._lost.clear()
+        connection = AsyncConnection(self._controller, m.decode_server, self._pushed, self._lost.set)
+        unit, incarnation = self.service.unit, self.service.life.unit
+        self._connection = await connection.open(incarnation, CONNECT_S, role=handshake.UNIT)
+        welcome = self._connection.welcome
+        if welcome.service != self.remote.life.service:
+            self.service.life = handshake.Life(welcome.service, incarnation)
+            self.remote.begin(welcome.service)
+            self.client_config = json.loads(welcome.config)
+            self.remote.timeout_s = float(self.client_config["timeout_s"])
+        joining = m.Join(self._next_rid(), incarnation, self._address, numbers(unit.published()))
+        joined = await self._ask(joining)
+        assert isinstance(joined, m.Joined)
+        unit.renumber(joined.unit)
+        self._drop(joined.gone)
+        await self._settle_doubts()
+
+    async def stay(self) -> None:
+        """Join again whenever the connection is lost; never returns."""
+        while True:
+            await self._lost.wait()
+            log.warning("lost the controller at %s", self._controller)
+            while self._lost.is_set():
+                await asyncio.sleep(AGAIN_S)
+                try:
+                    await self._join()
+                    log.warning("joined the controller at %s again", self._controller)
+                except TransferQueueError as error:
+                    log.info("cannot join: %s", error)
+                    self._lost.set()
+
+    def _answered(self) -> None:
+        """The controller answered: its answers take effect here before they are passed on."""
+        self.service.settle()
+        self._deliver()
+
+    def work(self) -> None:
+        """What became due while messages were handled."""
+        if self.service.doubts and not self._lost.is_set() and self._settling is None:
+            self._settling = asyncio.get_running_loop().create_task(self._settle_in_time())
+
+    async def _settle_in_time(self) -> None:
+        try:
+            with contextlib.suppress(TransferQueueError):  # else when the unit joins again
+                await self._settle_doubts()
+        finally:
+            self._settling = None
+
+    async def _settle_doubts(self) -> None:
+        """Ask what became of the commits that got no answer, and recycle the blocks of those that failed."""
+        doubts, self.service.doubts = self.service.doubts, []
+        if not doubts:
+            return
+        try:
+            reply = await self._ask(m.Settle(self._next_rid(), numbers(doubts)))
+        except TransferQueueError:
+            self.service.doubts += doubts
+            raise
+        assert isinstance(reply, m.Blocks)
+        self._drop(reply.numbers)
+
+    async def _moved(self, block: int, target: int, rows: Ints) -> bool:
+        """Whether the controller took `target` in the place of `block`."""
+        return isinstance(await self._ask(m.Moved(self._next_rid(), block, target, rows.tobytes())), m.Done)
+
+    def of_unit(self, message: m.Request, host: str, line: Line) -> m.Reply:
+        return m.Failed(message.rid, InvalidInput.code, f"units join the controller at {self._controller}")
+
+    async def _ask(self, request: m.Request) -> m.Reply:
+        reply: m.Reply = (await self._connection.call(request, None, REPLY_S))[0]
+        return reply
+
+    def _next_rid(self) -> int:
+        self._rid += 1
+        return self._rid
+
+    def _pushed(self, message: m.Message) -> None:
+        match message:
+            case m.Drop(blocks=blocks):
+                self._drop(blocks)
+            case m.Thin(block=block, rows=rows, fields=fields):
+                self.compactor.start(block, numbers_of(rows), fields)
+        self._deliver()
+
+    def _drop(self, blocks: bytes) -> None:
+        self.remote.freed.extend(numbers_of(blocks).tolist())
+        self.service.settle()
+        if self.service.leftovers:
+            self._deliver()
+
+    def close(self) -> None:
+        self.remote.close()
+        self._connection.close()

@@ -1,0 +1,287 @@
+"""Blocks of one host: allocation within a byte budget, publication, pins, and what vanished clients leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
+from transfer_queue.memory.bytes import Bytes
+from transfer_queue.storage.pins import NO_REQUEST, Pins
+from transfer_queue.storage.shm import PAGE as PAGE
+from transfer_queue.storage.shm import SharedMemory
+from transfer_queue.wait_queue import Parked, ParkingLot
+from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocate, Allocated, Failed, Piece, Reply, Waiting
+
+
+class Block:
+    """A range of an arena. It lives until it is dropped by its owner or the controller, and no pin is left."""
+
+    __slots__ = ("arena", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins", "published")
+
+    def __init__(self, number: int, arena: int, offset: int, nbytes: int, owner: bytes | None) -> None:
+        self.number = number
+        self.arena = arena
+        self.offset = offset
+        self.nbytes = nbytes
+        self.owner = owner  # the session that is filling it; None once published
+        self.layout = b""
+        self.pins = 0
+        self.published = False
+        self.dropped = False
+
+
+class Unit:
+    """`budget_nbytes` bounds the bytes of all blocks, pinned ones included. Block numbers begin with the unit's
+    `number` and are never used again.
+
+    An allocation that does not fit now is parked, and answered in `outbox` when memory is released, first come, first
+    served. Arenas in a `directory` need space of its file system as well: none is as if the budget had no room.
+    """
+
+    def __init__(self, budget_nbytes: int, directory: str | None = None) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.number = 0
+        self.used_nbytes = 0
+        self.peak_nbytes = 0  # since the last rotation of the trimmer
+        self.shm = SharedMemory(directory)
+        self.outbox: list[tuple[Hashable, Reply]] = []
+        self._blocks: dict[int, Block] = {}
+        self._next = 1
+        self._unpublished: dict[bytes, set[int]] = {}
+        self._pins = Pins()
+        self._waiting: ParkingLot[Allocate] = ParkingLot()
+        self._disk_is_full = False  # why the latest block that found no room found none
+        self._refused: Parked[Allocate] | None = None  # waits for space of the file system, and none was released yet
+
+    def renumber(self, number: int) -> None:
+        """Number the blocks from here on as those of unit `number`."""
+        self._next += (number - self.number) << UNIT_SHIFT
+        self.number = number
+
+    # writing
+
+    def allocate(self, message: Allocate, ticket: Hashable, session: bytes, now: float) -> Allocated | None:
+        """A block for `session`, or None after parking the request; `StoreFull` when it can never fit."""
+        if message.nbytes < 1:
+            raise InvalidInput(f"a block of {message.nbytes} bytes")
+        if message.nbytes > self.budget_nbytes:
+            raise StoreFull(f"{message.nbytes} bytes exceed the store's budget of {self.budget_nbytes} bytes")
+        is_first = not len(self._waiting)
+        allocated = self._allocated(message, session) if is_first else None
+        if allocated is not None:
+            return allocated
+        if message.timeout_s <= 0:
+            raise StoreFull(self.full(message.nbytes))
+        parked = Parked(ticket, session, message, now + message.timeout_s, now)
+        self._waiting.add(parked)
+        if is_first and self._disk_is_full:
+            self._refused = parked
+        return None
+
+    def _allocated(self, message: Allocate, session: bytes) -> Allocated | None:
+        block = self.place(message.nbytes, session)
+        if block is None:
+            return None
+        if message.pin:
+            self.pin(block.number, session, message.rid)
+        return Allocated(message.rid, block.number, block.arena, block.offset)
+
+    def place(self, nbytes: int, session: bytes | None) -> Block | None:
+        """A new block, or None when the budget or the file system has no room for it now."""
+        size = self.shm.rounded(nbytes)
+        self._disk_is_full = False
+        if self.used_nbytes + size > self.budget_nbytes:
+            return None
+        place = self.shm.take(nbytes)
+        if place is None:
+            self._disk_is_full = True
+            return None
+        number, offset = place
+        block = Block(self._next, number, offset, nbytes, session)
+        self._next += 1
+        self._blocks[block.number] = block
+        if session is not None:
+            self._unpublished.setdefault(session, set()).add(block.number)
+        self.used_nbytes += size
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+        return block
+
+    def unpublished(self, number: int, session: bytes) -> Block:
+        """A block that `session` is filling, or `InvalidInput`."""
+        block = self._blocks.get(number)
+        if block is None or block.owner != session:
+            raise InvalidInput(f"block {number} is not one this client is filling")
+        return block
+
+    def memory(self, block: Block) -> Bytes:
+        return self.shm.slice(block.arena, block.offset, block.nbytes)
+
+    def publish(self, number: int, layout: bytes) -> None:
+        """The block's content is final; from now on the controller decides when it goes."""
+        block = self._blocks[number]
+        if block.owner is not None:
+            self._unpublished[block.owner].discard(number)
+        block.owner, block.layout, block.published = None, layout, True
+
+    def drop(self, number: int) -> None:
+        """Nobody needs the block any more; its memory is free once the last pin is gone."""
+        block = self._blocks[number]
+        block.dropped = True
+        if block.owner is not None:
+            self._unpublished[block.owner].discard(number)
+        if not block.pins:
+            self._free(block)
+
+    def _free(self, block: Block) -> None:
+        del self._blocks[block.number]
+        self.shm.give(block.arena, block.offset, block.nbytes)
+        self.used_nbytes -= self.shm.rounded(block.nbytes)
+        self._refused = None
+
+    # reading
+
+    def holds(self, number: int, dropped: bool = False) -> bool:
+        """Whether a block of this number is here; False for another unit's.
+
+        A block that was dropped and is only pinned still does not count unless `dropped`: the number may be another
+        unit's by now. Raises `RowCleared` for one that was here and is gone.
+        """
+        block = self._blocks.get(number)
+        if block is not None and (dropped or not block.dropped):
+            return True
+        if number >> UNIT_SHIFT == self.number:
+            raise RowCleared("the rows were cleared")
+        return False
+
+    def describe(self, pieces: list[Piece], layouts: list[bytes], dropped: bool = False) -> list[Piece]:
+        """Those of `pieces` that are here, with where they lie filled in and their layouts added to `layouts`.
+
+        `dropped`: see `holds`; cuts that live as long as their pins are wanted, too.
+        """
+        numbers: dict[bytes, int] = {}
+        found = [piece for piece in pieces if piece.arena == ELSEWHERE and self.holds(piece.block, dropped)]
+        for piece in found:
+            block = self._blocks[piece.block]
+            piece.arena, piece.offset, piece.nbytes = block.arena, block.offset, block.nbytes
+            if block.layout not in numbers:
+                numbers[block.layout] = len(layouts)
+                layouts.append(block.layout)
+            piece.layout = numbers[block.layout]
+        return found
+
+    def published(self) -> list[int]:
+        """The numbers of the blocks that only the controller can drop."""
+        return [block.number for block in self._blocks.values() if block.published and not block.dropped]
+
+    def block(self, number: int) -> Block | None:
+        return self._blocks.get(number)
+
+    def pin(self, number: int, session: bytes, rid: int = NO_REQUEST) -> None:
+        self._blocks[number].pins += 1
+        self._pins.add(number, session, rid)
+
+    def unpin(self, number: int, session: bytes, rid: int = NO_REQUEST) -> None:
+        """Release one pin of a request; unknown ones are ignored."""
+        if self._pins.remove(number, session, rid):
+            self._release_pin(number)
+
+    def unpin_request(self, session: bytes, rid: int) -> None:
+        """Release everything that a request pinned and that was not released yet."""
+        for number in self._pins.of_request(session, rid):
+            self.unpin(number, session, rid)
+
+    def _release_pin(self, number: int) -> None:
+        block = self._blocks[number]
+        block.pins -= 1
+        if block.dropped and not block.pins:
+            self._free(block)
+
+    def pinned(self, number: int, session: bytes) -> Block:
+        """A block `session` has pinned. Raises `RowCleared` when it has not, or no longer: it locates the rows anew."""
+        if not self._pins.holds(number, session):
+            raise RowCleared(f"block {number} is not pinned by this client, or no longer")
+        return self._blocks[number]
+
+    def pins_of(self, session: bytes, rid: int) -> list[int]:
+        """The blocks that a request holds pinned, once for each pin."""
+        return self._pins.of_request(session, rid)
+
+    def adopt(self, session: bytes, parent: bytes) -> None:
+        """Give `session` a pin on everything `parent` has pinned."""
+        for number in self._pins.of(parent):
+            self.pin(number, session)
+
+    # trouble and time
+
+    def forget(self, session: bytes) -> None:
+        """A client is gone: free what it was filling, release its pins."""
+        for number in list(self._unpublished.pop(session, ())):
+            self._blocks[number].owner = None
+            self.drop(number)
+        for number in self._pins.end(session):
+            self._release_pin(number)
+
+    def forget_tickets(self, tickets: set[Hashable]) -> None:
+        self._waiting.forget(tickets)
+        self.retry()
+
+    def retry(self) -> None:
+        """Memory may have been released: answer waiting allocations in order, as far as it goes."""
+        for parked in self._waiting:
+            if parked is self._refused:
+                return  # asking the file system again costs as much as it has free
+            allocated = self._allocated(parked.message, parked.session)
+            if allocated is None:
+                self._refused = parked if self._disk_is_full else None
+                return
+            self._waiting.remove(parked)
+            self.outbox.append((parked.ticket, allocated))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def next_deadline(self) -> float | None:
+        return self._waiting.next_deadline()
+
+    def notice_after(self, seconds: Sequence[float]) -> None:
+        """When those who wait for room are told who has it; ascending."""
+        self._waiting.notice_after_s = seconds
+
+    def expire(self, now: float) -> None:
+        for parked, waited_s in self._waiting.due(now):
+            pinned = sum(self._blocks[number].nbytes for number in self._pins.counts())
+            text = f"put waits for {waited_s:g} s: {self.full(parked.message.nbytes)}, readers hold {pinned} of them"
+            self.outbox.append((parked.ticket, Waiting(parked.message.rid, text)))
+        for parked in self._waiting.expired(now):
+            text = f"{self.full(parked.message.nbytes)} after waiting {parked.message.timeout_s:g} s"
+            self.outbox.append((parked.ticket, Failed(parked.message.rid, StoreFull.code, text)))
+        self._refused = None
+        self.retry()  # a smaller request may have stood behind one that did not fit
+
+    def full(self, nbytes: int) -> str:
+        """Why a block of `nbytes` found no room just now."""
+        why = f"the file system of {self.shm.directory} is full, " if self._disk_is_full else ""
+        return f"{nbytes} bytes do not fit: {why}{self.used_nbytes} of {self.budget_nbytes} bytes are in use"
+
+    def trim(self, keep_nbytes: int) -> None:
+        """Return free memory to the system until at most `keep_nbytes` (or what is in use) stays resident."""
+        self.shm.trim(self.shm.resident_nbytes() - max(keep_nbytes, self.used_nbytes))
+
+    def pinned_nbytes(self) -> dict[str, int]:
+        """Bytes pinned by each client."""
+        return {
+            session.hex()[:8]: sum(self._blocks[number].nbytes for number in held)
+            for session, held in self._pins.sessions()
+        }
+
+    def close(self) -> None:
+        self.shm.close()
+
+    def check_invariants(self) -> None:
+        """Blocks do not overlap and fill exactly what the extents miss; tests call this after each event."""
+        blocks = self._blocks.values()
+        self.shm.check_invariants([(block.arena, block.offset, block.nbytes) for block in blocks])
+        assert sum(self.shm.rounded(block.nbytes) for block in blocks) == self.used_nbytes <= self.budget_nbytes
+        pins = self._pins.counts()
+        assert all(block.pins == pins[block.number] for block in blocks)

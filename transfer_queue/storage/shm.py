@@ -1,0 +1,176 @@
+"""The memory of one host's blocks: arenas of shared memory, and which ranges of them are free.
+
+A memory file has no name: it needs no /dev/shm (which is tiny in containers) and vanishes with the last process that
+holds it, however that process ends. Clients get its descriptor over the unix socket. Untouched parts cost nothing.
+
+A memory file is sealed: no holder of the descriptor can change its size, so nobody else reads past its end (SIGBUS). A
+file in a directory cannot be sealed: its clients are trusted not to truncate it. Its space is reserved before it is
+written, because writing into a hole of a full file system is SIGBUS as well. Memory is not reserved: the unit's budget
+bounds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+import numpy as np
+
+from transfer_queue.memory import memfd
+from transfer_queue.memory.bytes import Bytes
+from transfer_queue.memory.private_map import MAP_NORESERVE
+from transfer_queue.storage.extents import Extents
+
+PAGE = 4096
+SMALL_NBYTES = 64 << 10
+ARENA_NBYTES = 4 << 30
+GRAINS = (64, PAGE)  # of small blocks and of large ones
+CHUNK_NBYTES = 1 << 20  # reserved together, and remembered: reserving again would walk every page
+
+
+class Arena:
+    """`size` bytes handed out in multiples of `grain`; a file in `directory` instead of a memory file when given."""
+
+    def __init__(self, size: int, grain: int, directory: str | None = None) -> None:
+        self.size = size
+        self.extents = Extents(size, grain)
+        self.fd = memfd.create(directory)
+        os.ftruncate(self.fd, size)
+        self._reserved: np.ndarray | None = None  # chunks whose space is ours; None: not in a directory
+        if directory is None:
+            memfd.seal(self.fd)
+        else:
+            self._reserved = np.zeros(-(-size // CHUNK_NBYTES), np.bool_)
+        self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+        self.memory: Bytes = np.frombuffer(self._map, np.uint8)
+
+    def reserve(self, start: int, nbytes: int) -> bool:
+        """Make sure that a range can be written; False when the file system has no space for it."""
+        if self._reserved is None:
+            return True
+        first, last = start // CHUNK_NBYTES, -(-(start + nbytes) // CHUNK_NBYTES)
+        if self._reserved[first:last].all():
+            return True
+        end = min(last * CHUNK_NBYTES, self.size)
+        if memfd.reserve(self.fd, first * CHUNK_NBYTES, end - first * CHUNK_NBYTES):
+            self._reserved[first:last] = True
+            return True
+        start, end = start // PAGE * PAGE, -(-(start + nbytes) // PAGE) * PAGE  # nearly full: no more than needed
+        return memfd.reserve(self.fd, start, end - start)
+
+    def slice(self, start: int, nbytes: int) -> Bytes:
+        return self.memory[start : start + nbytes]
+
+    def resident_nbytes(self) -> int:
+        """Bytes that occupy memory, used or free."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def trim(self, nbytes: int) -> None:
+        """Return about `nbytes` of free memory to the system, from the largest free ranges first."""
+        for start, size in self.extents.free():
+            if nbytes <= 0:
+                return
+            before = self.resident_nbytes()
+            memfd.punch(self.fd, start, size)
+            if self._reserved is not None:
+                self._reserved[start // CHUNK_NBYTES : -(-(start + size) // CHUNK_NBYTES)] = False
+            nbytes -= before - self.resident_nbytes()
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody looks at it any more; the mapping holds a descriptor of its own."""
+        os.close(self.fd)
+        self.memory = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class SharedMemory:
+    """Ranges of arenas, which are opened as they are needed. `directory`: see `Arena`.
+
+    Small blocks share pages, the others are page-aligned, so that they can be viewed: each kind has its own arenas.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self.directory = directory
+        self.arenas: list[Arena] = []
+
+    def open(self) -> None:
+        """Open an arena for small blocks and one for large ones: untouched they cost address space only, and later
+        there may be no descriptor left for them."""
+        for grain in GRAINS:
+            if all(arena.extents.grain != grain for arena in self.arenas):
+                self.arenas.append(Arena(ARENA_NBYTES, grain, self.directory))
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """What a block of `nbytes` takes."""
+        grain = GRAINS[nbytes > SMALL_NBYTES]
+        return max(1, -(-nbytes // grain)) * grain
+
+    def take(self, nbytes: int) -> tuple[int, int] | None:
+        """Arena and offset of a range that can be written; None when the file system has no space for it."""
+        for attempt in range(2):
+            if attempt:
+                self.trim(self.resident_nbytes())  # free ranges elsewhere hold space
+            place = self._find(nbytes)
+            if place is None:
+                continue
+            arena, offset = self.arenas[place[0]], place[1]
+            if arena.reserve(offset, nbytes):
+                return place
+            arena.extents.give(offset, nbytes)
+        return None
+
+    def _find(self, nbytes: int) -> tuple[int, int] | None:
+        """A range of an arena, if need be of a new one; None when there is no space for its file."""
+        grain = GRAINS[nbytes > SMALL_NBYTES]
+        for number, arena in enumerate(self.arenas):
+            if arena.extents.grain == grain:
+                offset = arena.extents.take(nbytes)
+                if offset is not None:
+                    return number, offset
+        size = max(ARENA_NBYTES, -(-nbytes // PAGE) * PAGE)
+        try:
+            self.arenas.append(Arena(size, grain, self.directory))
+        except OSError as error:
+            if error.errno not in memfd.NO_SPACE:
+                raise
+            return None
+        offset = self.arenas[-1].extents.take(nbytes)
+        assert offset is not None
+        return len(self.arenas) - 1, offset
+
+    def give(self, arena: int, offset: int, nbytes: int) -> None:
+        """The range is free again."""
+        self.arenas[arena].extents.give(offset, nbytes)
+
+    def slice(self, arena: int, offset: int, nbytes: int) -> Bytes:
+        return self.arenas[arena].slice(offset, nbytes)
+
+    def resident_nbytes(self) -> int:
+        """Bytes that occupy memory, used or free."""
+        return sum(arena.resident_nbytes() for arena in self.arenas)
+
+    def trim(self, nbytes: int) -> None:
+        """Return about `nbytes` of free memory to the system."""
+        for arena in self.arenas:
+            if nbytes <= 0:
+                return
+            before = arena.resident_nbytes()
+            arena.trim(nbytes)
+            nbytes -= before - arena.resident_nbytes()
+
+    def close(self) -> None:
+        for arena in self.arenas:
+            arena.close()
+
+    def check_invariants(self, used: list[tuple[int, int, int]]) -> None:
+        """The ranges in use, as (arena, offset, nbytes), do not overlap and fill exactly what the free ones leave."""
+        for number, arena in enumerate(self.arenas):
+            own = [(offset, arena.extents.rounded(nbytes)) for one, offset, nbytes in used if one == number]
+            at = 0
+            for start, nbytes in sorted(own + arena.extents.free()):
+                assert start == at, "arena ranges overlap or leak"
+                at += nbytes
+            assert at == arena.size

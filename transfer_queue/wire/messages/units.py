@@ -1,0 +1,83 @@
+"""Messages between storage units and the controller, and from readers to the units of other hosts. They are part of the
+unions in `messages`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from transfer_queue.wire.messages.base import Message, Piece, Reply, Request
+
+
+class Cut(msgspec.Struct, array_like=True, gc=False):
+    """Some rows (ascending int64, distinct) and fields of a block."""
+
+    block: int
+    rows: bytes
+    fields: list[str]
+
+
+class Take(Request):
+    """Pin what a reader on another host needs of this unit's blocks; `Read` then fetches the bytes.
+
+    A cut of part of a block is a block of its own, of exactly these rows, unless there is no room for it: then the
+    whole block is given.
+    """
+
+    cuts: list[Cut]
+
+
+class Taken(Reply):
+    """One piece for each cut; they are pinned, or ride in the payload."""
+
+    pieces: list[Piece]
+    layouts: list[bytes]
+
+
+class Join(Request):
+    """A unit of another host offers itself: its incarnation, where readers reach it ("host:port"; without a host, the
+    one this connection comes from), and the numbers (int64) of the blocks it has published."""
+
+    incarnation: bytes
+    address: str
+    blocks: bytes
+
+
+class Joined(Reply):
+    """The unit's number, which the numbers of its blocks begin with. No row refers to the blocks `gone` (int64)."""
+
+    unit: int
+    gone: bytes
+
+
+class Moved(Request):
+    """A unit rewrote a thin block as `target`, whose rows are `rows` (ascending int64) of the old one."""
+
+    block: int
+    target: int
+    rows: bytes
+
+
+class Settle(Request):
+    """Which of these blocks (int64) does no row refer to? They never will: commits of them are refused from now on."""
+
+    blocks: bytes
+
+
+class Blocks(Reply):
+    """Block numbers, int64."""
+
+    numbers: bytes
+
+
+class Drop(Message):
+    """To a unit: no row refers to these blocks (int64) any more."""
+
+    blocks: bytes
+
+
+class Thin(Message):
+    """To a unit: rewrite `block`, of which only these rows (ascending int64) and fields are left."""
+
+    block: int
+    rows: bytes
+    fields: list[str]
