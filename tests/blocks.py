@@ -14,8 +14,8 @@ from tensordict import NonTensorStack, TensorDictBase
 
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Layout, decode_layout, encode_layout
-from transfer_queue.codec.plan import Plan, plan_batch, plan_row
-from transfer_queue.codec.rows import Block, Copier
+from transfer_queue.codec.plan import BlockPlan, plan_batch, plan_row
+from transfer_queue.codec.rows import BlockBytes, Copier
 from transfer_queue.codec.select import selected
 from transfer_queue.memory.copy import Mover
 from transfer_queue.schema import FieldSchema
@@ -23,22 +23,24 @@ from transfer_queue.schema import FieldSchema
 Pick = tuple[int, int, int]  # block, first row, number of rows
 
 
-def block_of(plan: Plan, view_nbytes: int = -1) -> Block:
+def block_of(plan: BlockPlan, view_nbytes: int = -1) -> BlockBytes:
     """The block a put of `plan` leaves in a store, as a reader sees it."""
     data = np.full(plan.nbytes, 0xAA, np.uint8)
     plan.write(data, Mover(1))
-    return Block(data, decode_layout(plan.layout()), view_nbytes)
+    return BlockBytes(data, decode_layout(plan.layout()), view_nbytes)
 
 
-def put(values: Mapping[str, Any] | TensorDictBase, rows: int, allow_pickle: bool = False, view: int = -1) -> Block:
+def put(
+    values: Mapping[str, Any] | TensorDictBase, rows: int, allow_pickle: bool = False, view: int = -1
+) -> BlockBytes:
     return block_of(plan_batch(values, rows, allow_pickle), view)
 
 
-def put_row(values: Mapping[str, Any], allow_pickle: bool = False) -> Block:
+def put_row(values: Mapping[str, Any], allow_pickle: bool = False) -> BlockBytes:
     return block_of(plan_row(values, allow_pickle))
 
 
-def schema_of(blocks: Sequence[Block], field: str) -> FieldSchema:
+def schema_of(blocks: Sequence[BlockBytes], field: str) -> FieldSchema:
     """What a table's schema of `field` is after puts of these blocks."""
     found: FieldSchema | None = None
     for block in blocks:
@@ -51,22 +53,24 @@ def schema_of(blocks: Sequence[Block], field: str) -> FieldSchema:
     return found
 
 
-def get(blocks: Block | Sequence[Block], field: str, picks: Sequence[Pick] | None = None, **options: Any) -> Any:
+def get(
+    blocks: BlockBytes | Sequence[BlockBytes], field: str, picks: Sequence[Pick] | None = None, **options: Any
+) -> Any:
     """The value a read of the picked rows gives; all rows of all blocks by default."""
-    blocks = [blocks] if isinstance(blocks, Block) else blocks
+    blocks = [blocks] if isinstance(blocks, BlockBytes) else blocks
     picks = [(n, 0, block.layout.rows) for n, block in enumerate(blocks)] if picks is None else picks
     assembler = Assembler(Copier(), options.get("allow_pickle", False), options.get("out"))
     schema = options.get("schema") or schema_of(blocks, field)
     return assembler.field(schema, [(blocks[number], start, count) for number, start, count in picks])
 
 
-def compact(block: Block, rows: Sequence[int], fields: Sequence[str] | None = None) -> Block:
+def compact(block: BlockBytes, rows: Sequence[int], fields: Sequence[str] | None = None) -> BlockBytes:
     """The block that compaction makes of some rows."""
     names = [c.name for c in block.layout.columns] if fields is None else fields
     layout, fill = selected(block.layout, block.data, np.array(rows, np.int64), names)
     data = np.full(layout.nbytes, 0xBB, np.uint8)
     fill(data)
-    return Block(data, decode_layout(encode_layout(layout)), -1)
+    return BlockBytes(data, decode_layout(encode_layout(layout)), -1)
 
 
 def rows_of(value: Any) -> list[Any]:
@@ -84,8 +88,8 @@ def through(value: Any, allow_pickle: bool = False) -> Any:
     return rows_of(get(block, "x", allow_pickle=allow_pickle))[0]["value"]
 
 
-def changed(block: Block, layout: Layout) -> Block:
-    return Block(block.data, decode_layout(encode_layout(layout)), block.view_nbytes)
+def changed(block: BlockBytes, layout: Layout) -> BlockBytes:
+    return BlockBytes(block.data, decode_layout(encode_layout(layout)), block.view_nbytes)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -21,7 +21,7 @@ ROWS = "rows"
 
 
 def indexes(reply: Any) -> list[int]:
-    if isinstance(reply, m.Status):
+    if isinstance(reply, m.RowStatus):
         runs = np.frombuffer(reply.runs, np.int64).reshape(-1, 2).tolist()
         return [first + n for first, number in runs for n in range(number)]
     return np.frombuffer(reply.rows, np.int64).tolist()
@@ -197,6 +197,6 @@ class Box:
         return found
 
     def freed(self) -> list[int]:
-        found = list(self.controller.ledger.freed)
-        self.controller.ledger.freed.clear()
+        found = list(self.controller.block_index.freed)
+        self.controller.block_index.freed.clear()
         return found

@@ -81,7 +81,7 @@ def test_reserved_rows_stay_reserved_and_are_claimed_in_order() -> None:
 
 def test_what_was_there_is_dropped_and_its_blocks_are_freed() -> None:
     other = busy()
-    old = set(other.controller.ledger.entries)
+    old = set(other.controller.block_index.entries)
     other.freed()
     state, blocks = exported(reloaded(busy()).controller)
     restored(other.controller, state, moved(blocks))

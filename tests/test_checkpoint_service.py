@@ -12,7 +12,7 @@ from transfer_queue.controller import Controller
 from transfer_queue.errors import InvalidInput
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server.service import Service
-from transfer_queue.server.sessions import Session
+from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
@@ -25,18 +25,18 @@ def service() -> Iterator[Service]:
 
 
 @pytest.fixture
-def session(service: Service) -> Session:
+def session(service: Service) -> ServerSession:
     return service.sessions.attach(b"client", local=True)
 
 
-def send(service: Service, session: Session, message: m.Request, payload: bytes = b"") -> Any:
+def send(service: Service, session: ServerSession, message: m.Request, payload: bytes = b"") -> Any:
     """(reply, payload), or None when the request was parked."""
     answer = service.handle(message, memoryview(payload), session, ("link", message.rid), 0.0)
     service.check_invariants()
     return None if answer is None else (answer[0], b"".join(bytes(part) for part in answer[1]))
 
 
-def captured(service: Service, session: Session, rid: int) -> tuple[m.Taken, bytes]:
+def captured(service: Service, session: ServerSession, rid: int) -> tuple[m.Taken, bytes]:
     """The pinned blocks and the state of a snapshot."""
     reply, state = send(service, session, m.Snapshot(rid))
     taken, _ = send(service, session, m.Pin(1000 + rid, reply.blocks))
@@ -44,7 +44,7 @@ def captured(service: Service, session: Session, rid: int) -> tuple[m.Taken, byt
     return taken, state
 
 
-def filled(service: Service, session: Session, cut: m.Taken, first_rid: int) -> m.Restore:
+def filled(service: Service, session: ServerSession, cut: m.Taken, first_rid: int) -> m.Restore:
     """The request that puts a cut back, its blocks allocated and filled."""
     blocks = []
     for number, piece in enumerate(cut.pieces):
@@ -57,7 +57,7 @@ def filled(service: Service, session: Session, cut: m.Taken, first_rid: int) -> 
     return m.Restore(first_rid + len(blocks), blocks, cut.layouts)
 
 
-def test_blocks_stay_pinned_until_the_saver_releases_them_or_is_gone(service: Service, session: Session) -> None:
+def test_blocks_stay_pinned_until_the_saver_releases_them_or_is_gone(service: Service, session: ServerSession) -> None:
     saver = service.sessions.attach(b"saver", local=True)
     for rid in (1, 2):
         send(service, session, commit(rid, 2), b"ab")
@@ -72,7 +72,9 @@ def test_blocks_stay_pinned_until_the_saver_releases_them_or_is_gone(service: Se
     assert service.unit.used_nbytes == 0
 
 
-def test_blocks_are_not_recycled_before_the_saver_had_time_to_pin_them(service: Service, session: Session) -> None:
+def test_blocks_are_not_recycled_before_the_saver_had_time_to_pin_them(
+    service: Service, session: ServerSession
+) -> None:
     saver = service.sessions.attach(b"saver", local=True)
     send(service, session, commit(1, 2), b"ab")
     reply, _ = send(service, saver, m.Snapshot(1))
@@ -85,7 +87,7 @@ def test_blocks_are_not_recycled_before_the_saver_had_time_to_pin_them(service: 
     assert service.unit.used_nbytes == 0
 
 
-def test_a_saver_that_ends_before_it_pinned_holds_nothing(service: Service, session: Session) -> None:
+def test_a_saver_that_ends_before_it_pinned_holds_nothing(service: Service, session: ServerSession) -> None:
     saver = service.sessions.attach(b"saver", local=True)
     send(service, session, commit(1, 2), b"ab")
     send(service, saver, m.Snapshot(1))
@@ -94,7 +96,7 @@ def test_a_saver_that_ends_before_it_pinned_holds_nothing(service: Service, sess
     assert service.unit.used_nbytes == 0
 
 
-def test_a_snapshot_asked_for_again_pins_once(service: Service, session: Session) -> None:
+def test_a_snapshot_asked_for_again_pins_once(service: Service, session: ServerSession) -> None:
     send(service, session, commit(1, 2), b"ab")
     for _ in range(2):
         cut, _ = captured(service, session, 2)
@@ -102,7 +104,7 @@ def test_a_snapshot_asked_for_again_pins_once(service: Service, session: Session
     assert service.unit.pinned_nbytes() == {}
 
 
-def test_a_repeated_restore_gets_its_first_reply(service: Service, session: Session) -> None:
+def test_a_repeated_restore_gets_its_first_reply(service: Service, session: ServerSession) -> None:
     send(service, session, commit(1, 4), b"abcd")
     cut, state = captured(service, session, 2)
     request = filled(service, session, cut, 10)
@@ -114,7 +116,7 @@ def test_a_repeated_restore_gets_its_first_reply(service: Service, session: Sess
 
 
 @pytest.mark.parametrize("what", ["of another", "published", "twice", "no layout"])
-def test_blocks_that_are_not_the_loaders_are_refused(service: Service, session: Session, what: str) -> None:
+def test_blocks_that_are_not_the_loaders_are_refused(service: Service, session: ServerSession, what: str) -> None:
     for rid in (1, 2):
         send(service, session, commit(rid, 2), b"ab")
     cut, state = captured(service, session, 3)
@@ -129,10 +131,12 @@ def test_blocks_that_are_not_the_loaders_are_refused(service: Service, session: 
     reply, _ = send(service, loader, request, state)
     assert reply.code == InvalidInput.code
     assert service.controller.num_rows == 4
-    assert set(service.controller.ledger.entries) == {piece.block for piece in cut.pieces}
+    assert set(service.controller.block_index.entries) == {piece.block for piece in cut.pieces}
 
 
-def test_a_put_that_waits_for_room_is_carried_out_on_the_restored_rows(service: Service, session: Session) -> None:
+def test_a_put_that_waits_for_room_is_carried_out_on_the_restored_rows(
+    service: Service, session: ServerSession
+) -> None:
     send(service, session, commit(1, 2), b"ab")
     cut, state = captured(service, session, 2)
     send(service, session, commit(3, 4), b"cdef")
@@ -143,4 +147,4 @@ def test_a_put_that_waits_for_room_is_carried_out_on_the_restored_rows(service: 
     answers = [answer[0] for _, answer in service.answered(0.0)]
     assert [type(reply) for reply in answers] == [m.Committed]
     assert service.controller.num_rows == 5
-    assert allocated.block in service.controller.ledger.entries
+    assert allocated.block in service.controller.block_index.entries

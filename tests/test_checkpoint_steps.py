@@ -85,7 +85,7 @@ def test_others_are_served_from_the_old_state_until_the_new_one_is_complete() ->
     assert seen > 10
     assert replies(box) == [("load", m.Done, "")]
     assert box.partitions() == ["p"]
-    assert set(box.controller.ledger.entries) == set(moved(blocks).values())
+    assert set(box.controller.block_index.entries) == set(moved(blocks).values())
     assert set(box.freed()) >= {1, 2, 4, 5, box.last_block}
     with pytest.raises(RowCleared):
         box.get([0], partition="q")
@@ -95,8 +95,8 @@ def test_others_are_served_from_the_old_state_until_the_new_one_is_complete() ->
 def test_a_step_adds_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box()
     state, blocks = large()
-    drafts: list[restore.Draft] = []
-    make = restore.Draft
+    drafts: list[restore.NewState] = []
+    make = restore.NewState
     monkeypatch.setattr(restore, "Draft", lambda controller: drafts.append(make(controller)) or drafts[-1])
     start(box, state, blocks)
     known = 0
@@ -208,7 +208,7 @@ def test_the_blocks_of_a_load_are_published_with_its_rows(service: Service) -> N
     request = filled(service, session, cut, 10)
     assert send(service, session, request, state) is None
     assert send(service, session, m.Clear(30, "p", None, None)) is not None
-    while service.leftovers:
+    while service.recycler:
         service.tidy()
         service.check_invariants()
     assert [type(answer[0]) for _, answer in service.answered(0.0)] == [m.Done]
@@ -225,7 +225,7 @@ def test_the_blocks_of_a_load_go_with_its_asker(service: Service) -> None:
     assert send(service, loader, request, state) is None
     service.tidy()
     service.detach(loader, {("link", request.rid)}, 0.0)
-    while service.leftovers:
+    while service.recycler:
         service.tidy()
     service.check_invariants()
     assert service.unit.used_nbytes == 64

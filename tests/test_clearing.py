@@ -19,7 +19,7 @@ from transfer_queue.errors import RowCleared
 from transfer_queue.sampler import BaseSampler, RankAwareSampler, SequentialSampler
 from transfer_queue.server import recycling
 from transfer_queue.server.service import Service
-from transfer_queue.server.sessions import Session
+from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
@@ -29,7 +29,7 @@ BLOCKS_OF_SLICE = cleared_partitions.SLICE // cleared_partitions.OF_BLOCK + 1
 def filled(puts: int, rows: int = 1, sampler: BaseSampler | None = None, **more: Any) -> Box:
     """A box with a partition of `puts` blocks, whose remains are put off however few they are."""
     box = Box(sampler, **more)
-    box.controller.remains.at_once = -1
+    box.controller.cleared_partitions.at_once = -1
     for number in range(puts):
         box.put([f"k{number}-{row}" for row in range(rows)], ["a", "b"], [{"n": number}] * rows)
     return box
@@ -56,7 +56,7 @@ def test_each_slice_frees_a_bounded_number_of_blocks_and_all_of_them_are_freed_o
         assert len(found) <= BLOCKS_OF_SLICE
         freed += found
     assert sorted(freed) == list(range(1, 3 * BLOCKS_OF_SLICE + 1))
-    assert not box.controller.ledger.entries
+    assert not box.controller.block_index.entries
 
 
 def test_the_memory_of_many_rows_is_freed_in_many_slices() -> None:
@@ -77,7 +77,7 @@ def test_the_memory_of_many_rows_is_freed_in_many_slices() -> None:
 
 def test_a_small_partition_is_freed_within_the_request() -> None:
     box = filled(20)
-    box.controller.remains.at_once = cleared_partitions.AT_ONCE
+    box.controller.cleared_partitions.at_once = cleared_partitions.AT_ONCE
     box.clear()
     assert len(box.freed()) == 20
     assert not box.controller.unfinished
@@ -157,7 +157,7 @@ class ClearingModel(model.ControllerModel):
     @initialize(bounded=st.booleans())
     def start(self, bounded: bool) -> None:
         self.box = Box(max_rows=model.MAX_ROWS if bounded else None)
-        self.box.controller.remains.at_once = -1
+        self.box.controller.cleared_partitions.at_once = -1
         self.bounded = bounded
 
     @rule()
@@ -187,7 +187,7 @@ def service() -> Iterator[Service]:
 
 
 @pytest.fixture
-def full(service: Service) -> Session:
+def full(service: Service) -> ServerSession:
     """A session that filled the store with one partition of one-row blocks."""
     session = service.sessions.attach(b"client", local=True)
     for rid in range(PUTS + recycling.PAGE // BLOCK_NBYTES):
@@ -195,19 +195,19 @@ def full(service: Service) -> Session:
     return session
 
 
-def clear(service: Service, session: Session, partition: str = "p") -> None:
+def clear(service: Service, session: ServerSession, partition: str = "p") -> None:
     answer = service.handle(m.Clear(-1, partition, None, None), memoryview(b""), session, ("link", -1), 0.0)
     assert answer is not None
     service.check_invariants()
 
 
 def all_done(service: Service) -> None:
-    while service.leftovers:
+    while service.recycler:
         service.tidy()
     service.check_invariants()
 
 
-def test_the_memory_of_a_large_partition_is_freed_between_requests(service: Service, full: Session) -> None:
+def test_the_memory_of_a_large_partition_is_freed_between_requests(service: Service, full: ServerSession) -> None:
     clear(service, full)
     used = service.unit.used_nbytes
     assert used == service.unit.budget_nbytes
@@ -217,18 +217,22 @@ def test_the_memory_of_a_large_partition_is_freed_between_requests(service: Serv
     assert service.unit.used_nbytes == 0
 
 
-def test_an_allocation_that_waits_is_answered_by_the_slice_that_makes_room(service: Service, full: Session) -> None:
+def test_an_allocation_that_waits_is_answered_by_the_slice_that_makes_room(
+    service: Service, full: ServerSession
+) -> None:
     request = m.Allocate(9999, 8192, False, 60.0)
     assert service.handle(request, memoryview(b""), full, ("link", 9999), 0.0) is None
     clear(service, full)
-    while service.leftovers and not service.unit.outbox:
+    while service.recycler and not service.unit.outbox:
         service.tidy()
     assert [type(answer[0]) for _, answer in service.answered(0.0)] == [m.Allocated]
     assert service.unit.used_nbytes > 0.5 * service.unit.budget_nbytes
 
 
 @pytest.mark.parametrize("inline", [True, False])
-def test_nothing_is_refused_for_memory_that_is_yet_to_be_freed(service: Service, full: Session, inline: bool) -> None:
+def test_nothing_is_refused_for_memory_that_is_yet_to_be_freed(
+    service: Service, full: ServerSession, inline: bool
+) -> None:
     clear(service, full)
     message = m.Commit(9999, "q", 8192, None, None, FIELD, 0, b"", None, 0.0) if inline else m.Allocate(
         9999, 8192, False, 0.0
@@ -236,11 +240,11 @@ def test_nothing_is_refused_for_memory_that_is_yet_to_be_freed(service: Service,
     answer = service.handle(message, memoryview(bytes(8192)), full, ("link", 9999), 0.0)
     assert answer is not None
     assert not isinstance(answer[0], m.Failed)
-    assert service.leftovers, "no more was freed than was needed"
+    assert service.recycler, "no more was freed than was needed"
     service.check_invariants()
 
 
-def test_blocks_are_kept_for_a_saver_that_is_about_to_pin_them(service: Service, full: Session) -> None:
+def test_blocks_are_kept_for_a_saver_that_is_about_to_pin_them(service: Service, full: ServerSession) -> None:
     saver = service.sessions.attach(b"saver", local=True)
     captured = service.handle(m.Snapshot(1), memoryview(b""), saver, ("saver", 1), 0.0)
     assert captured is not None

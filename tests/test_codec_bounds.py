@@ -20,7 +20,7 @@ from tensordict import NonTensorStack, TensorDict
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Column, Layout, decode_layout, encode_layout
 from transfer_queue.codec.plan import plan_batch
-from transfer_queue.codec.rows import Block, Copier
+from transfer_queue.codec.rows import BlockBytes, Copier
 from transfer_queue.codec.select import selected
 from transfer_queue.codec.values import Ext, Lifting, encode
 from transfer_queue.errors import ProtocolError, TransferQueueError
@@ -64,7 +64,7 @@ def use(data: np.ndarray[Any, Any], layout: bytes, only: int | None = None, view
     """Read a block in every way there is; errors of this package and results inside the block are both fine."""
     tracemalloc.start()
     try:
-        block = Block(data, decode_layout(layout), view)
+        block = BlockBytes(data, decode_layout(layout), view)
         if block.layout.nbytes > len(data):
             return  # a reader compares this with the size of the block
         for column in block.layout.columns if only is None else block.layout.columns[only : only + 1]:
@@ -83,7 +83,7 @@ def attempt(work: Any) -> None:
         work()
 
 
-def read(block: Block, column: Column, picks: list[tuple[int, int]]) -> None:
+def read(block: BlockBytes, column: Column, picks: list[tuple[int, int]]) -> None:
     value = Assembler(Copier(), False).field(column.schema(), [(block, start, count) for start, count in picks])
     if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged:
         offsets = value.offsets()
@@ -110,7 +110,7 @@ def touch(value: Any) -> None:
             touch(item)
 
 
-def fill(block: Block, name: str) -> None:
+def fill(block: BlockBytes, name: str) -> None:
     layout, write = selected(block.layout, block.data, np.array([0, 2]), [name])
     assert layout.nbytes <= len(block.data) + 4096
     write(np.empty(layout.nbytes, np.uint8))
@@ -198,7 +198,7 @@ def test_two_columns_that_share_offsets_are_each_checked() -> None:
     short = ["b", "ragged", "int8", 1, [-1], 0, [[0, 8], [64, 16]], []]
     data = np.zeros(128, np.uint8)
     data[64:80].view(np.int64)[:] = [0, 64]
-    block = Block(data, decode_layout(msgspec.msgpack.encode([1, 128, [long, short]])), -1)
+    block = BlockBytes(data, decode_layout(msgspec.msgpack.encode([1, 128, [long, short]])), -1)
     assert len(rows_of(get(block, "a"))[0]) == 64
     with pytest.raises(ProtocolError, match="offsets"):
         get(block, "b")
@@ -317,7 +317,7 @@ def test_a_damaged_extension_is_refused(code: int) -> None:
             block.data[offset : offset + len(message)] = np.frombuffer(message, np.uint8)
             place = block.layout.columns[0].parts[1][0]
             block.data[place : place + 16].view(np.int64)[:] = [0, len(message)]
-            attempt(lambda block=block: touch(rows_of(get(Block(block.data, block.layout, -1), "x"))))
+            attempt(lambda block=block: touch(rows_of(get(BlockBytes(block.data, block.layout, -1), "x"))))
 
 
 def test_extensions_nested_without_end_are_refused() -> None:

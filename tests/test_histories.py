@@ -148,8 +148,8 @@ def test_an_unseen_fetch_hides_rows_only_where_nobody_undoes_it() -> None:
 def possible(history: Sequence[Put | Get | Clear]) -> bool:
     """By trying every order of every choice of what took effect."""
     sure = [r for r in history if r.outcome == "ok"]
-    doubtful = [r for r in history if r.outcome == "unknown" and not isinstance(r, Get)]
-    for some in itertools.chain.from_iterable(itertools.combinations(doubtful, n) for n in range(len(doubtful) + 1)):
+    in_doubt = [r for r in history if r.outcome == "unknown" and not isinstance(r, Get)]
+    for some in itertools.chain.from_iterable(itertools.combinations(in_doubt, n) for n in range(len(in_doubt) + 1)):
         for order in itertools.permutations([*sure, *some]):
             if all(not b.ended < a.started for a, b in itertools.combinations(order, 2)) and reads_fit(order):
                 return True

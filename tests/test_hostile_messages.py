@@ -16,13 +16,13 @@ from transfer_queue.controller import Controller
 from transfer_queue.errors import CallerError, InvalidInput, ProtocolError, ServiceError
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.schema import FieldSchema
-from transfer_queue.server.controller_node import Head
-from transfer_queue.server.sessions import Session
+from transfer_queue.server.controller_node import ControllerNode
+from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
 ROWS = 4
-UNIT_REQUESTS = (m.Join, m.Moved, m.Settle)
+UNIT_REQUESTS = (m.Join, m.Moved, m.ResolveCommits)
 FUZZ = settings(max_examples=600, derandomize=True, deadline=None, database=None,
                 suppress_health_check=list(HealthCheck))  # fmt: skip
 NUMBERS = [0, 1, -1, 2, 3, 7, 300, 2**24 + 1, 2**31, -(2**31), 2**40, 2**40 + 1, 2**56, 2**62, 2**63 - 1, -(2**63),
@@ -60,7 +60,7 @@ class Place:
     """A service in this process: rows in two partitions, one block that is large, one lease, one block being filled."""
 
     def __init__(self) -> None:
-        self.head = Head(Controller(SequentialSampler(), reserved_rows=0), Unit(1 << 20))
+        self.head = ControllerNode(Controller(SequentialSampler(), reserved_rows=0), Unit(1 << 20))
         self.service = self.head.service
         self.session = self.service.sessions.attach(b"hostile", local=True)
         self.remote = self.service.sessions.attach(b"remote", local=False)
@@ -73,7 +73,7 @@ class Place:
         self.send(m.Fetch(0, "p", ["x"], 2, "t", {}, 0.0, True, 60.0))
         self.send(m.Lock(0, "p", ["k0"], 60.0, 0.0, {}))
 
-    def send(self, message: m.Request, payload: bytes = b"", session: Session | None = None) -> m.Reply | None:
+    def send(self, message: m.Request, payload: bytes = b"", session: ServerSession | None = None) -> m.Reply | None:
         """The reply, None when it was parked. Raises what the link would log as a traceback."""
         self.rid += 1
         self.now += 0.001
@@ -154,7 +154,7 @@ def test_every_sample_is_well_typed() -> None:
         assert all(field.type in STRATEGIES for field in msgspec.structs.fields(kind)), kind
 
 
-def deliver(place: Place, message: m.Message, payload: bytes, session: Session) -> None:
+def deliver(place: Place, message: m.Message, payload: bytes, session: ServerSession) -> None:
     """As the link does; whatever is no error of this package is a traceback in the server's log."""
     try:
         message = m.decode_client(m.encode(message))

@@ -99,7 +99,7 @@ def put_env(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
-def here(runtime_dir: Path) -> list[host_registry.Entry]:
+def here(runtime_dir: Path) -> list[host_registry.ServerEntry]:
     """The servers that the test started."""
     return [entry for entry in host_registry.running() if entry.address.startswith(f"unix:{runtime_dir}/")]
 
@@ -296,7 +296,7 @@ def test_the_remains_of_a_dead_job_attract_nobody(
 
 
 def test_a_server_whose_owners_number_is_another_process_ends() -> None:
-    own = processes.kin(os.getpid())
+    own = processes.identity_of(os.getpid())
     assert own is not None
     server = start(owner_start=own.start - 1)
     assert server.wait(10)
@@ -478,12 +478,12 @@ def test_torchs_store_carries_no_token_that_all_processes_have(put_env: Callable
     put_env(FAR)
     span = this_job().span
     assert span is not None
-    place = hosts.Place("tcp:10.0.0.1:7", TOKEN, "units")
+    place = hosts.ServicePlace("tcp:10.0.0.1:7", TOKEN, "units")
     store = HashStore()
     board = hosts.StoreBoard(store, span)
     assert board.read(0) is None
     board.publish(place)
-    board.publish(hosts.Place("tcp:10.0.0.2:7", TOKEN))
+    board.publish(hosts.ServicePlace("tcp:10.0.0.2:7", TOKEN))
     assert board.read(1) == place
     put_env(TQ_TOKEN=TOKEN)
     board = hosts.StoreBoard(store := HashStore(), span)

@@ -17,7 +17,8 @@ from transfer_queue.errors import InvalidInput, LeaseExpired, UnknownMode
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.schema import FieldSchema
-from transfer_queue.server.service import Service, Session
+from transfer_queue.server.service import Service
+from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
@@ -33,7 +34,7 @@ def lending() -> Iterator[Service]:
     unit.close()
 
 
-def send(service: Service, session: Session, message: m.Request) -> Any:
+def send(service: Service, session: ServerSession, message: m.Request) -> Any:
     answer = service.handle(message, memoryview(b""), session, ("link", message.rid), 0.0)
     service.check_invariants()
     return None if answer is None else answer[0]

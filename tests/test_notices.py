@@ -179,7 +179,7 @@ def test_a_commit_that_waits_keeps_its_block() -> None:
     assert (ticket, type(reply)) == (("link", 2), m.Waiting)
     assert 2 in session.parked
     service.handle(m.Clear(3, "p", None, None), memoryview(b""), session, ("link", 3), 11.0)
-    service.settle()
+    service.apply_outcomes()
     ((ticket, (reply, _)),) = service.answered(11.0)
     assert (ticket, type(reply)) == (("link", 2), m.Committed)
     service.check_invariants()

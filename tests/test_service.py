@@ -11,7 +11,7 @@ from transfer_queue.sampler import SequentialSampler
 from transfer_queue.schema import FieldSchema
 from transfer_queue.server import sessions
 from transfer_queue.server.service import Service
-from transfer_queue.server.sessions import GRACE_S, Session
+from transfer_queue.server.sessions import GRACE_S, ServerSession
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
@@ -29,7 +29,7 @@ def commit(rid: int, count: int, tags: list[m.Tags] | None = None) -> m.Commit:
     return m.Commit(rid, "p", count, None, None, FIELD, 0, b"", tags, 0.0)
 
 
-def send(service: Service, session: Session, message: m.Request, payload: bytes = b"") -> m.Reply:
+def send(service: Service, session: ServerSession, message: m.Request, payload: bytes = b"") -> m.Reply:
     answer = service.handle(message, memoryview(payload), session, ("link", message.rid), 0.0)
     assert answer is not None
     service.check_invariants()

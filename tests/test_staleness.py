@@ -245,8 +245,8 @@ def test_lists_of_rows_that_never_age_stay_short(box: Box) -> None:
     box.made_by(0)
     for _ in range(30):
         box.clear(box.made_by(1, 1000))
-    births = box.controller.tables["p"].births
-    assert births.num_listed <= 4096 + 3001
+    row_versions = box.controller.tables["p"].row_versions
+    assert row_versions.num_listed <= 4096 + 3001
     fresh = box.made_by(1)
     box.announce(1)
     assert box.fetch(1, **lag(0)) == fresh

@@ -17,8 +17,8 @@ from conftest import until
 
 import transfer_queue as tq
 from transfer_queue.dataloader.feed import Key, Terms
-from transfer_queue.dataloader.lease_owner import Holder
-from transfer_queue.dataloader.worker_feed import Plan, Turn, WorkerFeed
+from transfer_queue.dataloader.lease_owner import LeaseOwner
+from transfer_queue.dataloader.worker_feed import LoaderPlan, Turn, WorkerFeed
 from transfer_queue.errors import ServiceUnavailable
 
 Spawn = Callable[[str], Any]
@@ -109,8 +109,8 @@ def test_a_worker_whose_parent_died_first_ends_as_soon_as_it_looks() -> None:
 
 def test_workers_that_wait_for_their_turn_learn_that_the_service_is_gone(client: tq.TransferQueueClient) -> None:
     turn = Turn(torch.multiprocessing.get_context("fork"), 2)
-    holder = Holder(client)
-    plan = Plan(turn.begin(0), "p", 0, frozenset(), holder.ident)
+    holder = LeaseOwner(client)
+    plan = LoaderPlan(turn.begin(0), "p", 0, frozenset(), holder.ident)
     terms = Terms(
         data_fields=["x"], batch_size=4, task_name="t", sampling_config={}, lease_s=60.0, until_done=True,
         holder=holder.ident,

@@ -25,7 +25,7 @@ import msgspec
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from transfer_queue.client.session import Session
-from transfer_queue.client.transfer.snapshots import CHUNK_NBYTES, Refill, Snapshot, refill, snapshot
+from transfer_queue.client.transfer.snapshots import CHUNK_NBYTES, PinnedSnapshot, Refill, refill, snapshot
 from transfer_queue.codec.layout import ALIGN
 from transfer_queue.errors import (
     CheckpointCorrupt,
@@ -61,7 +61,7 @@ class Metadata(msgspec.Struct):
     files: dict[str, File]
 
 
-class Stored(msgspec.Struct, array_like=True, gc=False):
+class StoredBlock(msgspec.Struct, array_like=True, gc=False):
     """Where a block lies: `file` is the number of a blocks file, `layout` one of the index's."""
 
     block: int
@@ -76,7 +76,7 @@ class Index(msgspec.Struct):
     format: int
     num_files: int
     layouts: list[bytes]
-    blocks: list[Stored]
+    blocks: list[StoredBlock]
 
 
 # saving
@@ -106,7 +106,7 @@ def save(
             out.write(_metadata_bytes(Metadata(NO_DIGEST, FORMAT, True, user, files)))
 
 
-def _write(draft: Path, found: Snapshot) -> dict[str, File]:
+def _write(draft: Path, found: PinnedSnapshot) -> dict[str, File]:
     """Write state and blocks; returns the files. Pins end with the file that holds their block."""
     files: dict[str, File] = {}
     with _Output(draft / CONTROLLER, files) as out:
@@ -125,7 +125,7 @@ def _write(draft: Path, found: Snapshot) -> dict[str, File]:
                     out.write(chunk)
                     digest.update(chunk)
                 index.blocks.append(
-                    Stored(piece.block, index.num_files, start, piece.nbytes, piece.layout, digest.digest())
+                    StoredBlock(piece.block, index.num_files, start, piece.nbytes, piece.layout, digest.digest())
                 )
                 held = next(blocks, None)
         index.num_files += 1
@@ -345,7 +345,7 @@ def _index(path: Path, data: bytes) -> Index:
     return index
 
 
-def _read_blocks(path: Path, metadata: Metadata, stored: list[Stored], blocks: Refill) -> None:
+def _read_blocks(path: Path, metadata: Metadata, stored: list[StoredBlock], blocks: Refill) -> None:
     """Fill blocks with what one file holds of them, and check every byte of it."""
     digest = xxh3_128()
     with _opened(path) as file:
@@ -357,7 +357,7 @@ def _read_blocks(path: Path, metadata: Metadata, stored: list[Stored], blocks: R
             digest.update(file.read(one.offset - at))
             at = one.offset + one.nbytes
 
-            def fill(into: memoryview, one: Stored = one) -> None:
+            def fill(into: memoryview, one: StoredBlock = one) -> None:
                 _read_into(file, into, digest)
                 if xxh3_128_digest(into) != one.digest:
                     raise CheckpointCorrupt(f"{path} is damaged: the digest of block {one.block} does not match")

@@ -1,7 +1,7 @@
 """Chosen rows as files, and putting them back by key: to keep them, or to move them to another run.
 
     dump_info.json       format, partition, size and xxh3-128 digest of every other file, and its own digest
-    row_index.msgpack    `Rows`: key, number, fields and tag of every row, and which rows and fields each shard has
+    row_index.msgpack    `DumpedRows`: key, number, fields and tag of every row; rows and fields of each shard
     shards/              blocks, as they lie in the store: some rows that have the same fields
 
 A dump is written beside its place as `<dir>.tmp` and renamed; what has been there before is never replaced.
@@ -27,9 +27,8 @@ from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.snapshots import Refill, refill
-from transfer_queue.client.transfer.write import Rows as Target
-from transfer_queue.client.transfer.write import checked_tags, commit
-from transfer_queue.codec.filling import Plan
+from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit
+from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.values import Lifting
@@ -67,13 +66,13 @@ class Shard(msgspec.Struct, array_like=True):
     layout: bytes
 
 
-class Rows(msgspec.Struct):
+class DumpedRows(msgspec.Struct):
     partition_id: str
     rows: list[Row]
     shards: list[Shard]
 
 
-_decode = msgspec.msgpack.Decoder(Rows, ext_hook=Lifting()._lift).decode
+_decode = msgspec.msgpack.Decoder(DumpedRows, ext_hook=Lifting()._lift).decode
 
 
 # dumping
@@ -85,7 +84,7 @@ def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str
         raise UnsupportedValue("keys is a list of strings")
     target = Path(os.path.realpath(directory))
     _refuse(target)
-    found = Rows(partition_id, _rows(session, partition_id, list(dict.fromkeys(keys))), [])
+    found = DumpedRows(partition_id, _rows(session, partition_id, list(dict.fromkeys(keys))), [])
     written: dict[str, files.File] = {}
     with _draft(target) as draft:
         (draft / SHARDS).mkdir()
@@ -100,7 +99,7 @@ def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str
         wire = checked_tags([row.tag for row in found.rows], len(found.rows))
         rows = [Row(row.key, row.global_index, row.fields, tag) for row, tag in zip(found.rows, wire, strict=True)]
         with files._Output(draft / INDEX, written) as out:
-            out.write(msgspec.msgpack.encode(Rows(partition_id, rows, found.shards)))
+            out.write(msgspec.msgpack.encode(DumpedRows(partition_id, rows, found.shards)))
         about = {"partition_id": partition_id, "num_keys": len(rows)}
         with files._Output(draft / INFO, {}) as out:
             out.write(files._metadata_bytes(files.Metadata(files.NO_DIGEST, FORMAT, True, about, written)))
@@ -152,7 +151,7 @@ def _rows(session: Session, partition_id: str, keys: list[str]) -> list[Row]:
     fields = [field.name for field in info.schema]
     written = np.zeros((len(keys), len(fields)), np.bool_)
     if fields:
-        status: m.Status = session.call(Call(m.Production(session.next_rid(), partition_id, fields)))[0]
+        status: m.RowStatus = session.call(Call(m.Production(session.next_rid(), partition_id, fields)))[0]
         everything = row_numbers(numbers_of(status.runs, 2))
         flags = np.frombuffer(status.status, np.int8).reshape(len(everything), len(fields)) != 0
         written = flags[np.searchsorted(everything, indexes)]
@@ -173,7 +172,7 @@ def _alike(rows: list[Row]) -> Iterator[list[int]]:
             yield from (positions[at : at + SHARD_ROWS] for at in range(0, len(positions), SHARD_ROWS))
 
 
-def _planned(session: Session, found: Rows, positions: list[int]) -> Plan:
+def _planned(session: Session, found: DumpedRows, positions: list[int]) -> BlockPlan:
     """The block of these rows, read from the store."""
     rows = np.array([found.rows[position].global_index for position in positions], np.int64)
     fields = found.rows[positions[0]].fields
@@ -215,13 +214,13 @@ def load(session: Session, directory: str | os.PathLike[str]) -> dict[str, m.Tag
     return {row.key: row.tag for row in found.rows}
 
 
-def _target(found: Rows, positions: list[int]) -> tuple[Target, list[m.Tags]]:
+def _target(found: DumpedRows, positions: list[int]) -> tuple[TargetRows, list[m.Tags]]:
     rows = [found.rows[position] for position in positions]
     tags = checked_tags([row.tag for row in rows], len(rows))
-    return Target(found.partition_id, len(rows), [row.key for row in rows]), tags
+    return TargetRows(found.partition_id, len(rows), [row.key for row in rows]), tags
 
 
-def _opened(target: Path) -> tuple[Rows, files.Metadata]:
+def _opened(target: Path) -> tuple[DumpedRows, files.Metadata]:
     """The verified index of a dump. Raises `CheckpointMissing`, `CheckpointCorrupt`, `CheckpointUnsupported`."""
     if (target / PICKLED).exists():
         raise CheckpointUnsupported(f"{target}: {PICKLED} is a pickle, which could run any code; it cannot be loaded")
@@ -241,7 +240,7 @@ def _opened(target: Path) -> tuple[Rows, files.Metadata]:
     return found, info
 
 
-def _check_types(session: Session, found: Rows) -> None:
+def _check_types(session: Session, found: DumpedRows) -> None:
     """`SchemaConflict` where a field of the dump cannot lie beside what the partition holds."""
     info: m.PartitionInfo = session.call(Call(m.GetPartition(session.next_rid(), found.partition_id)))[0]
     held = {field.name: field for field in info.schema}

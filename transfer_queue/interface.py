@@ -21,7 +21,7 @@ from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
 from transfer_queue.launch import choose, controller_actor, service_info
-from transfer_queue.launch.launcher import Launcher, Service
+from transfer_queue.launch.launcher import Launcher, RunningService
 from transfer_queue.wire.address import Address, parse_address
 
 P = ParamSpec("P")
@@ -32,7 +32,7 @@ log = logging.getLogger("transfer_queue")
 _lock = threading.RLock()
 _TQ_CLIENT: TransferQueueClient | None = None  # these two names are TransferQueue's: programs read and replace them
 _TQ_CONTROLLER: Any = None  # the handle of the service's actor, where this process found or started it through Ray
-_service: Service | None = None  # the one this process owns
+_service: RunningService | None = None  # the one this process owns
 _announced = ""  # what this process wrote into TQ_ADDRESS
 _announced_pickle: tuple[str, str | None] | None = None  # and into TQ_ALLOW_PICKLE, with what stood there before
 

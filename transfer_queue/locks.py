@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from transfer_queue import interface
 from transfer_queue.client.drivers import run, run_async
-from transfer_queue.client.local_locks import LoopWaiter, Waiter, local
+from transfer_queue.client.local_locks import LoopWaiter, ThreadWaiter, local
 from transfer_queue.client.locks import GlobalLease, keeper, listing, taking
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import InvalidInput, LockLostError, LockNotAllowed, UnsupportedValue
@@ -99,7 +99,7 @@ def kv_local_lock(keys: Keys, partition_id: str, timeout: float | None = None) -
     """
     _refuse_loop("kv_local_lock")
     names = [(partition_id, key) for key in _checked("kv_local_lock", keys, partition_id)]
-    waiter: Waiter = local.take(names, timeout)
+    waiter: ThreadWaiter = local.take(names, timeout)
     try:
         with _holding("kv_local_lock"):
             yield

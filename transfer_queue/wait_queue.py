@@ -12,7 +12,7 @@ NOTICE_AFTER_S = (10.0, 60.0, 300.0)  # when somebody who waits is told what is 
 AT_ONCE = 32
 
 
-class Parked(Generic[T]):
+class Waiter(Generic[T]):
     """A request with the ticket its answer goes to, the session that asked, and its deadline.
 
     `since` is when its asker began to wait, with an earlier request if need be (None: nobody wants to be told), and
@@ -38,13 +38,13 @@ class Parked(Generic[T]):
         self.told = told
 
 
-class ParkingLot(Generic[T]):
-    """Parked requests by ticket, in order of arrival and of deadline. `notice_after_s`, ascending: after how long
+class WaitQueue(Generic[T]):
+    """Waiting requests by ticket, in order of arrival and of deadline. `notice_after_s`, ascending: after how long
     somebody who waits is due to be told what is missing."""
 
     def __init__(self) -> None:
         self.notice_after_s: Sequence[float] = NOTICE_AFTER_S
-        self._by_ticket: dict[Hashable, Parked[T]] = {}
+        self._by_ticket: dict[Hashable, Waiter[T]] = {}
         self._deadlines: Times[T] = []
         self._notices: Times[T] = []
         self._order = itertools.count()
@@ -52,18 +52,18 @@ class ParkingLot(Generic[T]):
     def __len__(self) -> int:
         return len(self._by_ticket)
 
-    def __iter__(self) -> Iterator[Parked[T]]:
+    def __iter__(self) -> Iterator[Waiter[T]]:
         return iter(list(self._by_ticket.values()))
 
-    def add(self, parked: Parked[T]) -> None:
+    def add(self, parked: Waiter[T]) -> None:
         self._by_ticket[parked.ticket] = parked
         heapq.heappush(self._deadlines, (parked.deadline, next(self._order), parked))
         self._expect_notice(parked)
 
-    def remove(self, parked: Parked[T]) -> None:
+    def remove(self, parked: Waiter[T]) -> None:
         self._by_ticket.pop(parked.ticket, None)
 
-    def holds(self, parked: Parked[T]) -> bool:
+    def holds(self, parked: Waiter[T]) -> bool:
         return self._by_ticket.get(parked.ticket) is parked
 
     def next_deadline(self) -> float | None:
@@ -78,7 +78,7 @@ class ParkingLot(Generic[T]):
             heapq.heappop(times)
         return times[0][0] if times else None
 
-    def expired(self, now: float) -> list[Parked[T]]:
+    def expired(self, now: float) -> list[Waiter[T]]:
         """Remove and return the requests whose deadline has come."""
         found = []
         while (deadline := self._first(self._deadlines)) is not None and deadline <= now:
@@ -87,28 +87,28 @@ class ParkingLot(Generic[T]):
             found.append(parked)
         return found
 
-    def due(self, now: float) -> list[tuple[Parked[T], float]]:
+    def due(self, now: float) -> list[tuple[Waiter[T], float]]:
         """The requests whose askers are to be told what is missing, and for how long they have waited.
 
         `AT_ONCE` at most, so that others are served in between; the rest is due as soon as possible.
         """
-        found: list[tuple[Parked[T], float]] = []
+        found: list[tuple[Waiter[T], float]] = []
         while len(found) < AT_ONCE and (time := self._first(self._notices)) is not None and time <= now:
             parked = heapq.heappop(self._notices)[2]
             found.append((parked, parked.told))
             self._expect_notice(parked)
         return found
 
-    def _expect_notice(self, parked: Parked[T]) -> None:
+    def _expect_notice(self, parked: Waiter[T]) -> None:
         """Those that are due no later than its deadline come, so that the next request of its asker can go on there."""
         after = next((seconds for seconds in self.notice_after_s if seconds > parked.told), None)
         if after is not None and parked.since is not None and parked.since + after <= parked.deadline:
             parked.told = after
             heapq.heappush(self._notices, (parked.since + after, next(self._order), parked))
 
-    def forget(self, tickets: set[Hashable]) -> list[Parked[T]]:
+    def forget(self, tickets: set[Hashable]) -> list[Waiter[T]]:
         """Remove and return the requests whose askers are gone."""
         return [self._by_ticket.pop(ticket) for ticket in tickets if ticket in self._by_ticket]
 
 
-Times: TypeAlias = list[tuple[float, int, Parked[T]]]
+Times: TypeAlias = list[tuple[float, int, Waiter[T]]]

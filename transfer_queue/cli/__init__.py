@@ -96,7 +96,7 @@ def _chosen(address: str | None) -> str:
     return services[0].address
 
 
-def _list(services: Sequence[host_registry.Entry]) -> str:
+def _list(services: Sequence[host_registry.ServerEntry]) -> str:
     lines = [("address", "pid", "age", "for", "command")]
     for entry in services:
         lines.append(

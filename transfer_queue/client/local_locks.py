@@ -15,7 +15,7 @@ from transfer_queue.errors import DeadlineExceeded
 Name: TypeAlias = tuple[str, str]  # partition, key
 
 
-class Waiter:
+class ThreadWaiter:
     """A thread that waits for its turn."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class LoopWaiter:
         self._future = self._loop.create_future()
 
     def wake(self) -> bool:
-        """As `Waiter.wake`: of a loop that was closed nobody hears."""
+        """As `ThreadWaiter.wake`: of a loop that was closed nobody hears."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._resolve)
             return True
@@ -53,19 +53,19 @@ class LoopWaiter:
 
 
 class LocalLocks:
-    """All locks of one process. What has been granted is a `Waiter` or `LoopWaiter`, until `leave`."""
+    """All locks of one process. What has been granted is a `ThreadWaiter` or `LoopWaiter`, until `leave`."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._claims: Claims[Name, Waiter | LoopWaiter] = Claims()
+        self._claims: Claims[Name, ThreadWaiter | LoopWaiter] = Claims()
 
     def __len__(self) -> int:
         """How many hold or wait for a lock."""
         return len(self._claims)
 
-    def take(self, names: Sequence[Name], timeout_s: float | None) -> Waiter:
+    def take(self, names: Sequence[Name], timeout_s: float | None) -> ThreadWaiter:
         """All names together, in order of arrival. Raises `DeadlineExceeded`; an interrupted call takes nothing."""
-        waiter = Waiter()
+        waiter = ThreadWaiter()
         try:
             if not self._add(waiter, names):
                 waiter.wait(timeout_s)
@@ -87,20 +87,20 @@ class LocalLocks:
             raise
         return waiter
 
-    def _add(self, waiter: Waiter | LoopWaiter, names: Sequence[Name]) -> bool:
+    def _add(self, waiter: ThreadWaiter | LoopWaiter, names: Sequence[Name]) -> bool:
         with self._mutex:
             return self._claims.add(waiter, names)
 
-    def _check(self, waiter: Waiter | LoopWaiter, names: Sequence[Name], timeout_s: float | None) -> None:
+    def _check(self, waiter: ThreadWaiter | LoopWaiter, names: Sequence[Name], timeout_s: float | None) -> None:
         with self._mutex:
             if not self._claims.has(waiter):
                 text = f"no lock on {[key for _, key in names]} of partition {names[0][0]!r} within {timeout_s:g} s"
                 raise DeadlineExceeded(text)
 
-    def leave(self, waiter: Waiter | LoopWaiter) -> None:
+    def leave(self, waiter: ThreadWaiter | LoopWaiter) -> None:
         """Give up what was granted, or do not wait any more; whoever's turn it is has the names at once."""
         with self._mutex:
-            leaving: list[Waiter | LoopWaiter] = [waiter]
+            leaving: list[ThreadWaiter | LoopWaiter] = [waiter]
             while leaving:
                 leaving += [one for one in self._claims.leave(leaving.pop()) if not one.wake()]
 

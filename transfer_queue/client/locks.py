@@ -80,7 +80,7 @@ def taking(
 ) -> Operation[GlobalLease]:
     """Lock all `keys` together, in order of arrival. Waits in the service, for ever when `timeout_s` is None; raises
     `DeadlineExceeded`. A cancelled or interrupted call takes nothing."""
-    session.stay()
+    session.pin_connection()
     until = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         asked = time.monotonic()

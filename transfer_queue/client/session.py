@@ -71,7 +71,9 @@ class Session:
         self.closed = False
         self.allow_pickle = False
         self._finished = False
-        self._estate: list[Connection] = []  # these hold the pins of inherited views for as long as this process lives
+        self._inherited_connections: list[
+            Connection
+        ] = []  # these hold the pins of inherited views for as long as this process lives
         self._connect_timeout_s = connect_timeout_s
         self._spin_s = 0.0
         self.server_pid = 0
@@ -109,14 +111,14 @@ class Session:
         self._lock = threading.Lock()
         self.listings = Listings()
         self._rids = itertools.count(1)
-        self._owed: list[tuple[m.Message, str]] = []
+        self._deferred: list[tuple[m.Message, str]] = []
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
         self._kept: Connection | None = None
         self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[AsyncConnection]] = {}
 
     def _open_memory(self) -> None:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
-        self.views = Views(self.arenas, self._unpin, self.stay, self._disconnect)
+        self.views = Views(self.arenas, self._unpin, self.pin_connection, self._disconnect)
 
     @property
     def is_local(self) -> bool:
@@ -264,14 +266,14 @@ class Session:
             if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
                 raise Interrupted from None
             if isinstance(error, DeadlineExceeded):
-                self._owed.append((m.Cancel(effect.request.rid), effect.to))
+                self._deferred.append((m.Cancel(effect.request.rid), effect.to))
             raise
         if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
             connection.close()  # interrupted just too late
         else:
             self._give_back(connection, effect.to)
-        if self._owed:
-            self._deliver_owed()
+        if self._deferred:
+            self._send_deferred()
         return found
 
     def call_together(self, calls: Sequence[Call]) -> list[tuple[Any, memoryview]]:
@@ -333,10 +335,10 @@ class Session:
     def _owe(self, message: m.Message, to: str) -> None:
         """Another host that does not answer forgets this session by itself."""
         if not to:
-            self._owed.append((message, to))
+            self._deferred.append((message, to))
 
-    def _deliver_owed(self) -> None:
-        owed, self._owed = self._owed, []
+    def _send_deferred(self) -> None:
+        owed, self._deferred = self._deferred, []
         for message, to in owed:
             self.notify(message, to)
 
@@ -454,7 +456,7 @@ class Session:
         self._loops.clear()
         self.views.close()
 
-    def stay(self) -> None:
+    def pin_connection(self) -> None:
         """Hold a connection that no call can break: with the last one of a session, its pins and leases would go."""
         if self._kept is not None:
             return
@@ -482,26 +484,26 @@ class Session:
 
     def before_fork(self) -> None:
         """Open a session for the child that pins what is being read here, before the two part."""
-        self._heir: tuple[bytes, Connection] | None = None
+        self._child_session: tuple[bytes, Connection] | None = None
         if not self.views.num_open:
             return
         ident = secrets.token_bytes(16)
         with contextlib.suppress(TransferQueueError):
             connection = self.connect(ident=ident)
             connection.call(m.Adopt(0, self.ident), None, self.timeout_s)
-            self._heir = (ident, connection)
+            self._child_session = (ident, connection)
 
     def after_fork_in_parent(self) -> None:
-        if self._heir is not None:
-            self._heir[1].close()
+        if self._child_session is not None:
+            self._child_session[1].close()
 
     def after_fork_in_child(self) -> None:
         """Leave the parent's sockets and mappings alone, and start over."""
         inherited = [*itertools.chain(*self._idle.values()), *([self._kept] if self._kept is not None else [])]
         ident = secrets.token_bytes(16)
-        if self._heir is not None:
-            ident, estate = self._heir
-            self._estate.append(estate)
+        if self._child_session is not None:
+            ident, estate = self._child_session
+            self._inherited_connections.append(estate)
         for connection in inherited:
             connection.close()
         for future in self._loops.values():

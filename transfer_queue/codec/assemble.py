@@ -29,13 +29,13 @@ from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.layout import Column
 from transfer_queue.codec.nested import Offsets, jagged, nested
-from transfer_queue.codec.rows import Block, Copier, Run, gather_dense, gather_ragged, gather_varied, take_dense
+from transfer_queue.codec.rows import BlockBytes, Copier, Run, gather_dense, gather_ragged, gather_varied, take_dense
 from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, FieldSchema
 
-Located = Sequence[tuple[Block, int, int]]  # (block, first row, number of rows), in result order
+Located = Sequence[tuple[BlockBytes, int, int]]  # (block, first row, number of rows), in result order
 
 
 class Assembler:
@@ -236,7 +236,7 @@ class Assembler:
             values.append(unpack(message))
         return values
 
-    def _span_of(self, block: Block, column: Column) -> Callable[[int], Bytes]:
+    def _span_of(self, block: BlockBytes, column: Column) -> Callable[[int], Bytes]:
         """Gives the bytes of a buffer of the column: a view where the block allows it."""
 
         def span(number: int) -> Bytes:

@@ -41,7 +41,7 @@ class Texts(NamedTuple):
     owners: list[str]
 
 
-class Plan:
+class BlockPlan:
     """The layout of one block and what goes where: (offset, source) pairs."""
 
     def __init__(self, rows: int, allow_pickle: bool = False) -> None:

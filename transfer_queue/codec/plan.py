@@ -19,7 +19,7 @@ from transfer_queue.codec import lists
 from transfer_queue.codec.arrays import BufferWriter, Source, check_jagged, check_tensor
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import dtype_name
-from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.layout import Builder, Column
 from transfer_queue.codec.nested import trimmed
 from transfer_queue.codec.values import pack
@@ -30,19 +30,19 @@ TEXT_CHARS = 256  # texts that long on average are copied straight from the stri
 JOIN_NBYTES = 1024  # shorter messages are joined first
 
 
-def plan_batch(batch: TensorDictBase | Mapping[str, Any], rows: int, allow_pickle: bool = False) -> Plan:
+def plan_batch(batch: TensorDictBase | Mapping[str, Any], rows: int, allow_pickle: bool = False) -> BlockPlan:
     """Plan all columns of `batch`, each with `rows` rows.
 
     In a mapping, lists of numbers become dense columns and lists of number lists ragged ones. Raises `InvalidInput`
     for a column of another length and `UnsupportedValue`, naming row, field and type of all that cannot be kept
     exactly.
     """
-    plan = Plan(rows, allow_pickle)
+    plan = BlockPlan(rows, allow_pickle)
     _add_columns(plan, items_of(batch), not isinstance(batch, TensorDictBase))
     return plan
 
 
-def _add_columns(plan: Plan, items: Iterable[tuple[Any, Any]], numbers: bool) -> None:
+def _add_columns(plan: BlockPlan, items: Iterable[tuple[Any, Any]], numbers: bool) -> None:
     """Plan these columns. What cannot be stored is told of all fields at once, as it has to be mended in all."""
     refused: list[UnsupportedValue] = []
     for name, value in items:
@@ -64,13 +64,13 @@ def items_of(batch: TensorDictBase | Mapping[str, Any]) -> Any:
     return batch.items()
 
 
-def plan_row(fields: Mapping[str, Any], allow_pickle: bool = False) -> Plan:
+def plan_row(fields: Mapping[str, Any], allow_pickle: bool = False) -> BlockPlan:
     """One row, of the kind of column that `plan_batch` makes of many: a tensor, an array, a number or a list of numbers
     is a tensor, anything else is one object.
 
     Raises as `plan_batch`, and `InvalidInput` for a nested tensor.
     """
-    plan = Plan(1, allow_pickle)
+    plan = BlockPlan(1, allow_pickle)
     _add_columns(plan, columns_of_row(fields).items(), numbers=True)
     return plan
 
@@ -88,14 +88,14 @@ def _column_of(name: str, value: Any) -> Any:
     return value[None] if type(value) is np.ndarray and lists.as_tensor(value[None]) is not None else [value]
 
 
-def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Plan:
+def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> BlockPlan:
     """Dense columns of given (shape with rows first, dtype), to be filled in place."""
     if not specs or any(not shape or min(shape) < 0 or shape[0] < 1 for shape, _ in specs.values()):
         raise InvalidInput("name at least one field, each with a shape whose first dimension is the rows")
     rows = {shape[0] for shape, _ in specs.values()}
     if len(rows) != 1:
         raise InvalidInput(f"the fields have different numbers of rows: {sorted(rows)}")
-    plan = Plan(rows.pop())
+    plan = BlockPlan(rows.pop())
     for name, (shape, dtype) in specs.items():
         nbytes = math.prod(shape) * dtype.itemsize
         column = Column(
@@ -105,7 +105,7 @@ def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Plan
     return plan
 
 
-def _column(plan: Plan, name: str, value: Any, numbers: bool) -> Column:
+def _column(plan: BlockPlan, name: str, value: Any, numbers: bool) -> Column:
     """The column of `value`; `numbers`: lists of numbers are tensors rather than objects."""
     if isinstance(value, torch.Tensor):
         if not value.is_nested:
@@ -133,7 +133,7 @@ def _column(plan: Plan, name: str, value: Any, numbers: bool) -> Column:
     raise UnsupportedValue(f"field {name!r}: a column is a tensor, array or list, got {type(value).__qualname__}")
 
 
-def _sequence(plan: Plan, name: str, values: list[Any], numbers: bool) -> Column:
+def _sequence(plan: BlockPlan, name: str, values: list[Any], numbers: bool) -> Column:
     if len(values) != plan.rows:
         raise InvalidInput(f"field {name!r} has {len(values)} rows, expected {plan.rows}")
     if values and all(isinstance(value, torch.Tensor) and not value.is_nested for value in values):
@@ -148,7 +148,7 @@ def _sequence(plan: Plan, name: str, values: list[Any], numbers: bool) -> Column
     return _objects(plan, name, values)
 
 
-def _check_rows(plan: Plan, name: str, rows: int) -> None:
+def _check_rows(plan: BlockPlan, name: str, rows: int) -> None:
     if rows != plan.rows:
         raise InvalidInput(f"field {name!r} has {rows} rows, expected {plan.rows}")
 
@@ -169,7 +169,7 @@ def _checked(name: str, value: torch.Tensor) -> torch.Tensor:
     return value.detach() if value.requires_grad else value
 
 
-def _dense(plan: Plan, name: str, value: torch.Tensor) -> Column:
+def _dense(plan: BlockPlan, name: str, value: torch.Tensor) -> Column:
     value = _checked(name, value)
     if value.dim() == 0:
         raise InvalidInput(f"field {name!r}: a column has rows; got a tensor without dimensions")
@@ -179,7 +179,7 @@ def _dense(plan: Plan, name: str, value: torch.Tensor) -> Column:
     return Column(name, DENSE, dtype_name(value.dtype), size, tuple(value.shape[1:]), -1, [part], [])
 
 
-def _jagged(plan: Plan, name: str, value: Any) -> Column:
+def _jagged(plan: BlockPlan, name: str, value: Any) -> Column:
     """A jagged NestedTensor: its values lie as the column does."""
     values, offsets = trimmed(value)
     marks = offsets.detach().cpu().to(torch.int64).numpy()
@@ -187,7 +187,7 @@ def _jagged(plan: Plan, name: str, value: Any) -> Column:
     return _ragged(plan, name, values, marks, value._ragged_idx - 1)
 
 
-def _ragged(plan: Plan, name: str, values: torch.Tensor, offsets: np.ndarray[Any, Any], ragged: int) -> Column:
+def _ragged(plan: BlockPlan, name: str, values: torch.Tensor, offsets: np.ndarray[Any, Any], ragged: int) -> Column:
     values = _checked(name, values)
     size = values.element_size()
     shape = tuple(-1 if d == ragged else n for d, n in enumerate(values.shape))
@@ -195,7 +195,7 @@ def _ragged(plan: Plan, name: str, values: torch.Tensor, offsets: np.ndarray[Any
     return Column(name, RAGGED, dtype_name(values.dtype), size, shape, ragged, parts, [])
 
 
-def _rows(plan: Plan, name: str, values: list[torch.Tensor]) -> Column:
+def _rows(plan: BlockPlan, name: str, values: list[torch.Tensor]) -> Column:
     """Row tensors of one dtype and rank: dense, ragged or varied as their shapes are."""
     _check_rows(plan, name, len(values))
     values = [_checked(name, value) for value in values]
@@ -225,7 +225,7 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
     return out
 
 
-def _nested(plan: Plan, name: str, value: TensorDictBase) -> Column:
+def _nested(plan: BlockPlan, name: str, value: TensorDictBase) -> Column:
     if not value.batch_size or value.batch_size[0] != plan.rows:
         raise InvalidInput(
             f"field {name!r}: a TensorDict of batch size {list(value.batch_size)}, {plan.rows} rows expected"
@@ -239,7 +239,7 @@ def _nested(plan: Plan, name: str, value: TensorDictBase) -> Column:
     return Column(name, NESTED, "", 0, tuple(value.batch_size[1:]), -1, [], children)
 
 
-def _objects(plan: Plan, name: str, values: list[Any]) -> Column:
+def _objects(plan: BlockPlan, name: str, values: list[Any]) -> Column:
     _check_rows(plan, name, len(values))
     if set(map(type, values)) == {str} and sum(map(len, values)) >= TEXT_CHARS * len(values):
         with contextlib.suppress(UnicodeEncodeError):  # lone surrogates take the typed path
@@ -264,7 +264,7 @@ def _objects(plan: Plan, name: str, values: list[Any]) -> Column:
     return Column(name, OBJECTS, "", 0, (), -1, parts, [])
 
 
-def _heap(plan: Plan, buffers: BufferWriter, ref_offsets: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
+def _heap(plan: BlockPlan, buffers: BufferWriter, ref_offsets: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
     """The parts ref_offsets, refs, spans and heap (see `codec.layout`)."""
     refs = np.array(buffers.refs, np.int64)
     heap = Builder()

@@ -1,8 +1,8 @@
 """Rows of blocks, selected and joined at the level of bytes. No torch.
 
-A `Block` is the memory of one block with its layout. A selection is a list of runs (block, first row, count) in result
-order. `gather_*` join the selected rows of a column; the result is a view of the block when the selection is one run
-and the block allows it (zero-copy), and freshly allocated otherwise.
+A `BlockBytes` is the memory of one block with its layout. A selection is a list of runs (block, first row, count) in
+result order. `gather_*` join the selected rows of a column; the result is a view of the block when the selection is one
+run and the block allows it (zero-copy), and freshly allocated otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, VARIED
 
 
-class Block:
+class BlockBytes:
     """The memory of one block. Views of parts of at least `view_nbytes` may be handed out (-1: none may).
 
     Raises `ProtocolError` when the layout needs more than there is.
@@ -33,7 +33,7 @@ class Block:
         self.layout = layout
         self.view_nbytes = view_nbytes
         self._checked: dict[tuple[int, int, int], Ints] = {}
-        self._buffers: dict[int, Buffers] = {}
+        self._buffers: dict[int, ColumnBuffers] = {}
 
     def part(self, column: Column, number: int) -> Bytes:
         offset, nbytes = column.parts[number]
@@ -57,7 +57,7 @@ class Block:
             self._checked[place] = found
         return found
 
-    def buffers(self, column: Column) -> Buffers:
+    def buffers(self, column: Column) -> ColumnBuffers:
         """The buffers of an objects column that has some, checked; read once."""
         found = self._buffers.get(id(column))
         if found is None:
@@ -65,7 +65,7 @@ class Block:
         return found
 
 
-class Buffers(NamedTuple):
+class ColumnBuffers(NamedTuple):
     """Row `r` of an objects column refers to buffers `refs[ends[r] : ends[r + 1]]`; `spans` says where each lies."""
 
     ends: Ints
@@ -74,7 +74,7 @@ class Buffers(NamedTuple):
     heap: Bytes
 
 
-def _buffers(block: Block, column: Column) -> Buffers:
+def _buffers(block: BlockBytes, column: Column) -> ColumnBuffers:
     refs, heap = block.ints(column, 3).copy(), block.part(column, 5)
     spans = block.ints(column, 4)
     if len(spans) % 2 or bool((spans < 0).any()) or bool((spans > len(heap)).any()):
@@ -85,11 +85,11 @@ def _buffers(block: Block, column: Column) -> Buffers:
         raise ProtocolError(f"column {column.name!r}: buffers overlap or lie outside their heap")
     if bool((refs < 0).any()) or bool((refs >= len(spans)).any()):
         raise ProtocolError(f"column {column.name!r}: a row refers to a buffer that is not there")
-    return Buffers(block.offsets(column, 2, len(refs)), refs, spans, heap)
+    return ColumnBuffers(block.offsets(column, 2, len(refs)), refs, spans, heap)
 
 
 class Run(NamedTuple):
-    block: Block
+    block: BlockBytes
     column: Column
     start: int
     rows: int
@@ -133,7 +133,7 @@ def gather_dense(runs: Sequence[Run], copier: Copier) -> Bytes:
     return join(spans, copier, _viewable(runs, len(spans[0])))
 
 
-def take_dense(block: Block, column: Column, rows: Ints, copier: Copier) -> Bytes:
+def take_dense(block: BlockBytes, column: Column, rows: Ints, copier: Copier) -> Bytes:
     """Values of scattered rows of one block, (rows x shape) as bytes, in one indexed copy. The column is dense."""
     row = column.row_nbytes()
     out = copier.allocate(len(rows) * row)
@@ -214,7 +214,7 @@ def join_offsets(pieces: Sequence[tuple[Ints, int, int]]) -> Ints:
     return out
 
 
-def varied_parts(block: Block, column: Column) -> tuple[Bytes, Ints, Ints]:
+def varied_parts(block: BlockBytes, column: Column) -> tuple[Bytes, Ints, Ints]:
     """(flattened values, offsets in elements, shapes (rows, ndim)) of a varied column, checked."""
     values = block.part(column, 0)
     offsets = block.offsets(column, 1, len(values) // column.itemsize)

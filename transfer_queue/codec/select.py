@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.codec.layout import Builder, Column, Layout
-from transfer_queue.codec.rows import Block, Copier, Run, gather_ragged, join_offsets, take_dense, varied_parts
+from transfer_queue.codec.rows import BlockBytes, Copier, Run, gather_ragged, join_offsets, take_dense, varied_parts
 from transfer_queue.errors import ProtocolError
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, NESTED, RAGGED, VARIED
@@ -23,7 +23,7 @@ def selected(layout: Layout, data: Bytes, rows: Ints, fields: Sequence[str]) -> 
     """
     if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < layout.rows:
         raise ProtocolError(f"rows {rows[0]}..{rows[-1]} of a block of {layout.rows}")
-    block = Block(data, layout, view_nbytes=-1)
+    block = BlockBytes(data, layout, view_nbytes=-1)
     builder = Builder()
     writes: list[tuple[int, Bytes]] = []
     columns = [_column(block, column, rows, builder, writes) for column in layout.columns if column.name in set(fields)]
@@ -35,7 +35,7 @@ def selected(layout: Layout, data: Bytes, rows: Ints, fields: Sequence[str]) -> 
     return Layout(len(rows), builder.nbytes, columns), fill
 
 
-def _column(block: Block, column: Column, rows: Ints, builder: Builder, writes: list[tuple[int, Bytes]]) -> Column:
+def _column(block: BlockBytes, column: Column, rows: Ints, builder: Builder, writes: list[tuple[int, Bytes]]) -> Column:
     children = [_column(block, child, rows, builder, writes) for child in column.children]
     parts = []
     for data in _parts(block, column, rows):
@@ -46,7 +46,7 @@ def _column(block: Block, column: Column, rows: Ints, builder: Builder, writes: 
     return msgspec.structs.replace(column, parts=parts, children=children)
 
 
-def _parts(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:
+def _parts(block: BlockBytes, column: Column, rows: Ints) -> list[np.ndarray]:
     if column.kind == NESTED:
         return []
     runs = [Run(block, column, int(row), 1) for row in rows]
@@ -60,7 +60,7 @@ def _parts(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:
     return _objects(block, column, rows)
 
 
-def _objects(block: Block, column: Column, rows: Ints) -> list[np.ndarray]:
+def _objects(block: BlockBytes, column: Column, rows: Ints) -> list[np.ndarray]:
     data = block.part(column, 0)
     offsets = block.offsets(column, 1, len(data))
     parts = [_spans(data, offsets, rows), _offsets(offsets, rows)]

@@ -7,13 +7,13 @@ from collections.abc import Hashable
 import msgspec
 
 from transfer_queue.controller.unreceived import Unreceived
-from transfer_queue.controller.weight_versions import Versions
+from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import DeadlineExceeded, InvalidInput
-from transfer_queue.wait_queue import Parked, ParkingLot
+from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
 
-class Admitted(msgspec.Struct):
+class AdmissionGrant(msgspec.Struct):
     """Rows admitted for one task since announcement `base`, less those that were given back."""
 
     base: int
@@ -25,13 +25,13 @@ class Admissions:
     rows_per_version announcements after the first. Requests of one task are answered in order of arrival."""
 
     def __init__(self, outbox: list[tuple[Hashable, m.Reply]], unreceived: Unreceived) -> None:
-        self.versions = Versions()
-        self.tasks: dict[str, Admitted] = {}
-        self.parked: ParkingLot[m.Admit] = ParkingLot()
+        self.versions = WeightVersions()
+        self.tasks: dict[str, AdmissionGrant] = {}
+        self.parked: WaitQueue[m.Admit] = WaitQueue()
         self._outbox = outbox
         self._unreceived = unreceived
 
-    def admit(self, message: m.Admit, parked: Parked[m.Admit]) -> m.Reply | None:
+    def admit(self, message: m.Admit, parked: Waiter[m.Admit]) -> m.Reply | None:
         """The answer, or None after parking the request. Raises `DeadlineExceeded` when it may not wait."""
         if message.max_age is None or message.rows_per_version is None:
             raise InvalidInput("admit needs max_staleness and rows_per_version, here or in controller.staleness")
@@ -48,16 +48,16 @@ class Admissions:
         self.parked.add(parked)
         return None
 
-    def _new(self) -> Admitted:
+    def _new(self) -> AdmissionGrant:
         """The first version announced is what producers begin with: no rows were used for it."""
-        return Admitted(max(1, self.versions.count))
+        return AdmissionGrant(max(1, self.versions.count))
 
     def _fits(self, message: m.Admit) -> bool:
         mine = self.tasks[message.task]
         versions = self.versions.count - mine.base + 1 + (message.max_age or 0)
         return mine.rows + message.count <= versions * (message.rows_per_version or 0)
 
-    def _take(self, parked: Parked[m.Admit]) -> m.Reply:
+    def _take(self, parked: Waiter[m.Admit]) -> m.Reply:
         message = parked.message
         self.tasks[message.task].rows += message.count
         admitted = m.Admitted(message.rid, message.task, message.count)
@@ -94,7 +94,7 @@ class Admissions:
         if self.parked.forget(tickets):
             self.serve()
 
-    def restore(self, versions: Versions, tasks: dict[str, Admitted]) -> None:
+    def restore(self, versions: WeightVersions, tasks: dict[str, AdmissionGrant]) -> None:
         """Go on from a saved state; requests that wait are judged by it."""
         self.versions, self.tasks = versions, tasks
         for parked in self.parked:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from transfer_queue.controller.table import Table
 
 
-class Entry:
+class BlockEntry:
     """One block: its live and original cells, and where its locations are written down."""
 
     __slots__ = ("group", "live", "table", "total")
@@ -20,31 +20,31 @@ class Entry:
         self.group = group
 
 
-class Ledger:
-    """Live cells by block. Blocks that reach zero go to `freed`, thinly used ones to `thin`; the shell empties both.
+class BlockIndex:
+    """Live cells by block. Blocks that reach zero go to `freed`, sparse ones to `sparse`; the server empties both.
 
-    `entries` also has the blocks of partitions that are gone, until `Remains` frees them: their table does not list
-    them any more.
+    `entries` also has the blocks of partitions that are gone, until `ClearedPartitions` frees them: their table does not
+    list them any more.
     """
 
-    def __init__(self, thin_fraction: float = 0.25) -> None:
-        self.entries: dict[int, Entry] = {}
+    def __init__(self, sparse_fraction: float = 0.25) -> None:
+        self.entries: dict[int, BlockEntry] = {}
         self.freed: list[int] = []
-        self.thin: set[int] = set()
-        self._thin_fraction = thin_fraction
+        self.sparse: set[int] = set()
+        self._sparse_fraction = sparse_fraction
 
-    def find(self, block: int) -> Entry | None:
+    def find(self, block: int) -> BlockEntry | None:
         """The entry of a block with live cells; None when no row refers to it."""
         entry = self.entries.get(block)
         return entry if entry is not None and block in entry.table.blocks else None
 
     def open(self, block: int, cells: int, table: Table, group: int) -> None:
-        self.entries[block] = Entry(cells, table, group)
+        self.entries[block] = BlockEntry(cells, table, group)
         table.blocks.add(block)
 
-    def replace(self, entries: dict[int, Entry]) -> None:
+    def replace(self, entries: dict[int, BlockEntry]) -> None:
         """Only `entries` count from now on."""
-        self.thin = set()
+        self.sparse = set()
         self.entries = entries
 
     def release(self, released: Iterable[tuple[int, int]]) -> None:
@@ -55,10 +55,10 @@ class Ledger:
             if entry.live == 0:
                 del self.entries[block]
                 entry.table.blocks.discard(block)
-                self.thin.discard(block)
+                self.sparse.discard(block)
                 self.freed.append(block)
-            elif entry.live <= entry.total * self._thin_fraction:
-                self.thin.add(block)
+            elif entry.live <= entry.total * self._sparse_fraction:
+                self.sparse.add(block)
 
     def check_invariants(self, tables: Iterable[Table], gone: set[int]) -> None:
         """`gone` are the blocks that are yet to be freed."""

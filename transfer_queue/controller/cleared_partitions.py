@@ -10,35 +10,35 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.controller.block_index import Entry
+from transfer_queue.controller.block_index import BlockEntry
 from transfer_queue.controller.changes import ChangeLog
-from transfer_queue.controller.readiness import Task, View
-from transfer_queue.controller.row_versions import Births
-from transfer_queue.controller.table import Group, Table
+from transfer_queue.controller.readiness import ReadyView, Task
+from transfer_queue.controller.row_versions import RowVersions
+from transfer_queue.controller.table import ColumnGroup, Table
 
 # Work is counted in rows, of which each takes 0.1 to 1 us.
 SLICE = 512
 AT_ONCE = 32 * SLICE
 OF_BLOCK = 16  # the work to free one block, here and in its unit
 PAGE_SHIFT = 12  # to give back a page of memory is as much work as one row
-OBJECTS = frozenset({Births, ChangeLog, Group, Task, View})
+OBJECTS = frozenset({RowVersions, ChangeLog, ColumnGroup, Task, ReadyView})
 CONTAINERS = frozenset({dict, list, set, deque, np.ndarray})
 
 
-class Remains:
+class ClearedPartitions:
     """`freed` gets the blocks. `slice` does a bounded piece of the work and says whether more is left. What is less
     work than `at_once` is not put off."""
 
     def __init__(self, freed: list[int]) -> None:
         self.freed = freed
         self.at_once = AT_ONCE
-        self._blocks: deque[tuple[set[int], dict[int, Entry]]] = deque()
+        self._blocks: deque[tuple[set[int], dict[int, BlockEntry]]] = deque()
         self._parts: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self._blocks or self._parts)
 
-    def add(self, table: Table, entries: dict[int, Entry]) -> None:
+    def add(self, table: Table, entries: dict[int, BlockEntry]) -> None:
         """Take everything out of a table, whose blocks are in `entries`. A small one is freed before this returns."""
         work = table.size + OF_BLOCK * len(table.blocks)
         held = table.take_all()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
-from transfer_queue.controller.block_index import Ledger
-from transfer_queue.controller.cleared_partitions import Remains
+from transfer_queue.controller.block_index import BlockIndex
+from transfer_queue.controller.cleared_partitions import ClearedPartitions
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.fetch import Fetching, check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
@@ -20,14 +20,14 @@ from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
-from transfer_queue.controller.restore import Restoring
+from transfer_queue.controller.restore import StateLoader
 from transfer_queue.controller.snapshot import capture
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.table import Table, rows_bytes
-from transfer_queue.controller.unreceived import Grant, Inserted, Locked
+from transfer_queue.controller.unreceived import Grant, InsertGrant, LockGrant
 from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, StoreFull, TransferQueueError, UnknownMode
 from transfer_queue.sampler.base import BaseSampler, forgets_partitions
-from transfer_queue.wait_queue import Parked, ParkingLot
+from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.lives import ID_NBYTES
@@ -41,8 +41,8 @@ class Controller:
     """All partitions of one service.
 
     `handle` answers a request, raises the caller's error, or returns None after parking it; the answer then appears in
-    `outbox`. `ledger.freed` lists blocks without live cells. `max_rows` bounds the rows over all partitions (None: no
-    bound), `reserved_rows` is how many rows a new partition has from the start. `policy`: how old rows may be. Locks
+    `outbox`. `block_index.freed` lists blocks without live cells. `max_rows` bounds the rows over all partitions (None:
+    no bound), `reserved_rows` is how many rows a new partition has from the start. `policy`: how old rows may be. Locks
     have numbers above `lock_number`.
     """
 
@@ -57,11 +57,11 @@ class Controller:
         self.tables: dict[str, Table] = {}
         self.outbox: list[tuple[Hashable, m.Reply]] = []
         self.payloads: dict[Hashable, memoryview] = {}
-        self.doubtful: set[Hashable] = set()
+        self.in_doubt: set[Hashable] = set()
         self.captures: set[bytes] = set()  # sessions that are about to pin the blocks of a snapshot
-        self.ledger = Ledger()
-        self.remains = Remains(self.ledger.freed)
-        self.restoring = Restoring(self)
+        self.block_index = BlockIndex()
+        self.cleared_partitions = ClearedPartitions(self.block_index.freed)
+        self.restoring = StateLoader(self)
         self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))
         self.max_rows = max_rows
         self._reserved_rows = reserved_rows
@@ -72,7 +72,7 @@ class Controller:
         self.staleness = self._fetching.staleness
         self.staleness.policy = policy or Policy()
         self.locks = Locks(self.outbox, self._unreceived, lock_number)
-        self._crowded: ParkingLot[Any] = ParkingLot()  # requests for new rows that wait for room
+        self._quota_waiters: WaitQueue[Any] = WaitQueue()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
             m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
@@ -89,7 +89,7 @@ class Controller:
             return self._leases.handle(message, session)
         if isinstance(message, m.Fetch):
             check_fetch(message)
-            parked = Parked(ticket, session, message, now + message.timeout_s, now - message.waited_s, message.waited_s)
+            parked = Waiter(ticket, session, message, now + message.timeout_s, now - message.waited_s, message.waited_s)
             return self._fetching.fetch(parked, self.tables.get(message.partition))
         if isinstance(message, VERSION_REQUESTS):
             answer: m.Reply | None = self.staleness.handle(message, ticket, session, now)
@@ -112,20 +112,20 @@ class Controller:
             reply = rule(message)
             self._note_inserted(message, reply, session)
             return reply
-        except _Crowded as full:
+        except RowQuotaExceeded as full:
             timeout_s = getattr(message, "timeout_s", 0.0)
             if timeout_s <= 0 or full.never:
                 raise StoreFull(str(full)) from None
-            self._crowded.add(Parked(ticket, session, message, now + timeout_s, now))
+            self._quota_waiters.add(Waiter(ticket, session, message, now + timeout_s, now))
             return None
 
     def notice_after(self, seconds: Sequence[float]) -> None:
         """When those who wait are told what is missing; ascending."""
-        for lot in (self._fetching.parked, self._crowded, self.staleness.admissions.parked, self.locks.parked):
+        for lot in (self._fetching.parked, self._quota_waiters, self.staleness.admissions.parked, self.locks.parked):
             lot.notice_after_s = seconds
 
     def next_deadline(self) -> float | None:
-        lots = (self._fetching.parked, self._crowded, self._leases, self.staleness.admissions.parked, self.locks)
+        lots = (self._fetching.parked, self._quota_waiters, self._leases, self.staleness.admissions.parked, self.locks)
         deadlines = [lot.next_deadline() for lot in lots]
         return min((d for d in deadlines if d is not None), default=None)
 
@@ -133,18 +133,18 @@ class Controller:
         """End the leases and answer the parked requests whose deadline has come; tell others what is missing."""
         self._leases.now = now
         self._leases.expire()
-        tell_waiting(self._fetching, self._crowded, self.max_rows, now)
+        tell_waiting(self._fetching, self._quota_waiters, self.max_rows, now)
         self._fetching.expire(now)
         self.staleness.admissions.expire(now)
         self.locks.expire(now)
-        for parked in self._crowded.expired(now):
+        for parked in self._quota_waiters.expired(now):
             text = f"the store's {self.max_rows} rows stayed in use for {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, m.Failed(parked.message.rid, StoreFull.code, text)))
 
     def forget(self, tickets: set[Hashable]) -> None:
         """Drop parked requests whose askers are gone."""
         self._fetching.forget(tickets)
-        self._crowded.forget(tickets)
+        self._quota_waiters.forget(tickets)
         self.staleness.admissions.forget(tickets)
         self.locks.forget(tickets)
         self.restoring.forget(tickets)
@@ -170,9 +170,9 @@ class Controller:
     def _undo(self, grant: Grant) -> None:
         if isinstance(grant, m.Admitted):
             self.staleness.admissions.give_back(grant.task, grant.count)
-        elif isinstance(grant, Inserted):
+        elif isinstance(grant, InsertGrant):
             self._remove_unwritten(grant)
-        elif isinstance(grant, Locked):
+        elif isinstance(grant, LockGrant):
             self.locks.release(grant)
         else:
             self._fetching.undo(grant)
@@ -180,10 +180,10 @@ class Controller:
     def _note_inserted(self, message: m.Request, reply: m.Reply, session: bytes) -> None:
         """Be able to remove new rows, should their asker never get them."""
         if type(message) is m.Insert and isinstance(reply, m.RowSet):
-            rows = Inserted(self.tables[message.partition], indexes_of(reply.rows))
+            rows = InsertGrant(self.tables[message.partition], indexes_of(reply.rows))
             self._unreceived.add(session, message.rid, rows)
 
-    def _remove_unwritten(self, grant: Inserted) -> None:
+    def _remove_unwritten(self, grant: InsertGrant) -> None:
         table = grant.table
         if self.tables.get(table.name) is table:
             slots = table.slots_of(grant.rows)
@@ -194,17 +194,17 @@ class Controller:
     @property
     def freed(self) -> list[int]:
         """Blocks to recycle; whoever does it empties the list."""
-        return [] if self.captures else self.ledger.freed
+        return [] if self.captures else self.block_index.freed
 
     @property
     def unfinished(self) -> bool:
         """Whether `tidy` has something to do."""
-        return bool(self.remains or self.restoring)
+        return bool(self.cleared_partitions or self.restoring)
 
     def tidy(self) -> None:
         """Do a step of loading a checkpoint, and a slice of what cleared partitions left."""
         self.restoring.step()
-        self.remains.slice()
+        self.cleared_partitions.slice()
 
     @property
     def num_rows(self) -> int:
@@ -213,14 +213,14 @@ class Controller:
     @property
     def num_waiting(self) -> int:
         loading = len(self.restoring)
-        lots = (self._fetching.parked, self._crowded, self.staleness.admissions.parked, self.locks.parked)
+        lots = (self._fetching.parked, self._quota_waiters, self.staleness.admissions.parked, self.locks.parked)
         return sum(map(len, lots)) + loading
 
     def statistics(self) -> dict[str, Any]:
         return {
             "partitions": len(self.tables),
             "rows": self.num_rows,
-            "blocks": len(self.ledger.entries),
+            "blocks": len(self.block_index.entries),
             "waiting_requests": self.num_waiting,
             "weight_epoch": self.staleness.admissions.versions.epoch,
             "weight_version": self.staleness.admissions.versions.newest,
@@ -241,7 +241,7 @@ class Controller:
             raise InvalidInput("replaced tags that are not there")
         if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
             raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
-        if message.block in self.ledger.entries:
+        if message.block in self.block_index.entries:
             raise InvalidInput(f"block {message.block} is published already")
         table = self.tables.get(message.partition)
         check_expected(message, table)
@@ -250,8 +250,8 @@ class Controller:
         if message.fields and message.block != NO_BLOCK:
             number = table.group(message.fields)
             released = table.write(slots, number, message.block)
-            self.ledger.open(message.block, count * len(message.fields), table, number)
-            self.ledger.release(released)
+            self.block_index.open(message.block, count * len(message.fields), table, number)
+            self.block_index.release(released)
         if message.tags is not None:
             table.merge_tags(slots, message.tags)
             for position in message.replaced:
@@ -328,7 +328,7 @@ class Controller:
         if count > MAX_NEW_ROWS:
             raise InvalidInput(f"{count} new rows in one call, at most {MAX_NEW_ROWS}")
         if self.max_rows is not None and self.num_rows + count > self.max_rows:
-            raise _Crowded(
+            raise RowQuotaExceeded(
                 f"{count} more rows do not fit: {self.num_rows} of total_storage_size={self.max_rows} are in use",
                 never=count > self.max_rows,
             )
@@ -371,35 +371,35 @@ class Controller:
             if table.num_alive and not forgets_partitions(self._fetching.sampler):
                 self._fetching.sampler.forget(table.name, set(table.index[table.live()].tolist()))
             self._remove(table)
-            self._retry_crowded()
+            self.retry_quota_waiters()
             return m.Done(message.rid)
         if len(slots):
             self._fetching.sampler.forget(table.name, set(table.index[slots].tolist()))
-            self.ledger.release(table.clear(slots))
+            self.block_index.release(table.clear(slots))
         if message.keys is not None and not table.num_rows:
             self._remove(table)
         else:
             self._fetching.shrunk(table)
             table.shrink()
-        self._retry_crowded()
+        self.retry_quota_waiters()
         return m.Done(message.rid)
 
     def _remove(self, table: Table) -> None:
         """The partition is gone now, and its name is free; its memory is given back in slices."""
         del self.tables[table.name]
         self._fetching.closed(table)
-        self.remains.add(table, self.ledger.entries)
+        self.cleared_partitions.add(table, self.block_index.entries)
 
-    def _retry_crowded(self) -> None:
+    def retry_quota_waiters(self) -> None:
         """Rows were freed: answer requests that wait for room, in order, as far as it goes."""
-        for parked in self._crowded:
+        for parked in self._quota_waiters:
             try:
                 reply = self._rules[type(parked.message)](parked.message)
-            except _Crowded:
+            except RowQuotaExceeded:
                 return
             except TransferQueueError as error:
                 reply = m.Failed(parked.message.rid, error.code, str(error))
-            self._crowded.remove(parked)
+            self._quota_waiters.remove(parked)
             self._note_inserted(parked.message, reply, parked.session)
             self.outbox.append((parked.ticket, reply))
 
@@ -436,7 +436,7 @@ class Controller:
 
     def rows_in(self, block: int) -> tuple[Slots, list[str]] | None:
         """(rows of `block` with live cells, ascending; fields with live cells), or None when there are none."""
-        entry = self.ledger.find(block)
+        entry = self.block_index.find(block)
         return None if entry is None else entry.table.rows_in(entry.group, block)
 
     def relocate(self, block: int, target: int, rows: Slots) -> bool:
@@ -444,38 +444,38 @@ class Controller:
 
         `block` is freed. False when none was left to move. `ProtocolError` when `target` cannot be that.
         """
-        entry = self.ledger.find(block)
+        entry = self.block_index.find(block)
         if entry is None:
             return False
         left, _ = entry.table.rows_in(entry.group, block)
-        is_other = self.ledger.find(target) is not None or target >> m.UNIT_SHIFT != block >> m.UNIT_SHIFT
+        is_other = self.block_index.find(target) is not None or target >> m.UNIT_SHIFT != block >> m.UNIT_SHIFT
         if is_other or bool((rows[1:] <= rows[:-1]).any()) or not np.isin(left, rows).all():
             raise ProtocolError(f"block {target} does not have what is left of block {block}")
         entry.table.relocate(entry.group, block, target, rows)
-        self.ledger.open(target, entry.live, entry.table, entry.group)
-        self.ledger.release([(block, entry.live)])
+        self.block_index.open(target, entry.live, entry.table, entry.group)
+        self.block_index.release([(block, entry.live)])
         return True
 
     def lose(self, unit: int) -> None:
         """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""
         self.restoring.lose(unit)
-        for block in [number for number in self.ledger.entries if number >> m.UNIT_SHIFT == unit]:
-            entry = self.ledger.find(block)
+        for block in [number for number in self.block_index.entries if number >> m.UNIT_SHIFT == unit]:
+            entry = self.block_index.find(block)
             if entry is not None:
-                self.ledger.release(entry.table.lose(entry.group, block))
+                self.block_index.release(entry.table.lose(entry.group, block))
 
     def check_invariants(self) -> None:
-        """Tables agree with themselves, and the ledger with the tables; tests call this after each event."""
+        """Tables agree with themselves, and the block index with the tables; tests call this after each event."""
         self._leases.check_invariants()
         self._unreceived.check_invariants()
         self.staleness.check_invariants()
         self.locks.check_invariants()
         for table in self.tables.values():
             table.check_invariants()
-        self.ledger.check_invariants(self.tables.values(), self.remains.blocks())
+        self.block_index.check_invariants(self.tables.values(), self.cleared_partitions.blocks())
 
 
-class _Crowded(Exception):
+class RowQuotaExceeded(Exception):
     """There is no room for new rows now (`never`: nor will there be)."""
 
     def __init__(self, text: str, never: bool) -> None:

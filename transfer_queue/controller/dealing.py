@@ -50,7 +50,7 @@ class Share:
         return self.size - max(0, used - self.used) if self.is_cut else self.size
 
 
-class Group:
+class RankGroup:
     def __init__(self, dp_size: int, batch_size: int) -> None:
         self.dp_size = dp_size
         self.batch_size = batch_size  # rows per rank
@@ -119,11 +119,11 @@ class Dealing:
                 f"dp_size {message.dp_size}: {type(sampler).__name__} divides batches among dp_size={planned} ranks"
             )
 
-    def join(self, table: Table, message: Fetch, session: bytes) -> Group:
+    def join(self, table: Table, message: Fetch, session: bytes) -> RankGroup:
         """The group of a request, whose session is a member of it now. Raises `InvalidInput` where others of other
         sizes share the partition."""
         task = table.task(message.task)
-        group: Group | None = task.group
+        group: RankGroup | None = task.group
         if group is not None and (group.dp_size, group.batch_size) != (message.dp_size, message.batch_size):
             if group.sessions - {session}:
                 raise InvalidInput(
@@ -134,7 +134,7 @@ class Dealing:
             self.disband(table, message.task)
             group = None
         if group is None:
-            group = task.group = Group(message.dp_size, message.batch_size)
+            group = task.group = RankGroup(message.dp_size, message.batch_size)
         rank, batch = rank_and_batch(message)
         if rank not in group.first:
             self._begin(table, message.task, group, rank, batch)
@@ -143,7 +143,7 @@ class Dealing:
         self._of_session.setdefault(session, set()).add((table.name, message.task))
         return group
 
-    def _begin(self, table: Table, name: str, group: Group, rank: int, batch: int) -> None:
+    def _begin(self, table: Table, name: str, group: RankGroup, rank: int, batch: int) -> None:
         """A rank comes in at this batch: what was kept for it of earlier ones is for the others."""
         early = [number for number in group.deals if number < batch and rank in group.deals[number]]
         rows = [group.deals[number].pop(rank).rows for number in early]
@@ -154,7 +154,7 @@ class Dealing:
         """Whether this batch is never dealt: every row that there will be is used, or in somebody's share. Once a rank
         was told so, all of them are."""
         task = table.task(message.task)
-        group: Group | None = task.group
+        group: RankGroup | None = task.group
         rank, batch = rank_and_batch(message)
         if group is None or batch in group.deals:  # if only for others: what they got is what this rank has to get
             return False
@@ -182,7 +182,7 @@ class Dealing:
     def to_deal(self, table: Table, message: Fetch) -> tuple[list[int], int]:
         """The ranks that need a share of this batch, all but those that began later or have theirs, and how many rows
         each is to get."""
-        group: Group = table.task(message.task).group
+        group: RankGroup = table.task(message.task).group
         rank, batch = rank_and_batch(message)
         size = message.batch_size - message.used
         if batch in group.deals:
@@ -198,7 +198,7 @@ class Dealing:
         """These rows are dealt now. False for no rows, unless the others have some: then they are repeated for this
         rank. Raises `SamplerFailed` for rows that are not on offer."""
         task = table.task(message.task)
-        group: Group = task.group
+        group: RankGroup = task.group
         _, batch = rank_and_batch(message)
         rows = np.array([row for share in shares for row in share], np.int64)
         slots = table.slots_of(rows)
@@ -246,7 +246,7 @@ class Dealing:
         missing = share.wanted(message.used) - len(own)
         if missing <= 0:
             return _NONE
-        group: Group = table.task(message.task).group
+        group: RankGroup = table.task(message.task).group
         _, batch = rank_and_batch(message)
         for rows in ([share.dealt], [other.dealt for other in group.deals[batch].values()]):
             slots = table.slots_of(np.concatenate(rows))
@@ -262,7 +262,7 @@ class Dealing:
     def offered(self, table: Table, name: str, slots: Slots) -> None:
         """Rows of a task are free again: those of shares are loose."""
         task = table.tasks[name]
-        group: Group | None = task.group
+        group: RankGroup | None = task.group
         if group is None:
             return
         rows = table.index[slots]
@@ -279,7 +279,7 @@ class Dealing:
         """A member is gone: the shares that are kept for its rank, unless it has other members, are for everybody."""
         for partition, name in sorted(self._of_session.pop(session, ())):
             table = tables.get(partition)
-            group: Group | None = table.tasks[name].group if table is not None and name in table.tasks else None
+            group: RankGroup | None = table.tasks[name].group if table is not None and name in table.tasks else None
             if table is None or group is None:
                 continue
             lost = [rank for rank, members in group.members.items() if members == {session}]

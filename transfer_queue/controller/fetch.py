@@ -11,14 +11,14 @@ import numpy as np
 
 from transfer_queue.controller.dealing import Dealing, Share
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
-from transfer_queue.controller.readiness import Slots, Task, View
+from transfer_queue.controller.readiness import ReadyView, Slots, Task
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.table import Table, rows_bytes
-from transfer_queue.controller.unreceived import Consumed, Grant, Lent, Unreceived
+from transfer_queue.controller.unreceived import ConsumedGrant, Grant, LeaseGrant, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler, takes
 from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
-from transfer_queue.wait_queue import Parked, ParkingLot
+from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire.messages import DONE, PASSED, Failed, Fetch, Reply, RowSet, Tags
 
 log = logging.getLogger("transfer_queue.controller")
@@ -28,7 +28,7 @@ T = TypeVar("T")
 MIN_WAITERS = 16
 
 
-class PartitionView:
+class SamplerView:
     """What a sampler may see of a partition: read only."""
 
     def __init__(self, table: Table) -> None:
@@ -68,17 +68,17 @@ class Fetching:
     def __init__(self, sampler: BaseSampler, outbox: list[tuple[Hashable, Reply]], tables: Mapping[str, Table]) -> None:
         self.sampler = sampler
         self.tables = tables
-        self.leases = Leases(tables, self._offered, self._settled)
+        self.leases = Leases(tables, self._offered, self._rows_consumed)
         self.unreceived = Unreceived()
         self.dealing = Dealing(self._freed)
-        self.staleness = Staleness(tables, outbox, self._settled, self.unreceived)
-        self.parked: ParkingLot[Fetch] = ParkingLot()
-        self._on_behalf: dict[bytes, list[Parked[Fetch]]] = {}  # by the session that would hold their rows
-        self._orphans: dict[str, list[Parked[Fetch]]] = {}  # their partition does not exist (yet)
+        self.staleness = Staleness(tables, outbox, self._rows_consumed, self.unreceived)
+        self.parked: WaitQueue[Fetch] = WaitQueue()
+        self._on_behalf: dict[bytes, list[Waiter[Fetch]]] = {}  # by the session that would hold their rows
+        self._orphans: dict[str, list[Waiter[Fetch]]] = {}  # their partition does not exist (yet)
         self.outbox = outbox
         self._remembered = False  # the sampler remembers a result that others may wait for
 
-    def fetch(self, request: Parked[Fetch], table: Table | None) -> Reply | None:
+    def fetch(self, request: Waiter[Fetch], table: Table | None) -> Reply | None:
         """Rows at once, or None after parking the request."""
         message = request.message
         self.dealing.prepare(message, self.sampler)
@@ -88,7 +88,7 @@ class Fetching:
             if self._remembered:
                 self.serve(table, table.task(message.task), ())
             if reply is not None:
-                self._settled(table, table.task(message.task))
+                self._rows_consumed(table, table.task(message.task))
                 return reply
             if message.until_done and self._is_done(request, table):
                 return _nothing(message.rid, DONE)
@@ -114,7 +114,7 @@ class Fetching:
             if self.parked.holds(request):
                 self._wait(table, request)
 
-    def _wait(self, table: Table, request: Parked[Fetch]) -> list[Any]:
+    def _wait(self, table: Table, request: Waiter[Fetch]) -> list[Any]:
         """Let a parked request wait for rows; returns all that wait for the same."""
         task = table.task(request.message.task)
         if request.message.until_done:
@@ -154,7 +154,7 @@ class Fetching:
                 if task.refresh(view, table, slots) or (view.waiters and _any_taken(task, slots)):
                     self.serve(table, task, (view,))
 
-    def serve(self, table: Table, task: Task, views: Sequence[View]) -> None:
+    def serve(self, table: Table, task: Task, views: Sequence[ReadyView]) -> None:
         """Answer waiters of these views, in order of arrival, as far as the rows go.
 
         Then those of the whole task for which the sampler came to remember a result meanwhile: its rows are consumed
@@ -167,7 +167,7 @@ class Fetching:
             for view in list(task.views.values()):
                 self._serve(table, view)
 
-    def _serve(self, table: Table, view: View) -> None:
+    def _serve(self, table: Table, view: ReadyView) -> None:
         if not view.waiters:
             return
         waiting, view.waiters = view.waiters, []
@@ -185,7 +185,7 @@ class Fetching:
             else:
                 self.parked.remove(request)
                 self.outbox.append((request.ticket, reply))
-                self._settled(table, table.task(request.message.task))
+                self._rows_consumed(table, table.task(request.message.task))
         view.waiters = kept + view.waiters
 
     def _offered(self, table: Table, task: str, slots: Slots) -> None:
@@ -202,9 +202,9 @@ class Fetching:
         """Rows that were kept for a rank are free."""
         self._remembered = True  # maybe amid the waiters of a view: they are all looked at again
         self._offered(table, task, slots)
-        self._settled(table, table.tasks[task])
+        self._rows_consumed(table, table.tasks[task])
 
-    def _settled(self, table: Table, task: Task) -> None:
+    def _rows_consumed(self, table: Table, task: Task) -> None:
         """Rows were consumed, lent or cleared: requests `until_done` may have nothing to wait for any more."""
         if not task.finishing:
             return
@@ -222,9 +222,9 @@ class Fetching:
     def shrunk(self, table: Table) -> None:
         """Rows were cleared, or fewer are expected."""
         for task in table.tasks.values():
-            self._settled(table, task)
+            self._rows_consumed(table, task)
 
-    def _is_done(self, request: Parked[Fetch], table: Table) -> bool:
+    def _is_done(self, request: Waiter[Fetch], table: Table) -> bool:
         """Whether every row is consumed by the task or lent to the asker, and there are as many as declared."""
         if request.message.dp_size:
             return self.dealing.is_over(table, request.message)
@@ -251,7 +251,7 @@ class Fetching:
         """The askers are gone."""
         self._abandon(self.parked.forget(tickets))
 
-    def _abandon(self, requests: Sequence[Parked[Fetch]]) -> None:
+    def _abandon(self, requests: Sequence[Waiter[Fetch]]) -> None:
         """Those no longer parked do not wait for their partition any more."""
         for name in {request.message.partition for request in requests} & self._orphans.keys():
             self._orphans[name] = [one for one in self._orphans[name] if self.parked.holds(one)]
@@ -268,7 +268,7 @@ class Fetching:
                 reply = Failed(request.message.rid, error.code, str(error))
             self.outbox.append((request.ticket, reply))
 
-    def _view(self, table: Table, message: Fetch) -> View:
+    def _view(self, table: Table, message: Fetch) -> ReadyView:
         task, fields = table.task(message.task), tuple(message.fields)
         self.staleness.govern(table, message.task, message.sampling)
         known = fields in task.views
@@ -277,7 +277,7 @@ class Fetching:
             self.staleness.review(table, message.task)
         return view
 
-    def _attempt(self, request: Parked[Fetch], table: Table) -> RowSet | None:
+    def _attempt(self, request: Waiter[Fetch], table: Table) -> RowSet | None:
         """Rows for the request, consumed or lent; None when the sampler is not satisfied."""
         message, sampler = request.message, self.sampler
         view = self._view(table, message)
@@ -302,7 +302,7 @@ class Fetching:
             used = slots
         return self._grant(request, table, used, reply)
 
-    def _grant(self, request: Parked[Fetch], table: Table, used: Slots, reply: RowSet) -> RowSet:
+    def _grant(self, request: Waiter[Fetch], table: Table, used: Slots, reply: RowSet) -> RowSet:
         """These rows are consumed or lent with the reply."""
         message, task = request.message, table.task(request.message.task)
         fresh = task.claim(used)
@@ -310,13 +310,13 @@ class Fetching:
             holder = message.holder or request.session
             reply.lease = self.leases.take(table, message.task, used, fresh, holder, message.lease_s)
             if reply.lease:
-                self.unreceived.add(request.session, message.rid, Lent(reply.lease))
+                self.unreceived.add(request.session, message.rid, LeaseGrant(reply.lease))
         else:
             task.consume(fresh)
             self._note_consumed(request, table, used, fresh)
         return reply
 
-    def _share_out(self, request: Parked[Fetch], table: Table, view: View) -> RowSet | None:
+    def _share_out(self, request: Waiter[Fetch], table: Table, view: ReadyView) -> RowSet | None:
         """As `_attempt`, for one of several ranks: its share of a batch of all of them, which is dealt now if need be.
 
         The answer is empty when the group is done, and when nothing is left of the share.
@@ -347,7 +347,7 @@ class Fetching:
         dealing.lent(table, message, reply.lease)
         return reply
 
-    def _deal(self, message: Fetch, table: Table, view: View) -> bool:
+    def _deal(self, message: Fetch, table: Table, view: ReadyView) -> bool:
         """Deal a batch; False when its rows are not ready yet."""
         ranks, size = self.dealing.to_deal(table, message)
         total, loose = size * len(ranks), self.dealing.loose(table, message)
@@ -362,14 +362,14 @@ class Fetching:
         return self.dealing.enter(table, message, ranks, shares)
 
     def _shares(
-        self, message: Fetch, table: Table, view: View, loose: Slots, total: int, ranks: Sequence[int]
+        self, message: Fetch, table: Table, view: ReadyView, loose: Slots, total: int, ranks: Sequence[int]
     ) -> list[list[int]]:
         """What the sampler picks for these ranks together."""
         needed = self.sampler.needs(total)
         slots = view.first(None if needed is None else needed + len(loose), table.size)
         candidates = table.index[slots[~np.isin(slots, loose)] if len(loose) else slots].tolist()
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
-        config["partition"] = PartitionView(table)
+        config["partition"] = SamplerView(table)
         shares, used = self._ask(self.sampler.deal, candidates, total, ranks, **config)
         extra = np.setdiff1d(np.array(used, np.int64), np.array([row for share in shares for row in share], np.int64))
         task, slots = table.task(message.task), table.slots_of(extra)
@@ -377,7 +377,7 @@ class Fetching:
         keep(task.offered(slots[slots >= 0]))
         return shares
 
-    def _mend(self, message: Fetch, table: Table, view: View, share: Share) -> None:
+    def _mend(self, message: Fetch, table: Table, view: ReadyView, share: Share) -> None:
         """Complete a share of which others took rows meanwhile, as far as rows are ready."""
         num_taken, loose = self.dealing.mend(table, message, share), self.dealing.loose(table, message)
         if not num_taken or view.count - int(np.count_nonzero(view.ready[loose])) < num_taken:
@@ -394,10 +394,10 @@ class Fetching:
         own = ("dp_rank", "batch_index")
         return {name: value for name, value in asked.items() if name not in own or takes(self.sampler, name)}
 
-    def _note_consumed(self, request: Parked[Fetch], table: Table, used: Slots, fresh: Slots) -> None:
+    def _note_consumed(self, request: Waiter[Fetch], table: Table, used: Slots, fresh: Slots) -> None:
         """Be able to give the rows back, should their asker never get them."""
         if len(fresh):
-            grant = Consumed(table, request.message.task, table.index[fresh])
+            grant = ConsumedGrant(table, request.message.task, table.index[fresh])
         else:
             shared = self.unreceived.sharing(table, request.message.task, used)
             if shared is None:
@@ -408,9 +408,9 @@ class Fetching:
 
     def undo(self, grant: Grant) -> None:
         """Nobody got the answer that carried these rows: the task is offered them again."""
-        if isinstance(grant, Lent):
+        if isinstance(grant, LeaseGrant):
             self.leases.undo(grant)
-        elif isinstance(grant, Consumed):
+        elif isinstance(grant, ConsumedGrant):
             grant.askers -= 1
             if grant.askers or self.tables.get(grant.table.name) is not grant.table:
                 return
@@ -418,10 +418,10 @@ class Fetching:
             back = grant.table.tasks[grant.task].give_back(slots[slots >= 0])
             self._offered(grant.table, grant.task, back)
 
-    def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: View) -> tuple[Slots, Slots]:
+    def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: ReadyView) -> tuple[Slots, Slots]:
         """The slots to hand out and those used up, -1 for rows that do not exist."""
         candidates = table.index[view.first(self.sampler.needs(batch_size), table.size)].tolist()
-        config["partition"] = PartitionView(table)
+        config["partition"] = SamplerView(table)
         if config.get(BUDGET) is not None:
             config["production_done"] = _is_produced(table, config["task_name"], view)
         sampled, consumed = self.sampler.sample(candidates, batch_size, **config)
@@ -458,14 +458,14 @@ def _is_whole(table: Table) -> bool:
     return table.declared is not None and 0 < table.num_alive >= table.declared
 
 
-def _is_produced(table: Table, name: str, view: View) -> bool:
+def _is_produced(table: Table, name: str, view: ReadyView) -> bool:
     """Whether every row has the fields of `view`, or was taken by the task, and there are as many as declared."""
     task = table.task(name)
     whole = 0 < table.num_alive >= (table.declared or 0)
     return whole and view.count + task.num_consumed + task.num_lent >= table.num_alive
 
 
-def _rest(message: Fetch, table: Table, view: View) -> int:
+def _rest(message: Fetch, table: Table, view: ReadyView) -> int:
     """How many rows a request `until_done` gets when they are the last ones and too few for a batch; else 0."""
     if not message.until_done or not 0 < view.count < message.batch_size or not _is_whole(table):
         return 0

@@ -5,8 +5,8 @@ ends row by row: acknowledged (consumed for good), given back or cleared; or as 
 session that holds it is gone, and then what was not acknowledged is offered again. From there on its number is refused
 with `LeaseExpired`, so that a consumer that was away too long cannot acknowledge what somebody else is working on.
 
-A lease all of whose rows are settled is remembered for a while: ranks that share a batch acknowledge it one after the
-other, and a second acknowledgement does nothing.
+A lease all of whose rows have ended is remembered for a while: ranks that share a batch acknowledge it one after
+the other, and a second acknowledgement does nothing.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class Lease:
 
 
 class Leases:
-    """All leases of a service. `offered(table, task name, slots)` is called when rows are free again, `settled(table,
-    task)` when rows were consumed."""
+    """All leases of a service. `offered(table, task name, slots)` is called when rows are free again,
+    `rows_consumed(table, task)` when rows were consumed."""
 
     def __init__(
         self,
         tables: Mapping[str, Table],
         offered: Callable[[Table, str, Slots], None],
-        settled: Callable[[Table, Task], None],
+        rows_consumed: Callable[[Table, Task], None],
     ) -> None:
         self.now = 0.0  # of the event being handled
         self._tables = tables
         self._offered = offered
-        self._settled = settled
+        self._rows_consumed = rows_consumed
         self._leases: dict[int, Lease] = {}
-        self._settled_ones: dict[int, Lease] = {}  # the latest of those without rows left
+        self._ended_ones: dict[int, Lease] = {}  # the latest of those without rows left
         self._held: dict[bytes, set[int]] = {}  # leases of each session
         self._deadlines = Deadlines(self._leases)
         self._numbers = itertools.count(1)
@@ -104,9 +104,9 @@ class Leases:
             case m.Ack(rows=rows):
                 if rows is not None and not lease.given_back.isdisjoint(indexes_of(rows).tolist()):
                     raise LeaseExpired(f"lease {lease.number}: some of the rows were given back")
-                self._settle(lease, rows, used=True)
+                self._end_rows(lease, rows, used=True)
             case m.Release(rows=rows):
-                self._settle(lease, rows, used=False)
+                self._end_rows(lease, rows, used=False)
         return m.Lent(message.rid, self._left(lease))
 
     def _renew(self, message: m.Renew, session: bytes) -> m.Lent:
@@ -118,12 +118,12 @@ class Leases:
         return m.Lent(message.rid, sum(map(self._left, leases)))
 
     def _live(self, number: int) -> Lease:
-        lease = self._settled_ones.get(number) or self._leases.get(number)
+        lease = self._ended_ones.get(number) or self._leases.get(number)
         if lease is None or (lease.deadline <= self.now and self._left(lease)):
             raise LeaseExpired(f"lease {number} is over: what it had not acknowledged is offered to others")
         return lease
 
-    def _settle(self, lease: Lease, data: bytes | None, used: bool) -> None:
+    def _end_rows(self, lease: Lease, data: bytes | None, used: bool) -> None:
         rows = lease.rows if data is None else np.unique(indexes_of(data))
         table = self._tables.get(lease.partition)
         if table is not None and lease.task in table.tasks:
@@ -133,7 +133,7 @@ class Leases:
             if not used:
                 lease.given_back.update(table.index[held].tolist())
                 self._offered(table, lease.task, held)
-            self._settled(table, task)
+            self._rows_consumed(table, task)
         if lease.number in self._leases and not self._left(lease):
             self._drop(lease)
 
@@ -161,7 +161,7 @@ class Leases:
 
     def clear(self) -> None:
         """All leases are over. The rows are the caller's to offer."""
-        for everything in (self._leases, self._settled_ones, self._held, self._deadlines):
+        for everything in (self._leases, self._ended_ones, self._held, self._deadlines):
             everything.clear()
 
     def end_session(self, session: bytes) -> None:
@@ -185,16 +185,16 @@ class Leases:
     def _end(self, lease: Lease) -> None:
         self._drop(lease)
         if self._left(lease):
-            self._settle(lease, None, used=False)
+            self._end_rows(lease, None, used=False)
 
     def _drop(self, lease: Lease) -> None:
         """The lease is over; it is remembered unless rows are left that it did not acknowledge."""
         del self._leases[lease.number]
         if not self._left(lease):
             lease.rows = _NONE
-            self._settled_ones[lease.number] = lease
-            if len(self._settled_ones) > REMEMBERED:
-                del self._settled_ones[next(iter(self._settled_ones))]
+            self._ended_ones[lease.number] = lease
+            if len(self._ended_ones) > REMEMBERED:
+                del self._ended_ones[next(iter(self._ended_ones))]
         for holder in lease.holders:
             held = self._held.get(holder)
             if held is not None:
@@ -211,7 +211,7 @@ class Leases:
             assert all(number in self._held[holder] for holder in lease.holders)
         assert {n for held in self._held.values() for n in held} <= self._leases.keys()
         assert all(self._held.values())
-        assert not self._settled_ones.keys() & self._leases.keys()
+        assert not self._ended_ones.keys() & self._leases.keys()
 
 
 def check_lease(lease_s: float) -> None:

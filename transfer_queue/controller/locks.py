@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 from transfer_queue.claims import Claims
 from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.leases import MAX_LEASE_S
-from transfer_queue.controller.unreceived import Locked, Unreceived
+from transfer_queue.controller.unreceived import LockGrant, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LockLostError
-from transfer_queue.wait_queue import Parked, ParkingLot
+from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
 Name: TypeAlias = tuple[str, str]  # partition, key
@@ -30,7 +30,7 @@ class Claim:
 
     __slots__ = ("deadline", "number", "parked", "since")
 
-    def __init__(self, parked: Parked[m.Lock]) -> None:
+    def __init__(self, parked: Waiter[m.Lock]) -> None:
         self.parked = parked
         self.number = 0
         self.since = 0.0
@@ -41,7 +41,7 @@ class Locks:
     """All locks of a service. Answers to parked requests go to `outbox`."""
 
     def __init__(self, outbox: list[tuple[Hashable, m.Reply]], unreceived: Unreceived, number: int) -> None:
-        self.parked: ParkingLot[m.Lock] = ParkingLot()
+        self.parked: WaitQueue[m.Lock] = WaitQueue()
         self._outbox = outbox
         self._unreceived = unreceived
         self._number = number
@@ -61,7 +61,7 @@ class Locks:
         self._grant_due(now)
         match message:
             case m.Lock():
-                return self._lock(Parked(ticket, session, message, now + message.timeout_s, now), now)
+                return self._lock(Waiter(ticket, session, message, now + message.timeout_s, now), now)
             case m.KeepLock(lock=number, lease_s=lease_s):
                 _check(lease_s)
                 claim = self._live(number, session, now)
@@ -74,7 +74,7 @@ class Locks:
                 return m.Report(message.rid, self._listing(partition, now))
         return m.Done(message.rid)
 
-    def _lock(self, parked: Parked[m.Lock], now: float) -> m.Reply | None:
+    def _lock(self, parked: Waiter[m.Lock], now: float) -> m.Reply | None:
         message = parked.message
         _check(message.lease_s)
         if not message.keys or len(set(message.keys)) != len(message.keys):
@@ -97,7 +97,7 @@ class Locks:
         self._held[claim.number] = claim
         self._of_session.setdefault(session, {})[claim.number] = None
         self._deadlines.add(claim.number)
-        self._unreceived.add(session, message.rid, Locked(claim.number))
+        self._unreceived.add(session, message.rid, LockGrant(claim.number))
         return m.Locked(message.rid, claim.number)
 
     def _grant_due(self, now: float) -> None:

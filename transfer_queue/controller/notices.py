@@ -10,7 +10,7 @@ import numpy as np
 from transfer_queue.controller.readiness import KEPT, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.names import hint
-from transfer_queue.wait_queue import ParkingLot
+from transfer_queue.wait_queue import WaitQueue
 from transfer_queue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ LISTED = 8
 Counts: TypeAlias = dict[tuple[str, str], int]  # rows on which a field is written, by partition and field
 
 
-def tell_waiting(fetching: Fetching, crowded: ParkingLot[Any], max_rows: int | None, now: float) -> None:
+def tell_waiting(fetching: Fetching, quota_waiters: WaitQueue[Any], max_rows: int | None, now: float) -> None:
     """Tell those who are due what they wait for."""
     told: list[tuple[Hashable, m.Reply]] = []
     counts: Counts = {}
     for parked, waited_s in fetching.parked.due(now):
         text = of_fetch(parked.message, fetching.tables, type(fetching.sampler).__name__, counts)
         told.append((parked.ticket, m.Waiting(parked.message.rid, f"get_meta waits for {waited_s:g} s: {text}")))
-    for room, waited_s in crowded.due(now):
+    for room, waited_s in quota_waiters.due(now):
         used = sum(table.num_rows for table in fetching.tables.values())
         text = f"put waits for {waited_s:g} s: {used} of total_storage_size={max_rows} rows are in use"
         told.append((room.ticket, m.Waiting(room.message.rid, f"{text}; clear what was used")))

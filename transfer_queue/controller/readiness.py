@@ -23,7 +23,7 @@ KEPT = frozenset((RESERVED, DEALT))
 MAX_VIEWS = 256
 
 
-class View:
+class ReadyView:
     """The rows of one partition that are ready in all of `fields`, and neither consumed by one task nor lent to it."""
 
     def __init__(self, fields: tuple[str, ...], capacity: int) -> None:
@@ -75,21 +75,21 @@ class Task:
         self.lease: Slots = np.zeros(capacity, np.int64)  # number of the lease that holds the row, 0 for none
         self.lent: dict[int, int] = {}  # live rows of each lease that has some
         self.num_lent = 0
-        self.views: dict[tuple[str, ...], View] = {}
+        self.views: dict[tuple[str, ...], ReadyView] = {}
         self.limit: Any = None  # how old its rows may be (`staleness.Limit`), None before it was asked for any
         self.finishing: list[Any] = []  # parked requests that are also answered when nothing is left to wait for
         self.group: Any = None  # data-parallel ranks that share its rows (`dealing.Group`)
 
-    def view(self, fields: tuple[str, ...], table: Table) -> View:
+    def view(self, fields: tuple[str, ...], table: Table) -> ReadyView:
         """The view over `fields`, built by one scan when it is new."""
         view = self.views.get(fields)
         if view is None:
             self._make_room()
-            view = self.views[fields] = View(fields, len(self.consumed))
+            view = self.views[fields] = ReadyView(fields, len(self.consumed))
             self.refresh(view, table, np.arange(table.size))
         return view
 
-    def refresh(self, view: View, table: Table, slots: Slots) -> bool:
+    def refresh(self, view: ReadyView, table: Table, slots: Slots) -> bool:
         """Add those of `slots` that became ready; whether there were any."""
         ready = table.ready(slots, view.fields)
         if ready is None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.controller.block_index import Entry
+from transfer_queue.controller.block_index import BlockEntry
 from transfer_queue.controller.saved_state import SavedController, SavedGroup, SavedTable, read, refuse
 from transfer_queue.controller.snapshot import sampler_name
 from transfer_queue.controller.table import Table
-from transfer_queue.controller.weight_versions import Versions
+from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import (
     CheckpointCorrupt,
     DataLost,
@@ -41,31 +41,31 @@ CELLS = 1 << 18  # looked at in one step
 ROWS = 1 << 15
 
 
-class Draft:
+class NewState:
     """What was loaded so far; nobody sees it. `blocks`: the number of each saved block."""
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
         self.blocks: dict[int, int] = {}
         self.tables: dict[str, Table] = {}
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, BlockEntry] = {}
 
     def discard(self) -> None:
         """What is still in it will not be used; its blocks are whose they were."""
         for table in self.tables.values():
             table.blocks.clear()
-            self.controller.remains.add(table, {})
-        self.controller.remains.hold(self.entries)
+            self.controller.cleared_partitions.add(table, {})
+        self.controller.cleared_partitions.hold(self.entries)
 
 
 class Load(NamedTuple):
     ticket: Hashable
     rid: int
-    draft: Draft
+    draft: NewState
     steps: Steps[None]
 
 
-class Restoring:
+class StateLoader:
     """The loads that are under way: one after the other. Every other request is served from the state in use, until
     the last step of a load replaces it. A small state is loaded within the request."""
 
@@ -79,7 +79,7 @@ class Restoring:
     def start(self, message: m.Restore, ticket: Hashable) -> m.Reply | None:
         """The answer, or None when it will appear in the outbox. Raises as `restored`."""
         payload = self._controller.payloads.pop(ticket, memoryview(b""))
-        draft = Draft(self._controller)
+        draft = NewState(self._controller)
         load = Load(ticket, message.rid, draft, _load(draft, payload, message.blocks))
         if self._loads or len(payload) > SMALL_NBYTES or len(message.blocks) > PIECE:
             self._loads.append(load)
@@ -129,13 +129,13 @@ def restored(controller: Controller, data: bytes | memoryview, blocks: dict[int,
     `CheckpointUnsupported`, `InvalidInput` (another sampler) or `StoreFull` (too many rows) is raised and nothing has
     changed.
     """
-    draft = Draft(controller)
+    draft = NewState(controller)
     draft.blocks = blocks
     for _ in _load(draft, data, []):
         pass
 
 
-def _load(draft: Draft, data: bytes | memoryview, refilled: list[m.Refilled]) -> Steps[None]:
+def _load(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]) -> Steps[None]:
     """`restored` in steps; only the last one changes anything."""
     try:
         yield from _build(draft, data, refilled)
@@ -143,7 +143,7 @@ def _load(draft: Draft, data: bytes | memoryview, refilled: list[m.Refilled]) ->
         draft.discard()
 
 
-def _build(draft: Draft, data: bytes | memoryview, refilled: list[m.Refilled]) -> Steps[None]:
+def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]) -> Steps[None]:
     controller = draft.controller
     numbers: set[int] = set()
     for at in range(0, len(refilled), PIECE):
@@ -160,7 +160,7 @@ def _build(draft: Draft, data: bytes | memoryview, refilled: list[m.Refilled]) -
             f"the checkpoint was saved with sampler {saved.sampler}, this service runs {sampler_name(sampler)}"
         )
     yield
-    versions = Versions.restored(saved.versions)
+    versions = WeightVersions.restored(saved.versions)
     for one in saved.tables:
         if one.name in draft.tables:
             refuse("partitions repeat")
@@ -189,14 +189,14 @@ def _load_sampler(sampler: BaseSampler, state: Any) -> None:
         raise CheckpointCorrupt(f"{sampler_name(sampler)} does not take the saved state: {error!r}") from error
 
 
-def _switch(draft: Draft, saved: SavedController, versions: Versions) -> None:
+def _switch(draft: NewState, saved: SavedController, versions: WeightVersions) -> None:
     """Costs the partitions and the requests that wait, not the rows."""
     controller, fetching = draft.controller, draft.controller._fetching
     tables, draft.tables = draft.tables, {}
     entries, draft.entries = draft.entries, {}
     controller.staleness.admissions.restore(versions, saved.admitted)
-    before, gone = controller.ledger.entries, list(controller.tables.values())
-    controller.ledger.replace(entries)
+    before, gone = controller.block_index.entries, list(controller.tables.values())
+    controller.block_index.replace(entries)
     fetching.leases.clear()
     fetching.unreceived.clear()
     for table in gone:
@@ -204,7 +204,7 @@ def _switch(draft: Draft, saved: SavedController, versions: Versions) -> None:
     controller.tables.clear()
     controller.tables.update(tables)
     for table in gone:
-        controller.remains.add(table, before)
+        controller.cleared_partitions.add(table, before)
     for table in tables.values():
         fetching.opened(table)
         for task in table.tasks.values():
@@ -212,10 +212,10 @@ def _switch(draft: Draft, saved: SavedController, versions: Versions) -> None:
     last = max((int(table.index[table.size - 1]) for table in tables.values() if table.size), default=-1)
     controller._next_index = max(controller._next_index, saved.next_index, last + 1)
     controller.lineage.restored(saved.lineage)
-    controller._retry_crowded()
+    controller.retry_quota_waiters()
 
 
-def _fill(draft: Draft, table: Table, saved: SavedTable, versions: Versions) -> Steps[None]:
+def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVersions) -> Steps[None]:
     index, unclaimed = _ints(saved.index), _ints(saved.unclaimed)
     rows = len(index)
     if len(saved.cells) != len(saved.fields):
@@ -242,7 +242,9 @@ def _fill(draft: Draft, table: Table, saved: SavedTable, versions: Versions) -> 
         yield
 
 
-def _add_keys_and_tags(controller: Controller, table: Table, saved: SavedTable, versions: Versions) -> Steps[None]:
+def _add_keys_and_tags(
+    controller: Controller, table: Table, saved: SavedTable, versions: WeightVersions
+) -> Steps[None]:
     """The lists of a table grow with its rows: the garbage collector looks through a new list that is long."""
     num_named = 0
     for keys, tags in zip_longest(saved.key_chunks(), saved.tag_chunks(), fillvalue=()):
@@ -265,7 +267,7 @@ def _add_keys_and_tags(controller: Controller, table: Table, saved: SavedTable, 
         refuse(f"keys or tags of {saved.name!r} are too many or too few, or keys repeat")
 
 
-def _add_cells(draft: Draft, table: Table, saved: SavedTable) -> Steps[None]:
+def _add_cells(draft: NewState, table: Table, saved: SavedTable) -> Steps[None]:
     rows = table.size
     if any(len(pattern) != 2 * rows for pattern in saved.patterns):
         refuse(f"cells of {table.name!r}")
@@ -294,7 +296,7 @@ def _add_cells(draft: Draft, table: Table, saved: SavedTable) -> Steps[None]:
         refuse(f"cells of {table.name!r} that nobody wrote")
 
 
-def _place(draft: Draft, table: Table, number: int, saved: SavedGroup) -> Steps[int]:
+def _place(draft: NewState, table: Table, number: int, saved: SavedGroup) -> Steps[int]:
     """Locate the cells of one group and enter its blocks; returns how many cells there are."""
     runs, group = _ints(saved.runs, 4), table.groups[number]
     columns = [table.fields[name].number for name in group.fields]
@@ -327,7 +329,7 @@ def _place(draft: Draft, table: Table, number: int, saved: SavedGroup) -> Steps[
     return int(live.sum())
 
 
-def _enter(draft: Draft, table: Table, group: int, runs: NDArray[np.int64], known: NDArray[np.int64]) -> Steps[None]:
+def _enter(draft: NewState, table: Table, group: int, runs: NDArray[np.int64], known: NDArray[np.int64]) -> Steps[None]:
     """Enter the blocks of one group. `runs`: (saved block, live cells); `known`: (saved block, cells it had)."""
     cells: dict[int, int] = {}
     for at in range(0, len(runs), PIECE):
@@ -340,7 +342,7 @@ def _enter(draft: Draft, table: Table, group: int, runs: NDArray[np.int64], know
             live = cells.pop(block, 0)
             if not 0 < live <= total:
                 refuse(f"blocks of {table.name!r}")
-            entry = Entry(total, table, group)
+            entry = BlockEntry(total, table, group)
             entry.live = live
             if draft.entries.setdefault(draft.blocks[block], entry) is not entry:
                 refuse(f"block {block} belongs to several puts")

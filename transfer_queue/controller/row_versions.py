@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.controller.weight_versions import UNSETTLED, UNTAGGED, Versions
+from transfer_queue.controller.weight_versions import UNSETTLED, UNTAGGED, WeightVersions
 
 Slots = NDArray[np.int64]
 Key = tuple[str, int]
 
 
-class Births:
+class RowVersions:
     """`born` is parallel to the table's slots. Rows are also listed by announcement, from `index` on, so that the ones
     that become too old are found without looking at the others; a row whose tags changed may be listed twice."""
 
@@ -21,7 +21,7 @@ class Births:
         self._unsettled: dict[tuple[Key, int], list[Slots]] = {}  # by version and what it counted as
         self.num_listed = 0
 
-    def set(self, slots: Slots, rows: Slots, keys: list[Key | None], versions: Versions) -> None:
+    def set(self, slots: Slots, rows: Slots, keys: list[Key | None], versions: WeightVersions) -> None:
         """`keys` are the oldest (epoch, version) of these rows, None where nothing says."""
         places = {key: UNTAGGED if key is None else versions.place(*key) for key in set(keys)}
         self.born[slots] = [places[key] for key in keys]
@@ -63,7 +63,7 @@ class Births:
             for old in [one for one in self._rows if one <= number]:
                 self.num_listed -= sum(map(len, self._rows.pop(old)))
 
-    def landed(self, versions: Versions) -> Slots:
+    def landed(self, versions: WeightVersions) -> Slots:
         """The indexes of rows of which the announcements say something else by now."""
         settled = [(key, place) for key, place in self._unsettled if versions.place(*key) != place]
         found = _joined([rows for one in settled for rows in self._unsettled.pop(one)])

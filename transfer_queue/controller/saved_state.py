@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from transfer_queue.controller.admission import Admitted
+from transfer_queue.controller.admission import AdmissionGrant
 from transfer_queue.controller.weight_versions import SavedVersions
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported
 from transfer_queue.schema import FieldSchema
@@ -69,7 +69,7 @@ class SavedController(msgspec.Struct):
     sampler_state: Any
     tables: list[SavedTable]
     versions: SavedVersions = msgspec.field(default_factory=SavedVersions)
-    admitted: dict[str, Admitted] = {}
+    admitted: dict[str, AdmissionGrant] = {}
     lineage: dict[bytes, int] = {}
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.controller.block_index import Entry
+from transfer_queue.controller.block_index import BlockEntry
 from transfer_queue.controller.readiness import RESERVED, Slots
 from transfer_queue.controller.saved_state import CHUNK_ROWS, FORMAT, SavedController, SavedGroup, SavedTable, encode
 from transfer_queue.controller.table import Table, rows_bytes
@@ -37,7 +37,7 @@ def exported(controller: Controller) -> tuple[bytes, list[int]]:
         controller._next_index,
         sampler_name(sampler),
         _sampler_state(sampler),
-        [_saved_table(table, controller.ledger.entries) for table in controller.tables.values()],
+        [_saved_table(table, controller.block_index.entries) for table in controller.tables.values()],
         controller.staleness.admissions.versions.saved(),
         controller.staleness.admissions.tasks,
         controller.lineage.saved(controller._next_index),
@@ -57,7 +57,7 @@ def _sampler_state(sampler: BaseSampler) -> Any:
         raise SamplerFailed(f"{sampler_name(sampler)}.save_checkpoint gave no plain data: {error!r}") from error
 
 
-def _saved_table(table: Table, entries: dict[int, Entry]) -> SavedTable:
+def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
     blocks: dict[int, list[tuple[int, int]]] = {}
     for number in sorted(table.blocks):
         blocks.setdefault(entries[number].group, []).append((number, entries[number].total))

@@ -17,10 +17,10 @@ from transfer_queue.controller.readiness import Slots, Task
 from transfer_queue.controller.row_versions import Key
 from transfer_queue.controller.table import Table
 from transfer_queue.controller.unreceived import Unreceived
-from transfer_queue.controller.weight_versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED, Versions
+from transfer_queue.controller.weight_versions import FOREIGN, REMEMBERED, UNKNOWN, UNTAGGED, WeightVersions
 from transfer_queue.errors import InvalidInput
 from transfer_queue.sampler.base import SETTINGS
-from transfer_queue.wait_queue import Parked
+from transfer_queue.wait_queue import Waiter
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import unpack_arrays
 from transfer_queue.wire.messages.staleness import Policy
@@ -45,20 +45,20 @@ class Limit(NamedTuple):
 
 
 class Staleness:
-    """`settled(table, task)` is called when rows count as used. `num_stale` counts them, by task."""
+    """`rows_consumed(table, task)` is called when rows count as used. `num_stale` counts them, by task."""
 
     def __init__(
         self,
         tables: Mapping[str, Table],
         outbox: list[tuple[Hashable, m.Reply]],
-        settled: Callable[[Table, Task], None],
+        rows_consumed: Callable[[Table, Task], None],
         unreceived: Unreceived,
     ) -> None:
         self.policy = Policy()
         self.admissions = Admissions(outbox, unreceived)
         self.num_stale: dict[str, int] = {}
         self._tables = tables
-        self._settled = settled
+        self._rows_consumed = rows_consumed
 
     def handle(self, message: m.Announce | m.Admit | m.GiveBack, ticket: Hashable, session: bytes, now: float) -> Any:
         """The answer, or None when it has to wait."""
@@ -78,16 +78,16 @@ class Staleness:
             message.max_age = self.policy.max_age
         if message.rows_per_version is None:
             message.rows_per_version = self.policy.rows_per_version
-        return self.admissions.admit(message, Parked(ticket, session, message, now + message.timeout_s, now))
+        return self.admissions.admit(message, Waiter(ticket, session, message, now + message.timeout_s, now))
 
     # rows
 
     def tagged(self, table: Table, slots: Slots) -> None:
         """The tags of these rows changed."""
         keys = [_key(table.tags[slot]) for slot in slots.tolist()]
-        if any(key is not None for key in keys) or bool((table.births.born[slots] != UNTAGGED).any()):
-            table.births.set(slots, table.index[slots], keys, self.admissions.versions)
-            if table.births.num_listed > 3 * table.num_alive + MIN_LISTED:
+        if any(key is not None for key in keys) or bool((table.row_versions.born[slots] != UNTAGGED).any()):
+            table.row_versions.set(slots, table.index[slots], keys, self.admissions.versions)
+            if table.row_versions.num_listed > 3 * table.num_alive + MIN_LISTED:
                 self._relist(table)
             for name, task in list(table.tasks.items()):
                 if task.limit is not None and task.limit.judges:
@@ -106,7 +106,7 @@ class Staleness:
         if task.limit is None or not task.limit.judges:
             return
         live = table.live_slots()
-        table.births.index(live, table.index[live])
+        table.row_versions.index(live, table.index[live])
         self._retire(table, name, live[self._stale(table, task, live)])
         if task.limit.refuses:
             self._retire(table, name, self._bare(table, live, list(task.views)))
@@ -137,11 +137,11 @@ class Staleness:
             task.limit = new
             self.review(table, name)
 
-    def restore(self, table: Table, slots: Slots, versions: Versions) -> None:
+    def restore(self, table: Table, slots: Slots, versions: WeightVersions) -> None:
         """Enter new rows of a table that nobody uses yet, as what their tags say where `versions` were announced."""
         keys = [_key(table.tags[slot]) for slot in slots.tolist()]
         if any(key is not None for key in keys):
-            table.births.set(slots, table.index[slots], keys, versions)
+            table.row_versions.set(slots, table.index[slots], keys, versions)
 
     def check_invariants(self) -> None:
         """Rows are known as what their tags say, and none that is too old is offered; tests call this."""
@@ -149,7 +149,7 @@ class Staleness:
             live = table.live_slots()
             keys = [_key(table.tags[slot]) for slot in live.tolist()]
             places = [UNTAGGED if key is None else self.admissions.versions.place(*key) for key in keys]
-            assert table.births.born[live].tolist() == places
+            assert table.row_versions.born[live].tolist() == places
             for task in table.tasks.values():
                 assert not self._stale(table, task, task.offered(live)).any()
 
@@ -158,21 +158,21 @@ class Staleness:
     def _announced(self) -> None:
         count = self.admissions.versions.count
         for table in list(self._tables.values()):
-            landed = _known(table, table.births.landed(self.admissions.versions))
+            landed = _known(table, table.row_versions.landed(self.admissions.versions))
             if len(landed):
                 self.tagged(table, landed)
             ages = [0]
             for name, task in list(table.tasks.items()):
                 if task.limit is not None and task.limit.max_age is not None:
                     ages.append(task.limit.max_age)
-                    slots = _known(table, table.births.of(count - task.limit.max_age - 1))
+                    slots = _known(table, table.row_versions.of(count - task.limit.max_age - 1))
                     self._retire(table, name, slots[self._stale(table, task, slots)])
-            table.births.drop(count - max(ages) - 1)
+            table.row_versions.drop(count - max(ages) - 1)
         self.admissions.serve()
 
     def _stale(self, table: Table, task: Task, slots: Slots) -> Any:
         """Which of `slots` say that they are too old."""
-        born = table.births.born[slots]
+        born = table.row_versions.born[slots]
         if task.limit is None or task.limit.max_age is None:
             return np.zeros(len(slots), np.bool_)
         return (
@@ -183,13 +183,13 @@ class Staleness:
 
     def _relist(self, table: Table) -> None:
         live = table.live_slots()
-        table.births.unlist()
+        table.row_versions.unlist()
         keys = [_key(table.tags[slot]) for slot in live.tolist()]
-        table.births.set(live, table.index[live], keys, self.admissions.versions)
+        table.row_versions.set(live, table.index[live], keys, self.admissions.versions)
 
     def _bare(self, table: Table, slots: Slots, views: Sequence[tuple[str, ...]]) -> Slots:
         """Those of `slots` that say nothing and are ready in some view."""
-        bare = slots[table.births.born[slots] == UNTAGGED]
+        bare = slots[table.row_versions.born[slots] == UNTAGGED]
         ready = np.zeros(len(bare), np.bool_)
         for fields in views:
             of_view = table.ready(bare, fields)
@@ -206,7 +206,7 @@ class Staleness:
         task.consume(gone)
         self.num_stale[name] = self.num_stale.get(name, 0) + len(gone)
         self.admissions.give_back(name, len(gone))
-        self._settled(table, task)
+        self._rows_consumed(table, task)
 
 
 def _known(table: Table, rows: Slots) -> Slots:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
-from transfer_queue.controller.row_versions import Births
+from transfer_queue.controller.row_versions import RowVersions
 from transfer_queue.errors import InvalidInput, SchemaConflict
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire.messages import Changes, Tags
@@ -33,7 +33,7 @@ class Field(NamedTuple):
     schema: FieldSchema
 
 
-class Group:
+class ColumnGroup:
     """Fields that were put together, and where each row of theirs lies."""
 
     def __init__(self, fields: tuple[str, ...], capacity: int) -> None:
@@ -42,7 +42,7 @@ class Group:
         self.row: NDArray[np.int32] = np.zeros(capacity, np.int32)
 
 
-class Lying(NamedTuple):
+class LocatedCells(NamedTuple):
     """Fields that lie alike on the rows asked for: block and row of each."""
 
     fields: list[str]
@@ -65,14 +65,14 @@ class Table:
         self.fields: dict[str, Field] = {}
         self.tasks: dict[str, Task] = {}
         self.lost: set[int] = set()  # indexes of rows that lost cells
-        self.blocks: set[int] = set()  # those with live cells; kept by the ledger
+        self.blocks: set[int] = set()  # those with live cells; kept by the block_index
         self.num_alive = 0
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
         self.cells: NDArray[np.uint16] = np.zeros((8, MIN_CAPACITY), np.uint16)
         self.log = ChangeLog(MIN_CAPACITY)
-        self.births = Births(MIN_CAPACITY)
-        self.groups: list[Group] = [Group((), MIN_CAPACITY)]  # group 0 stands for absent
+        self.row_versions = RowVersions(MIN_CAPACITY)
+        self.groups: list[ColumnGroup] = [ColumnGroup((), MIN_CAPACITY)]  # group 0 stands for absent
         self._group_numbers: dict[tuple[str, ...], int] = {}
 
     # rows
@@ -180,7 +180,7 @@ class Table:
         self.index = resized(self.index, order, capacity)
         self.alive = resized(self.alive, order, capacity)
         self.log.changed = resized(self.log.changed, order, capacity)
-        self.births.born = resized(self.births.born, order, capacity)
+        self.row_versions.born = resized(self.row_versions.born, order, capacity)
         self.cells = resized(self.cells, order, capacity)
         for group in self.groups:
             group.block = resized(group.block, order, capacity)
@@ -222,7 +222,7 @@ class Table:
         number = self._group_numbers.get(names)
         if number is None:
             number = self._group_numbers[names] = len(self.groups)
-            self.groups.append(Group(names, len(self.index)))
+            self.groups.append(ColumnGroup(names, len(self.index)))
         return number
 
     def _register(self, schema: FieldSchema) -> None:
@@ -279,7 +279,7 @@ class Table:
         have = (self.cells[: len(self.fields), slots] != 0).all(axis=1)
         return sorted(name for name, field in self.fields.items() if have[field.number])
 
-    def locate(self, slots: Slots, fields: Sequence[str]) -> list[Lying]:
+    def locate(self, slots: Slots, fields: Sequence[str]) -> list[LocatedCells]:
         """Where the cells of `fields` on `slots` lie. All of them must be written."""
         alike: dict[bytes, list[str]] = {}
         for name in fields:
@@ -294,7 +294,7 @@ class Table:
                     of_group = numbers == number
                     blocks[of_group] = self.groups[number].block[slots[of_group]]
                     rows[of_group] = self.groups[number].row[slots[of_group]]
-            found.append(Lying(names, blocks, rows))
+            found.append(LocatedCells(names, blocks, rows))
         return found
 
     def blocks_of(self, name: str, slots: Slots) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from transfer_queue.wire.messages import Admitted
 MAX_OPEN = 4096  # of one session; the oldest count as received: their asker does not confirm
 
 
-class Consumed:
+class ConsumedGrant:
     """Rows (global indexes) that a plain fetch consumed for a task, and `askers`: the fetches whose answers have them,
     as ranks share a batch. They are given back when none of these fetches was received."""
 
@@ -31,12 +31,12 @@ class Consumed:
         self.rows = rows
         self.askers = 1
 
-    def settle(self) -> None:
+    def keep(self) -> None:
         """They stay consumed."""
         self.rows = self.rows[:0]
 
 
-class Inserted:
+class InsertGrant:
     """New rows (global indexes) that nobody has written to."""
 
     __slots__ = ("rows", "table")
@@ -46,15 +46,15 @@ class Inserted:
         self.rows = rows
 
 
-class Lent(int):
+class LeaseGrant(int):
     """The number of a lease."""
 
 
-class Locked(int):
+class LockGrant(int):
     """The number of a lock."""
 
 
-Grant: TypeAlias = "Consumed | Inserted | Lent | Locked | Admitted"
+Grant: TypeAlias = "ConsumedGrant | InsertGrant | LeaseGrant | LockGrant | Admitted"
 
 
 class Unreceived:
@@ -73,8 +73,8 @@ class Unreceived:
     def received(self, session: bytes, rid: int) -> None:
         """The asker has it: it is not undone any more, nor what others share of it."""
         grant = self.take(session, rid)
-        if isinstance(grant, Consumed):
-            grant.settle()
+        if isinstance(grant, ConsumedGrant):
+            grant.keep()
 
     def take(self, session: bytes, rid: int) -> Grant | None:
         """The grant to undo, if it is still open."""
@@ -96,9 +96,9 @@ class Unreceived:
         """The task's consumption starts over: nothing of it is to be given back."""
         for grant in self._consumed():
             if grant.table is table and grant.task == task:
-                grant.settle()
+                grant.keep()
 
-    def sharing(self, table: Table, task: str, slots: Slots) -> Consumed | None:
+    def sharing(self, table: Table, task: str, slots: Slots) -> ConsumedGrant | None:
         """The grant that one of these rows was consumed by, while it is open."""
         rows = table.index[slots]
         for grant in self._consumed():
@@ -106,10 +106,10 @@ class Unreceived:
                 return grant
         return None
 
-    def _consumed(self) -> Iterator[Consumed]:
+    def _consumed(self) -> Iterator[ConsumedGrant]:
         for held in self._by_session.values():
             for grant in held.values():
-                if isinstance(grant, Consumed):
+                if isinstance(grant, ConsumedGrant):
                     yield grant
 
     def check_invariants(self) -> None:

@@ -14,7 +14,7 @@ UNTAGGED, UNKNOWN, AHEAD, FOREIGN = 0, -1, -2, -3  # in place of the number of a
 UNSETTLED = (AHEAD, FOREIGN)  # later announcements may say more
 
 
-class Epoch(msgspec.Struct):
+class RunVersions(msgspec.Struct):
     """One life of a trainer: its versions, ascending, and the number of each one's announcement."""
 
     versions: list[int]
@@ -23,17 +23,17 @@ class Epoch(msgspec.Struct):
 
 class SavedVersions(msgspec.Struct):
     count: int = 0
-    epochs: list[tuple[str, Epoch]] = []
+    epochs: list[tuple[str, RunVersions]] = []
 
 
-class Versions:
+class WeightVersions:
     """Announcements are numbered 1, 2, ... over all epochs, so ages go on counting when a restarted trainer begins with
     smaller version numbers. The last 65 536 are remembered."""
 
     def __init__(self) -> None:
         self.count = 0
         self.epoch = ""
-        self._epochs: dict[str, Epoch] = {}
+        self._epochs: dict[str, RunVersions] = {}
         self._num_remembered = 0
 
     @property
@@ -52,7 +52,7 @@ class Versions:
             raise StaleVersion(f"version {version} after {known.versions[-1]} was announced")
         self.count += 1
         self.epoch = epoch
-        of_epoch = self._epochs.setdefault(epoch, Epoch([], []))
+        of_epoch = self._epochs.setdefault(epoch, RunVersions([], []))
         of_epoch.versions.append(version)
         of_epoch.numbers.append(self.count)
         self._num_remembered += 1
@@ -86,9 +86,9 @@ class Versions:
         return SavedVersions(self.count, list(self._epochs.items()))
 
     @staticmethod
-    def restored(saved: SavedVersions) -> Versions:
+    def restored(saved: SavedVersions) -> WeightVersions:
         """Raises `CheckpointCorrupt`."""
-        found = Versions()
+        found = WeightVersions()
         found.count, found._epochs = saved.count, dict(saved.epochs)
         found.epoch = saved.epochs[-1][0] if saved.epochs else ""
         numbers = [number for _, epoch in saved.epochs for number in epoch.numbers]

@@ -97,17 +97,17 @@ class Acks:
 
     def send(self, receipt: Receipt) -> None:
         """Acknowledge. Raises `LeaseExpired` when the one before was refused; this one is not sent then."""
-        self.settle()
+        self.confirm_pending()
         session = self._session
         self._sent = receipt.ack(session)
         if self._sent is None:
             return
-        with contextlib.suppress(ServiceUnavailable):  # `settle` sends it again
+        with contextlib.suppress(ServiceUnavailable):  # `confirm_pending` sends it again
             if self._connection is None:
                 self._connection = session.connect()
             self._connection.post(self._sent, None, session.timeout_s)
 
-    def settle(self) -> None:
+    def confirm_pending(self) -> None:
         """Wait for the answer to the last one. Raises `LeaseExpired` when its rows went to somebody else."""
         sent, self._sent = self._sent, None
         if sent is None:

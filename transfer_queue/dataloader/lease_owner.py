@@ -19,7 +19,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
 
 
-class Holder:
+class LeaseOwner:
     """A session of its own, for as long as this object or its process lives; leases held for it end with it."""
 
     def __init__(self, client: TransferQueueClient) -> None:
@@ -45,7 +45,7 @@ def _leave(connection: Connection, is_local: bool, pid: int) -> None:
     connection.close()
 
 
-_HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()
+_HOLDERS: weakref.WeakSet[LeaseOwner] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:

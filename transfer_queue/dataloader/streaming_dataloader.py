@@ -16,7 +16,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 
 from transfer_queue.dataloader.acks import Receipt, acknowledge
-from transfer_queue.dataloader.lease_owner import Holder
+from transfer_queue.dataloader.lease_owner import LeaseOwner
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.dataloader.worker_feed import Links
 from transfer_queue.errors import ServiceError
@@ -111,23 +111,23 @@ class StreamingDataLoader(DataLoader[Any]):
         if deliveries is not None:
             deliveries.close()
 
-    def _settle(self) -> None:
+    def _confirm_pending(self) -> None:
         deliveries = self._deliveries() if self._deliveries is not None else None
         try:
             if deliveries is not None:
-                deliveries.settle()
+                deliveries.confirm_pending()
         finally:
             self._end()
 
     def reset(self) -> None:
         """Start over, see `StreamingDataset.reset`. With workers there is no buffer: batch numbers start over, and a
         sampler that remembers them gives the same rows again."""
-        self._settle()
+        self._confirm_pending()
         self.stream.reset()
 
     def step(self, partition_id: str) -> None:
         """Go on with another partition, see `StreamingDataset.step`."""
-        self._settle()
+        self._confirm_pending()
         self.stream.step(partition_id)
 
     def get_buffer(self) -> list[Any]:
@@ -140,7 +140,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `StreamingDataset.load_state_dict`; takes effect with the next iterator."""
-        self._settle()
+        self._confirm_pending()
         self.stream.load_state_dict(state)
 
 
@@ -157,7 +157,7 @@ class _Deliveries(Iterator[Any]):
         self._closed = threading.Event()
         self._ended = False
         self._batches = start()
-        holder = self._holder = Holder(self._client)  # after the workers were forked
+        holder = self._holder = LeaseOwner(self._client)  # after the workers were forked
         terms = (holder, dataset.lease_s or LEASE_S, self._closed)
         self._renewer = threading.Thread(target=_renew, args=terms, name="tq-renew", daemon=True)
         self._renewer.start()
@@ -170,7 +170,7 @@ class _Deliveries(Iterator[Any]):
         if self._closed.is_set():
             raise StopIteration
         try:
-            self.settle()
+            self.confirm_pending()
             while not self._items:
                 self._links.turn.grant(self._following)
                 index, items = next(self._batches)
@@ -187,7 +187,7 @@ class _Deliveries(Iterator[Any]):
                 self.close()
             raise
 
-    def settle(self) -> None:
+    def confirm_pending(self) -> None:
         """The micro-batch that was delivered last was used. Raises `LeaseExpired`."""
         receipt, self._in_hand = self._in_hand, None
         if receipt is not None:
@@ -218,7 +218,7 @@ class _Deliveries(Iterator[Any]):
             self.close()
 
 
-def _renew(holder: Holder, lease_s: float, closed: threading.Event) -> None:
+def _renew(holder: LeaseOwner, lease_s: float, closed: threading.Event) -> None:
     while not closed.wait(lease_s / 3):
         with contextlib.suppress(ServiceError):  # the next ack tells
             holder.renew(lease_s)

@@ -17,10 +17,10 @@ from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.dataloader.acks import Acks, Receipt, split
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
-from transfer_queue.dataloader.lease_owner import Holder, client_for
+from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for
 from transfer_queue.dataloader.parent import end_with_parent
 from transfer_queue.dataloader.ranks import rank_of
-from transfer_queue.dataloader.worker_feed import GrantedFeed, Links, Plan, WorkerFeed, batches
+from transfer_queue.dataloader.worker_feed import GrantedFeed, Links, LoaderPlan, WorkerFeed, batches
 from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
 from transfer_queue.metadata import BatchMeta
 
@@ -134,7 +134,7 @@ class StreamingDataset(IterableDataset[Any]):
         """Without what belongs to one process."""
         self._pid = 0
         self._client: TransferQueueClient | None = None
-        self._holder: Holder | None = None
+        self._holder: LeaseOwner | None = None
         self._feed: Feed | Calling | None = None
         self._running: weakref.ref[Generator[Any, None, None]] | None = None  # the iterator of `_feed`
         self._items: Iterator[tuple[Any, Receipt]] | None = None
@@ -178,7 +178,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.partition_id, self.batch_index, self._used = plan.partition, plan.first, list(plan.skip)
         return self._delegated(client, plan, worker, links)
 
-    def _delegated(self, client: TransferQueueClient, plan: Plan, worker: int, links: Links) -> Iterator[Any]:
+    def _delegated(self, client: TransferQueueClient, plan: LoaderPlan, worker: int, links: Links) -> Iterator[Any]:
         feed: WorkerFeed | Calling | GrantedFeed = WorkerFeed(client, self._terms(plan.holder), plan, links.turn)
         if self.fetch_batch_fn is not default_fetch_batch_fn:
             feed = self._calling(client)
@@ -208,7 +208,7 @@ class StreamingDataset(IterableDataset[Any]):
         if self.fetch_batch_fn is not default_fetch_batch_fn:
             return self._calling(client)
         if self._holder is None:
-            self._holder = Holder(client)
+            self._holder = LeaseOwner(client)
         holder, terms = self._holder, self._terms(self._holder.ident)
         return Feed(client, terms, lambda: holder.renew(terms.lease_s))
 
@@ -246,7 +246,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     def _next(self, client: TransferQueueClient, feed: Feed | Calling) -> tuple[Any, Receipt] | None:
         """The next micro-batch; the one before was used. None at the end."""
-        self._settle(client)
+        self._confirm_pending(client)
         while True:
             if self._items is not None:
                 for found in self._items:
@@ -289,7 +289,7 @@ class StreamingDataset(IterableDataset[Any]):
             meta.lease = 0
         return True
 
-    def _settle(self, client: TransferQueueClient) -> None:
+    def _confirm_pending(self, client: TransferQueueClient) -> None:
         """The micro-batch in the consumer's hands was used."""
         receipt, self._in_hand = self._in_hand, None
         if receipt is None:
@@ -299,7 +299,7 @@ class StreamingDataset(IterableDataset[Any]):
         try:
             self._acks.send(receipt)
             if time.monotonic() - self._handed_at > (self.lease_s or LEASE_S) / 3:
-                self._acks.settle()  # after so long it may be refused: know before going on
+                self._acks.confirm_pending()  # after so long it may be refused: know before going on
         except LeaseExpired:
             self._items = iter(())  # the rest of the batch is lost as well
             raise
@@ -310,7 +310,7 @@ class StreamingDataset(IterableDataset[Any]):
         acks, self._acks = self._acks, None
         if acks is not None:
             try:
-                acks.settle()
+                acks.confirm_pending()
             finally:
                 acks.close()
 
@@ -360,7 +360,7 @@ class StreamingDataset(IterableDataset[Any]):
         if self._feed is not None:
             self._feed.give_back()
         if self._in_hand is not None:
-            self._settle(self.client())
+            self._confirm_pending(self.client())
             self._items = None
         self._end_acks()
 
@@ -393,7 +393,7 @@ class StreamingDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, as plain data: the batch being worked on, and which of its rows were acknowledged."""
         if self._acks is not None:
-            self._acks.settle()
+            self._acks.confirm_pending()
         return {"partition_id": self.partition_id, "batch_index": self.batch_index, "used_rows": list(self._used)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

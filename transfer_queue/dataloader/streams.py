@@ -18,7 +18,7 @@ from transfer_queue.codec.plan import items_of
 from transfer_queue.dataloader.acks import Receipt, with_receipts
 from transfer_queue.dataloader.chunking import bounds, chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, End, Key, Terms, taking
-from transfer_queue.dataloader.lease_owner import Holder, client_for
+from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.errors import ServiceError
@@ -257,13 +257,13 @@ class AsyncStream(_Streaming):
         return list(with_receipts(chunk_batch_fn(data, meta, size), meta, self._dataset.batch_index))
 
 
-def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, Holder]:
+def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, LeaseOwner]:
     client = client_for(dataset.config, dataset)
-    client.session.stay()
-    return client, Holder(client)
+    client.session.pin_connection()
+    return client, LeaseOwner(client)
 
 
-async def _renew(holder: Holder, lease_s: float) -> None:
+async def _renew(holder: LeaseOwner, lease_s: float) -> None:
     while True:
         await asyncio.sleep(lease_s / 3)
         work = asyncio.ensure_future(asyncio.to_thread(holder.renew, lease_s))

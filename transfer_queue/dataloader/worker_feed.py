@@ -14,7 +14,7 @@ WAIT_S = 20.0
 UNBOUNDED, ENDED = 1 << 62, -1
 
 
-class Plan(NamedTuple):
+class LoaderPlan(NamedTuple):
     """One iteration over the loader: the first batch, rows of it that were used before, who holds the leases.
 
     `ahead`: whether batches are fetched before the consumer asks for them.
@@ -58,7 +58,7 @@ class Turn:
             self._state[3] = batch_index + 1
         self._wake[(batch_index - first) % len(self._wake)].release()
 
-    def end(self, plan: Plan) -> None:
+    def end(self, plan: LoaderPlan) -> None:
         """Nothing is left: whoever waits for its turn or its grant ends as well."""
         with self._state.get_lock():
             if self._state[0] != plan.round:
@@ -66,11 +66,11 @@ class Turn:
             self._state[2] = ENDED
         self._wake_all()
 
-    def is_over(self, plan: Plan) -> bool:
+    def is_over(self, plan: LoaderPlan) -> bool:
         with self._state.get_lock():
             return bool(self._state[0] != plan.round)
 
-    def is_mine(self, plan: Plan, batch_index: int) -> bool | None:
+    def is_mine(self, plan: LoaderPlan, batch_index: int) -> bool | None:
         """Whether to fetch this batch now; None when the round is over. Blocks for `WAIT_S` at most."""
         with self._state.get_lock():
             current, first, following, bound = self._state[:]
@@ -81,7 +81,7 @@ class Turn:
         self._wake[(batch_index - first) % len(self._wake)].acquire(timeout=WAIT_S)
         return False
 
-    def pass_on(self, plan: Plan, batch_index: int) -> None:
+    def pass_on(self, plan: LoaderPlan, batch_index: int) -> None:
         """This batch was fetched, or there is none."""
         with self._state.get_lock():
             current, first, following, _ = self._state[:]
@@ -101,13 +101,13 @@ class Links:
 
     def begin(self, partition: str, first: int, skip: frozenset[int], holder: bytes, ahead: bool) -> None:
         """Tell every worker what to do; each has started to wait for it."""
-        plan = Plan(self.turn.begin(first, ahead), partition, first, skip, holder, ahead)
+        plan = LoaderPlan(self.turn.begin(first, ahead), partition, first, skip, holder, ahead)
         for queue in self._plans:
             queue.put(plan)
 
-    def plan(self, worker: int) -> Plan:
+    def plan(self, worker: int) -> LoaderPlan:
         """The plan of the current iteration, as soon as it is there; one whose iterator ended early is passed over."""
-        plan: Plan = self._plans[worker].get()
+        plan: LoaderPlan = self._plans[worker].get()
         while self.turn.is_over(plan):
             plan = self._plans[worker].get()
         return plan
@@ -116,7 +116,7 @@ class Links:
 class WorkerFeed:
     """A worker's share of the batches. The parent's holder keeps their leases; when it ends, so does the feed."""
 
-    def __init__(self, client: TransferQueueClient, terms: Terms, plan: Plan, turn: Turn) -> None:
+    def __init__(self, client: TransferQueueClient, terms: Terms, plan: LoaderPlan, turn: Turn) -> None:
         self._client = client
         self._terms = terms
         self._plan = plan
@@ -150,7 +150,7 @@ class WorkerFeed:
 class GrantedFeed:
     """A user's own function, which is called for a batch once the consumer asked for it."""
 
-    def __init__(self, calling: Calling, plan: Plan, turn: Turn) -> None:
+    def __init__(self, calling: Calling, plan: LoaderPlan, turn: Turn) -> None:
         self._calling = calling
         self._plan = plan
         self._turn = turn
@@ -168,7 +168,7 @@ class GrantedFeed:
 
 
 def batches(
-    feed: WorkerFeed | Calling | GrantedFeed, plan: Plan, worker: int, num_workers: int
+    feed: WorkerFeed | Calling | GrantedFeed, plan: LoaderPlan, worker: int, num_workers: int
 ) -> Iterator[tuple[int, Batch]]:
     """(number, batch) of every batch of one worker."""
     index = plan.first + worker

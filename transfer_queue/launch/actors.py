@@ -29,7 +29,7 @@ UNIT_START_TIMEOUT_S = 45.0
 STOP_TIMEOUT_S = local.STOP_TIMEOUT_S + 5.0
 
 
-class Place(NamedTuple):
+class ActorPlace(NamedTuple):
     """A server as processes of its node and of others reach it; the token travels over Ray only."""
 
     unix: str
@@ -67,14 +67,14 @@ class Supervisor:
             print(f"transfer_queue: server process {self._server.pid} ended unexpectedly", file=sys.stderr, flush=True)
             os._exit(1)  # callers see a dead actor at once, and its name is free again
 
-    async def here(self) -> Place:
+    async def here(self) -> ActorPlace:
         """Raises what the server's start raised, and `ServiceUnavailable` once it is being stopped."""
         if self._failure is not None:
             raise self._failure
         if self._is_stopping:
             raise ServiceUnavailable("the service is being closed")
         tcp = self._server.tcp.replace("0.0.0.0", self._ip)  # listening everywhere, reached at one address
-        return Place(self._server.address, f"tcp:{tcp}", self._config.token)
+        return ActorPlace(self._server.address, f"tcp:{tcp}", self._config.token)
 
     async def ended(self) -> None:
         """Never returns: the call fails when this actor ends."""
@@ -97,7 +97,7 @@ class TransferQueueController(Supervisor, Questions):
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)
         self._node = ray.get_runtime_context().get_node_id()
-        self._units: dict[str, asyncio.Task[Place | None]] = {}
+        self._units: dict[str, asyncio.Task[ActorPlace | None]] = {}
         self._actors: dict[str, Any] = {}
         self._watchers: set[asyncio.Task[None]] = set()
 
@@ -113,7 +113,7 @@ class TransferQueueController(Supervisor, Questions):
         remote = parse_address(home.tcp, home.token)
         return [remote] if place is None else [parse_address(place.unix), remote]
 
-    async def _start_unit(self, node: str, home: Place) -> Place | None:
+    async def _start_unit(self, node: str, home: ActorPlace) -> ActorPlace | None:
         """The unit of a node; None when it cannot start, and clients there use TCP."""
         actor = (
             ray.remote(TransferQueueUnit)
@@ -128,7 +128,7 @@ class TransferQueueController(Supervisor, Questions):
         )
         self._actors[node] = actor
         try:
-            place: Place = await asyncio.wait_for(actor.here.remote(), UNIT_START_TIMEOUT_S)
+            place: ActorPlace = await asyncio.wait_for(actor.here.remote(), UNIT_START_TIMEOUT_S)
         except (RayError, asyncio.TimeoutError) as error:
             why = getattr(error, "cause", None) or error or f"not up within {UNIT_START_TIMEOUT_S:g} s"
             print(f"transfer_queue: no unit on node {node}, its clients use TCP: {why!r}", file=sys.stderr, flush=True)
@@ -139,7 +139,7 @@ class TransferQueueController(Supervisor, Questions):
         watcher.add_done_callback(self._watchers.discard)
         return place
 
-    def _unit_config(self, home: Place) -> ServerConfig:
+    def _unit_config(self, home: ActorPlace) -> ServerConfig:
         """Settings of a unit; its budget is that of its own host unless one was configured."""
         configured = self._config.client["settings"].get("backend.SimpleStorage.budget_nbytes")
         return msgspec.structs.replace(

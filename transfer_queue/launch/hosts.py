@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from transfer_queue.errors import ConfigError, ServiceUnavailable
-from transfer_queue.launch.job import Job, Span
+from transfer_queue.launch.job import HostSpan, Job
 from transfer_queue.wire.address import is_loopback, parse_address
 from transfer_queue.wire.token import token_from_environment
 
@@ -31,7 +31,7 @@ REMEDY = (
 )
 
 
-class Place(msgspec.Struct, frozen=True):
+class ServicePlace(msgspec.Struct, frozen=True):
     """Where a service is for other hosts. `unit_token`: with it a host joins with memory of its own ("": it cannot)."""
 
     tcp: str
@@ -40,68 +40,68 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Board(Protocol):
-    """Where the first host of a job leaves its `Place` and the others find it."""
+    """Where the first host of a job leaves its `ServicePlace` and the others find it."""
 
     def port(self) -> int:
         """Where the service has to listen; 0: anywhere."""
 
-    def publish(self, place: Place) -> None:
+    def publish(self, place: ServicePlace) -> None:
         """Leave it there; again does nothing. Raises `ServiceUnavailable`."""
 
-    def read(self, timeout_s: float) -> Place | None:
+    def read(self, timeout_s: float) -> ServicePlace | None:
         """What was left there, waiting for it at most so long. Raises `ServiceUnavailable`."""
 
 
 class StoreBoard:
     """A key in torch's store. Who reaches the store can read it; a token that all processes have is left out."""
 
-    def __init__(self, store: Any, span: Span) -> None:
+    def __init__(self, store: Any, span: HostSpan) -> None:
         self._store = store
         self._key = f"transfer_queue/{span.attempt}"
 
     def port(self) -> int:
         return 0
 
-    def publish(self, place: Place) -> None:
+    def publish(self, place: ServicePlace) -> None:
         if place.token == token_from_environment():
-            place = Place(place.tcp, unit_token=place.unit_token)
+            place = ServicePlace(place.tcp, unit_token=place.unit_token)
         try:
             if not self._store.check([self._key]):
                 self._store.set(self._key, msgspec.json.encode(place).decode())
         except RuntimeError as error:  # DistError
             raise ServiceUnavailable(f"torch's store does not answer: {error}") from error
 
-    def read(self, timeout_s: float) -> Place | None:
+    def read(self, timeout_s: float) -> ServicePlace | None:
         try:
             if timeout_s and not self._store.check([self._key]):
                 self._store.wait([self._key], timedelta(seconds=timeout_s))
             if not self._store.check([self._key]):
                 return None
-            found = msgspec.json.decode(self._store.get(self._key), type=Place)
+            found = msgspec.json.decode(self._store.get(self._key), type=ServicePlace)
         except RuntimeError as error:
             raise ServiceUnavailable(f"nothing was found in torch's store within {timeout_s:g} s: {error}") from error
         except msgspec.DecodeError as error:
             raise ServiceUnavailable(f"torch's store holds something else: {error}") from error
-        return Place(found.tcp, found.token or token_from_environment(), found.unit_token)
+        return ServicePlace(found.tcp, found.token or token_from_environment(), found.unit_token)
 
 
 class AgreedBoard:
     """Nothing is written: all processes know the token, the first host, and the name of the job."""
 
-    def __init__(self, job: Job, span: Span, port: int) -> None:
+    def __init__(self, job: Job, span: HostSpan, port: int) -> None:
         self._port = port or PORTS[int(job.common, 16) % len(PORTS)]
         first = f"[{span.first}]" if ":" in span.first else span.first
-        self._place = Place(
+        self._place = ServicePlace(
             f"tcp:{first}:{self._port}", token_from_environment(), token_from_environment("TQ_UNIT_TOKEN")
         )
 
     def port(self) -> int:
         return self._port
 
-    def publish(self, place: Place) -> None:
+    def publish(self, place: ServicePlace) -> None:
         pass
 
-    def read(self, timeout_s: float) -> Place | None:
+    def read(self, timeout_s: float) -> ServicePlace | None:
         deadline = time.monotonic() + timeout_s
         while not self._listens():
             if time.monotonic() >= deadline:
@@ -159,14 +159,14 @@ def refusal(job: Job) -> ConfigError:
     )
 
 
-def not_found(job: Job, span: Span) -> ServiceUnavailable:
+def not_found(job: Job, span: HostSpan) -> ServiceUnavailable:
     return ServiceUnavailable(
         f"{job.title}: no service was found on its first host, {span.first}, within {FIND_TIMEOUT_S:g} s: a process "
         f"there has to call transfer_queue.init(), too, and {span.first} has to be reachable from here. {REMEDY}"
     )
 
 
-def listening_host(span: Span) -> str:
+def listening_host(span: HostSpan) -> str:
     """The address of this host, the first one, at which the others reach it. Raises `ConfigError`."""
     try:
         found = str(socket.getaddrinfo(span.first, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.server import processes
-from transfer_queue.server.host_registry import Entry
-from transfer_queue.server.processes import Kin
+from transfer_queue.server.host_registry import ServerEntry
+from transfer_queue.server.processes import ProcessIdentity
 from transfer_queue.wire.address import is_here, is_loopback
 
 LINGER_S = 10.0
 
 
-class Span(NamedTuple):
+class HostSpan(NamedTuple):
     """How a job lies on several hosts. `here_first`: this is the host of its first process. `first`: the name of that
     host. `certain`: whether there are several; where nobody says, it is not. `attempt`: which start of the workers."""
 
@@ -43,9 +43,9 @@ class Job(NamedTuple):
 
     title: str
     key: str
-    leader: Kin | None
+    leader: ProcessIdentity | None
     common: str = ""
-    span: Span | None = None
+    span: HostSpan | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -78,7 +78,7 @@ def _torchrun(environ: Mapping[str, str]) -> Job | None:
     span = None
     if environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE"):
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        span = Span(environ.get("GROUP_RANK") == "0", environ.get("MASTER_ADDR", ""), True, attempt)
+        span = HostSpan(environ.get("GROUP_RANK") == "0", environ.get("MASTER_ADDR", ""), True, attempt)
     return Job(f"torchrun {run}", named("torchrun", run, *(leader or [common])), leader, common, span)
 
 
@@ -91,7 +91,7 @@ def _slurm(environ: Mapping[str, str]) -> Job | None:
     span = None
     if (environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES", "1")) != "1":
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
-        span = Span(environ.get("SLURM_NODEID") == "0", first_node(nodes), True)
+        span = HostSpan(environ.get("SLURM_NODEID") == "0", first_node(nodes), True)
     title = f"Slurm step {ids['SLURM_JOB_ID']}.{ids['SLURM_STEP_ID']}"
     return Job(title, named(common, processes.view()), _leader(ids), common, span)
 
@@ -108,16 +108,16 @@ def _ranks(environ: Mapping[str, str]) -> Job | None:
     common = named("ranks", address, port, size)
     span = None
     if size != environ.get("LOCAL_WORLD_SIZE", "") and not is_loopback(address):
-        span = Span(is_here(address), address, "LOCAL_WORLD_SIZE" in environ)
+        span = HostSpan(is_here(address), address, "LOCAL_WORLD_SIZE" in environ)
     return Job(f"ranks at {address}:{port}", named(common, processes.view()), None, common, span)
 
 
 def _program() -> Job:
     parent = multiprocessing.parent_process()
     pid = os.getpid() if parent is None else _root(parent.pid or 0)
-    leader = processes.kin(pid)
+    leader = processes.identity_of(pid)
     if leader is None:  # a child that outlived its program
-        leader = processes.kin(os.getpid()) or Kin(os.getpid(), 0)
+        leader = processes.identity_of(os.getpid()) or ProcessIdentity(os.getpid(), 0)
     return Job(f"program {leader.pid}", named("program", *leader), leader)
 
 
@@ -135,12 +135,12 @@ def _root(pid: int) -> int:
     return pid
 
 
-def _leader(marks: Mapping[str, str]) -> Kin | None:
+def _leader(marks: Mapping[str, str]) -> ProcessIdentity | None:
     """The nearest ancestor that was started without these variables: who started the processes that have them."""
     for pid in processes.ancestors(os.getpid()):
         found = processes.environment_of(pid)
         if any(found.get(name) != value for name, value in marks.items()):
-            return processes.kin(pid)
+            return processes.identity_of(pid)
     return None
 
 
@@ -153,22 +153,27 @@ def first_node(nodes: str) -> str:
     return name + number + rest
 
 
-def inherited(entries: list[Entry]) -> Entry | None:
+def inherited(entries: list[ServerEntry]) -> ServerEntry | None:
     """The server of an ancestor that began after the branch of this process did: the branch could not learn of it.
 
     Whoever is started later learns it from TQ_ADDRESS, or was meant not to.
     """
     branch = os.getpid()
     for above in processes.ancestors(branch):
-        began = processes.kin(branch)
+        began = processes.identity_of(branch)
         for entry in reversed(entries):
-            if entry.owner is not None and entry.owner == processes.kin(above) and began and began.start < entry.since:
+            if (
+                entry.owner is not None
+                and entry.owner == processes.identity_of(above)
+                and began
+                and began.start < entry.since
+            ):
                 return entry
         branch = above
     return None
 
 
-def kept_by_children(entries: list[Entry], job: Job) -> Entry | None:
+def kept_by_children(entries: list[ServerEntry], job: Job) -> ServerEntry | None:
     """A server that a process started by this one began for itself."""
     for entry in entries:
         owner = entry.owner

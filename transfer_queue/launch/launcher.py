@@ -9,7 +9,7 @@ from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import Address
 
 
-class Service(Protocol):
+class RunningService(Protocol):
     """A service that this process started and owns."""
 
     @property
@@ -33,5 +33,5 @@ class Launcher(Protocol):
         Waits for one that is being started. Raises `ServiceUnavailable` when that takes too long.
         """
 
-    def launch(self, config: ServerConfig) -> Service | None:
+    def launch(self, config: ServerConfig) -> RunningService | None:
         """Start the service; None when another process was faster: then `find` it. Raises `ServiceUnavailable`."""

@@ -19,7 +19,7 @@ from transfer_queue.wire.server_info import REQUESTS, ZMQServerInfo
 if TYPE_CHECKING:
     from transfer_queue.client.client import TransferQueueClient
     from transfer_queue.client.operations.partitions import PartitionSnapshot
-    from transfer_queue.launch.actors import Place
+    from transfer_queue.launch.actors import ActorPlace
     from transfer_queue.server.settings import ServerConfig
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Questions:
     _asking: TransferQueueClient | None = None
     _attaching = threading.Lock()
 
-    async def here(self) -> Place:
+    async def here(self) -> ActorPlace:
         """Where the service is."""
         raise NotImplementedError
 

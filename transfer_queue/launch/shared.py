@@ -15,9 +15,9 @@ import msgspec
 
 from transfer_queue.errors import AccessDenied, ServiceUnavailable
 from transfer_queue.launch import hosts, local
-from transfer_queue.launch.hosts import Board, Place
+from transfer_queue.launch.hosts import Board, ServicePlace
 from transfer_queue.launch.job import Job, inherited, kept_by_children
-from transfer_queue.launch.launcher import Service
+from transfer_queue.launch.launcher import RunningService
 from transfer_queue.sampler.script import refuse_while_running
 from transfer_queue.server import host_registry
 from transfer_queue.server.settings import SOCKET_NAME, ServerConfig
@@ -62,7 +62,7 @@ class JobLauncher:
             return [parse_address(entry.address)]
         return [] if self._remote is None else [self._remote]
 
-    def launch(self, config: ServerConfig) -> Service | None:
+    def launch(self, config: ServerConfig) -> RunningService | None:
         refuse_while_running()  # the server of the one that holds the lock must not wait for it
         span = self._job.span
         if span is not None and not span.here_first:
@@ -74,7 +74,7 @@ class JobLauncher:
             config = self._open(config)
         return self._start(config)
 
-    def _start(self, config: ServerConfig) -> Service | None:
+    def _start(self, config: ServerConfig) -> RunningService | None:
         job, leader = self._job, self._job.leader
         try:
             parent = host_registry.private_dir()
@@ -159,7 +159,7 @@ class JobLauncher:
                 board = self._board = self._board or hosts.board(self._job, int(port))
                 if board is not None and self._job.span is not None:
                     host = hosts.listening_host(self._job.span) if is_everywhere(host.strip("[]")) else host
-                    board.publish(Place(f"tcp:{host}:{port}", entry.token, entry.unit_token))
+                    board.publish(ServicePlace(f"tcp:{host}:{port}", entry.token, entry.unit_token))
 
     def _joining(self, config: ServerConfig) -> ServerConfig | None:
         """Settings of this host's unit; None when the service is used by TCP. Waits for the first host."""

@@ -30,7 +30,7 @@ class Anchor:
         return np.asarray(self)
 
 
-class Lent(Anchor):
+class ReturnedMemory(Anchor):
     """Calls `released` when the last array or tensor is gone.
 
     `released` may run in any thread and inside the garbage collector: it must only hand a note to someone else. An

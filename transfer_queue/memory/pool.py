@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from transfer_queue.memory.bytes import Bytes, Lent
+from transfer_queue.memory.bytes import Bytes, ReturnedMemory
 
 HUGE_NBYTES = 2 << 20
 
@@ -33,7 +33,7 @@ class Pool:
         size = -(-nbytes // HUGE_NBYTES) * HUGE_NBYTES
         memory = self._take(size) or self._map(size)
         start = -_address(memory) % HUGE_NBYTES
-        return Lent(_address(memory) + start, nbytes, memory, lambda: self._give_back(memory)).array()
+        return ReturnedMemory(_address(memory) + start, nbytes, memory, lambda: self._give_back(memory)).array()
 
     def clear(self) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import numpy as np
 from transfer_queue.codec.layout import decode_layout, encode_layout
 from transfer_queue.codec.select import selected
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
-from transfer_queue.server.sessions import Session
+from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Block, Unit
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
@@ -22,7 +22,7 @@ Payload: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
 Answer: TypeAlias = "tuple[m.Reply, Payload]"
 
 
-class Blocks:
+class BlockRequests:
     """`unit`'s blocks on behalf of sessions."""
 
     def __init__(self, unit: Unit) -> None:
@@ -39,7 +39,7 @@ class Blocks:
         self.unit.memory(block)[: len(payload)] = payload
         return block
 
-    def destination(self, message: m.Message, nbytes: int, session: Session) -> memoryview:
+    def destination(self, message: m.Message, nbytes: int, session: ServerSession) -> memoryview:
         """Where the payload of `message` is received; raises to refuse it."""
         if isinstance(message, m.Write):
             block = self.unit.unpublished(message.block, session.ident)
@@ -52,12 +52,12 @@ class Blocks:
             return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]  # zeroing much takes long
         raise InvalidInput(f"{type(message).__name__} with a payload of {nbytes} bytes")
 
-    def write(self, message: m.Request, session: Session) -> Answer:
+    def write(self, message: m.Request, session: ServerSession) -> Answer:
         return m.Done(message.rid), ()  # the payload was received in place: see `destination`
 
     # reading
 
-    def present(self, reply: m.Located, payload: Payload, session: Session) -> Answer:
+    def present(self, reply: m.Located, payload: Payload, session: ServerSession) -> Answer:
         """Complete a controller's reply with what lies here: small blocks ride along, others are pinned to be mapped.
 
         A reader that cannot map them takes them with a request of its own.
@@ -87,7 +87,7 @@ class Blocks:
             own[offset : offset + block.nbytes] = memoryview(self.unit.memory(block))  # type: ignore[arg-type]
         return [*payload, bytes(start - before), own] if before else (own,)
 
-    def take(self, message: m.Request, session: Session) -> Answer:
+    def take(self, message: m.Request, session: ServerSession) -> Answer:
         """Whole blocks, or cuts of them, for a reader on another host."""
         assert isinstance(message, m.Take)
         pieces = [m.Piece(cut.block, m.ELSEWHERE, 0, 0, 0) for cut in message.cuts]
@@ -110,7 +110,7 @@ class Blocks:
         self.unit.unpin_request(session.ident, message.rid)
         return reply, payload
 
-    def _cut(self, cut: m.Cut, session: Session, rid: int) -> int:
+    def _cut(self, cut: m.Cut, session: ServerSession, rid: int) -> int:
         """The pinned block of what `cut` asks for; the block itself when that is all, or when there is no room."""
         block = self.unit.block(cut.block)
         assert block is not None
@@ -131,7 +131,7 @@ class Blocks:
         self.unit.unpin(block.number, session.ident, rid)
         return part.number
 
-    def read(self, message: m.Request, session: Session) -> Answer:
+    def read(self, message: m.Request, session: ServerSession) -> Answer:
         assert isinstance(message, m.Read)
         block = self.unit.pinned(message.block, session.ident)
         end = message.offset + message.nbytes
@@ -142,7 +142,7 @@ class Blocks:
 
     # pins
 
-    def _pin_all(self, rid: int, blocks: list[int], session: Session) -> None:
+    def _pin_all(self, rid: int, blocks: list[int], session: ServerSession) -> None:
         """Pin what a reply names, in place of what an earlier reply to the same request named."""
         before = self.unit.pins_of(session.ident, rid)
         for block in blocks:
@@ -150,7 +150,7 @@ class Blocks:
         for block in before:
             self.unit.unpin(block, session.ident, rid)
 
-    def pin(self, message: m.Request, session: Session) -> Answer:
+    def pin(self, message: m.Request, session: ServerSession) -> Answer:
         """Pin whole blocks, to be mapped or read."""
         assert isinstance(message, m.Pin)
         pieces = [m.Piece(block, m.ELSEWHERE, 0, 0, 0) for block in numbers_of(message.blocks).tolist()]
@@ -162,11 +162,11 @@ class Blocks:
             _leave(pieces)
         return reply, ()
 
-    def unpin_all(self, rid: int, blocks: Sequence[int], session: Session) -> None:
+    def unpin_all(self, rid: int, blocks: Sequence[int], session: ServerSession) -> None:
         for block in blocks:
             self.unit.unpin(block, session.ident, rid)
 
-    def adopt(self, message: m.Request, session: Session) -> Answer:
+    def adopt(self, message: m.Request, session: ServerSession) -> Answer:
         assert isinstance(message, m.Adopt)
         self.unit.adopt(session.ident, message.session)
         return m.Done(message.rid), ()

@@ -1,6 +1,6 @@
 """Rewriting blocks of which few cells are left, so that one surviving row does not hold the memory of its whole put.
 
-The controller's server finds the thin blocks; each unit rewrites its own.
+The controller's server finds the sparse blocks; each unit rewrites its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transfer_queue.controller import Controller
 from transfer_queue.errors import ProtocolError, TransferQueueError
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.service import Service
-from transfer_queue.server.unit_registry import Members, unit_of
+from transfer_queue.server.unit_registry import UnitRegistry, unit_of
 from transfer_queue.wire import messages as m
 
 log = logging.getLogger("transfer_queue.server")
@@ -25,7 +25,7 @@ OWNER = b"compaction"
 
 
 class Compactor:
-    """Moves the live rows of thin blocks into blocks of their own, copying in a helper thread.
+    """Moves the live rows of sparse blocks into blocks of their own, copying in a helper thread.
 
     The old block is pinned meanwhile. A cell that was overwritten or cleared during the copy stays as it is: only
     cells that still lie in the old block move. `moved(block, target, rows)` tells the controller, and returns False
@@ -63,7 +63,7 @@ class Compactor:
             try:
                 taken = await self._moved(number, target.number, rows)
             except TransferQueueError:
-                self._service.doubts.append(target.number)
+                self._service.in_doubt.append(target.number)
                 return
             if not taken:
                 unit.drop(target.number)
@@ -73,19 +73,19 @@ class Compactor:
             log.warning("block %d stays as it is, its writer described it wrongly: %s", number, error)
         finally:
             unit.unpin(number, OWNER)
-            self._service.settle()
+            self._service.apply_outcomes()
 
 
-def start_thin(controller: Controller, members: Members, compactor: Compactor) -> None:
-    """Have the blocks rewritten that became thin since the last call, each where it lies."""
-    thin = controller.ledger.thin
-    while thin:
-        number = thin.pop()
+def start_compaction(controller: Controller, members: UnitRegistry, compactor: Compactor) -> None:
+    """Have the blocks rewritten that became sparse since the last call, each where it lies."""
+    sparse = controller.block_index.sparse
+    while sparse:
+        number = sparse.pop()
         found = controller.rows_in(number)
         if found is None:
             continue
         rows, fields = found
         if unit_of(number):
-            members.push(unit_of(number), m.Thin(number, rows.tobytes(), fields))
+            members.push(unit_of(number), m.SparseBlock(number, rows.tobytes(), fields))
         else:
             compactor.start(number, rows, fields)

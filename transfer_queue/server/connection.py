@@ -23,7 +23,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.server.block_requests import Answer
 from transfer_queue.server.bulk_writer import BulkWriter, Parts
-from transfer_queue.server.sessions import Session
+from transfer_queue.server.sessions import ServerSession
 from transfer_queue.server.turns import LONG
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
@@ -39,11 +39,11 @@ log = logging.getLogger("transfer_queue.server")
 HELLO_TIMEOUT_S = 5.0
 STALLED_S = 10.0
 HELLO_HEADER_NBYTES = 4096
-UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Settle})
+UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.ResolveCommits})
 ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
 
 
-class Link(asyncio.BufferedProtocol):
+class ServerConnection(asyncio.BufferedProtocol):
     """The server's end of one connection. `tokens` are what a TCP peer has to know, by its role ("": no such peer may
     come); on the unix socket a client needs none."""
 
@@ -51,7 +51,7 @@ class Link(asyncio.BufferedProtocol):
         self._server = server
         self._tokens = tokens
         self._local = local
-        self._session: Session | None = None
+        self._session: ServerSession | None = None
         self._hello: m.Hello | None = None
         self._life = handshake.ANY
         self._nonce = handshake.nonce()
@@ -73,7 +73,7 @@ class Link(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._transport.abort)
-        self._has_room = self._server.crowd.enter(self)
+        self._has_room = self._server.connection_limit.enter(self)
         if not self._local:
             tune(transport.get_extra_info("socket"))
             self._bulk = BulkWriter(self._transport, self.pause_writing, self.resume_writing)
@@ -164,7 +164,7 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._timer.cancel()
-        self._server.crowd.leave(self)
+        self._server.connection_limit.leave(self)
         self._incoming, self._bulk, self._long = iter(()), None, None
         self._reader.forget()  # no cycle is left, so that the memory comes back at once
         self._server.service.unit.forget(self._nonce)
@@ -195,7 +195,7 @@ class Link(asyncio.BufferedProtocol):
 
     def _greet(self, message: m.Message) -> None:
         if not self._has_room:
-            text = f"the server has {len(self._server.crowd)} connections, as many as it may"
+            text = f"the server has {len(self._server.connection_limit)} connections, as many as it may"
             self._send(m.Failed(0, TooManyConnections.code, text))
             self._transport.close()
             return
@@ -219,7 +219,7 @@ class Link(asyncio.BufferedProtocol):
                     self._transport.close()
                     return
                 self._timer.cancel()
-                self._server.crowd.known(self)
+                self._server.connection_limit.known(self)
                 self._reader.max_header_nbytes = MAX_HEADER_NBYTES
                 self._session = self._server.service.sessions.attach(self._hello.session, self._local)
                 self._send(self._server.welcome(self._local))
@@ -241,7 +241,7 @@ class Link(asyncio.BufferedProtocol):
         self._transport.close()
         raise AccessDenied(reason)
 
-    def _request(self, message: m.Request, payload: memoryview, session: Session) -> None:
+    def _request(self, message: m.Request, payload: memoryview, session: ServerSession) -> None:
         if isinstance(message, m.Stop):
             if not self._local:
                 self._send(m.Failed(message.rid, AccessDenied.code, "only a process of this host may stop the server"))

@@ -6,13 +6,13 @@ import resource
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transfer_queue.server.connection import Link
+    from transfer_queue.server.connection import ServerConnection
 
 SPARE_DESCRIPTORS = 64  # for listeners, arenas, doors' visitors, metrics, checkpoints and the loop itself
 MAX_STRANGERS = 1024  # of other hosts, in the midst of a handshake
 
 
-class Crowd:
+class ConnectionLimit:
     """All connections of a server, `most` at a time.
 
     Of those that come over TCP and have not said yet who they are, only the latest `MAX_STRANGERS` stay: a handshake
@@ -21,17 +21,17 @@ class Crowd:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._links: set[Link] = set()
-        self._refused: set[Link] = set()  # until they have been told
-        self._strangers: dict[Link, None] = {}  # in order of arrival
+        self._links: set[ServerConnection] = set()
+        self._refused: set[ServerConnection] = set()  # until they have been told
+        self._strangers: dict[ServerConnection, None] = {}  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._links)
 
-    def links(self) -> list[Link]:
+    def links(self) -> list[ServerConnection]:
         return list(self._links)
 
-    def enter(self, link: Link) -> bool:
+    def enter(self, link: ServerConnection) -> bool:
         """Whether there is room for one more connection. One that there is none for may ask, and is told so."""
         if len(self._links) >= self._most:
             self._refused.add(link)
@@ -47,11 +47,11 @@ class Crowd:
                 oldest.abort()
         return True
 
-    def known(self, link: Link) -> None:
+    def known(self, link: ServerConnection) -> None:
         """It has proven who it is."""
         self._strangers.pop(link, None)
 
-    def leave(self, link: Link) -> None:
+    def leave(self, link: ServerConnection) -> None:
         self._links.discard(link)
         self._refused.discard(link)
         self._strangers.pop(link, None)

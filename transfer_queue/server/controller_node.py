@@ -7,15 +7,15 @@ from typing import Any
 from transfer_queue.controller import Controller
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.memory.bytes import Ints
-from transfer_queue.server.compaction import Compactor, start_thin
+from transfer_queue.server.compaction import Compactor, start_compaction
 from transfer_queue.server.service import Service
-from transfer_queue.server.unit_registry import Line
+from transfer_queue.server.unit_registry import UnitConnection
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
 
-class Head:
+class ControllerNode:
     """The controller, the unit of its host, and the units that joined it. Clients are told `client_config`."""
 
     def __init__(
@@ -31,27 +31,27 @@ class Head:
         self.service.life = self.service.life._replace(service=controller.lineage.service_id)
         self.members = self.service.members
         self.members.lose = controller.lose
-        self.members.known = lambda: controller.ledger.entries
+        self.members.known = lambda: controller.block_index.entries
         self.compactor = Compactor(self.service, self._moved_here)
 
     def work(self) -> None:
         """What became due while messages were handled."""
-        start_thin(self.controller, self.members, self.compactor)
+        start_compaction(self.controller, self.members, self.compactor)
 
     async def _moved_here(self, block: int, target: int, rows: Ints) -> bool:
         return self.controller.relocate(block, target, rows)
 
-    def of_unit(self, message: m.Request, host: str, line: Line) -> m.Reply:
+    def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         """The reply to a storage unit of another host, which connects from `host`."""
         try:
             match message:
                 case m.Join(address=address):
                     return self.members.join(message, _bracketed(host) * address.startswith(":") + address, line)
-                case m.Settle():
-                    return self.members.settle(message)
+                case m.ResolveCommits():
+                    return self.members.resolve(message)
                 case m.Moved(block=block, target=target, rows=rows):
                     if self.controller.relocate(block, target, numbers_of(rows)):
-                        self.service.settle()
+                        self.service.apply_outcomes()
                         return m.Done(message.rid)
         except TransferQueueError as error:
             return m.Failed(message.rid, error.code, str(error))

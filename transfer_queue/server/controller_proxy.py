@@ -74,7 +74,7 @@ class Caller:
             opening.result().close()
 
 
-class RemoteController:
+class ControllerProxy:
     """`deliver` is called when something appeared in `outbox` or `freed`. See `service.Control`."""
 
     def __init__(self, address: Address, deliver: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class RemoteController:
         self.timeout_s = 30.0
         self.outbox: list[tuple[Hashable, m.Reply]] = []
         self.payloads: dict[Hashable, memoryview] = {}
-        self.doubtful: set[Hashable] = set()
+        self.in_doubt: set[Hashable] = set()
         self.freed: list[int] = []
         self.unfinished = False
         self._deliver = deliver
@@ -119,7 +119,7 @@ class RemoteController:
         except TransferQueueError as error:
             reply = m.Failed(message.rid, error.code, f"controller at {self.address}: {error}")
             if isinstance(error, (DeadlineExceeded, ServiceUnavailable)):
-                self.doubtful.add(ticket)
+                self.in_doubt.add(ticket)
         finally:
             if caller.asking.get(message.rid) == ticket:
                 del caller.asking[message.rid]
@@ -140,7 +140,7 @@ class RemoteController:
             task, message = self._asking.pop(ticket)
             task.cancel()
             if isinstance(message, (m.Commit, m.Restore)):
-                self.doubtful.add(ticket)
+                self.in_doubt.add(ticket)
 
     def end_session(self, session: bytes) -> None:
         caller = self._callers.pop(session, None)
@@ -166,7 +166,7 @@ class RemoteController:
         return {"controller": str(self.address), "waiting_requests": len(self._asking)}
 
     def check_invariants(self) -> None:
-        assert self.doubtful <= {ticket for ticket, _ in self.outbox}
+        assert self.in_doubt <= {ticket for ticket, _ in self.outbox}
 
     def begin(self, service: bytes) -> None:
         """From now on this life of the controller is meant. Calls to an earlier one fail with `ServiceRestarted`."""

@@ -13,7 +13,7 @@ from transfer_queue.wire.peer import peer_uid
 BACKLOG = 4096
 
 
-class Door:
+class ArenaFdServer:
     """Listens on a unix socket of mode 0600; every visitor gets one descriptor and is shown out."""
 
     def __init__(self, path: str, unit: Unit) -> None:

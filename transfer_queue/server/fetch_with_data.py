@@ -7,29 +7,29 @@ from typing import TypeAlias
 
 from transfer_queue.controller import Controller
 from transfer_queue.errors import TransferQueueError
-from transfer_queue.server.sessions import Answer, Session
+from transfer_queue.server.sessions import Answer, ServerSession
 from transfer_queue.wire import messages as m
 
-Present: TypeAlias = "Callable[[m.Located, memoryview, Session], Answer]"
+Present: TypeAlias = "Callable[[m.Located, memoryview, ServerSession], Answer]"
 
 
-class Handing:
+class DataFetches:
     """`present` completes a location with what lies on this host. Where that fails the answer has the rows alone, and
     the client asks for the data by itself."""
 
     def __init__(self, present: Present) -> None:
         self._present = present
-        self._parked: dict[Hashable, tuple[m.Fetch, Session]] = {}
+        self._parked: dict[Hashable, tuple[m.Fetch, ServerSession]] = {}
 
-    def park(self, message: m.Fetch, session: Session, ticket: Hashable) -> None:
+    def park(self, message: m.Fetch, session: ServerSession, ticket: Hashable) -> None:
         """The fetch waits; its answer will be `complete`d."""
         self._parked[ticket] = (message, session)
 
-    def unpark(self, ticket: Hashable) -> tuple[m.Fetch, Session] | None:
+    def unpark(self, ticket: Hashable) -> tuple[m.Fetch, ServerSession] | None:
         return self._parked.pop(ticket, None)
 
     def complete(
-        self, controller: object, message: m.Fetch, session: Session, reply: m.Reply, payload: memoryview
+        self, controller: object, message: m.Fetch, session: ServerSession, reply: m.Reply, payload: memoryview
     ) -> Answer:
         """The answer to a fetch, with the data where there are rows."""
         if isinstance(reply, m.Handed):  # of the controller's host

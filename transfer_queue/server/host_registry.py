@@ -17,22 +17,22 @@ import msgspec
 
 from transfer_queue.errors import AccessDenied
 from transfer_queue.server import processes
-from transfer_queue.server.processes import Kin
+from transfer_queue.server.processes import ProcessIdentity
 
 SUFFIX = ".server"
 MAX_BASE = 60  # a unix socket's path may have 107 bytes
 ATTEMPTS = 5
 
 
-class Entry(msgspec.Struct, kw_only=True, frozen=True):
+class ServerEntry(msgspec.Struct, kw_only=True, frozen=True):
     """A running server. `address`: unix:PATH. `owner`: whose end ends it (None: it stands alone, or ends when nobody
     has used it for a while). `since`: when it began to listen, in ticks. `tcp`: HOST:PORT, or "". `join`: of which
     service it is one more unit (""; it is the service itself). `job`: for whom it was started. `token`, `unit_token`:
     those of a job on several hosts, for processes of the job on this one."""
 
-    server: Kin
+    server: ProcessIdentity
     address: str
-    owner: Kin | None = None
+    owner: ProcessIdentity | None = None
     since: int = 0
     tcp: str = ""
     join: str = ""
@@ -105,7 +105,7 @@ def _untrusted(path: str) -> str:
     return f"{path} is open to other users (mode {mode:o}): chmod 700 {path}" if mode & 0o077 else ""
 
 
-def enter(entry: Entry) -> str:
+def enter(entry: ServerEntry) -> str:
     """Write an entry; its path, for `leave`. Raises OSError, `AccessDenied` is one."""
     name = f"{processes.view()}-{entry.server.pid}-{entry.server.start}"
     for attempt in range(ATTEMPTS):
@@ -136,13 +136,13 @@ def tidy(directory: str) -> None:
         os.rmdir(directory)
 
 
-def running() -> list[Entry]:
+def running() -> list[ServerEntry]:
     """The servers of this user that run on this host, the oldest first."""
     found = {entry.server: entry for entry in _entries()}
     return sorted(found.values(), key=lambda entry: entry.since)
 
 
-def _entries() -> Iterator[Entry]:
+def _entries() -> Iterator[ServerEntry]:
     view = processes.view()
     for place in places():
         directory = Path(_own(place))
@@ -162,8 +162,8 @@ def _entries() -> Iterator[Entry]:
                 leave(str(path))
 
 
-def _read(path: Path) -> Entry | None:
+def _read(path: Path) -> ServerEntry | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Entry)
+        return msgspec.json.decode(path.read_bytes(), type=ServerEntry)
     except (OSError, msgspec.DecodeError):  # it has just left, or is another release's
         return None

@@ -21,10 +21,10 @@ from transfer_queue.controller import Controller
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import from_spec
 from transfer_queue.server import host_registry, processes
-from transfer_queue.server.connection import Link
-from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, Crowd, raise_descriptor_limit
-from transfer_queue.server.controller_node import Head
-from transfer_queue.server.fd_server import Door
+from transfer_queue.server.connection import ServerConnection
+from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
+from transfer_queue.server.controller_node import ControllerNode
+from transfer_queue.server.fd_server import ArenaFdServer
 from transfer_queue.server.metrics.counters import MeteredService
 from transfer_queue.server.service import Service
 from transfer_queue.server.settings import (
@@ -36,9 +36,9 @@ from transfer_queue.server.settings import (
     budget_of,
     clear_run_dir,
 )
-from transfer_queue.server.storage_node import Outpost
+from transfer_queue.server.storage_node import StorageNode
 from transfer_queue.server.turns import Turns
-from transfer_queue.server.unit_registry import Line
+from transfer_queue.server.unit_registry import UnitConnection
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire.address import host_towards, is_everywhere, parse_address
 from transfer_queue.wire.framing import scratch
@@ -70,7 +70,7 @@ class Server:
         if config.join and not config.host:
             config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
-        self.crowd = Crowd(raise_descriptor_limit() - SPARE_DESCRIPTORS)
+        self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
         self.turns = Turns()
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
         unit = Unit(budget_of(config), config.arena_dir)
@@ -79,14 +79,14 @@ class Server:
         make = Service if config.metrics_port is None else MeteredService
         if config.join:
             where = parse_address(config.join, config.token)
-            self.role: Head | Outpost = Outpost(where, config.unit_token, unit, self.deliver, make)
+            self.role: ControllerNode | StorageNode = StorageNode(where, config.unit_token, unit, self.deliver, make)
         else:
             controller = Controller(
                 from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness,
                 lock_number=time.time_ns() // 1000,
             )  # fmt: skip
             controller.notice_after(config.notice_after_s)
-            self.role = Head(controller, unit, make, config.client)
+            self.role = ControllerNode(controller, unit, make, config.client)
         self.service = self.role.service
         self._metrics: Endpoint | None = None
         self._stopped = asyncio.Event()
@@ -105,16 +105,20 @@ class Server:
         entry = ""
         try:
             await self._open_metrics()
-            door = Door(os.path.join(self.config.run_dir, DOOR_NAME), self.service.unit)
+            door = ArenaFdServer(os.path.join(self.config.run_dir, DOOR_NAME), self.service.unit)
             listening = _listen(self.config.host, self.config.port) if self.config.host else None
             tcp = self.service.tcp = _name(listening) if listening is not None else ""
             background = [loop.create_task(self._trim())]
             if self.config.linger_s is not None:
                 background.append(loop.create_task(self._linger(self.config.linger_s)))
-            if isinstance(self.role, Outpost):
+            if isinstance(self.role, StorageNode):
                 await self.role.join(self._advertised(tcp))
                 background.append(loop.create_task(self.role.stay()))
-            servers = [await loop.create_unix_server(lambda: Link(self, ("", ""), local=True), path, backlog=BACKLOG)]
+            servers = [
+                await loop.create_unix_server(
+                    lambda: ServerConnection(self, ("", ""), local=True), path, backlog=BACKLOG
+                )
+            ]
             os.chmod(path, 0o600)
             if listening is not None:
                 servers.append(await loop.create_server(self._remote, sock=listening, backlog=BACKLOG))
@@ -130,9 +134,9 @@ class Server:
             door.close()
             for server in servers:
                 server.close()
-            for link in self.crowd.links():
+            for link in self.connection_limit.links():
                 link.close()
-            if isinstance(self.role, Outpost):
+            if isinstance(self.role, StorageNode):
                 self.role.close()
             await asyncio.sleep(0)
         finally:
@@ -160,8 +164,8 @@ class Server:
         await endpoint.open(host, self.config.metrics_port or 0)
         self._metrics = endpoint
 
-    def _remote(self) -> Link:
-        return Link(self, (self.config.token, self.config.unit_token), local=False)
+    def _remote(self) -> ServerConnection:
+        return ServerConnection(self, (self.config.token, self.config.unit_token), local=False)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -175,16 +179,16 @@ class Server:
             config["token"] = self.config.token
         return Welcome(os.getpid(), door, json.dumps(config).encode(), *self.service.life)
 
-    def of_unit(self, message: Request, host: str, line: Line) -> Reply:
+    def of_unit(self, message: Request, host: str, line: UnitConnection) -> Reply:
         return self.role.of_unit(message, host, line)
 
     def deliver(self) -> None:
         """Send the answers of parked requests that have one now, and keep the timer on the next deadline."""
         for ticket, answer in self.service.answered(time.monotonic()):
-            link = cast(Link, ticket[0])  # type: ignore[index]
+            link = cast(ServerConnection, ticket[0])  # type: ignore[index]
             link.answer_parked(ticket, answer)
         self.role.work()
-        if self.service.leftovers and not self._tidying:
+        if self.service.recycler and not self._tidying:
             self._tidying = True
             asyncio.get_running_loop().call_soon(self._tidy)
         deadline = self.service.next_deadline()
@@ -205,7 +209,7 @@ class Server:
         """Do some of what is left to do; the loop looks after its connections before it goes on."""
         self._tidying = False
         until = time.monotonic() + TIDY_S
-        while self.service.leftovers and time.monotonic() < until:
+        while self.service.recycler and time.monotonic() < until:
             self.service.tidy()
         self.deliver()
 
@@ -238,7 +242,7 @@ class Server:
             self.stop()
             return None
         loop.add_reader(watch, self.stop)
-        found = processes.kin(owner)
+        found = processes.identity_of(owner)
         if start and found is not None and found.start != start:
             self.stop()  # the owner has ended, and another process has its number
         return watch
@@ -249,10 +253,10 @@ class Server:
         shares = bool(config.job and tcp and not config.join)
         try:
             return host_registry.enter(
-                host_registry.Entry(
-                    server=processes.kin(os.getpid()) or processes.Kin(os.getpid(), 0),
+                host_registry.ServerEntry(
+                    server=processes.identity_of(os.getpid()) or processes.ProcessIdentity(os.getpid(), 0),
                     address=f"unix:{os.path.abspath(path)}",
-                    owner=processes.kin(config.owner_pid) if config.owner_pid else None,
+                    owner=processes.identity_of(config.owner_pid) if config.owner_pid else None,
                     since=processes.now(),
                     tcp=tcp,
                     join=config.join,

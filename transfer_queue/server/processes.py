@@ -11,14 +11,14 @@ MAX_DEPTH = 128
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Kin(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """A process. `start`: when it began, in ticks since the host did; a number alone may be another's by now."""
 
     pid: int
     start: int
 
     def lives(self) -> bool:
-        return kin(self.pid) == self
+        return identity_of(self.pid) == self
 
 
 def _stat(pid: int) -> list[str]:
@@ -31,10 +31,10 @@ def _stat(pid: int) -> list[str]:
     return [] if fields[0] in "ZX" else fields
 
 
-def kin(pid: int) -> Kin | None:
+def identity_of(pid: int) -> ProcessIdentity | None:
     """The process of that number; None when there is none, or only its remains."""
     fields = _stat(pid)
-    return Kin(pid, int(fields[19])) if fields else None
+    return ProcessIdentity(pid, int(fields[19])) if fields else None
 
 
 def parent_of(pid: int) -> int:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transfer_queue.server.unit_registry import Members
+from transfer_queue.server.unit_registry import UnitRegistry
 from transfer_queue.storage.blocks import PAGE, Unit
 
 if TYPE_CHECKING:
-    from transfer_queue.server.service import Control
+    from transfer_queue.server.service import ControllerLike
 
 DROPS = 64  # in a slice: less than 0.5 ms
 DROPS_AT_ONCE = 16 * DROPS
 
 
-class Leftovers:
+class Recycler:
     """What the controller has left to do, and blocks to recycle that are too many for one go."""
 
-    def __init__(self, controller: Control, unit: Unit, members: Members) -> None:
+    def __init__(self, controller: ControllerLike, unit: Unit, members: UnitRegistry) -> None:
         self._controller = controller
         self._unit = unit
         self._members = members

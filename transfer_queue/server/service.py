@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
-from transfer_queue.server.block_requests import Answer, Blocks
-from transfer_queue.server.fetch_with_data import Handing
-from transfer_queue.server.recycling import Leftovers
-from transfer_queue.server.sessions import Session, Sessions
-from transfer_queue.server.unit_registry import Members
+from transfer_queue.server.block_requests import Answer, BlockRequests
+from transfer_queue.server.fetch_with_data import DataFetches
+from transfer_queue.server.recycling import Recycler
+from transfer_queue.server.sessions import ServerSession, Sessions
+from transfer_queue.server.unit_registry import UnitRegistry
 from transfer_queue.storage.blocks import Block, Unit
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
@@ -23,18 +23,18 @@ NO_BYTES = memoryview(b"")
 MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
 
 
-class Control(Protocol):
+class ControllerLike(Protocol):
     """The controller as a server sees it: its own, or that of another host.
 
     `handle` answers, raises the caller's error, or returns None; the answer then appears in `outbox` as (ticket,
     reply). `payloads` has the payloads of requests and replies that have one, by ticket. After a reply that only says
-    that no answer came, `doubtful` has the ticket. `freed` lists blocks that no row refers to any more. While
+    that no answer came, `in_doubt` has the ticket. `freed` lists blocks that no row refers to any more. While
     `unfinished`, `tidy` does a slice of what is left to do.
     """
 
     outbox: list[tuple[Hashable, m.Reply]]
     payloads: dict[Hashable, memoryview]
-    doubtful: set[Hashable]
+    in_doubt: set[Hashable]
 
     @property
     def freed(self) -> list[int]: ...
@@ -53,7 +53,7 @@ class Control(Protocol):
     def check_invariants(self) -> None: ...
 
 
-class Held(NamedTuple):
+class HeldBlock(NamedTuple):
     """The block of a commit that waits: neither published nor its client's to change."""
 
     block: Block
@@ -65,42 +65,42 @@ class Reading(NamedTuple):
     """A read whose location the controller has yet to tell."""
 
     message: m.Get
-    session: Session
+    session: ServerSession
     looks: int
 
 
 class Service:
     """Answers messages of sessions. Answers to parked requests come out of `answered()`."""
 
-    def __init__(self, controller: Control, unit: Unit) -> None:
+    def __init__(self, controller: ControllerLike, unit: Unit) -> None:
         self.controller = controller
         self.unit = unit
         self.life = Life(b"", secrets.token_bytes(ID_NBYTES))  # of the service: whoever knows the controller says it
-        self.blocks = Blocks(unit)
-        self.members = Members()
+        self.blocks = BlockRequests(unit)
+        self.members = UnitRegistry()
         self.sessions = Sessions()
-        self.leftovers = Leftovers(controller, unit, self.members)
-        self.doubts: list[int] = []  # blocks whose commit got no answer: the controller knows what became of it
+        self.recycler = Recycler(controller, unit, self.members)
+        self.in_doubt: list[int] = []  # blocks whose commit got no answer: the controller knows what became of it
         self.tcp = ""  # where other hosts reach this server
         self.num_requests = 0
-        self._held: dict[Hashable, list[Held]] = {}
+        self._held: dict[Hashable, list[HeldBlock]] = {}
         self._reading: dict[Hashable, Reading] = {}
-        self._handing = Handing(self._present)
-        self._rules: dict[type, Callable[[m.Request, Session], Answer]] = {
+        self._data_fetches = DataFetches(self._present)
+        self._rules: dict[type, Callable[[m.Request, ServerSession], Answer]] = {
             m.Read: self.blocks.read, m.Write: self.blocks.write, m.Take: self.blocks.take,
             m.Pin: self.blocks.pin, m.Adopt: self.blocks.adopt, m.Stats: self._stats,
         }  # fmt: skip
 
     # sessions
 
-    def detach(self, session: Session, tickets: set[Hashable], now: float) -> None:
+    def detach(self, session: ServerSession, tickets: set[Hashable], now: float) -> None:
         """A connection is gone; with the last one goes all that its session held here."""
         self._forget(tickets)
         if self.sessions.detach(session, now):
             self._end(session)
-        self.settle()
+        self.apply_outcomes()
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: ServerSession) -> None:
         """The client is gone for good, and with it all that it held here."""
         self.unit.forget(session.ident)
         self.controller.end_session(session.ident)
@@ -110,30 +110,30 @@ class Service:
         self.unit.forget_tickets(tickets)
         for ticket in tickets:
             self._reading.pop(ticket, None)
-            self._handing.unpark(ticket)
+            self._data_fetches.unpark(ticket)
         for ticket in tickets & self._held.keys():
             for held in self._released(ticket):
-                if ticket in self.controller.doubtful:
-                    self._doubt(held)
+                if ticket in self.controller.in_doubt:
+                    self._keep_in_doubt(held)
                 elif held.owner is None:
                     self.unit.drop(held.block.number)
-        self.controller.doubtful -= tickets
+        self.controller.in_doubt -= tickets
 
-    def _released(self, ticket: Hashable) -> list[Held]:
+    def _released(self, ticket: Hashable) -> list[HeldBlock]:
         """What a parked commit held, given back to its owner (None: it came inline)."""
         blocks = self._held.pop(ticket)
         for held in blocks:
             held.block.owner = held.owner
         return blocks
 
-    def _doubt(self, held: Held) -> None:
+    def _keep_in_doubt(self, held: HeldBlock) -> None:
         """Keep the block as if it were published until the controller says what became of its commit."""
         self.unit.publish(held.block.number, held.layout)
-        self.doubts.append(held.block.number)
+        self.in_doubt.append(held.block.number)
 
     # requests
 
-    def notify(self, message: m.Message, session: Session) -> None:
+    def notify(self, message: m.Message, session: ServerSession) -> None:
         """Carry out a one-way message; whatever is wrong with it is ignored."""
         match message:
             case m.Unpin(rid=rid, blocks=blocks):
@@ -146,15 +146,15 @@ class Service:
                 self.confirm(message, session)
             case m.Goodbye():
                 session.ended = True
-        self.settle()
+        self.apply_outcomes()
 
-    def confirm(self, message: m.Received, session: Session) -> None:
+    def confirm(self, message: m.Received, session: ServerSession) -> None:
         """Answers are in their asker's hands. It changes nothing that anybody waits for."""
         for rid in message.rids:
             self.controller.received(session.ident, rid)
             session.forget(rid)
 
-    def _discard(self, block: int, session: Session) -> None:
+    def _discard(self, block: int, session: ServerSession) -> None:
         mine = (block, session.ident)
         self._forget({t for t, held in self._held.items() if any((h.block.number, h.owner) == mine for h in held)})
         try:
@@ -163,7 +163,7 @@ class Service:
             return
         self.unit.drop(block)
 
-    def _cancel(self, rid: int, session: Session) -> None:
+    def _cancel(self, rid: int, session: ServerSession) -> None:
         ticket = session.parked.pop(rid, None)
         if ticket is not None:
             self._forget({ticket})
@@ -176,7 +176,7 @@ class Service:
         if answer is not None and isinstance(answer[0], (m.RowSet, m.Admitted, m.Allocated, m.Locked)):
             session.forget(rid)  # sent again it is carried out anew
 
-    def _withdraw(self, ticket: Hashable, session: Session) -> None:
+    def _withdraw(self, ticket: Hashable, session: ServerSession) -> None:
         """Do not send an answer that crosses the cancellation of its request."""
         for outbox in (self.controller.outbox, self.unit.outbox):
             crossing = [reply for one, reply in outbox if one == ticket]
@@ -187,7 +187,7 @@ class Service:
                     self._discard(reply.block, session)
 
     def handle(
-        self, message: m.Request, payload: memoryview, session: Session, ticket: Hashable, now: float
+        self, message: m.Request, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
     ) -> Answer | None:
         """The answer, or None when the request was parked."""
         self.num_requests += 1
@@ -204,18 +204,18 @@ class Service:
             session.parked[message.rid] = ticket
         elif type(message) in m.MUTATING:
             session.remember(answer)
-        self.settle()
+        self.apply_outcomes()
         return answer
 
     def _handle(
-        self, message: m.Request, payload: memoryview, session: Session, ticket: Hashable, now: float
+        self, message: m.Request, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
     ) -> Answer | None:
         rule = self._rules.get(type(message))
         if rule is not None:
             return rule(message, session)
         if isinstance(message, m.Allocate):
             if message.timeout_s <= 0:
-                self.leftovers.make_room(message.nbytes)
+                self.recycler.make_room(message.nbytes)
             allocated = self.unit.allocate(message, ticket, session.ident, now)
             return None if allocated is None else (allocated, ())
         if isinstance(message, m.Commit) and message.block >= 0:
@@ -229,9 +229,9 @@ class Service:
         reply = self.controller.handle(message, ticket, session.ident, now)
         if isinstance(message, m.Fetch) and message.locate:
             if reply is None:
-                self._handing.park(message, session, ticket)
+                self._data_fetches.park(message, session, ticket)
                 return None
-            return self._handing.complete(self.controller, message, session, reply, NO_BYTES)
+            return self._data_fetches.complete(self.controller, message, session, reply, NO_BYTES)
         return None if reply is None else self._complete(reply, self.controller.payloads.pop(ticket, NO_BYTES))
 
     def _complete(self, reply: m.Reply, payload: memoryview) -> Answer:
@@ -241,14 +241,14 @@ class Service:
         return reply, (payload,) if payload else ()
 
     def _commit(
-        self, message: m.Commit, payload: memoryview, session: Session, ticket: Hashable, now: float
+        self, message: m.Commit, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
     ) -> Answer | None:
         """Publish a block the client filled, or one made of the inline payload, or one that lies on another unit."""
         if self.members.has(message.block):
             reply = self.controller.handle(message, ticket, session.ident, now)
             return None if reply is None else (reply, ())
         if message.block == 0:
-            self.leftovers.make_room(len(payload))
+            self.recycler.make_room(len(payload))
             block = self.blocks.inline(payload)
         else:
             block = self.unit.unpublished(message.block, session.ident)
@@ -265,7 +265,7 @@ class Service:
         return reply, ()
 
     def _restore(
-        self, message: m.Restore, payload: memoryview, session: Session, ticket: Hashable, now: float
+        self, message: m.Restore, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
     ) -> Answer | None:
         """Publish the blocks the client filled as those of a saved state, in place of everything."""
         if not all(0 <= one.layout < len(message.layouts) for one in message.blocks):
@@ -288,7 +288,7 @@ class Service:
         return reply, ()
 
     def _hold(self, ticket: Hashable, blocks: list[tuple[Block, bytes]]) -> None:
-        self._held[ticket] = [Held(block, block.owner, layout) for block, layout in blocks]
+        self._held[ticket] = [HeldBlock(block, block.owner, layout) for block, layout in blocks]
         for block, _ in blocks:
             block.owner = None
 
@@ -301,11 +301,11 @@ class Service:
         assert isinstance(reply, m.Located)
         return self._present(reply, NO_BYTES, reading.session)
 
-    def _present(self, reply: m.Located, payload: memoryview, session: Session) -> Answer:
+    def _present(self, reply: m.Located, payload: memoryview, session: ServerSession) -> Answer:
         reply.units = self.members.addresses([piece.block for piece in reply.pieces], reply.units)
         return self.blocks.present(reply, (payload,) if payload else (), session)
 
-    def _stats(self, message: m.Request, session: Session) -> Answer:
+    def _stats(self, message: m.Request, session: ServerSession) -> Answer:
         return m.Report(message.rid, self.statistics()), ()
 
     def statistics(self) -> dict[str, object]:
@@ -328,25 +328,25 @@ class Service:
 
     # consequences
 
-    def settle(self) -> None:
+    def apply_outcomes(self) -> None:
         """Publish what was committed, recycle what nobody needs any more, and let waiting allocations use it."""
         if self._held:
-            self._settle_held()
-        self.leftovers.recycle()
+            self._publish_held()
+        self.recycler.recycle()
         self.unit.retry()
 
     def tidy(self) -> None:
-        """A slice of `leftovers`; called as long as there are some."""
-        self.leftovers.work()
-        self.settle()
+        """A slice of what `recycler` has left; called as long as there are some."""
+        self.recycler.work()
+        self.apply_outcomes()
 
-    def _settle_held(self) -> None:
+    def _publish_held(self) -> None:
         for ticket, reply in self.controller.outbox:
             if ticket not in self._held or isinstance(reply, m.Waiting):
                 continue
             for held in self._released(ticket):
-                if ticket in self.controller.doubtful:
-                    self._doubt(held)
+                if ticket in self.controller.in_doubt:
+                    self._keep_in_doubt(held)
                 elif isinstance(reply, m.Failed):
                     self.unit.drop(held.block.number)
                 else:
@@ -358,7 +358,7 @@ class Service:
         self.members.expire(now)
         for session in self.sessions.expired(now):
             self._end(session)
-        self.settle()
+        self.apply_outcomes()
 
     def next_deadline(self) -> float | None:
         owners = (self.controller, self.unit, self.members, self.sessions)
@@ -372,11 +372,11 @@ class Service:
                 yield ticket, (reply, ())
                 continue
             payload = self.controller.payloads.pop(ticket, NO_BYTES)
-            self.controller.doubtful.discard(ticket)
+            self.controller.in_doubt.discard(ticket)
             reading = self._reading.pop(ticket, None)
-            fetching = self._handing.unpark(ticket)
+            fetching = self._data_fetches.unpark(ticket)
             if fetching is not None:
-                yield ticket, self._handing.complete(self.controller, *fetching, reply, payload)
+                yield ticket, self._data_fetches.complete(self.controller, *fetching, reply, payload)
                 continue
             if reading is not None and isinstance(reply, m.Located):
                 answer = self._completed(reading, ticket, reply, payload, now)
@@ -401,7 +401,7 @@ class Service:
             return m.Failed(reply.rid, error.code, str(error)), ()
         return self._get(reading._replace(looks=reading.looks + 1), ticket, now)
 
-    def close_request(self, session: Session, answer: Answer) -> None:
+    def close_request(self, session: ServerSession, answer: Answer) -> None:
         """A parked request was answered: remember the answer in case it is asked for again."""
         session.parked.pop(answer[0].rid, None)
         if not isinstance(answer[0], m.Located):
@@ -410,4 +410,4 @@ class Service:
     def check_invariants(self) -> None:
         self.controller.check_invariants()
         self.unit.check_invariants()
-        self.leftovers.check_invariants()
+        self.recycler.check_invariants()

@@ -13,7 +13,7 @@ GRACE_S = 60.0  # a session of another host outlives its connections for so long
 Answer: TypeAlias = "tuple[m.Reply, Sequence[bytes | bytearray | memoryview]]"
 
 
-class Session:
+class ServerSession:
     """One client over all its connections. `local`: it maps the arenas itself."""
 
     def __init__(self, ident: bytes, local: bool) -> None:
@@ -56,19 +56,19 @@ class Sessions:
     """The sessions of one server by identity, and those whose connections are gone but which may come back."""
 
     def __init__(self) -> None:
-        self.by_ident: dict[bytes, Session] = {}
+        self.by_ident: dict[bytes, ServerSession] = {}
         self._away: OrderedDict[bytes, float] = OrderedDict()  # until when they may come back
 
-    def attach(self, ident: bytes, local: bool) -> Session:
+    def attach(self, ident: bytes, local: bool) -> ServerSession:
         """The session of one more connection."""
         session = self.by_ident.get(ident)
         if session is None:
-            session = self.by_ident[ident] = Session(ident, local)
+            session = self.by_ident[ident] = ServerSession(ident, local)
         self._away.pop(ident, None)
         session.connections += 1
         return session
 
-    def detach(self, session: Session, now: float) -> bool:
+    def detach(self, session: ServerSession, now: float) -> bool:
         """A connection is gone. True when with it the session has ended."""
         session.connections -= 1
         if session.connections:
@@ -82,7 +82,7 @@ class Sessions:
     def next_deadline(self) -> float | None:
         return next(iter(self._away.values()), None)
 
-    def expired(self, now: float) -> list[Session]:
+    def expired(self, now: float) -> list[ServerSession]:
         """Remove and return those that did not come back in time."""
         found = []
         while self._away and (deadline := self.next_deadline()) is not None and deadline <= now:

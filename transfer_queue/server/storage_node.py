@@ -12,9 +12,9 @@ from typing import Any
 from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor
-from transfer_queue.server.controller_proxy import RemoteController
+from transfer_queue.server.controller_proxy import ControllerProxy
 from transfer_queue.server.service import Service
-from transfer_queue.server.unit_registry import Line, numbers
+from transfer_queue.server.unit_registry import UnitConnection, numbers
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
@@ -29,7 +29,7 @@ REPLY_S = 10.0
 AGAIN_S = 0.25
 
 
-class Outpost:
+class StorageNode:
     """`unit` as a member of the service at `controller`. `deliver` is called when answers or work came from there.
 
     The unit token is for the membership alone; what clients ask is passed on with theirs, which `controller` has.
@@ -43,7 +43,7 @@ class Outpost:
         deliver: Callable[[], None],
         make: type[Service] = Service,
     ) -> None:
-        self.remote = RemoteController(controller, self._answered)
+        self.remote = ControllerProxy(controller, self._answered)
         self.service = make(self.remote, unit)
         self.compactor = Compactor(self.service, self._moved)
         self._controller = controller._replace(token=unit_token)
@@ -52,7 +52,7 @@ class Outpost:
         self.client_config: dict[str, Any] = {}
         self._lost = asyncio.Event()
         self._connection: AsyncConnection
-        self._settling: asyncio.Task[None] | None = None
+        self._resolving: asyncio.Task[None] | None = None
         self._rid = 0
 
     async def join(self, address: str) -> None:
@@ -81,7 +81,7 @@ class Outpost:
         assert isinstance(joined, m.Joined)
         unit.renumber(joined.unit)
         self._drop(joined.gone)
-        await self._settle_doubts()
+        await self._resolve_in_doubt()
 
     async def stay(self) -> None:
         """Join again whenever the connection is lost; never returns."""
@@ -99,30 +99,30 @@ class Outpost:
 
     def _answered(self) -> None:
         """The controller answered: its answers take effect here before they are passed on."""
-        self.service.settle()
+        self.service.apply_outcomes()
         self._deliver()
 
     def work(self) -> None:
         """What became due while messages were handled."""
-        if self.service.doubts and not self._lost.is_set() and self._settling is None:
-            self._settling = asyncio.get_running_loop().create_task(self._settle_in_time())
+        if self.service.in_doubt and not self._lost.is_set() and self._resolving is None:
+            self._resolving = asyncio.get_running_loop().create_task(self._resolve_in_time())
 
-    async def _settle_in_time(self) -> None:
+    async def _resolve_in_time(self) -> None:
         try:
             with contextlib.suppress(TransferQueueError):  # else when the unit joins again
-                await self._settle_doubts()
+                await self._resolve_in_doubt()
         finally:
-            self._settling = None
+            self._resolving = None
 
-    async def _settle_doubts(self) -> None:
+    async def _resolve_in_doubt(self) -> None:
         """Ask what became of the commits that got no answer, and recycle the blocks of those that failed."""
-        doubts, self.service.doubts = self.service.doubts, []
-        if not doubts:
+        in_doubt, self.service.in_doubt = self.service.in_doubt, []
+        if not in_doubt:
             return
         try:
-            reply = await self._ask(m.Settle(self._next_rid(), numbers(doubts)))
+            reply = await self._ask(m.ResolveCommits(self._next_rid(), numbers(in_doubt)))
         except TransferQueueError:
-            self.service.doubts += doubts
+            self.service.in_doubt += in_doubt
             raise
         assert isinstance(reply, m.Blocks)
         self._drop(reply.numbers)
@@ -131,7 +131,7 @@ class Outpost:
         """Whether the controller took `target` in the place of `block`."""
         return isinstance(await self._ask(m.Moved(self._next_rid(), block, target, rows.tobytes())), m.Done)
 
-    def of_unit(self, message: m.Request, host: str, line: Line) -> m.Reply:
+    def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         return m.Failed(message.rid, InvalidInput.code, f"units join the controller at {self._controller}")
 
     async def _ask(self, request: m.Request) -> m.Reply:
@@ -146,14 +146,14 @@ class Outpost:
         match message:
             case m.Drop(blocks=blocks):
                 self._drop(blocks)
-            case m.Thin(block=block, rows=rows, fields=fields):
+            case m.SparseBlock(block=block, rows=rows, fields=fields):
                 self.compactor.start(block, numbers_of(rows), fields)
         self._deliver()
 
     def _drop(self, blocks: bytes) -> None:
         self.remote.freed.extend(numbers_of(blocks).tolist())
-        self.service.settle()
-        if self.service.leftovers:
+        self.service.apply_outcomes()
+        if self.service.recycler:
             self._deliver()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ LONG_S = 0.001
 LONG = frozenset({m.ListKeys, m.Scan, m.NameRows, m.Consumption, m.Production, m.Snapshot})  # they may cost a table
 
 
-class Waiting(Protocol):
+class TurnTaker(Protocol):
     """A connection whose next request may be a long one."""
 
     def take_turn(self) -> None: ...
@@ -24,10 +24,10 @@ class Turns:
     """Requests of one event loop that may take long, in order of arrival. A turn ends with one that did."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[TurnTaker] = deque()
         self._rests = False  # a long one ran since the sockets were looked at
 
-    def take(self, who: Waiting) -> bool:
+    def take(self, who: TurnTaker) -> bool:
         """Whether it is `who`'s turn now; otherwise `take_turn` is called when it is."""
         if not self._rests and not self._waiting:
             return True

@@ -20,40 +20,40 @@ AWAY_S = 60.0
 MAX_REFUSED = 1 << 16
 
 
-class Line(Protocol):
+class UnitConnection(Protocol):
     """The connection to a unit."""
 
     def push(self, message: m.Message) -> None: ...
 
 
-class Member:
-    def __init__(self, number: int, incarnation: bytes, address: str, line: Line) -> None:
+class UnitInfo:
+    def __init__(self, number: int, incarnation: bytes, address: str, line: UnitConnection) -> None:
         self.number = number
         self.incarnation = incarnation
         self.address = address
-        self.line: Line | None = line
+        self.line: UnitConnection | None = line
         self.lost_at = 0.0  # when its rows are given up, while it is away
 
 
-class Members:
+class UnitRegistry:
     """`lose(unit)` is called when the rows of a unit are given up; `known()` lists the blocks that rows refer to."""
 
     def __init__(self) -> None:
         self.lose: Callable[[int], None] = lambda unit: None
         self.known: Callable[[], Iterable[int]] = tuple
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, UnitInfo] = {}
         self._last = 0
         self._refused: dict[int, None] = {}  # blocks whose unit was told that they are not needed
 
     # coming and going
 
-    def join(self, message: m.Join, address: str, line: Line) -> m.Joined:
+    def join(self, message: m.Join, address: str, line: UnitConnection) -> m.Joined:
         """Take a unit in, or back; the reply says which of its blocks are not needed."""
         member = next((one for one in self._members.values() if one.incarnation == message.incarnation), None)
         if member is None:
             self._replace(address)
             self._last += 1
-            member = self._members[self._last] = Member(self._last, message.incarnation, address, line)
+            member = self._members[self._last] = UnitInfo(self._last, message.incarnation, address, line)
         member.line, member.address = line, address
         has = numbers_of(message.blocks).tolist()
         needed = {block for block in self.known() if unit_of(block) == member.number}
@@ -64,7 +64,7 @@ class Members:
         for member in [one for one in self._members.values() if one.address == address]:
             self._give_up(member)
 
-    def left(self, line: Line, now: float) -> None:
+    def left(self, line: UnitConnection, now: float) -> None:
         """A connection is lost; its unit, if it was one's, is away."""
         for member in self._members.values():
             if member.line is line:
@@ -77,7 +77,7 @@ class Members:
         for member in [one for one in self._members.values() if one.line is None and one.lost_at <= now]:
             self._give_up(member)
 
-    def _give_up(self, member: Member) -> None:
+    def _give_up(self, member: UnitInfo) -> None:
         del self._members[member.number]
         self.lose(member.number)
 
@@ -91,7 +91,7 @@ class Members:
             raise InvalidInput(f"block {block} was given up")
         return unit_of(block) in self._members
 
-    def settle(self, message: m.Settle) -> m.Blocks:
+    def resolve(self, message: m.ResolveCommits) -> m.Blocks:
         """Which blocks no row refers to; they are refused from now on."""
         known = set(self.known())
         gone = [block for block in numbers_of(message.blocks).tolist() if block not in known]

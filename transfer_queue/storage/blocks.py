@@ -9,7 +9,7 @@ from transfer_queue.memory.bytes import Bytes
 from transfer_queue.storage.pins import NO_REQUEST, Pins
 from transfer_queue.storage.shm import PAGE as PAGE
 from transfer_queue.storage.shm import SharedMemory
-from transfer_queue.wait_queue import Parked, ParkingLot
+from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocate, Allocated, Failed, Piece, Reply, Waiting
 
 
@@ -49,9 +49,9 @@ class Unit:
         self._next = 1
         self._unpublished: dict[bytes, set[int]] = {}
         self._pins = Pins()
-        self._waiting: ParkingLot[Allocate] = ParkingLot()
+        self._waiting: WaitQueue[Allocate] = WaitQueue()
         self._disk_is_full = False  # why the latest block that found no room found none
-        self._refused: Parked[Allocate] | None = None  # waits for space of the file system, and none was released yet
+        self._refused: Waiter[Allocate] | None = None  # waits for space of the file system, and none was released yet
 
     def renumber(self, number: int) -> None:
         """Number the blocks from here on as those of unit `number`."""
@@ -72,7 +72,7 @@ class Unit:
             return allocated
         if message.timeout_s <= 0:
             raise StoreFull(self.full(message.nbytes))
-        parked = Parked(ticket, session, message, now + message.timeout_s, now)
+        parked = Waiter(ticket, session, message, now + message.timeout_s, now)
         self._waiting.add(parked)
         if is_first and self._disk_is_full:
             self._refused = parked

@@ -24,7 +24,7 @@ QUEUE_S = 0.01  # how often a full queue is looked at again
 Found: TypeAlias = tuple[Any, memoryview]
 
 
-class Waiting(NamedTuple):
+class PendingCall(NamedTuple):
     """A request in flight."""
 
     future: asyncio.Future[Found]
@@ -55,7 +55,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._pushed = pushed
         self._lost = lost
         self._reader = FrameReader(decode, self._destination)
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, PendingCall] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._next_check = math.inf
         self._outgoing: list[bytes | memoryview] = []
@@ -140,7 +140,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
             raise self.error
         future: asyncio.Future[Found] = self.loop.create_future()
         deadline = self.loop.time() + timeout_s
-        self._waiting[request.rid] = Waiting(future, deadline, request, timeout_s, into)
+        self._waiting[request.rid] = PendingCall(future, deadline, request, timeout_s, into)
         if deadline < self._next_check:
             self._check_at(deadline)
         header = m.encode(request)

@@ -14,8 +14,8 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.remarks import warn
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
-from transfer_queue.client.transfer.write import Rows, checked_tags, commit, store
-from transfer_queue.codec.filling import Plan
+from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, store
+from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import columns_of_row, plan_batch, plan_row
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import KVBatchMeta
@@ -36,7 +36,7 @@ def kv_put(
 
     In a dict, a tensor is the value of a cell; numbers, arrays and lists of numbers become tensors, as in the columns
     of `kv_batch_put`, and everything else is one object. A TensorDict has batch size 1.
-    Rows of a field may differ: with another kind or rank a get of both gives a list, with another dtype it raises
+    TargetRows of a field may differ: with another kind or rank a get of both gives a list, with another dtype it raises
     `SchemaConflict`, and the log of the put says so once. `strict_schema` refuses such a put (None: as
     `controller.strict_schema` of the service says). Atomic. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`
     (where strict), `StoreFull`; nothing is stored then.
@@ -79,7 +79,7 @@ def kv_batch_put(
     return (yield from _write(session, keys, partition_id, plan, tags, strict_schema))
 
 
-def _planned_batch(session: Session, fields: ops.Batch, count: int, parser: ops.Parser | None) -> Plan:
+def _planned_batch(session: Session, fields: ops.Batch, count: int, parser: ops.Parser | None) -> BlockPlan:
     if ops.num_rows(fields) != count:
         raise InvalidInput(f"{count} keys with fields of {ops.num_rows(fields)} rows")
     if parser is None:
@@ -91,14 +91,14 @@ def _write(
     session: Session,
     keys: list[str],
     partition_id: str,
-    plan: Plan | None,
+    plan: BlockPlan | None,
     tags: Sequence[Mapping[str, Any]] | None,
     strict_schema: bool | None,
 ) -> Operation[KVBatchMeta]:
     if type(partition_id) is not str:
         raise InvalidInput(f"partition_id is a string, got {partition_id!r}")
     wire_tags = None if tags is None else checked_tags(tags, len(keys))
-    rows = Rows(partition_id, len(keys), list(keys), strict_schema=strict_schema)
+    rows = TargetRows(partition_id, len(keys), list(keys), strict_schema=strict_schema)
     if plan is not None and plan.columns:
         reply = yield from store(session, plan, rows, wire_tags)
     else:

@@ -17,9 +17,9 @@ from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.allocation import committed_meta
 from transfer_queue.client.transfer.read import read
-from transfer_queue.client.transfer.write import Rows, checked_tags, store
+from transfer_queue.client.transfer.write import TargetRows, checked_tags, store
 from transfer_queue.codec.columns import rows_of
-from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.values import is_plain
@@ -93,7 +93,7 @@ def fetch(
     """Ready rows of a task; see `messages.Fetch`. An empty meta when the answer is empty."""
     sampling = checked_sampling(sampling_config)
     if lease_s:
-        session.stay()
+        session.pin_connection()
     request = m.Fetch(
         session.next_rid(),
         partition_id,
@@ -167,7 +167,7 @@ def num_rows(batch: Batch) -> int:
     return count
 
 
-def planned(session: Session, batch: Batch, parser: Parser | None) -> Plan:
+def planned(session: Session, batch: Batch, parser: Parser | None) -> BlockPlan:
     """The plan of a batch, after `parser` where there is one. Raises before anything is sent."""
     count = num_rows(batch)
     if parser is not None:
@@ -194,7 +194,7 @@ def put(
         if not partition_id:
             raise InvalidInput("put needs metadata or a partition_id")
         plan = planned(session, data, data_parser)
-        reply = yield from store(session, plan, Rows(partition_id, plan.rows, strict_schema=strict_schema), None)
+        reply = yield from store(session, plan, TargetRows(partition_id, plan.rows, strict_schema=strict_schema), None)
         return committed_meta(session, reply, partition_id, plan, None)
     if partition_id is not None and set(metadata.partition_ids) - {partition_id}:
         others = sorted(set(metadata.partition_ids) - {partition_id})
@@ -222,7 +222,7 @@ def _put_part(
         unchanged: tuple[bool, dict[str, Any]] = (False, {})
         tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
     replaced = [position for position, (replace, _) in edits.items() if replace]
-    rows = Rows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced, meta.service_id, strict)
+    rows = TargetRows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced, meta.service_id, strict)
     yield from store(session, plan, rows, tags)
     return field_specs(plan.schema())
 
@@ -300,7 +300,7 @@ def clear_samples(session: Session, metadata: BatchMeta) -> Operation[None]:
         yield Call(m.Clear(session.next_rid(), part.sole_partition, None, rows, part.service_id))
 
 
-def status(reply: m.Status, num_fields: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+def status(reply: m.RowStatus, num_fields: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """(global indexes, int8 status) of a partition, ascending; (None, None) when it or a field is unknown."""
     if not reply.known:
         return None, None
@@ -310,7 +310,7 @@ def status(reply: m.Status, num_fields: int | None = None) -> tuple[torch.Tensor
     return rows, values if num_fields is None else values.view(len(rows), num_fields)
 
 
-def is_done(reply: m.Status) -> bool:
+def is_done(reply: m.RowStatus) -> bool:
     """Whether every row has the status, and there are as many as were declared."""
     return reply.known and 0 < reply.num_rows >= (reply.declared or 0) and b"\x00" not in reply.status
 

@@ -18,7 +18,7 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
 
-class Handed:
+class TaskRows:
     """The answer to a fetch with `locate`: its metadata, and the data where it came along."""
 
     def __init__(self, session: Session, request: m.Fetch, reply: m.Handed | m.RowSet, payload: memoryview) -> None:
@@ -37,10 +37,10 @@ class Handed:
         return (yield from read(self._session, [get], dense=dense, pad=pad, located=self._answer))
 
 
-def handed(session: Session, request: m.Fetch) -> Operation[Handed]:
+def handed(session: Session, request: m.Fetch) -> Operation[TaskRows]:
     """Carry out a fetch with `locate`."""
     reply, payload = yield Call(request, wait_s=request.timeout_s)
-    return Handed(session, request, reply, payload)
+    return TaskRows(session, request, reply, payload)
 
 
 def take(
@@ -62,7 +62,7 @@ def take(
     if batch_size == 0:
         return BatchMeta.empty(), empty
     if lease_s:
-        session.stay()
+        session.pin_connection()
     wait_s, polling = ops.waiting(session, timeout_s)
     sampling = ops.checked_sampling(sampling_config)
     request = m.Fetch(

@@ -21,9 +21,9 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.kv import keyed_meta
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
-from transfer_queue.client.transfer.write import Rows, store
+from transfer_queue.client.transfer.write import TargetRows, store
 from transfer_queue.codec.columns import rows_of
-from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.errors import (
     BatchMismatch,
@@ -131,7 +131,7 @@ def kv_update(
             raise InvalidInput("empty=True must not specify parser")
         return (yield from kv_empty(session, key, partition_id, _names(fields)))
     new, strict = _new_values(fields, values)
-    update = _Update(_Target(partition_id, 1, [key]), new, _parser(chosen), strict)
+    update = _CellUpdate(_Target(partition_id, 1, [key]), new, _parser(chosen), strict)
     return keyed_meta(session, (yield from update.carry_out(session)), [key], partition_id)
 
 
@@ -139,7 +139,7 @@ def kv_empty(session: Session, key: str, partition_id: str, fields: str | list[s
     """The cells of these fields become None; the row stays, and they count as written. Raises as `kv_update`."""
     new: Columns = {name: [None] for name in _names(fields)}
     ops.checked_keys([key])
-    update = _Update(_Target(partition_id, 1, [key]), new, lambda _, none: none, False)
+    update = _CellUpdate(_Target(partition_id, 1, [key]), new, lambda _, none: none, False)
     return keyed_meta(session, (yield from update.carry_out(session)), [key], partition_id)
 
 
@@ -208,7 +208,7 @@ def update(
     for positions, part in ops._by_partition(metadata):
         target = _Target(part.sole_partition, len(part), None, part.indexes.tobytes(), part.service_id)
         of_part = {name: [column[position] for position in positions] for name, column in columns.items()}
-        written = _Update(target, of_part, chosen, False)
+        written = _CellUpdate(target, of_part, chosen, False)
         yield from written.carry_out(session)
         metadata.field_schema = {**metadata._frozen_schema(), **field_specs(written.plan.schema())}
     return metadata
@@ -235,9 +235,9 @@ class _Old(NamedTuple):
     objects: set[str]  # fields that hold no tensors
 
 
-class _Update:
+class _CellUpdate:
     def __init__(self, target: _Target, new: Columns, parser: Parser, strict: bool) -> None:
-        self.plan: Plan
+        self.plan: BlockPlan
         self._target = target
         self._new = new
         self._parser = parser
@@ -252,7 +252,9 @@ class _Update:
             names = [field.name for field in self.plan.schema()]
             expected = np.concatenate([old.blocks[name] for name in names]).astype(np.int64).tobytes()
             where = self._target
-            rows = Rows(where.partition, where.num, where.keys, where.indexes, service=where.service, expected=expected)
+            rows = TargetRows(
+                where.partition, where.num, where.keys, where.indexes, service=where.service, expected=expected
+            )
             try:
                 return (yield from store(session, self.plan, rows, None))
             except CellsChanged as error:

@@ -11,9 +11,9 @@ from transfer_queue.client.describing import field_specs
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Offload, Operation
 from transfer_queue.client.session import Session
-from transfer_queue.client.transfer.write import Rows, checked_tags, commit, noted, send_block
+from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, noted, send_block
 from transfer_queue.codec.dtypes import torch_dtype
-from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import plan_empty
 from transfer_queue.errors import InvalidInput
 from transfer_queue.memory.bytes import Bytes
@@ -54,7 +54,7 @@ class Allocation(Mapping[str, torch.Tensor]):
     valid as long as they are referenced, and is given back unpublished when they are dropped without a commit.
     """
 
-    def __init__(self, session: Session, plan: Plan, memory: Bytes | None, block: int | None) -> None:
+    def __init__(self, session: Session, plan: BlockPlan, memory: Bytes | None, block: int | None) -> None:
         self.session = session
         self._plan = plan
         self._block = block
@@ -111,7 +111,7 @@ class Allocation(Mapping[str, torch.Tensor]):
         if keys is not None and len(set(keys)) != count:
             raise InvalidInput("Got duplicated keys.")
         wire_tags = None if tags is None else checked_tags(tags, count)
-        rows = Rows(partition_id, count, keys, strict_schema=strict_schema)
+        rows = TargetRows(partition_id, count, keys, strict_schema=strict_schema)
         if metadata is not None:
             rows = rows._replace(indexes=metadata.indexes.tobytes(), service=metadata.service_id)
         block = self._block
@@ -135,7 +135,7 @@ class Allocation(Mapping[str, torch.Tensor]):
 
 
 def committed_meta(
-    session: Session, reply: m.Committed, partition: str, plan: Plan, tags: list[m.Tags] | None
+    session: Session, reply: m.Committed, partition: str, plan: BlockPlan, tags: list[m.Tags] | None
 ) -> BatchMeta:
     """Metadata of the rows a commit wrote."""
     schema = field_specs(plan.schema())

@@ -17,7 +17,7 @@ from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.remote import layout_of, received
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Layout, decode_layout
-from transfer_queue.codec.rows import Block, Copier, row_numbers
+from transfer_queue.codec.rows import BlockBytes, Copier, row_numbers
 from transfer_queue.errors import ProtocolError, RowCleared
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.copy import Copies
@@ -33,34 +33,34 @@ MAX_ARENAS = 1 << 16
 RUN_NBYTES = 24  # of one (piece, first row, number of rows)
 
 
-class Lying:
+class LocatedBlock:
     """One block of a reply, as memory: inline, received, or mapped.
 
     A mapped block is gathered from through the shared mapping; `viewed` opens it in the private one, and from then on
     its pin ends with the last tensor over it.
     """
 
-    def __init__(self, rid: int, piece: m.Piece, layout: Layout, gathered: Block, session: Session | None) -> None:
+    def __init__(self, rid: int, piece: m.Piece, layout: Layout, gathered: BlockBytes, session: Session | None) -> None:
         self.rid = rid  # the request that pinned it
         self.piece = piece
         self.layout = layout
         self.gathered = gathered
         self._session = session  # of a mapped block
-        self._viewed: Block | None = None
+        self._viewed: BlockBytes | None = None
 
     @property
     def is_pinned(self) -> bool:
         """Whether the reader has to release the pin itself, because no view does."""
         return self.piece.arena >= 0 and self._viewed is None
 
-    def block_for(self, field: str, count: int, single: bool) -> Block:
+    def block_for(self, field: str, count: int, single: bool) -> BlockBytes:
         """The block to read `count` rows of `field` from; `single`: they are all rows of the result."""
         if self._session is None or not self._worth_viewing(field, count, single):
             return self.gathered
         if self._viewed is None:
             piece = self.piece
             data = self._session.views.open(self.rid, piece.block, piece.arena, piece.offset, piece.nbytes)
-            self._viewed = Block(data, self.layout, VIEW_NBYTES)
+            self._viewed = BlockBytes(data, self.layout, VIEW_NBYTES)
         return self._viewed
 
     def _worth_viewing(self, field: str, count: int, single: bool) -> bool:
@@ -95,7 +95,7 @@ def read(
     result goes. With `dense` or `pad` the result holds no nested tensors, see `to_dense`.
     """
     check_pad(pad)
-    replies: list[tuple[m.Located, list[Lying]]] = []
+    replies: list[tuple[m.Located, list[LocatedBlock]]] = []
     own = copy or bool(out)
     for request in requests:
         replies.append((yield from _located(session, request, own, located)))
@@ -106,8 +106,8 @@ def read(
     found: TensorDict = yield Offload(lambda: _assembled(session, replies, out, name_row), nbytes)
     if device is not None:
         found = found.to(device)
-    for reply, lying in replies:
-        pinned = [one.piece.block for one in lying if one.is_pinned]
+    for reply, blocks in replies:
+        pinned = [one.piece.block for one in blocks if one.is_pinned]
         if pinned:
             yield Notify(m.Unpin(reply.rid, pinned))
     if dense or pad is not None:
@@ -138,7 +138,7 @@ def _names(parts: Sequence[tuple[m.Get, int]]) -> Callable[[int], str]:
 
 def _located(
     session: Session, request: m.Get, own: bool, answer: tuple[m.Located, memoryview] | None
-) -> Operation[tuple[m.Located, list[Lying]]]:
+) -> Operation[tuple[m.Located, list[LocatedBlock]]]:
     """Where the rows are, and their blocks as memory of this process. Looks again when blocks moved meanwhile."""
     looks = MAX_LOOKS
     while True:
@@ -149,13 +149,13 @@ def _located(
         try:
             elsewhere = yield from received(session, reply)
             layouts = [decode_layout(data) for data in reply.layouts]
-            lying = []
+            blocks = []
             for number, piece in enumerate(reply.pieces):
                 if number in elsewhere:
                     layout, data = elsewhere[number]
-                    lying.append(Lying(reply.rid, piece, layout, Block(data, layout, 0), None))
+                    blocks.append(LocatedBlock(reply.rid, piece, layout, BlockBytes(data, layout, 0), None))
                 else:
-                    lying.append(_lying(session, reply.rid, piece, layout_of(piece, layouts), payload, own))
+                    blocks.append(_located_block(session, reply.rid, piece, layout_of(piece, layouts), payload, own))
         except RowCleared:
             looks -= 1
             if not looks:
@@ -165,25 +165,27 @@ def _located(
                 yield Notify(m.Unpin(reply.rid, pinned))
             request = msgspec.structs.replace(request, rid=session.next_rid())
         else:
-            return reply, lying
+            return reply, blocks
 
 
-def _lying(session: Session, rid: int, piece: m.Piece, layout: Layout, payload: memoryview, own: bool) -> Lying:
+def _located_block(
+    session: Session, rid: int, piece: m.Piece, layout: Layout, payload: memoryview, own: bool
+) -> LocatedBlock:
     """The memory of one piece of this host: in the payload, or mapped."""
     if layout.nbytes > piece.nbytes or piece.offset < 0 or not m.INLINE <= piece.arena < MAX_ARENAS:
         raise ProtocolError(f"a block of {piece.nbytes} bytes at {piece.offset} with a layout of {layout.nbytes}")
     if piece.arena == m.INLINE:
         data: Bytes = np.frombuffer(payload, np.uint8)[piece.offset : piece.offset + piece.nbytes]
-        return Lying(rid, piece, layout, Block(data, layout, 0), None)
+        return LocatedBlock(rid, piece, layout, BlockBytes(data, layout, 0), None)
     data = session.arenas[piece.arena].shared[piece.offset : piece.offset + piece.nbytes]
     if len(data) < piece.nbytes:
         raise ProtocolError(f"a block of {piece.nbytes} bytes at {piece.offset}, beyond its arena")
-    return Lying(rid, piece, layout, Block(data, layout, -1), None if own else session)
+    return LocatedBlock(rid, piece, layout, BlockBytes(data, layout, -1), None if own else session)
 
 
 def _assembled(
     session: Session,
-    replies: list[tuple[m.Located, list[Lying]]],
+    replies: list[tuple[m.Located, list[LocatedBlock]]],
     out: Mapping[str, torch.Tensor] | None,
     name_row: Callable[[int], str],
 ) -> TensorDict:
@@ -202,62 +204,62 @@ def _assembled(
 
 
 def _fields(
-    assembler: Assembler, schema: dict[str, FieldSchema], reply: m.Located, lying: list[Lying]
+    assembler: Assembler, schema: dict[str, FieldSchema], reply: m.Located, blocks: list[LocatedBlock]
 ) -> dict[str, Any]:
     content: dict[str, Any] = dict.fromkeys(schema)
     for part in reply.parts:
-        table = _runs(part, reply, lying)
+        table = _runs(part, reply, blocks)
         runs = table.tolist()
         single = len(runs) == 1
         scattered = not single and table[0, 0] == table[-1, 0] and bool((table[:, 0] == table[0, 0]).all())
         rows = row_numbers(table[:, 1:]) if scattered else None
-        gathered = [] if single else [(lying[p].gathered, first, n) for p, first, n in runs]
+        gathered = [] if single else [(blocks[p].gathered, first, n) for p, first, n in runs]
         for name in part.fields:
             located = gathered
             if single or schema[name].kind == OBJECTS:
-                located = [(lying[p].block_for(name, n, single), first, n) for p, first, n in runs]
+                located = [(blocks[p].block_for(name, n, single), first, n) for p, first, n in runs]
             content[name] = assembler.field(schema[name], located, rows)
     if any(value is None for value in content.values()):
         raise ProtocolError("a reply without some of its fields")
     return content
 
 
-def _runs(part: m.Part, reply: m.Located, lying: list[Lying]) -> Numbers:
+def _runs(part: m.Part, reply: m.Located, blocks: list[LocatedBlock]) -> Numbers:
     """Where the rows of a part lie: as many as the reply has, each in a block that is there."""
     table = numbers_of(part.runs, 3)
-    if not (_is_one_run if len(table) == 1 else _are_runs)(table, reply.count, lying):
-        raise ProtocolError(f"runs that are not {reply.count} rows of {len(lying)} blocks")
+    if not (_is_one_run if len(table) == 1 else _are_runs)(table, reply.count, blocks):
+        raise ProtocolError(f"runs that are not {reply.count} rows of {len(blocks)} blocks")
     if not {field.name for field in reply.schema}.issuperset(part.fields):
         raise ProtocolError(f"fields {part.fields} without a schema")
     return table
 
 
-def _is_one_run(table: Numbers, count: int, lying: list[Lying]) -> bool:
+def _is_one_run(table: Numbers, count: int, blocks: list[LocatedBlock]) -> bool:
     """As `_are_runs`, ten microseconds faster."""
     piece, first, rows = table[0].tolist()
-    return 0 <= piece < len(lying) and 0 <= first < first + rows <= lying[piece].layout.rows and rows == count
+    return 0 <= piece < len(blocks) and 0 <= first < first + rows <= blocks[piece].layout.rows and rows == count
 
 
-def _are_runs(table: Numbers, count: int, lying: list[Lying]) -> bool:
+def _are_runs(table: Numbers, count: int, blocks: list[LocatedBlock]) -> bool:
     pieces, firsts, rows = table[:, 0], table[:, 1], table[:, 2]
-    if not len(table) or pieces.min() < 0 or pieces.max() >= len(lying) or firsts.min() < 0 or rows.min() < 1:
+    if not len(table) or pieces.min() < 0 or pieces.max() >= len(blocks) or firsts.min() < 0 or rows.min() < 1:
         return False
-    limits = np.array([one.layout.rows for one in lying])[pieces]
+    limits = np.array([one.layout.rows for one in blocks])[pieces]
     return not bool((rows > limits - firsts).any()) and int(rows.sum()) == count
 
 
 def _joined_fields(
-    assembler: Assembler, schema: dict[str, FieldSchema], replies: list[tuple[m.Located, list[Lying]]]
+    assembler: Assembler, schema: dict[str, FieldSchema], replies: list[tuple[m.Located, list[LocatedBlock]]]
 ) -> dict[str, Any]:
     """The rows of several partitions, one after the other."""
-    located: dict[str, list[tuple[Block, int, int]]] = {name: [] for name in schema}
-    for reply, lying in replies:
+    located: dict[str, list[tuple[BlockBytes, int, int]]] = {name: [] for name in schema}
+    for reply, blocks in replies:
         for field in reply.schema:
             schema[field.name] = _merged(schema.get(field.name), field)
         for part in reply.parts:
-            runs = _runs(part, reply, lying).tolist()
+            runs = _runs(part, reply, blocks).tolist()
             for name in part.fields:
-                located[name] += [(lying[p].block_for(name, n, False), first, n) for p, first, n in runs]
+                located[name] += [(blocks[p].block_for(name, n, False), first, n) for p, first, n in runs]
     return {name: assembler.field(field, located[name]) for name, field in schema.items()}
 
 

@@ -21,14 +21,14 @@ from transfer_queue.wire.arrays import numbers_of
 STREAM_NBYTES = 32 << 20  # what one call moves at most
 
 
-class Received(NamedTuple):
+class ReceivedBlock(NamedTuple):
     """The bytes of a piece, now memory of this process."""
 
     layout: Layout
     data: Bytes
 
 
-def received(session: Session, reply: m.Located) -> Operation[dict[int, Received]]:
+def received(session: Session, reply: m.Located) -> Operation[dict[int, ReceivedBlock]]:
     """The pieces of `reply` that lie elsewhere, by their number; the runs in `reply` then count rows as received.
 
     Raises `RowCleared` when a block is gone: its rows were cleared, or moved.
@@ -41,7 +41,7 @@ def received(session: Session, reply: m.Located) -> Operation[dict[int, Received
         by_unit.setdefault(reply.pieces[piece].block >> m.UNIT_SHIFT, []).append(piece)
     servers = [reply.units.get(unit, "") for unit in by_unit]
     takes = [m.Take(session.next_rid(), [cuts[piece] for piece in pieces]) for pieces in by_unit.values()]
-    found: dict[int, Received] = {}
+    found: dict[int, ReceivedBlock] = {}
     answers = yield Together([Call(take, to=to) for take, to in zip(takes, servers, strict=True)])
     pinned: list[tuple[str, m.Unpin]] = []
     try:
@@ -61,7 +61,7 @@ def received(session: Session, reply: m.Located) -> Operation[dict[int, Received
                 else:
                     data = session.pool.allocate(one.nbytes)
                     reads += _reads(session, one.block, data, to)
-                found[piece] = Received(layout, data)
+                found[piece] = ReceivedBlock(layout, data)
         if reads:
             yield Together(reads)
     finally:
@@ -104,7 +104,7 @@ def _cuts(reply: m.Located) -> dict[int, m.Cut]:
     }
 
 
-def _recount(reply: m.Located, taken: dict[int, bytes], found: dict[int, Received]) -> None:
+def _recount(reply: m.Located, taken: dict[int, bytes], found: dict[int, ReceivedBlock]) -> None:
     """Let the runs of cut pieces name rows of the cut; rows of a run lie together in it, too."""
     cut = {}
     for piece, data in taken.items():

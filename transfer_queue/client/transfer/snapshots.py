@@ -53,7 +53,7 @@ class Pinned(NamedTuple):
     rid: int
 
 
-class Snapshot:
+class PinnedSnapshot:
     """The state and the pinned blocks of one instant. `check` raises unless those here were pinned until now."""
 
     def __init__(self, session: Session, state: memoryview, check: Callable[[], None]) -> None:
@@ -118,12 +118,12 @@ class Snapshot:
 
 
 @contextlib.contextmanager
-def snapshot(session: Session) -> Iterator[Snapshot]:
+def snapshot(session: Session) -> Iterator[PinnedSnapshot]:
     """Everything as of now; what is still pinned at the end is released. Raises `ServiceUnavailable` and such."""
     with _open_session(session) as check:
         try:
             captured, state = session.call(Call(m.Snapshot(session.next_rid()), wait_s=STATE_S))
-            found = Snapshot(session, state, check)
+            found = PinnedSnapshot(session, state, check)
             _pin_all(found, captured, int(session.config.get("unit", 0)))
         finally:
             session.call(Call(m.Recycle(session.next_rid())))
@@ -133,7 +133,7 @@ def snapshot(session: Session) -> Iterator[Snapshot]:
             found.unpin()
 
 
-def _pin_all(found: Snapshot, captured: m.Captured, own: int) -> None:
+def _pin_all(found: PinnedSnapshot, captured: m.Captured, own: int) -> None:
     """Pin every block where it lies; none goes away meanwhile."""
     blocks = numbers_of(captured.blocks)
     units = blocks >> m.UNIT_SHIFT

@@ -27,7 +27,7 @@ class Range(NamedTuple):
     nbytes: int
 
 
-class View(weakref.ref[Anchor]):
+class BlockView(weakref.ref[Anchor]):
     """The hold on a pinned block: it goes to the reaper by itself when the last tensor over the block is gone.
 
     It is a weak reference, and its callback a function in C: a method that Python runs, `__del__` as well, may be
@@ -43,7 +43,7 @@ class View(weakref.ref[Anchor]):
 
 
 class Opened(NamedTuple):
-    view: View
+    view: BlockView
 
 
 class Views:
@@ -61,9 +61,9 @@ class Views:
         self._started = started  # called before the first view
         self._finished = finished  # called once after `close`, when no view is left
         self._closing = False
-        self._open: set[View] = set()
-        self._busy: dict[Range, View] = {}  # those in the private mappings of arenas
-        self._notes: queue.SimpleQueue[View | Opened | None] = queue.SimpleQueue()
+        self._open: set[BlockView] = set()
+        self._busy: dict[Range, BlockView] = {}  # those in the private mappings of arenas
+        self._notes: queue.SimpleQueue[BlockView | Opened | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # re-entered when a collection runs inside
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -93,7 +93,7 @@ class Views:
         self, anchor: Anchor, rid: int, block: int, where: Range | None = None, ended: Callable[[], None] | None = None
     ) -> Bytes:
         self._start()
-        view = View(anchor, self._notes.put)
+        view = BlockView(anchor, self._notes.put)
         view.rid, view.block, view.range, view.ended = rid, block, where, ended
         self._open.add(view)
         if where is not None:
@@ -117,13 +117,13 @@ class Views:
                 self._end(note)
         self._finished()
 
-    def _populate(self, view: View) -> None:
+    def _populate(self, view: BlockView) -> None:
         """Map the pages ahead of the reader: a fault each costs far more."""
         if view.range is not None:
             arena, offset, nbytes = view.range
             self._arenas[arena].populate(offset, nbytes, lambda: view() is not None)
 
-    def _end(self, view: View) -> None:
+    def _end(self, view: BlockView) -> None:
         if view.range is not None:
             lying = self._arenas[view.range.arena]
             drop_written_pages(lying.private_address + view.range.offset, view.range.nbytes)

@@ -11,7 +11,7 @@ import numpy as np
 from transfer_queue.client.effects import Call, Offload, Operation, Together
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
-from transfer_queue.codec.filling import Plan
+from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.values import Lowering
 from transfer_queue.errors import InvalidInput, StoreFull, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes
@@ -23,7 +23,7 @@ _TAG_VALUES = Lowering(None, allow_pickle=False)
 _EXACT = frozenset((str, float, bool, type(None), bytes))
 
 
-class Rows(NamedTuple):
+class TargetRows(NamedTuple):
     """Which rows a commit writes: `keys` (upsert), `indexes` (existing), or `num` new ones."""
 
     partition: str
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     expected: bytes | None = None  # the blocks that the cells lie in, unless they are to be overwritten in any case
 
 
-def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
+def store(session: Session, plan: BlockPlan, rows: TargetRows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
     """Publish the planned block on `rows`: at most two round trips and one copy of the payload.
 
     Waits for room up to the session's timeout, then raises `StoreFull`. Nothing is visible unless this returns.
@@ -58,8 +58,8 @@ def store(session: Session, plan: Plan, rows: Rows, tags: list[m.Tags] | None) -
 
 def _store_block(
     session: Session,
-    plan: Plan,
-    rows: Rows,
+    plan: BlockPlan,
+    rows: TargetRows,
     tags: list[m.Tags] | None,
     fields: list[FieldSchema],
     layout: bytes,
@@ -94,7 +94,7 @@ def send_block(session: Session, block: int, data: Bytes) -> Operation[None]:
 
 def commit(
     session: Session,
-    rows: Rows,
+    rows: TargetRows,
     fields: list[FieldSchema],
     layout: bytes,
     block: int,
@@ -111,7 +111,7 @@ def commit(
     return Call(request, payload, wait_s)
 
 
-def noted(rows: Rows, reply: m.Committed) -> m.Committed:
+def noted(rows: TargetRows, reply: m.Committed) -> m.Committed:
     """The reply; what it remarks goes to the log, once in a process."""
     warn_once(f"put to partition {rows.partition!r}", reply.note)
     return reply

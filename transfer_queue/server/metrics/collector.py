@@ -59,7 +59,7 @@ class ServerCollector(Collector):
         in_use = sum(table.num_alive for table in controller.tables.values())
         yield _gauge("tq_global_index_allocated_total", "Row indexes in use, reserved ones included.", in_use)
         yield _gauge("tq_global_index_reusable_total", "Always 0: an index is never used again.", 0)
-        yield _gauge("tq_blocks", "Blocks with live cells.", len(controller.ledger.entries))
+        yield _gauge("tq_blocks", "Blocks with live cells.", len(controller.block_index.entries))
         away = sum(unit["away"] for unit in service.members.statistics().values())
         yield _gauge("tq_units", "Storage units of other hosts.", len(service.members.statistics()))
         yield _gauge("tq_units_away", "Storage units whose connection is lost.", away)

@@ -12,8 +12,8 @@ from time import monotonic
 from typing import Any
 
 from transfer_queue.server.block_requests import Answer
-from transfer_queue.server.service import Control, Service
-from transfer_queue.server.sessions import Session
+from transfer_queue.server.service import ControllerLike, Service
+from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
@@ -113,7 +113,7 @@ class Meters(dict[type, Meter]):
 class MeteredService(Service):
     """A service that counts. `nbytes_in`: bytes published; `nbytes_out`: bytes of blocks handed to readers."""
 
-    def __init__(self, controller: Control, unit: Unit) -> None:
+    def __init__(self, controller: ControllerLike, unit: Unit) -> None:
         super().__init__(controller, unit)
         self.started = monotonic()
         self.nbytes_in = self.nbytes_out = 0
@@ -131,7 +131,7 @@ class MeteredService(Service):
         return {name: meter for name, meter in found.items() if meter.busy.count}
 
     def handle(
-        self, message: m.Request, payload: memoryview, session: Session, ticket: Hashable, now: float
+        self, message: m.Request, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
     ) -> Answer | None:
         kind = type(message)
         meter = self._meters[kind]
@@ -161,7 +161,7 @@ class MeteredService(Service):
             return message.block < 0
         return isinstance(message, m.Clear) and message.keys is None and message.rows is None
 
-    def close_request(self, session: Session, answer: Answer) -> None:
+    def close_request(self, session: ServerSession, answer: Answer) -> None:
         """A parked request was answered."""
         reply = answer[0]
         waited = self._parked.pop(session.parked.get(reply.rid), None)
@@ -172,7 +172,7 @@ class MeteredService(Service):
                 COUNTS[type(reply)](self, meter, message, reply)
         super().close_request(session, answer)
 
-    def detach(self, session: Session, tickets: set[Hashable], now: float) -> None:
+    def detach(self, session: ServerSession, tickets: set[Hashable], now: float) -> None:
         super().detach(session, tickets, now)
         if not session.connections:  # what was answered while the last connection was closing
             for ticket in session.parked.values():

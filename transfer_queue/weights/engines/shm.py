@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
-from transfer_queue.memory.bytes import Bytes, Lent
+from transfer_queue.memory.bytes import Bytes, ReturnedMemory
 from transfer_queue.memory.private_map import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
@@ -241,7 +241,7 @@ class Mapped:
             self.lent = False
             peer.close()
 
-        return Lent(self._address, nbytes, self._memory, returned).array()
+        return ReturnedMemory(self._address, nbytes, self._memory, returned).array()
 
     def clean(self) -> None:
         """Drop what was written here, which would hide the next version, once the update is over everywhere."""

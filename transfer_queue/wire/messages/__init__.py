@@ -62,10 +62,10 @@ from transfer_queue.wire.messages.units import Drop as Drop
 from transfer_queue.wire.messages.units import Join as Join
 from transfer_queue.wire.messages.units import Joined as Joined
 from transfer_queue.wire.messages.units import Moved as Moved
-from transfer_queue.wire.messages.units import Settle as Settle
+from transfer_queue.wire.messages.units import ResolveCommits as ResolveCommits
+from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
-from transfer_queue.wire.messages.units import Thin as Thin
 
 PROTOCOL_VERSION = 4
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
@@ -397,7 +397,7 @@ class Names(Reply):
     names: list[str | None]
 
 
-class Status(Reply):
+class RowStatus(Reply):
     """`status` int8 (n,) or (n, fields) of n rows; `known` is False for an unknown partition or field.
 
     `runs` is int64 (k, 2): runs of ascending indexes as (first, number).
@@ -416,14 +416,14 @@ class Report(Reply):
 
 ClientMessage: TypeAlias = (
     Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
-    | Cancel | Received | Goodbye | Take | Join | Moved | Settle
+    | Cancel | Received | Goodbye | Take | Join | Moved | ResolveCommits
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Announce | Admit | GiveBack | Lock | KeepLock | Unlock | ListLocks
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
-    | Status | PartitionInfo | Report | Joined | Blocks | Drop | Thin | Captured | Lent | Handed
+    | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | Captured | Lent | Handed
     | Counted | Admitted | Waiting | Locked | PartitionDescription
 )  # fmt: skip
 
@@ -444,8 +444,8 @@ decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 SMALL_HEADER_NBYTES, LARGE_HEADER_NBYTES = 1 << 20, 256 << 20
 LARGE = frozenset(
     one.__name__.encode()
-    for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Settle, Pin, Restore,
-                Ack, Release)
+    for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, ResolveCommits, Pin,
+                Restore, Ack, Release)
 )  # fmt: skip
 
 

@@ -50,14 +50,14 @@ class Joined(Reply):
 
 
 class Moved(Request):
-    """A unit rewrote a thin block as `target`, whose rows are `rows` (ascending int64) of the old one."""
+    """A unit rewrote a sparse block as `target`, whose rows are `rows` (ascending int64) of the old one."""
 
     block: int
     target: int
     rows: bytes
 
 
-class Settle(Request):
+class ResolveCommits(Request):
     """Which of these blocks (int64) does no row refer to? They never will: commits of them are refused from now on."""
 
     blocks: bytes
@@ -75,7 +75,7 @@ class Drop(Message):
     blocks: bytes
 
 
-class Thin(Message):
+class SparseBlock(Message):
     """To a unit: rewrite `block`, of which only these rows (ascending int64) and fields are left."""
 
     block: int
