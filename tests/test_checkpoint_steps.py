@@ -97,7 +97,7 @@ def test_a_step_adds_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -
     state, blocks = large()
     drafts: list[restore.NewState] = []
     make = restore.NewState
-    monkeypatch.setattr(restore, "Draft", lambda controller: drafts.append(make(controller)) or drafts[-1])
+    monkeypatch.setattr(restore, "NewState", lambda controller: drafts.append(make(controller)) or drafts[-1])
     start(box, state, blocks)
     known = 0
     for _ in steps(box):

@@ -287,11 +287,11 @@ class LocksModel(RuleBasedStateMachine):
         for _ in range(seconds):
             self.live = {n: one for n, one in self.live.items() if one[2] > self.box.now + 1.0}
             self.box.expire(self.box.now + 1.0)
-            self.apply_outcomes()
+            self.settle()
 
     @invariant()
     def nobody_shares_a_key(self) -> None:
-        self.apply_outcomes()
+        self.settle()
         held = [key for keys, _, _ in self.live.values() for key in keys]
         assert len(held) == len(set(held))
         listed = self.box.listed()
