@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import matrix
+from tools import environments, matrix
 
 REPORT = """<testsuites>
 <testsuite tests="9" failures="1" errors="2" skipped="3"/><testsuite tests="1" failures="0" errors="0" skipped="0"/>
@@ -20,7 +20,8 @@ def test_requirements_are_those_of_the_project() -> None:
 
     project = tomllib.loads((matrix.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    assert sorted(matrix.requirements()) == sorted(project["dependencies"] + extras["dev"] + extras["demo"])
+    found = environments.requirements("dependencies", "dev", "demo")
+    assert sorted(found) == sorted(project["dependencies"] + extras["dev"] + extras["demo"])
 
 
 def test_every_python_of_the_matrix_is_one_that_the_project_names() -> None:

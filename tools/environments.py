@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 INSTALL_DEADLINE_S = 1800.0
 STAMP = ".installed"
 
@@ -39,6 +41,13 @@ class Environment:
         return (
             stamp.exists() and stamp.read_text(encoding="utf-8") == repr(self.steps) and has(self.python, self.versions)
         )
+
+
+def requirements(*lists: str) -> tuple[str, ...]:
+    """What these lists of `pyproject.toml` ask for: "dependencies", or an extra. Python 3.10 has no reader of TOML."""
+    text = PROJECT.read_text(encoding="utf-8")
+    blocks = re.findall(rf"^(?:{'|'.join(lists)}) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    return tuple(requirement for block in blocks for requirement in re.findall(r'"([^"]+)"', block))
 
 
 def made(environment: Environment, log: Path) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a file, its own folder comes first
-from tools.environments import Environment, EnvironmentUnavailable, made  # noqa: E402
+from tools.environments import Environment, EnvironmentUnavailable, made, requirements  # noqa: E402
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TENSORDICTS = {"oldest": "tensordict==0.10.0", "newest": "tensordict"}
@@ -91,9 +90,15 @@ def found(version: str) -> Path | None:
 def environment(version: str, release: str, interpreter: Path, folder: Path) -> Environment:
     """torch, one release of tensordict and this package from the tree with its extras for tests, resolved together.
 
-    `pyproject.toml` is read as a part of the steps, so that an environment is made again when requirements change.
+    The requirements are named too, so that an environment is made again when they change.
     """
-    wanted = (TORCH, TENSORDICTS[release], *requirements(), "--editable", f"{ROOT}[dev,demo]")
+    wanted = (
+        TORCH,
+        TENSORDICTS[release],
+        *requirements("dependencies", "dev", "demo"),
+        "--editable",
+        f"{ROOT}[dev,demo]",
+    )
     _, _, exact = TENSORDICTS[release].partition("==")
     return Environment(
         folder=folder / f"{version}-{release}",  # no name of a package: a test looks for them in a process's files
@@ -101,13 +106,6 @@ def environment(version: str, release: str, interpreter: Path, folder: Path) -> 
         versions=(("tensordict", exact), ("torch", "")),
         interpreter=interpreter,
     )
-
-
-def requirements() -> list[str]:
-    """What the package and its extras for tests ask for. Python 3.10 has no reader of TOML."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    blocks = re.findall(r"^(?:dependencies|dev|demo) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
-    return [requirement for block in blocks for requirement in re.findall(r'"([^"]+)"', block)]
 
 
 def tested(python: Path, tests: Sequence[str]) -> Row:
