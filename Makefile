@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench test-frameworks test-vllm wheel-compat docs clean
+.PHONY: demo test check bench test-frameworks test-vllm matrix wheel-compat docs clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
@@ -18,7 +18,7 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(RUN) tools/sizes.py
+	$(RUN) tools/house.py
 	$(RUN) tools/readme.py README.md docs/staleness.md docs/tutorials/*.md
 
 bench: $(STAMP)
@@ -31,6 +31,10 @@ docs:
 # Minutes, and gigabytes of packages: not part of `check` or `test`.
 test-frameworks:
 	$(PYTHON) -m frameworks $(ARGS)
+
+# Every Python and both ends of tensordict: minutes and gigabytes for each. ARGS="--python 3.12 --tensordict newest tests/test_kv.py".
+matrix: $(STAMP)
+	$(RUN) tools/matrix.py $(ARGS)
 
 # A wheel under the name TransferQueue, with a version that its pins take: docs/migration.md. ARGS="--version 0.1.12".
 wheel-compat:
@@ -49,4 +53,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-docs site .venv-peers .venv-frameworks .venv-vllm build dist *.egg-info demo-out bench-out
+	rm -rf $(VENV) .venv-docs site .venv-peers .venv-frameworks .venv-vllm .venv-matrix build dist *.egg-info demo-out bench-out

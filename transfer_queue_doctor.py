@@ -8,6 +8,7 @@ it, so that it also runs where the package cannot be imported any more. It is wh
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import json
 import re
@@ -57,20 +58,21 @@ def installed(path: Sequence[str] | None = None) -> list[Installed]:
 
 
 def _read(one: metadata.Distribution, name: str) -> Installed:
-    names = one.files or []
+    # Not `one.files`: since Python 3.12 it leaves out what is missing, which is what is looked for.
+    record = list(csv.reader((one.read_text("RECORD") or "").splitlines()))
     direct = json.loads(one.read_text("direct_url.json") or "{}")
     editable = bool(direct.get("dir_info", {}).get("editable"))
     url = direct.get("url", "")
     return Installed(
         name=one.metadata["Name"],
         version=one.version,
-        is_ours=name == OURS or any(str(file) == MARK for file in names),
+        is_ours=name == OURS or any(line[0] == MARK for line in record),
         is_editable=editable,
         source=url.removeprefix("file://") if url else f"{one.metadata['Name']}=={one.version}",
         files={
-            Path(str(one.locate_file(file))): file.hash.value
-            for file in names
-            if file.parts[0] == PACKAGE and file.hash is not None and file.suffix != ".pyc"
+            Path(str(one.locate_file(file))): digest.removeprefix("sha256=")
+            for file, digest, _ in record
+            if file.startswith(f"{PACKAGE}/") and digest and not file.endswith(".pyc")
         },
     )
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tomllib
-
-from tools.environments import Environment
+from tools.environments import Environment, requirements
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
-REQUIREMENTS = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"])
+REQUIREMENTS = requirements("dependencies")
 TESTS = ("pytest>=8", "pytest-timeout>=2.3", "psutil>=5.9", "hypothesis>=6.100", "packaging>=24")
 
 

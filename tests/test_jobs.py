@@ -502,7 +502,7 @@ def test_a_directory_that_others_may_write_to_is_not_trusted(
     own.chmod(0o777)
     service()  # a program needs nobody else
     assert "cannot find its service" in caplog.text
-    assert not tq.address().startswith(f"unix:{own}")
+    assert not tq.address().startswith(f"unix:{own}/")  # another directory may begin alike
     assert not here(runtime_dir)
     tq.close()
     put_env(RANKS)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 INSTALL_DEADLINE_S = 1800.0
 STAMP = ".installed"
 
@@ -22,11 +23,13 @@ class Environment:
 
     Each step is the arguments of one `pip install`. The first pins torch, so that no later requirement picks a build
     with gigabytes of CUDA packages. `versions` are the distributions it has to have in the end, "" for any version.
+    `interpreter` makes it; without one it is of the Python that runs this.
     """
 
     folder: Path
     steps: tuple[tuple[str, ...], ...]
     versions: tuple[tuple[str, str], ...]
+    interpreter: Path | None = None
 
     @property
     def python(self) -> Path:
@@ -38,6 +41,13 @@ class Environment:
         return (
             stamp.exists() and stamp.read_text(encoding="utf-8") == repr(self.steps) and has(self.python, self.versions)
         )
+
+
+def requirements(*lists: str) -> tuple[str, ...]:
+    """What these lists of `pyproject.toml` ask for: "dependencies", or an extra. Python 3.10 has no reader of TOML."""
+    text = PROJECT.read_text(encoding="utf-8")
+    blocks = re.findall(rf"^(?:{'|'.join(lists)}) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    return tuple(requirement for block in blocks for requirement in re.findall(r'"([^"]+)"', block))
 
 
 def made(environment: Environment, log: Path) -> Path:
@@ -68,7 +78,7 @@ def has(python: Path, versions: tuple[tuple[str, str], ...]) -> bool:
 def _install(environment: Environment, log: Path) -> None:
     folder = environment.folder
     print(f"creating {folder.parent.name}/{folder.name}; log: {log}", file=sys.stderr, flush=True)
-    venv.create(folder, with_pip=True, clear=True)
+    subprocess.run([environment.interpreter or sys.executable, "-m", "venv", "--clear", folder], check=True)
     with log.open("wb") as sink:
         for packages in environment.steps:
             command: list[str | Path] = [environment.python, "-m", "pip", "install", "--disable-pip-version-check"]

@@ -1,6 +1,30 @@
 """The data plane of RL post-training: samples stream from rollout to trainer, at memory speed.
 
 Everything public is reachable from here and loaded on first use, so that a server process never loads torch.
+
+    cli                       the command `tq`
+    dataloader                torch datasets over a partition that others are still filling
+    weights                   versions of the weights, from trainers to running modules
+    locks                     locks on keys, for those who agree to ask for them
+    utils, controller_actor   import paths of TransferQueue that programs use
+    interface                 the functions of the package: this process's one connection to the service
+    dump                      chosen rows as files, and back
+    launch                    finding the service of this job, or starting one
+    config                    settings: `config.yaml`, merged and checked
+    checkpoint                the directory of a checkpoint, always a whole and verified one
+    client                    the library inside a worker's process
+    server                    the server process around the controller and one storage unit
+    controller                which cells are ready, where they are, and who consumed what
+    storage                   where the bytes of rows live
+    sampler                   which ready rows a request gets
+    wire                      what crosses a socket
+    codec                     columns to bytes and back
+    metadata, schema          what a batch is, apart from its data; what a field is
+    memory                    bulk memory of a process
+    errors, names             every error, as one tree; which name was probably meant
+    claims, wait_queue        who has which names; requests that wait
+
+What stands above may import what stands below (`pyproject.toml` has the exact layers).
 """
 
 from __future__ import annotations

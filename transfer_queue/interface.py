@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transfer_queue import checkpoint, dump
 from transfer_queue import config as settings
@@ -127,7 +127,7 @@ def _withdraw_pickling() -> None:
         os.environ["TQ_ALLOW_PICKLE"] = announced[1]
 
 
-class _Fallback(logging.StreamHandler[TextIO]):
+class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 cannot name what it writes to
     """Standard error, as long as the program has not set up logging by itself."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,18 +1,18 @@
 """The library inside a worker's process.
 
-    client             what users call; `interface` has the functions without a client
-     └─ operations     every operation once, as a generator that yields effects (Call, Notify, Offload)
-         ├─ transfer   the bytes: written, read, mapped, fetched from other hosts
-         └─ drivers    run a generator: blocking, or on an asyncio event loop
-             └─ session    connections, mapped arenas, memory; one server, many threads and event loops
-                 └─ connection    one blocking socket; `retry`: how long a call is sent again
-
-    effects            what an operation may ask its driver to do
-    listing            keys and tags at the cost of what changed
-    locks, local_locks locks of the service, and of this process
-    dense              plain tensors of what a get returned
-    describing         from the server's view of rows to metadata
-    remarks, tracing   what the service remarks on a call; one line of the debug log for every operation
+    client                      what users call
+     └─ operations              every operation once, as a generator that yields effects
+         ├─ effects             what it may ask for: Call, Notify, Offload, Together
+         ├─ tracing             a line of the debug log for each
+         └─ drivers             run it: blocking, or on an asyncio event loop
+             ├─ session         connections, arenas, memory; one server, many threads and event loops
+             │   └─ connection  one blocking connection: one request at a time
+             ├─ transfer        the bytes of rows, between the caller and where they lie
+             └─ retry           how long a lost call is sent again
+    describing, remarks         from the server's view of rows to metadata; what it remarks on a call
+    listing                     keys and tags at the cost of what changed
+    locks, local_locks          names that this process holds: of the service, or within it
+    dense                       plain tensors of what a get returned
 
 `TransferQueueClient` and `AsyncTransferQueueClient` are importable from here.
 """

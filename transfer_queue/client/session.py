@@ -308,12 +308,13 @@ class Session:
             return
         try:
             connection.notify(message)
-        except BaseException as error:
+        except (ServiceUnavailable, DeadlineExceeded):
             connection.close()
-            if not isinstance(error, (ServiceUnavailable, DeadlineExceeded)):
-                raise
             self._owe(message, to)
             return
+        except BaseException:
+            connection.close()
+            raise
         self._give_back(connection, to)
 
     def give_up(self, call: Call, error: BaseException) -> None:

@@ -3,8 +3,22 @@
     values ──plan──▶ Plan(layout, pieces to copy) ──write──▶ one block of bytes
     block + layout ──▶ BlockReader ──gather──▶ Column parts ──assemble──▶ values
 
-`layout` (no torch) describes where every column of a block lies and checks the bounds. `rows` (no torch) selects and
-joins rows of blocks at the level of bytes; compaction in the server and reads in the client both use it. `values`
-is the safe encoding of Python values, with `classes` and `images`; `mixing` joins rows that were put as different
-things; `columns` takes a column apart into rows. `plan` and `assemble` know torch and run in clients only.
+    plan              from a batch to the layout of its block
+     ├─ filling       the layout in the making, and the copies that fill it
+     ├─ lists         lists and numpy arrays as tensor columns
+     ├─ nested        nested tensors, built and taken apart
+     └─ columns       a column as its rows, one by one
+    assemble          from rows of blocks to the values that a caller gets
+     └─ mixing        rows of one field that were put as different things
+    layout            where the columns of a block lie, and that they lie within it
+    rows, select      rows and columns of blocks at the level of bytes: compaction in the server, reads in the client
+    values            the safe encoding of Python values
+     ├─ arrays        tensors and arrays inside them, as aligned buffers
+     ├─ classes       enums, dataclasses and named tuples by name and fields
+     ├─ images        PIL images without pickle
+     ├─ registry      the user's own types
+     └─ opaque        pickle, only where this process allows it
+    dtypes            torch's dtypes by name
+
+`layout`, `rows` and `select` know no torch; `plan` and `assemble` run in clients only.
 """

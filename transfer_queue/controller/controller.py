@@ -244,7 +244,8 @@ class Controller:
         if message.block in self.block_index.entries:
             raise InvalidInput(f"block {message.block} is published already")
         table = self.tables.get(message.partition)
-        check_expected(message, table)
+        if message.expected is not None:
+            check_expected(message, message.expected, table)
         note = "" if table is None else table.check(message.fields, message.strict)
         table, slots = self._target(message, table)
         if message.fields and message.block != NO_BLOCK:

@@ -11,21 +11,19 @@ from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages import Commit
 
 
-def check_expected(message: Commit, table: Table | None) -> None:
+def check_expected(message: Commit, blocks: bytes, table: Table | None) -> None:
     """`CellsChanged` unless every cell to be written lies in the block that the message expects.
 
     No block ever changes, and no number of one is used twice: the same block holds the same content.
     """
-    if message.expected is None:
-        return
-    expected = indexes_of(message.expected)
+    expected = indexes_of(blocks)
     if len(expected) != len(message.fields) * message.count or (message.rows is None and message.keys is None):
         raise InvalidInput("expected: one block for every cell of rows that exist")
     slots = _slots(message, table)
     if table is None or len(slots) != message.count or (slots < 0).any():
         raise CellsChanged(f"partition {message.partition!r}: rows were cleared")
-    for field, blocks in zip(message.fields, expected.reshape(-1, message.count), strict=True):
-        if not np.array_equal(table.blocks_of(field.name, slots), blocks):
+    for field, numbers in zip(message.fields, expected.reshape(-1, message.count), strict=True):
+        if not np.array_equal(table.blocks_of(field.name, slots), numbers):
             raise CellsChanged(f"partition {message.partition!r}: field {field.name!r} was written")
 
 

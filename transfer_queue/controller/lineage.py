@@ -28,8 +28,10 @@ class Lineage:
     def check(self, message: m.Request) -> None:
         """Raises `DataLost` for rows that are not those of before, `LeaseExpired` for a lease of another service."""
         named: bytes = getattr(message, "service", b"")
-        if not named or named == self.life:
-            return
+        if named and named != self.life:
+            self._check_of_other_life(message, named)
+
+    def _check_of_other_life(self, message: m.Request, named: bytes) -> None:
         if isinstance(message, LEASE_REQUESTS):
             if service_of(named) != self.service_id:
                 raise LeaseExpired(f"lease {message.lease} ended with the service that gave it, and with it its rows")

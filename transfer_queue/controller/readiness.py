@@ -6,13 +6,11 @@ of a view are a flag per slot and the lowest flagged slot; taking the first n sc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from transfer_queue.controller.table import Table
 
 Slots = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -63,6 +61,15 @@ class ReadyView:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
+class Written(Protocol):
+    """The rows of a partition, of which so many slots are in use."""
+
+    @property
+    def size(self) -> int: ...
+
+    def ready(self, slots: Slots, fields: Sequence[str]) -> Flags | None: ...
+
+
 class Task:
     """One consumer group of a partition.
 
@@ -80,7 +87,7 @@ class Task:
         self.finishing: list[Any] = []  # parked requests that are also answered when nothing is left to wait for
         self.group: Any = None  # data-parallel ranks that share its rows (`dealing.Group`)
 
-    def view(self, fields: tuple[str, ...], table: Table) -> ReadyView:
+    def view(self, fields: tuple[str, ...], table: Written) -> ReadyView:
         """The view over `fields`, built by one scan when it is new."""
         view = self.views.get(fields)
         if view is None:
@@ -89,7 +96,7 @@ class Task:
             self.refresh(view, table, np.arange(table.size))
         return view
 
-    def refresh(self, view: ReadyView, table: Table, slots: Slots) -> bool:
+    def refresh(self, view: ReadyView, table: Written, slots: Slots) -> bool:
         """Add those of `slots` that became ready; whether there were any."""
         ready = table.ready(slots, view.fields)
         if ready is None:
@@ -158,7 +165,7 @@ class Task:
         self.lease[held] = 0
         self.num_lent -= len(held)
 
-    def reset(self, table: Table) -> None:
+    def reset(self, table: Written) -> None:
         """Forget what was consumed or lent; every ready row is offered again."""
         self.consumed[:] = False
         self.lease[:] = 0

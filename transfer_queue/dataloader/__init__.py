@@ -1,15 +1,15 @@
 """Torch datasets over a partition that others are still filling.
 
-stream, async_stream    one line over the rest; AsyncStream fetches on the running event loop
-StreamingDataLoader     torch's DataLoader; with workers, `Deliveries` in the parent acknowledges what was used
- └─ StreamingDataset    batches, split into micro-batches; knows what is in the consumer's hands
-     └─ Feed            fetches ahead in one thread and keeps leases alive; `take` is one fetch
-         └─ LeaseOwner  the session that holds the leases: they end with it
-ranks                   which data-parallel rank a stream is for
-worker_feed             what a loader tells its workers, and whose turn it is to fetch
-acks                    which rows are used once a micro-batch is
-chunking                a batch and its metadata as micro-batches
-parent                  workers end with the process that started them
+streams                           one line over the rest; AsyncStream fetches on the running event loop
+streaming_dataloader              torch's DataLoader; with workers, the parent acknowledges what was used
+ └─ streaming_dataset             batches, split into micro-batches; knows what is in the consumer's hands
+     ├─ feed                      fetches ahead in one thread and keeps leases alive
+     │   └─ lease_owner           the session that holds the leases: they end with it
+     ├─ chunking                  a batch and its metadata as micro-batches
+     └─ acks                      which rows are used once a micro-batch is
+ranks                             which data-parallel rank a stream is for
+worker_feed                       what a loader tells its workers, and whose turn it is to fetch
+parent                            workers end with the process that started them
 """
 
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader

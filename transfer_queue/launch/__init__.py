@@ -1,10 +1,13 @@
 """Finding the service of this job, or starting one.
 
-    launcher     what `transfer_queue.init` needs of a launcher
-     ├─ local    one server process on this host, shared through a run directory that its users name
-     ├─ shared   one per job and host: `job` says who belongs together, `hosts` how hosts find each other
-     └─ ray      one server process per node of a Ray cluster, found by an actor's name; `actors` supervise them, and
-                 answer what other programs ask an actor of that name (`questions`)
+    launcher           what `transfer_queue.init` needs of a launcher
+     ├─ local          one server process on this host, shared through a run directory that its users name
+     ├─ shared         one per job and host
+     │   ├─ job        which processes belong together
+     │   └─ hosts      how the hosts of a job find each other
+     └─ ray            one server process per node of a Ray cluster, found by an actor's name
+         ├─ actors     supervise the servers
+         └─ questions  what other programs ask an actor of that name
 
 Who shares a service without saying so: the ranks of torchrun (one agent), the tasks of a Slurm step, ranks by
 MASTER_ADDR and MASTER_PORT, a program and what it started with multiprocessing. The job's key names a run directory

@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import ray
@@ -20,21 +20,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.launch import local
-from transfer_queue.launch.questions import Questions
+from transfer_queue.launch.questions import ActorPlace, Questions
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import Address, parse_address
 
 CONTROLLER, UNIT, NAMESPACE = "TransferQueueController", "TransferQueueUnit", "transfer_queue"
 UNIT_START_TIMEOUT_S = 45.0
 STOP_TIMEOUT_S = local.STOP_TIMEOUT_S + 5.0
-
-
-class ActorPlace(NamedTuple):
-    """A server as processes of its node and of others reach it; the token travels over Ray only."""
-
-    unix: str
-    tcp: str
-    token: str
 
 
 class Supervisor:

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from transfer_queue.errors import NotSupported
 from transfer_queue.wire.address import parse_address
@@ -19,10 +19,17 @@ from transfer_queue.wire.server_info import REQUESTS, ZMQServerInfo
 if TYPE_CHECKING:
     from transfer_queue.client.client import TransferQueueClient
     from transfer_queue.client.operations.partitions import PartitionSnapshot
-    from transfer_queue.launch.actors import ActorPlace
     from transfer_queue.server.settings import ServerConfig
 
 T = TypeVar("T")
+
+
+class ActorPlace(NamedTuple):
+    """A server as processes of its node and of others reach it; the token travels over Ray only."""
+
+    unix: str
+    tcp: str
+    token: str
 
 
 class Questions:

@@ -25,6 +25,7 @@ from transfer_queue.metadata.columns import (
 from transfer_queue.metadata.contents import BatchContents, same_or_list
 from transfer_queue.metadata.fields import Schema, check_joinable, concat_schema, take_schema
 from transfer_queue.metadata.merge import chunk_bounds, common_service, merge_extra_info, same_value
+from transfer_queue.metadata.views import SampleViews
 
 _ALL = slice(None)
 
@@ -68,6 +69,11 @@ class BatchMeta(BatchContents):
             self.production_status = np.asarray(production_status)
         self._tags = DictColumn.given(self._size, custom_meta, "custom_meta")
         self._backend = DictColumn.given(self._size, _custom_backend_meta, "_custom_backend_meta")
+
+    @property
+    def samples(self) -> SampleViews:
+        """Read-only views of the rows."""
+        return SampleViews(self)
 
     @classmethod
     def _build(

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata.columns import DictColumn, IntArray, Row, Where, check_length, int_array, take
 from transfer_queue.metadata.fields import Schema, check_schema, copy_schema, row_shapes, schema_of
-from transfer_queue.metadata.views import SampleViews
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -127,11 +126,6 @@ class BatchContents:
             return [self._parts] * self._size
         check_length(self._parts, self._size, "partition_ids")
         return self._parts
-
-    @property
-    def samples(self) -> SampleViews:
-        """Read-only views of the rows."""
-        return SampleViews(self)
 
     # ---- fields and readiness ----
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from transfer_queue.metadata.contents import BatchContents
+from transfer_queue.metadata.contents import BatchContents
 
 
 class SampleView:

@@ -1,6 +1,14 @@
 """Samplers choose which ready rows a request gets; a spec names one so that another process can make it.
 
 Samplers come only from whoever starts the controller. No socket accepts a spec.
+
+    base                              what a sampler is, and what it sees of a partition
+     ├─ sequential_sampler            rows in the order of their indexes
+     ├─ grpo_group_n_sampler          whole groups: all answers to one prompt, or none
+     ├─ rank_aware_sampler            the same rows for every process of a data-parallel rank
+     ├─ seqlen_balanced_sampler       about the same number of tokens for each rank
+     └─ streaming_token_budget_sampler    micro-batches by a budget of tokens
+    script                            samplers of the program that is run, brought to the controller's process
 """
 
 from __future__ import annotations

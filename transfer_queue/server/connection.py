@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from transfer_queue.errors import (
     AccessDenied,
@@ -23,16 +23,15 @@ from transfer_queue.errors import (
 )
 from transfer_queue.server.block_requests import Answer
 from transfer_queue.server.bulk_writer import BulkWriter, Parts
+from transfer_queue.server.connection_limit import ConnectionLimit
+from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
-from transfer_queue.server.turns import LONG
+from transfer_queue.server.turns import LONG, Turns
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import tune
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, frame
 from transfer_queue.wire.peer import peer_uid
-
-if TYPE_CHECKING:
-    from transfer_queue.server.process import Server
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -43,11 +42,25 @@ UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.ResolveCommits})
 ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
 
 
+class Listener(Protocol):
+    """What a connection asks of the server that took it."""
+
+    connection_limit: ConnectionLimit[ServerConnection]
+    turns: Turns
+    service: Service
+    scratch: memoryview
+
+    def welcome(self, local: bool) -> m.Welcome: ...
+    def of_unit(self, message: m.Request, host: str, line: ServerConnection) -> m.Reply: ...
+    def deliver(self) -> None: ...
+    def stop(self) -> None: ...
+
+
 class ServerConnection(asyncio.BufferedProtocol):
     """The server's end of one connection. `tokens` are what a TCP peer has to know, by its role ("": no such peer may
     come); on the unix socket a client needs none."""
 
-    def __init__(self, server: Server, tokens: tuple[str, str], local: bool) -> None:
+    def __init__(self, server: Listener, tokens: tuple[str, str], local: bool) -> None:
         self._server = server
         self._tokens = tokens
         self._local = local

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import resource
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transfer_queue.server.connection import ServerConnection
+from typing import Generic, Protocol, TypeVar
 
 SPARE_DESCRIPTORS = 64  # for listeners, arenas, doors' visitors, metrics, checkpoints and the loop itself
 MAX_STRANGERS = 1024  # of other hosts, in the midst of a handshake
 
 
-class ConnectionLimit:
+class Limited(Protocol):
+    """A connection, as far as its number matters."""
+
+    @property
+    def is_local(self) -> bool: ...
+
+    def abort(self) -> None: ...
+
+
+T = TypeVar("T", bound=Limited)
+
+
+class ConnectionLimit(Generic[T]):
     """All connections of a server, `most` at a time.
 
     Of those that come over TCP and have not said yet who they are, only the latest `MAX_STRANGERS` stay: a handshake
@@ -21,17 +30,17 @@ class ConnectionLimit:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._links: set[ServerConnection] = set()
-        self._refused: set[ServerConnection] = set()  # until they have been told
-        self._strangers: dict[ServerConnection, None] = {}  # in order of arrival
+        self._links: set[T] = set()
+        self._refused: set[T] = set()  # until they have been told
+        self._strangers: dict[T, None] = {}  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._links)
 
-    def links(self) -> list[ServerConnection]:
+    def links(self) -> list[T]:
         return list(self._links)
 
-    def enter(self, link: ServerConnection) -> bool:
+    def enter(self, link: T) -> bool:
         """Whether there is room for one more connection. One that there is none for may ask, and is told so."""
         if len(self._links) >= self._most:
             self._refused.add(link)
@@ -47,11 +56,11 @@ class ConnectionLimit:
                 oldest.abort()
         return True
 
-    def known(self, link: ServerConnection) -> None:
+    def known(self, link: T) -> None:
         """It has proven who it is."""
         self._strangers.pop(link, None)
 
-    def leave(self, link: ServerConnection) -> None:
+    def leave(self, link: T) -> None:
         self._links.discard(link)
         self._refused.discard(link)
         self._strangers.pop(link, None)

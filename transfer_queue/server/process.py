@@ -70,7 +70,9 @@ class Server:
         if config.join and not config.host:
             config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
-        self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
+        self.connection_limit: ConnectionLimit[ServerConnection] = ConnectionLimit(
+            raise_descriptor_limit() - SPARE_DESCRIPTORS
+        )
         self.turns = Turns()
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
         unit = Unit(budget_of(config), config.arena_dir)

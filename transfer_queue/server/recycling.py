@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from transfer_queue.server.unit_registry import UnitRegistry
 from transfer_queue.storage.blocks import PAGE, Unit
-
-if TYPE_CHECKING:
-    from transfer_queue.server.service import ControllerLike
 
 DROPS = 64  # in a slice: less than 0.5 ms
 DROPS_AT_ONCE = 16 * DROPS
 
 
+class Unfinished(Protocol):
+    """What has work left, of which `tidy` does a slice while it is `unfinished`; `freed` lists blocks to recycle."""
+
+    @property
+    def freed(self) -> list[int]: ...
+    @property
+    def unfinished(self) -> bool: ...
+
+    def tidy(self) -> None: ...
+
+
 class Recycler:
     """What the controller has left to do, and blocks to recycle that are too many for one go."""
 
-    def __init__(self, controller: ControllerLike, unit: Unit, members: UnitRegistry) -> None:
+    def __init__(self, controller: Unfinished, unit: Unit, members: UnitRegistry) -> None:
         self._controller = controller
         self._unit = unit
         self._members = members

@@ -1,1 +1,5 @@
-"""Import paths of TransferQueue that programs use: `logging_utils` and `zmq_utils`. The package itself does not."""
+"""Import paths of TransferQueue that programs use. The package itself does not.
+
+logging_utils    `get_logger`
+zmq_utils        `ZMQServerInfo` and `process_zmq_server_info`, to attach a client by hand
+"""

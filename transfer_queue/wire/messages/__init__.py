@@ -1,5 +1,14 @@
 """Every message of the protocol, as msgspec structs in tagged unions.
 
+    base           what messages are made of
+    checkpoints    everything in the service at once
+    leases         rows that a task holds
+    listings       keys
+    locks          names that are held
+    partitions     a partition as a whole
+    staleness      versions of weights, and how many rows may be started
+    units          between storage units and the controller, and from readers to units of other hosts
+
 Row sets travel as little-endian int64 bytes (`rows`), parallel to the caller's order. `rid` is chosen by the
 client, unique within its session; a mutating request repeated with the same `rid` gets its first reply again.
 `timeout_s` is how long the server may park the request. `service` is the life of the service that named the rows or the
