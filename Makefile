@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench test-frameworks test-vllm matrix wheel-compat clean
+.PHONY: demo test check bench test-frameworks test-vllm matrix wheel-compat docs clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
@@ -23,6 +23,10 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) -m bench $(ARGS)
+
+# The site, in site/. Its packages go into .venv-docs; PYTHON has to be 3.11 or newer. ARGS="serve" shows it while you write.
+docs:
+	$(PYTHON) tools/docs.py $(ARGS)
 
 # Minutes, and gigabytes of packages: not part of `check` or `test`.
 test-frameworks:
@@ -49,4 +53,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-frameworks .venv-vllm .venv-matrix build dist *.egg-info demo-out bench-out
+	rm -rf $(VENV) .venv-docs site .venv-peers .venv-frameworks .venv-vllm .venv-matrix build dist *.egg-info demo-out bench-out

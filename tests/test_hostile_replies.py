@@ -56,9 +56,12 @@ def session(shared: tq.TransferQueueClient) -> Session:
     return shared.session
 
 
-def located(layout: bytes, runs: Any, arena: int = m.INLINE) -> m.Located:
+AT_ONCE = m.Inline(0)
+
+
+def located(layout: bytes, runs: Any, location: m.Location = AT_ONCE) -> m.Located:
     count = sum(run[2] for run in runs)
-    pieces = [m.Piece(1, arena, 0, len(ORIGINAL.data), 0)]
+    pieces = [m.Piece(1, len(ORIGINAL.data), 0, location)]
     return m.Located(
         1, count, pieces, [layout], [m.Part(list(NAMES), packed(np.array(runs).reshape(-1)))], list(SCHEMA)
     )
@@ -131,15 +134,24 @@ def test_several_changes_are_read_or_refused(session: Session, data: st.DataObje
 HOSTILE = st.sampled_from([*NUMBERS, 5, 1000])
 
 
-def changed_reply(data: st.DataObject, arena: int) -> m.Located:
+LOCATIONS = st.one_of(
+    st.builds(m.Inline, HOSTILE), st.builds(m.InArena, HOSTILE, HOSTILE), st.builds(m.InArena, st.just(0), HOSTILE)
+)
+
+
+def change(data: st.DataObject, piece: m.Piece) -> None:
+    field = data.draw(st.sampled_from(["nbytes", "layout", "location"]))
+    setattr(piece, field, data.draw(LOCATIONS if field == "location" else HOSTILE))
+
+
+def changed_reply(data: st.DataObject) -> m.Located:
     """A reply with one to three of its parts changed."""
-    reply = located(LAYOUT, data.draw(st.sampled_from(RUNS)), arena)
+    reply = located(LAYOUT, data.draw(st.sampled_from(RUNS)))
     for _ in range(data.draw(st.integers(1, 3))):
         what = data.draw(st.sampled_from(["piece", "runs", "bytes", "count", "fields", "layouts", "schema", "pieces"]))
         part = reply.parts[0] if reply.parts else m.Part([], b"")
         if what == "piece" and reply.pieces:
-            field = data.draw(st.sampled_from(["offset", "nbytes", "layout", "arena"]))
-            setattr(reply.pieces[0], field, data.draw(HOSTILE))
+            change(data, reply.pieces[0])
         elif what == "runs" and len(part.runs) >= 8:
             runs = np.frombuffer(part.runs[: len(part.runs) // 8 * 8], np.int64).copy()
             runs[data.draw(st.integers(0, len(runs) - 1))] = data.draw(HOSTILE)
@@ -162,18 +174,18 @@ def changed_reply(data: st.DataObject, arena: int) -> m.Located:
 @FUZZ
 @given(data=st.data())
 def test_replies_that_do_not_fit_are_refused(session: Session, data: st.DataObject) -> None:
-    attempt(session, changed_reply(data, m.INLINE))
+    attempt(session, changed_reply(data))
 
 
 @FUZZ
 @given(data=st.data())
 def test_answers_of_other_hosts_that_do_not_fit_are_refused(session: Session, data: st.DataObject) -> None:
     """A unit is asked for a part of a block, and answers with another, or with nonsense."""
-    reply = located(LAYOUT, data.draw(st.sampled_from(RUNS)), m.ELSEWHERE)
-    piece = m.Piece(1, m.INLINE, 0, len(ORIGINAL.data), 0)
+    reply = located(LAYOUT, data.draw(st.sampled_from(RUNS)), m.REMOTE)
+    piece = m.Piece(1, len(ORIGINAL.data), 0, m.Inline(0))
     taken = m.Taken(1, [piece], [LAYOUT])
     if data.draw(st.booleans()):
-        setattr(piece, data.draw(st.sampled_from(["offset", "nbytes", "layout"])), data.draw(HOSTILE))
+        change(data, piece)
     if data.draw(st.booleans()):
         content = msgspec.msgpack.decode(LAYOUT)
         path = data.draw(st.sampled_from(list(places(content))))

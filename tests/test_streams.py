@@ -298,14 +298,15 @@ def test_a_cancelled_async_loop_gives_its_rows_back_and_blocks_nobody(client: Cl
     ticks = 0
 
     async def consume() -> None:
-        async for _ in tq.async_stream("p", ["x"], task="t", batch_size=4, micro_batch_size=2, lease_s=0.3):
-            await asyncio.sleep(0.5)  # longer than the lease, which is renewed
+        async for _ in tq.async_stream("p", ["x"], task="t", batch_size=4, micro_batch_size=2, lease_s=1.2):
+            await asyncio.sleep(1.5)  # longer than the lease, which is renewed
 
     async def main() -> None:
         nonlocal ticks
         task = asyncio.create_task(consume())
         while client.stats()["waiting_requests"] < 1:  # for the second batch
             await asyncio.sleep(0.01)
+            assert not task.done(), task
             ticks += 1
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

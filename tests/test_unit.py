@@ -11,7 +11,7 @@ from units import BUDGET, LARGE, Shell
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.storage.extents import Extents
 from transfer_queue.storage.shm import PAGE, SMALL_NBYTES
-from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocated, Failed, Piece
+from transfer_queue.wire.messages import REMOTE, UNIT_SHIFT, Allocated, Failed, InArena, Piece
 
 LARGE_ROUNDED = SMALL_NBYTES + PAGE
 
@@ -91,20 +91,20 @@ def test_only_the_session_that_allocated_may_fill_and_only_until_publication(she
 
 def test_describing_blocks_names_their_places_and_shares_layouts(shell: Shell) -> None:
     numbers = [shell.published(100), shell.published(200)]
-    pieces = [Piece(number, ELSEWHERE, 0, 0, 0) for number in numbers]
+    pieces = [Piece(number) for number in numbers]
     layouts: list[bytes] = []
     assert shell.unit.describe(pieces, layouts) == pieces
     assert layouts == [b"layout"]
-    assert [(piece.nbytes, piece.arena >= 0) for piece in pieces] == [(100, True), (200, True)]
+    assert [(piece.nbytes, isinstance(piece.location, InArena)) for piece in pieces] == [(100, True), (200, True)]
     with pytest.raises(RowCleared):
-        shell.unit.describe([Piece(999, ELSEWHERE, 0, 0, 0)], layouts)
+        shell.unit.describe([Piece(999)], layouts)
 
 
 def test_blocks_of_other_units_are_left_to_them(shell: Shell) -> None:
     here = shell.published(100)
-    pieces = [Piece(1 << UNIT_SHIFT | 7, ELSEWHERE, 0, 0, 0), Piece(here, ELSEWHERE, 0, 0, 0)]
+    pieces = [Piece(1 << UNIT_SHIFT | 7), Piece(here)]
     assert shell.unit.describe(pieces, []) == pieces[1:]
-    assert pieces[0].arena == ELSEWHERE
+    assert pieces[0].location == REMOTE
 
 
 def test_a_renumbered_unit_numbers_its_blocks_anew_and_never_repeats_one(shell: Shell) -> None:

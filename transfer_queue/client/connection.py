@@ -57,15 +57,15 @@ class Connection:
         try:
             self._socket.settimeout(None)
             self._limit(timeout_s)
-            nonce = handshake.nonce()
-            self._send(m.encode(m.Hello(m.PROTOCOL_VERSION, session, nonce, *life)), None)
-            challenge, _ = self._receive("connect", timeout_s)
-            self._send(m.encode(handshake.proof_of(challenge, address, nonce)), None)
-            reply, _ = self._receive("connect", timeout_s)
-            self.welcome = handshake.welcome_of(reply, life)
+            steps = handshake.greeting(address, m.PROTOCOL_VERSION, session, life)
+            self.welcome = handshake.carry_out(steps, lambda message: self._exchange(message, timeout_s))
         except BaseException:
             self._socket.close()
             raise
+
+    def _exchange(self, message: m.Message, timeout_s: float) -> m.Message:
+        self._send(m.encode(message), None)
+        return self._receive("connect", timeout_s)[0]
 
     def _limit(self, timeout_s: float) -> None:
         """Let no send or receive take longer."""

@@ -23,8 +23,8 @@ class BlockEntry:
 class BlockIndex:
     """Live cells by block. Blocks that reach zero go to `freed`, sparse ones to `sparse`; the server empties both.
 
-    `entries` also has the blocks of partitions that are gone, until `ClearedPartitions` frees them: their table does
-    not list them any more.
+    `entries` also has the blocks of partitions that are gone, until `ClearedPartitions` frees them: their table lists
+    them no longer.
     """
 
     def __init__(self, sparse_fraction: float = 0.25) -> None:

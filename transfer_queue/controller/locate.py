@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import DataLost, InvalidInput, NotReady, UnknownRows
-from transfer_queue.wire.messages import ELSEWHERE, Get, Located, Part, Piece
+from transfer_queue.wire.messages import Get, Located, Part, Piece
 
 
 def located(message: Get, table: Table | None, slots: Slots) -> Located:
@@ -26,7 +26,7 @@ def located(message: Get, table: Table | None, slots: Slots) -> Located:
     numbers: dict[int, int] = {}  # piece of each block
     for names, blocks, rows in table.locate(slots, fields):
         parts.append(Part(names, _runs(blocks, rows, numbers)))
-    pieces = [Piece(block, ELSEWHERE, 0, 0, 0) for block in numbers]
+    pieces = [Piece(block) for block in numbers]
     return Located(message.rid, len(slots), pieces, [], parts, table.schema(fields))
 
 

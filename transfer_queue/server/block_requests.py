@@ -80,7 +80,7 @@ class BlockRequests:
             block = self.unit.block(piece.block)
             assert block is not None
             parts.append((at - start, block))
-            piece.arena, piece.offset = m.INLINE, at
+            piece.location = m.Inline(at)
             at += -(-block.nbytes // ALIGN) * ALIGN
         own = bytearray(at - start)
         for offset, block in parts:
@@ -90,7 +90,7 @@ class BlockRequests:
     def take(self, message: m.Request, session: ServerSession) -> Answer:
         """Whole blocks, or cuts of them, for a reader on another host."""
         assert isinstance(message, m.Take)
-        pieces = [m.Piece(cut.block, m.ELSEWHERE, 0, 0, 0) for cut in message.cuts]
+        pieces = [m.Piece(cut.block) for cut in message.cuts]
         reply = m.Taken(message.rid, pieces, [])
         self.unit.unpin_request(session.ident, message.rid)  # asked again
         if len(self.unit.describe(pieces, [])) < len(pieces):
@@ -98,7 +98,7 @@ class BlockRequests:
         try:
             for cut, piece in zip(message.cuts, pieces, strict=True):
                 piece.block = self._cut(cut, session, message.rid)
-                piece.arena = m.ELSEWHERE
+                piece.location = m.REMOTE
             here = self.unit.describe(pieces, reply.layouts, dropped=True)
         except BaseException:
             self.unit.unpin_request(session.ident, message.rid)
@@ -153,7 +153,7 @@ class BlockRequests:
     def pin(self, message: m.Request, session: ServerSession) -> Answer:
         """Pin whole blocks, to be mapped or read."""
         assert isinstance(message, m.Pin)
-        pieces = [m.Piece(block, m.ELSEWHERE, 0, 0, 0) for block in numbers_of(message.blocks).tolist()]
+        pieces = [m.Piece(block) for block in numbers_of(message.blocks).tolist()]
         reply = m.Taken(message.rid, pieces, [])
         if len(self.unit.describe(pieces, reply.layouts)) < len(pieces):
             raise RowCleared("the blocks lay on a unit that is not here any more")
@@ -179,4 +179,4 @@ def _aligned_nbytes(pieces: Sequence[m.Piece]) -> int:
 def _leave(pieces: Sequence[m.Piece]) -> None:
     """Where they lie in this host's memory is of no use to the reader."""
     for piece in pieces:
-        piece.arena, piece.offset = m.ELSEWHERE, 0
+        piece.location = m.REMOTE

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Hashable, Iterator
-from typing import NoReturn, Protocol, cast
+from typing import Protocol, cast
 
 from transfer_queue.errors import (
     AccessDenied,
@@ -65,9 +65,8 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._tokens = tokens
         self._local = local
         self._session: ServerSession | None = None
-        self._hello: m.Hello | None = None
         self._life = handshake.ANY
-        self._nonce = handshake.nonce()
+        self._reception = handshake.Reception(m.PROTOCOL_VERSION, self._token)
         self._reader = FrameReader(
             m.decode_client, self._destination, HELLO_HEADER_NBYTES, server.scratch, m.header_limit
         )
@@ -180,7 +179,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._server.connection_limit.leave(self)
         self._incoming, self._bulk, self._long = iter(()), None, None
         self._reader.forget()  # no cycle is left, so that the memory comes back at once
-        self._server.service.unit.forget(self._nonce)
+        self._server.service.unit.forget(self._reception.nonce)
         if self._session is not None:
             self._server.service.members.left(self, time.monotonic())
             self._server.service.detach(self._session, self._tickets, time.monotonic())
@@ -203,7 +202,8 @@ class ServerConnection(asyncio.BufferedProtocol):
             raise AccessDenied("payload before the handshake")
         into = self._server.service.blocks.destination(message, nbytes, self._session)
         if isinstance(message, m.Write):
-            self._server.service.unit.pin(message.block, self._nonce)  # its memory stays ours while bytes arrive
+            # its memory stays ours while bytes arrive
+            self._server.service.unit.pin(message.block, self._reception.nonce)
         return into
 
     def _greet(self, message: m.Message) -> None:
@@ -212,47 +212,39 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._send(m.Failed(0, TooManyConnections.code, text))
             self._transport.close()
             return
-        match message:
-            case m.Hello(version=version, nonce=nonce) if self._hello is None:
-                if version != m.PROTOCOL_VERSION:
-                    self._refuse(f"protocol version {version}, this server speaks {m.PROTOCOL_VERSION}")
-                token = self._token(message.role)
-                self._hello = message
-                self._send(m.Challenge(self._nonce, handshake.server_mac(token, nonce, self._nonce, message.role)))
-            case m.Proof(mac=mac) if self._hello is not None:
-                token, role = self._token(self._hello.role), self._hello.role
-                if not handshake.equal(mac, handshake.client_mac(token, self._hello.nonce, self._nonce, role)):
-                    self._refuse("wrong token")
-                self._life = self._server.service.life
-                expected = handshake.Life(self._hello.service, self._hello.unit)
-                try:
-                    handshake.check_life(expected, self._life)
-                except ServiceRestarted as error:
-                    self._send(m.Failed(0, error.code, str(error)))
-                    self._transport.close()
-                    return
-                self._timer.cancel()
-                self._server.connection_limit.known(self)
-                self._reader.max_header_nbytes = MAX_HEADER_NBYTES
-                self._session = self._server.service.sessions.attach(self._hello.session, self._local)
-                self._send(self._server.welcome(self._local))
-            case _:
-                raise AccessDenied(f"{type(message).__name__} before the handshake")
+        try:
+            challenge = self._reception.take(message)
+            if challenge is not None:
+                self._send(challenge)
+                return
+            self._welcome()
+        except (AccessDenied, ServiceRestarted) as error:
+            self._send(m.Failed(0, error.code, str(error)))
+            self._transport.close()
+            if isinstance(error, AccessDenied):
+                raise
+
+    def _welcome(self) -> None:
+        """The peer knows the token: its session begins, or goes on. `ServiceRestarted` when it means another life."""
+        hello = self._reception.hello
+        assert hello is not None
+        self._life = self._server.service.life
+        handshake.check_life(handshake.Life(hello.service, hello.unit), self._life)
+        self._timer.cancel()
+        self._server.connection_limit.known(self)
+        self._reader.max_header_nbytes = MAX_HEADER_NBYTES
+        self._session = self._server.service.sessions.attach(hello.session, self._local)
+        self._send(self._server.welcome(self._local))
 
     def _token(self, role: int) -> str:
-        """What a peer in this role has to know."""
+        """What a peer in this role has to know. Raises `AccessDenied` where nobody may come in this role."""
         if role not in handshake.ROLES:
-            self._refuse(f"there is no role {role}")
+            raise AccessDenied(f"there is no role {role}")
         if role == handshake.UNIT and self._local:
-            self._refuse("units join over TCP")
+            raise AccessDenied("units join over TCP")
         if role == handshake.UNIT and not self._tokens[role]:
-            self._refuse("this server takes no units: start it with server.unit_token_file")
+            raise AccessDenied("this server takes no units: start it with server.unit_token_file")
         return self._tokens[role]
-
-    def _refuse(self, reason: str) -> NoReturn:
-        self._send(m.Failed(0, AccessDenied.code, reason))
-        self._transport.close()
-        raise AccessDenied(reason)
 
     def _request(self, message: m.Request, payload: memoryview, session: ServerSession) -> None:
         if isinstance(message, m.Stop):
@@ -263,7 +255,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._server.stop()
             return
         if isinstance(message, m.Write):
-            self._server.service.unit.unpin(message.block, self._nonce)
+            self._server.service.unit.unpin(message.block, self._reception.nonce)
         if self._life is not self._server.service.life:  # this unit came to serve another life meanwhile
             self._send(m.Failed(message.rid, ServiceRestarted.code, "the service that this unit served has ended"))
             return
@@ -292,7 +284,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._answer(answer)
 
     def _is_unit(self) -> bool:
-        return self._hello is not None and self._hello.role == handshake.UNIT
+        return self._reception.hello is not None and self._reception.hello.role == handshake.UNIT
 
     def _of_unit(self, message: m.Request) -> m.Reply:
         """The reply to a storage unit of another host; its requests are few and it repeats them by itself."""

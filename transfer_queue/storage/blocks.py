@@ -10,7 +10,7 @@ from transfer_queue.storage.pins import NO_REQUEST, Pins
 from transfer_queue.storage.shm import PAGE as PAGE
 from transfer_queue.storage.shm import SharedMemory
 from transfer_queue.wait_queue import Waiter, WaitQueue
-from transfer_queue.wire.messages import ELSEWHERE, UNIT_SHIFT, Allocate, Allocated, Failed, Piece, Reply, Waiting
+from transfer_queue.wire.messages import REMOTE, UNIT_SHIFT, Allocate, Allocated, Failed, InArena, Piece, Reply, Waiting
 
 
 class Block:
@@ -159,10 +159,10 @@ class Unit:
         `dropped`: see `holds`; cuts that live as long as their pins are wanted, too.
         """
         numbers: dict[bytes, int] = {}
-        found = [piece for piece in pieces if piece.arena == ELSEWHERE and self.holds(piece.block, dropped)]
+        found = [piece for piece in pieces if piece.location == REMOTE and self.holds(piece.block, dropped)]
         for piece in found:
             block = self._blocks[piece.block]
-            piece.arena, piece.offset, piece.nbytes = block.arena, block.offset, block.nbytes
+            piece.location, piece.nbytes = InArena(block.arena, block.offset), block.nbytes
             if block.layout not in numbers:
                 numbers[block.layout] = len(layouts)
                 layouts.append(block.layout)

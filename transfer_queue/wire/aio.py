@@ -85,10 +85,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
         try:
             if address.path:
                 check_peer(address.path, self._transport.get_extra_info("socket"))
-            nonce = handshake.nonce()
-            challenge = await self._greet(m.Hello(m.PROTOCOL_VERSION, session, nonce, *life, role), timeout_s)
-            proof = handshake.proof_of(challenge, address, nonce, role)
-            self.welcome = handshake.welcome_of(await self._greet(proof, timeout_s), life)
+            steps = handshake.greeting(address, m.PROTOCOL_VERSION, session, life, role)
+            self.welcome = await self._carry_out(steps, timeout_s)
         except BaseException:
             self.close()
             raise
@@ -117,6 +115,15 @@ class AsyncConnection(asyncio.BufferedProtocol):
             yield
         finally:
             self.close()
+
+    async def _carry_out(self, steps: handshake.Greeting, timeout_s: float) -> m.Welcome:
+        message = next(steps)
+        while True:
+            reply = await self._greet(message, timeout_s)
+            try:
+                message = steps.send(reply)
+            except StopIteration as stop:
+                return cast(m.Welcome, stop.value)
 
     async def _greet(self, message: m.Message, timeout_s: float) -> m.Message:
         self._hello = self.loop.create_future()

@@ -14,12 +14,11 @@ from transfer_queue.client.dense import Pad, check_pad, to_dense
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
-from transfer_queue.client.transfer.remote import layout_of, received
+from transfer_queue.client.transfer.remote import inline_bytes, layout_of, received
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.layout import Layout, decode_layout
 from transfer_queue.codec.rows import BlockBytes, Copier, row_numbers
 from transfer_queue.errors import ProtocolError, RowCleared
-from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.copy import Copies
 from transfer_queue.schema import OBJECTS, FieldSchema
 from transfer_queue.storage.shm import SMALL_NBYTES
@@ -51,15 +50,16 @@ class LocatedBlock:
     @property
     def is_pinned(self) -> bool:
         """Whether the reader has to release the pin itself, because no view does."""
-        return self.piece.arena >= 0 and self._viewed is None
+        return isinstance(self.piece.location, m.InArena) and self._viewed is None
 
     def block_for(self, field: str, count: int, single: bool) -> BlockBytes:
         """The block to read `count` rows of `field` from; `single`: they are all rows of the result."""
         if self._session is None or not self._worth_viewing(field, count, single):
             return self.gathered
         if self._viewed is None:
-            piece = self.piece
-            data = self._session.views.open(self.rid, piece.block, piece.arena, piece.offset, piece.nbytes)
+            piece, lies = self.piece, self.piece.location
+            assert isinstance(lies, m.InArena)  # blocks without a session lie elsewhere
+            data = self._session.views.open(self.rid, piece.block, lies.arena, lies.offset, piece.nbytes)
             self._viewed = BlockBytes(data, self.layout, VIEW_NBYTES)
         return self._viewed
 
@@ -160,7 +160,7 @@ def _located(
             looks -= 1
             if not looks:
                 raise
-            pinned = [piece.block for piece in reply.pieces if piece.arena >= 0]
+            pinned = [piece.block for piece in reply.pieces if isinstance(piece.location, m.InArena)]
             if pinned:
                 yield Notify(m.Unpin(reply.rid, pinned))
             request = msgspec.structs.replace(request, rid=session.next_rid())
@@ -172,15 +172,18 @@ def _located_block(
     session: Session, rid: int, piece: m.Piece, layout: Layout, payload: memoryview, own: bool
 ) -> LocatedBlock:
     """The memory of one piece of this host: in the payload, or mapped."""
-    if layout.nbytes > piece.nbytes or piece.offset < 0 or not m.INLINE <= piece.arena < MAX_ARENAS:
-        raise ProtocolError(f"a block of {piece.nbytes} bytes at {piece.offset} with a layout of {layout.nbytes}")
-    if piece.arena == m.INLINE:
-        data: Bytes = np.frombuffer(payload, np.uint8)[piece.offset : piece.offset + piece.nbytes]
-        return LocatedBlock(rid, piece, layout, BlockBytes(data, layout, 0), None)
-    data = session.arenas[piece.arena].shared[piece.offset : piece.offset + piece.nbytes]
-    if len(data) < piece.nbytes:
-        raise ProtocolError(f"a block of {piece.nbytes} bytes at {piece.offset}, beyond its arena")
-    return LocatedBlock(rid, piece, layout, BlockBytes(data, layout, -1), None if own else session)
+    if layout.nbytes > piece.nbytes:
+        raise ProtocolError(f"a block of {piece.nbytes} bytes with a layout of {layout.nbytes}")
+    match piece.location:
+        case m.Inline(offset=offset):
+            data = inline_bytes(payload, offset, piece.nbytes)
+            return LocatedBlock(rid, piece, layout, BlockBytes(data, layout, 0), None)
+        case m.InArena(arena=arena, offset=offset) if offset >= 0 and 0 <= arena < MAX_ARENAS:
+            data = session.arenas[arena].shared[offset : offset + piece.nbytes]
+            if len(data) < piece.nbytes:
+                raise ProtocolError(f"a block of {piece.nbytes} bytes at {offset}, beyond its arena")
+            return LocatedBlock(rid, piece, layout, BlockBytes(data, layout, -1), None if own else session)
+    raise ProtocolError(f"a block that lies nowhere: {piece.location}")
 
 
 def _assembled(

@@ -47,17 +47,17 @@ def received(session: Session, reply: m.Located) -> Operation[dict[int, Received
     try:
         reads: list[Call] = []
         for (taken, payload), pieces, to in zip(answers, by_unit.values(), servers, strict=True):
-            blocks = [one.block for one in taken.pieces if one.arena == m.ELSEWHERE]
+            blocks = [one.block for one in taken.pieces if isinstance(one.location, m.Remote)]
             pinned.append((to, m.Unpin(taken.rid, blocks)))
             layouts = [decode_layout(layout) for layout in taken.layouts]
             if len(taken.pieces) != len(pieces):
                 raise ProtocolError(f"{len(taken.pieces)} pieces, {len(pieces)} were asked for")
             for piece, one in zip(pieces, taken.pieces, strict=True):
                 layout = layout_of(one, layouts)
-                if layout.nbytes > one.nbytes or one.offset < 0:
+                if layout.nbytes > one.nbytes:
                     raise ProtocolError(f"a block of {one.nbytes} bytes with a layout of {layout.nbytes}")
-                if one.arena == m.INLINE:
-                    data: Bytes = np.frombuffer(payload, np.uint8)[one.offset : one.offset + one.nbytes]
+                if isinstance(one.location, m.Inline):
+                    data = inline_bytes(payload, one.location.offset, one.nbytes)
                 else:
                     data = session.pool.allocate(one.nbytes)
                     reads += _reads(session, one.block, data, to)
@@ -70,6 +70,13 @@ def received(session: Session, reply: m.Located) -> Operation[dict[int, Received
                 yield Notify(unpin, to)
     _recount(reply, {piece: cut.rows for piece, cut in cuts.items()}, found)
     return found
+
+
+def inline_bytes(payload: memoryview, offset: int, nbytes: int) -> Bytes:
+    """A block that came with the message itself."""
+    if offset < 0 or offset + nbytes > len(payload):
+        raise ProtocolError(f"a block of {nbytes} bytes at {offset} of a payload of {len(payload)}")
+    return np.frombuffer(payload, np.uint8)[offset : offset + nbytes]
 
 
 def layout_of(piece: m.Piece, layouts: Sequence[Layout]) -> Layout:
@@ -86,7 +93,7 @@ def _reads(session: Session, block: int, data: Bytes, to: str) -> Iterator[Call]
 
 def _cuts(reply: m.Located) -> dict[int, m.Cut]:
     """What is needed of every piece that lies elsewhere."""
-    elsewhere = {number for number, piece in enumerate(reply.pieces) if piece.arena == m.ELSEWHERE}
+    elsewhere = {number for number, piece in enumerate(reply.pieces) if isinstance(piece.location, m.Remote)}
     if not elsewhere:
         return {}
     runs: dict[int, list[Ints]] = {}

@@ -95,9 +95,9 @@ class PinnedSnapshot:
         with ThreadPoolExecutor(READERS, thread_name_prefix="tq-checkpoint") as readers:
             asked: deque[Future[memoryview]] = deque()
             for (piece, to, _), at in wanted:
-                if piece.arena >= 0:
-                    start, nbytes = piece.offset + at, min(CHUNK_NBYTES, piece.nbytes - at)
-                    mapped = self._session.arenas[piece.arena].shared[start : start + nbytes]
+                if isinstance(lies := piece.location, m.InArena):
+                    start, nbytes = lies.offset + at, min(CHUNK_NBYTES, piece.nbytes - at)
+                    mapped = self._session.arenas[lies.arena].shared[start : start + nbytes]
                     while asked:
                         yield asked.popleft().result()
                     yield memoryview(mapped)  # type: ignore[arg-type]

@@ -145,14 +145,16 @@ class Peer:
         except (OSError, ValueError) as error:
             raise ServiceUnavailable(f"no server of weights at {_shown(address)}: {error}") from error
         try:
-            nonce = handshake.nonce()
-            self.stream.send(m.Hello(PROTOCOL, b"", nonce), timeout_s)
-            challenge, _ = self.stream.receive(timeout_s)
-            self.stream.send(handshake.proof_of(challenge, address, nonce), timeout_s)
-            handshake.welcome_of(self.stream.receive(timeout_s)[0])
+            handshake.carry_out(
+                handshake.greeting(address, PROTOCOL), lambda message: self._exchange(message, timeout_s)
+            )
         except BaseException:
             self.stream.close()
             raise
+
+    def _exchange(self, message: m.Message, timeout_s: float) -> m.Message:
+        self.stream.send(message, timeout_s)
+        return self.stream.receive(timeout_s)[0]
 
     def ask(self, message: m.Message, timeout_s: float, into: Callable[[int], memoryview] | None = None) -> memoryview:
         """The payload of the answer. Raises what the server answers instead."""

@@ -149,16 +149,18 @@ class _Visit:
         self._give_back: list[Callable[[], None]] = []
 
     def greet(self, token: str) -> None:
-        first, _ = self.stream.receive(HELLO_TIMEOUT_S)
-        if not isinstance(first, m.Hello) or first.version != p.PROTOCOL:
-            raise ProtocolError("not a greeting of this protocol")
-        nonce = handshake.nonce()
-        self.stream.send(m.Challenge(nonce, handshake.server_mac(token, first.nonce, nonce)), HELLO_TIMEOUT_S)
-        proof, _ = self.stream.receive(HELLO_TIMEOUT_S)
-        expected = handshake.client_mac(token, first.nonce, nonce)
-        if not isinstance(proof, m.Proof) or not handshake.equal(proof.mac, expected):
-            self.stream.send(m.Failed(0, AccessDenied.code, "wrong token"), HELLO_TIMEOUT_S)
-            raise AccessDenied("a peer does not know the token")
+        def token_of(role: int) -> str:
+            if role != handshake.CLIENT:
+                raise AccessDenied(f"there is no role {role}")
+            return token
+
+        reception = handshake.Reception(p.PROTOCOL, token_of)
+        try:
+            while (challenge := reception.take(self.stream.receive(HELLO_TIMEOUT_S)[0])) is not None:
+                self.stream.send(challenge, HELLO_TIMEOUT_S)
+        except AccessDenied as error:
+            self.stream.send(m.Failed(0, error.code, str(error)), HELLO_TIMEOUT_S)
+            raise
         self.stream.send(m.Welcome(os.getpid(), "", b""), HELLO_TIMEOUT_S)
 
     def answer(self, message: m.Message) -> None:

@@ -23,8 +23,13 @@ import msgspec
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.schema import FieldSchema
+from transfer_queue.wire.messages.base import REMOTE as REMOTE
+from transfer_queue.wire.messages.base import InArena as InArena
+from transfer_queue.wire.messages.base import Inline as Inline
+from transfer_queue.wire.messages.base import Location as Location
 from transfer_queue.wire.messages.base import Message as Message
 from transfer_queue.wire.messages.base import Piece as Piece
+from transfer_queue.wire.messages.base import Remote as Remote
 from transfer_queue.wire.messages.base import Reply as Reply
 from transfer_queue.wire.messages.base import Request as Request
 from transfer_queue.wire.messages.base import Tags as Tags
@@ -67,9 +72,8 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
-INLINE, ELSEWHERE = -1, -2  # arena numbers of pieces that ride in the payload, or lie on another unit
 UNIT_SHIFT = 40  # the bits of a block number above these name its unit
 DONE = -1  # the lease of an empty `RowSet`: nothing is left to wait for
 PASSED = -2  # likewise: nothing is left of this batch of a rank, whose next one may be asked for

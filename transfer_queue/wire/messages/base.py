@@ -23,12 +23,31 @@ class Reply(Message):
     rid: int
 
 
-class Piece(msgspec.Struct, array_like=True, gc=False):
-    """One block of a reply. `arena` is INLINE when its bytes ride in the payload at `offset`, ELSEWHERE when they lie
-    on the unit that the block's number names and have to be taken from there."""
+class Inline(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=0):
+    """The bytes ride in the payload of the message, at `offset`."""
 
-    block: int
+    offset: int
+
+
+class InArena(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=1):
+    """The bytes lie in shared memory of the server that says so; whoever is told has them pinned, and maps them."""
+
     arena: int
     offset: int
-    nbytes: int
-    layout: int
+
+
+class Remote(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=2):
+    """The bytes lie on the unit that the block's number names, and have to be taken from there."""
+
+
+Location: TypeAlias = Inline | InArena | Remote
+REMOTE = Remote()
+
+
+class Piece(msgspec.Struct, array_like=True, gc=False):
+    """One block of a reply. `layout` is the position of its layout in the reply's list."""
+
+    block: int
+    nbytes: int = 0
+    layout: int = 0
+    location: Location = REMOTE
