@@ -60,9 +60,10 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     """All settings of one server process; travels as JSON over its standard input.
 
     run_dir: directory (mode 0700) for its sockets. owner_pid: end when this process ends (0: standalone); owner_start:
-    when that began (`processes.ProcessIdentity`; 0: not known). linger_s: end when nobody has been attached for so long
-    (None: stay). job: for whom it was started, as a person reads it. lock: a descriptor to close once it listens (-1:
-    none). host, port, token: serve TCP there, peers must know the token ("" : no TCP). unit_token: what
+    when that began (`processes.ProcessIdentity`; 0: not known). linger_s: end when nobody has been attached for so
+    long (None: stay).
+    job: for whom it was started, as a person reads it. lock: a descriptor to close once it listens (-1: none).
+    host, port, token: serve TCP there, peers must know the token ("" : no TCP). unit_token: what
     servers that join as storage units must know besides (""; none may). join: the address of the controller's
     server ("tcp:HOST:PORT"), of whose service this is one more storage unit ("": this is the controller's server;
     max_rows, reserved_rows, sampler and client do not count for others). budget_nbytes: bytes of all blocks (0: see
