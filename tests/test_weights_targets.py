@@ -63,6 +63,7 @@ def test_a_failure_in_the_middle_changes_nothing(mode: str, monkeypatch: pytest.
     assert (receiver.installed().version, receiver.state) == (1, State.INSTALLED)
     install(receiver, full(new, 2))
     assert same(live(receiver), new)
+    assert len(held) == 4
 
 
 def test_a_copy_that_was_interrupted_is_done_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

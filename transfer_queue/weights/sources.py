@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -29,13 +30,20 @@ class TensorMeta(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Named tensors in an order that is the same every time. The weights must not change while they are read."""
+    """Named tensors in an order that is the same every time. The weights must not change while they are read.
+
+    Every method is called in the thread that sends (`send_weights`, `pack`), so its `no_grad`, its device and its
+    current stream hold. What `tensors` gives may be the result of work that is still queued on that stream.
+    """
 
     def specs(self) -> list[TensorMeta]:
         """What `tensors` gives, without loading it."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Contiguous tensors, one at a time, on any device. Each stays as it is while it is referenced."""
+        """Contiguous tensors, one at a time, on any device. Each stays as it is while it is referenced.
+
+        Trainer engines begin this once for each version, and go through it to the end unless the version is given up.
+        """
 
     def aliases(self) -> dict[str, str]:
         """Further names of the tensors (tied weights): alias -> name."""
@@ -71,6 +79,24 @@ class ModuleSource(StateDictSource):
         super().__init__(named_weights(module))
 
 
+class Once:
+    """The tensors of a source, read when made, for those who need them several times. Holds them."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._specs = source.specs()
+        self._aliases = source.aliases()
+        self._tensors = list(source.tensors())
+
+    def specs(self) -> list[TensorMeta]:
+        return list(self._specs)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors
+
+    def aliases(self) -> dict[str, str]:
+        return dict(self._aliases)
+
+
 class SafetensorsSource:
     """The tensors of a folder: those its index names, or its only *.safetensors file. Mapped, never all in memory."""
 
@@ -99,9 +125,9 @@ class SafetensorsSource:
         return list(self._specs)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for path in dict.fromkeys(path for path, _ in self._names):
+        for path, found in itertools.groupby(self._names, key=lambda one: one[0]):
             with safe_open(path, framework="pt") as file:
-                for name in [name for where, name in self._names if where == path]:
+                for _, name in found:
                     yield name, file.get_tensor(name)
 
     def aliases(self) -> dict[str, str]:
@@ -112,6 +138,21 @@ def named_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name; tied ones under each of their names. They are the module's own."""
     found = module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in found.items() if name.rpartition(".")[2] != EXTRA_STATE}
+
+
+def weights_called(module: torch.nn.Module, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    """These of `named_weights` (and perhaps others), without going through all of them where that is possible."""
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        path, _, last = name.rpartition(".")
+        part: torch.nn.Module | None = module
+        for step in path.split(".") if path else ():
+            part = None if part is None else part._modules.get(step)
+        held = None if part is None else part._parameters.get(last, part._buffers.get(last))
+        if held is None:
+            return named_weights(module)  # a module with a state dict of its own kind
+        found[name] = held
+    return found
 
 
 def ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -126,7 +126,7 @@ class Exchange:
         self._to_other, self._few, self._at_once = [], [], []
         alone = _references_to_one()
         for one in self._stand_ins:
-            if one.other.requires_grad and (sys.getrefcount(one.other) > alone or one.other._use_count() > 1):
+            if one.other.requires_grad and (sys.getrefcount(one.other) > alone or _num_uses(one.other) > 1):
                 _lead(one.other, one.live)
 
 
@@ -164,6 +164,11 @@ def _references_to_one() -> int:
     """What `sys.getrefcount` says of a tensor in a `StandIn` that nobody else holds."""
     one = StandIn(torch.nn.Parameter(torch.empty(0)), torch.empty(0), torch.empty(0), [])
     return sys.getrefcount(one.live)
+
+
+def _num_uses(tensor: Any) -> int:
+    """A graph of autograd is one."""
+    return int(tensor._use_count())
 
 
 def _lead(other: torch.Tensor, live: torch.Tensor) -> None:

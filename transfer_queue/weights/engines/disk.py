@@ -17,11 +17,13 @@ import contextlib
 import fcntl
 import functools
 import json
+import math
 import mmap
 import os
 import secrets
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,20 +61,38 @@ class DiskInfo(InitInfo, kw_only=True):
 
 
 class Aligned:
-    """A source with its tensors of larger elements first: without gaps, each is then aligned. A source with several
-    sizes of elements is read once for each."""
+    """A source with its tensors ordered so that all are aligned without gaps: those of the size of elements that most
+    bytes have, then the others, larger elements first. Others that came before are held until then."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
+        self._specs = source.specs()
+        nbytes: Counter[int] = Counter()
+        for _, dtype, shape in self._specs:
+            nbytes[dtype.itemsize] += math.prod(shape) * dtype.itemsize
+        self._main = max(nbytes, key=lambda size: nbytes[size], default=1)
+        self._sizes = [self._main, *sorted(set(nbytes) - {self._main}, reverse=True)]
 
     def specs(self) -> list[TensorMeta]:
-        return sorted(self._source.specs(), key=lambda spec: -spec.dtype.itemsize)
+        return sorted(self._specs, key=lambda spec: self._sizes.index(spec.dtype.itemsize))
+
+    def plan(self, bucket_nbytes: int) -> Plan:
+        """Without gaps; the others have buckets of their own."""
+        specs = self.specs()
+        num = sum(spec.dtype.itemsize == self._main for spec in specs)
+        main, rest = (plan(part, bucket_nbytes, align=1) for part in (specs[:num], specs[num:]))
+        moved = (place._replace(bucket=place.bucket + len(main.buckets)) for place in rest.placements)
+        return Plan((*main.placements, *moved), main.buckets + rest.buckets)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for size in dict.fromkeys(spec.dtype.itemsize for spec in self.specs()):
-            for name, tensor in self._source.tensors():
-                if tensor.dtype.itemsize == size:
-                    yield name, tensor
+        held: dict[int, list[tuple[str, torch.Tensor]]] = {size: [] for size in self._sizes}
+        for name, tensor in self._source.tensors():
+            if tensor.dtype.itemsize == self._main:
+                yield name, tensor
+            else:
+                held.setdefault(tensor.dtype.itemsize, []).append((name, tensor))
+        for found in held.values():
+            yield from found
 
     def aliases(self) -> dict[str, str]:
         return self._source.aliases()
@@ -143,13 +163,13 @@ class DiskTrainer(TrainerEngine):
 
     def _write(self, draft: Draft, folder: Path, deadline: Deadline) -> Manifest:
         source = Aligned(draft.source)
-        where = plan(source.specs(), self.info.bucket_nbytes, align=1)
+        where = source.plan(self.info.bucket_nbytes)
         digests: dict[str, str] = {}
+        by_bucket = where.by_bucket()
         for packed in pack(source, where):
             deadline.left("writing the version")
-            places = [place for place in where.placements if place.bucket == packed.bucket]
             with open(folder / shard_name(packed.bucket, len(where.buckets)), "wb") as file:
-                file.write(_header(places))
+                file.write(_header(by_bucket[packed.bucket]))
                 file.write(packed.data.numpy().data)
                 self._flush(file)
             digests.update(packed.digests)

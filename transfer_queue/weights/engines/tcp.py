@@ -27,7 +27,7 @@ from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import pack_into, plan
 from transfer_queue.weights.receiver import Receiver, VersionInfo
 from transfer_queue.weights.room import room
-from transfer_queue.weights.sources import WeightSource, named_weights
+from transfer_queue.weights.sources import WeightSource, weights_called
 from transfer_queue.wire.address import Address
 
 NUM_STREAMS = 2
@@ -190,7 +190,7 @@ class Installed:
         with self._engine.receiver.reading() as live:
             if live.tag.root != manifest.root:
                 raise gone(key)
-            weights = named_weights(live.module)
+            weights = weights_called(live.module, [spec.name for spec in manifest.in_bucket(index)])
             for spec in manifest.in_bucket(index):
                 source = byte_view(weights[spec.name].detach().contiguous().cpu()).numpy()
                 into = place[spec.offset : spec.offset + spec.nbytes].numpy()
