@@ -14,6 +14,7 @@ says; one that is called over a network takes none without.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -32,7 +33,17 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from transfer_queue.errors import BadManifest, DigestMismatch, InvalidInput, NotSupported, StaleVersion, VersionGone
+from transfer_queue.errors import (
+    BadManifest,
+    DigestMismatch,
+    InvalidInput,
+    NotSupported,
+    ServiceUnavailable,
+    StaleVersion,
+    StoreFull,
+    TransferQueueError,
+    VersionGone,
+)
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.engines.drafts import Draft, label_of
 from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
@@ -44,6 +55,7 @@ from transfer_queue.weights.sources import _SAFETENSORS, INDEX, TensorMeta, Weig
 
 LATEST, LEASE, MANIFEST, TEMPORARY = "LATEST", "lease", "manifest.json", ".tmp-"
 _SPELLED = {dtype: spelled for spelled, dtype in _SAFETENSORS.items()}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LENGTH = struct.Struct("<Q")
 ROOT_VARIABLE = "TQ_WEIGHTS_ROOT"
 
@@ -123,9 +135,10 @@ class DiskTrainer(TrainerEngine):
             raise InvalidInput("versions on disk are full ones: other loaders could not read differences")
         super().__init__(info, client, source)
         self.root = Path(info.folder)
-        self.root.mkdir(parents=True, exist_ok=True)
-        for place in (self.root, *self.root.glob("adapter-*")):
-            _remove_leftovers(place)
+        with _writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            for place in (self.root, *self.root.glob("adapter-*")):
+                _remove_leftovers(place)
 
     def receivers_info(self) -> dict[str, Any]:
         return {"folder": str(self.root.resolve())}
@@ -138,19 +151,21 @@ class DiskTrainer(TrainerEngine):
 
     def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
         final = self.folder_of(draft.version, draft.label)
-        final.parent.mkdir(exist_ok=True)
-        if os.sep in self.epoch or final.exists():
-            raise StaleVersion(f"{final} exists already")
         temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
-        temporary.mkdir()
-        with _leased(temporary, fcntl.LOCK_EX):
+        with _writing(self.root):
+            final.parent.mkdir(exist_ok=True)
+            if os.sep in self.epoch or final.exists():
+                raise StaleVersion(f"{final} exists already")
             try:
-                manifest = self._write(draft, temporary, deadline)
-                os.rename(temporary, final)
+                temporary.mkdir()
+                with _leased(temporary, fcntl.LOCK_EX):
+                    manifest = self._write(draft, temporary, deadline)
+                    os.rename(temporary, final)
+                self._sync(final.parent)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
+                _remove(final)
                 raise
-        self._sync(final.parent)
         return manifest
 
     def _decide(self, manifest: Manifest) -> None:
@@ -184,11 +199,15 @@ class DiskTrainer(TrainerEngine):
     def _point(self, final: Path) -> None:
         """Have LATEST name it."""
         temporary = self.root / f"{TEMPORARY}{LATEST}"
-        with open(temporary, "wb") as file:
-            file.write(final.name.encode())
-            self._flush(file)
-        os.rename(temporary, final.parent / LATEST)
-        self._sync(final.parent)
+        with _writing(self.root):
+            try:
+                with open(temporary, "wb") as file:
+                    file.write(final.name.encode())
+                    self._flush(file)
+                os.rename(temporary, final.parent / LATEST)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._sync(final.parent)
 
     def _flush(self, file: Any) -> None:
         file.flush()
@@ -218,12 +237,27 @@ def _index(where: Plan, manifest: Manifest) -> bytes:
 
 
 @contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the file system refuses within is raised as `StoreFull` where room is missing, else `ServiceUnavailable`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TransferQueueError):
+            raise
+        if error.errno in FULL:
+            raise StoreFull(f"the file system of {folder} is full, no version was left there: {error}") from error
+        raise ServiceUnavailable(f"nothing can be written to {folder}: {error}") from error
+
+
+@contextlib.contextmanager
 def _leased(folder: Path, kind: int) -> Iterator[None]:
     """Hold the lease of a version while within; `VersionGone` when it is being deleted, or was."""
     flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
     try:
         fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
     except OSError as error:
+        if error.errno in FULL:
+            raise
         raise VersionGone(f"no version in {folder}: {error.strerror}") from None
     try:
         try:
@@ -250,6 +284,8 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
+    if not folder.exists():
+        return
     with contextlib.suppress(VersionGone), _leased(folder, fcntl.LOCK_EX):
         doomed = folder.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         os.rename(folder, doomed)  # nobody opens it half deleted

@@ -310,8 +310,8 @@ class TrainerEngine(ABC):
             self._lead(manifest, self.update_info(manifest, deadline), deadline)
             is_open = True
             self._hear(manifest, deadline)
+            self._decide(manifest)  # where this fails nobody has the version
             self._newest[draft.label] = manifest
-            self._decide(manifest)
             times.append(time.monotonic())
             is_open = None
             self._call(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
