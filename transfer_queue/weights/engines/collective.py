@@ -32,7 +32,7 @@ from transfer_queue.weights.packing import Plan, digests, pack, plan
 from transfer_queue.weights.receiver import Receiver
 from transfer_queue.weights.room import room
 from transfer_queue.weights.sources import Once, WeightSource
-from transfer_queue.wire.address import Address, host_towards
+from transfer_queue.wire.address import Address, advertised, host_towards
 
 dist: Any = torch.distributed  # its stubs lack the stores and process groups
 ENDING_S = 1.0  # how long a broadcast may still run after the receivers have answered
@@ -145,7 +145,7 @@ class CollectiveTrainer(TrainerEngine):
 
     def receivers_info(self) -> dict[str, Any]:
         return {
-            "host": self.info.host, "port": self._store.port, "round": self._round, "rank_offset": 1,
+            "host": advertised(self.info.host), "port": self._store.port, "round": self._round, "rank_offset": 1,
             "world_size": self.info.world_size, "backend": self.info.backend, "device": self.info.device,
         }  # fmt: skip
 
