@@ -19,7 +19,7 @@ import torch
 from transfer_queue.errors import DigestMismatch, InvalidInput, NotOpen, ShapeMismatch
 from transfer_queue.weights.device import digest_at
 from transfer_queue.weights.digest import DEVICE_ALGO, byte_view
-from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.drafts import Draft
 from transfer_queue.weights.engines.handles import (
     Handle,
@@ -200,6 +200,11 @@ class CudaIpcEngine(Engine):
         for bucket in wanted:
             self.receiver.stage(bucket, data[: manifest.buckets[bucket]])
         synchronize(data.device)  # the trainer may write it once this call has returned
+
+    def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
+        """A bucket that came is no news; that the version is verified, committed or refused is."""
+        if outcome.version is None or outcome.code or outcome.installed or self._manifest is not None:
+            super()._tell(outcome, deadline)
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
         raise InvalidInput("there is nothing to join: use tcp, shm or disk for it")
