@@ -45,8 +45,9 @@ NUM_MAPPED = 4  # more than a trainer has in turn, with its default settings
 
 class ShmTrainerInfo(TrainerInfo, kw_only=True):
     """`keep`: versions that can be fetched, and pieces of memory kept for the next. `socket`: a path, or `@NAME`
-    (default: a name made up) for one without a file. `recheck`: receivers read everything again to check it. `warm`: make
-    that memory at once, `keep` + 1 pieces; without it the first updates do, and take several times as long."""
+    (default: a name made up) for one without a file. `recheck`: receivers read everything again to check it.
+
+    `warm`: make that memory at once, `keep` + 1 pieces; else the first updates do, and take several times as long."""
 
     socket: str = ""
     token: str = ""

@@ -34,8 +34,9 @@ NUM_STREAMS = 2
 
 
 class TcpTrainerInfo(TrainerInfo, kw_only=True):
-    """`keep`: versions held in memory. `token`: made up when empty; the control plane brings it to the receivers. `warm`:
-    memory is touched when the two meet, up to 1 GiB on each side, not by the first updates."""
+    """`keep`: versions held in memory. `token`: made up when empty; the control plane brings it to the receivers.
+
+    `warm`: memory is touched when the two meet, up to 1 GiB on each side, not by the first updates."""
 
     host: str = "127.0.0.1"
     port: int = 0
