@@ -263,3 +263,107 @@ def test_engines_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.engine("twice")
     with pytest.raises(InvalidInput, match="already"):
         registry.register("theirs", "mine:Engine")
+
+
+FULL_DISK = """
+import ctypes, os, resource, sys
+import torch
+from tests_path import *
+from test_weights_engines_disk import Setup, copy_of, drawn, same, Net
+from pathlib import Path
+from transfer_queue.errors import StoreFull
+
+def refused(disk, seed):
+    before = sorted(os.listdir(disk.folder))
+    try:
+        disk.send(seed)
+    except StoreFull as error:
+        assert str(disk.folder) in str(error), error
+        assert sorted(os.listdir(disk.folder)) == before, os.listdir(disk.folder)
+        return True
+
+def go_on(disk):
+    assert same(copy_of(disk.module), drawn(Net(), 1))
+    assert disk.engine.receiver.installed().version == 1
+    disk.send(3)
+    assert same(copy_of(disk.module), drawn(Net(), 3))
+    assert sorted(os.listdir(disk.folder)) == sorted([*disk.versions(), "LATEST"])
+    print(disk.versions()[-1])
+    disk.trainer.shutdown()
+    disk.engine.shutdown()
+""".replace("from tests_path import *", f"sys.path.insert(0, {os.path.dirname(__file__)!r})")
+
+
+def test_a_version_that_may_not_be_as_large_is_refused_by_type_and_leaves_nothing(child: Any, tmp_path: Path) -> None:
+    steps = f"""
+disk = Setup(Path({str(tmp_path / "versions")!r}))
+disk.send(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+assert refused(disk, 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+go_on(disk)
+"""
+    assert child(FULL_DISK + steps).finish() == "v000000000002-e"
+
+
+SMALL = """
+libc, where = ctypes.CDLL(None, use_errno=True), {where!r}
+if (
+    libc.unshare(0x20000)
+    or libc.mount(b"none", b"/", None, 0x4000 | 1 << 18, None)
+    or libc.mount(b"tmpfs", where.encode(), b"tmpfs", 0, b"size=256k")
+):
+    print("not permitted", flush=True)
+    sys.exit()
+
+def fill():
+    with open(os.path.join(where, "ballast"), "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+disk = Setup(Path(where) / "versions")
+disk.send(1)
+"""
+
+
+def on_a_small_disk(child: Any, tmp_path: Path, steps: str) -> str:
+    """What the steps print on a file system of 256 KiB with one version on it."""
+    found: str = child(FULL_DISK + SMALL.format(where=str(tmp_path)) + steps).finish()
+    if found == "not permitted":
+        pytest.skip("only root may mount a small file system")
+    return found
+
+
+def test_a_full_disk_gives_up_the_version_and_the_next_one_is_taken_once_there_is_room(
+    child: Any, tmp_path: Path
+) -> None:
+    steps = """
+fill()
+assert refused(disk, 2)
+assert refused(disk, 2)
+os.unlink(os.path.join(where, "ballast"))
+go_on(disk)
+"""
+    assert on_a_small_disk(child, tmp_path, steps) == "v000000000002-e"
+
+
+def test_a_disk_that_is_full_when_the_version_is_decided_gives_it_up_everywhere(child: Any, tmp_path: Path) -> None:
+    steps = """
+update = disk.engine.update_weights
+
+def and_then_full(info):
+    update(info)
+    if not info.get("abort"):
+        fill()
+
+disk.client.update_weights = lambda info: and_then_full(info)
+assert refused(disk, 2)
+assert disk.engine.receiver.state.value == "installed"
+del disk.client.update_weights
+os.unlink(os.path.join(where, "ballast"))
+go_on(disk)
+"""
+    assert on_a_small_disk(child, tmp_path, steps) == "v000000000003-e"

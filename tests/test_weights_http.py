@@ -258,3 +258,23 @@ def test_every_error_has_a_status() -> None:
 
 def _leaves(kind: type[TransferQueueError]) -> list[type[TransferQueueError]]:
     return [kind, *(leaf for child in kind.__subclasses__() for leaf in _leaves(child))]
+
+
+HIDDEN = """
+import sys
+sys.modules[{module!r}] = None  # as if it were not installed
+from transfer_queue.weights.http import WeightSyncClient
+try:
+    from transfer_queue.weights.http import {name}
+except ImportError as error:
+    print(error.name, "transfer-queue[http]" in str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("uvicorn", "serve"), ("starlette", "serve"), ("starlette", "control_app")]
+)
+def test_without_its_extra_serving_says_what_to_install_and_the_client_works(
+    fresh_child: Any, module: str, name: str
+) -> None:
+    assert fresh_child(HIDDEN.format(module=module, name=name)).finish().endswith(" True")

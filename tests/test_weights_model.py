@@ -24,7 +24,7 @@ from transfer_queue.errors import (
     UpdateInProgress,
     WrongEpoch,
 )
-from transfer_queue.weights import Flip, InPlace, Receiver, State, Swap, targets
+from transfer_queue.weights import Flip, InPlace, Receiver, State, Swap, stand_ins, targets
 from transfer_queue.weights.targets import Target
 
 MODES: dict[str, Callable[[], Target]] = {
@@ -124,20 +124,20 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(call=st.integers(0, 4))
     def commit_fails(self, call: int) -> None:
-        good, calls = {name: getattr(targets, name) for name in ("_put", "_point")}, []
+        calls: list[object] = []
 
-        def failing(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
-            def step(into: torch.Tensor, tensor: torch.Tensor) -> None:
-                calls.append(name)
+        def failing(good: Callable[..., None]) -> Callable[..., None]:
+            def step(*args: Any) -> None:
+                good(*args)
+                calls.append(good)
                 if len(calls) == call + 1:
                     raise OSError("full")
-                good[name](into, tensor)
 
             return step
 
         with pytest.MonkeyPatch.context() as patch:
-            for name in good:
-                patch.setattr(targets, name, failing(name))
+            for place, name in ((targets, "_put"), (stand_ins, "point"), (stand_ins.Exchange, "turn")):
+                patch.setattr(place, name, failing(getattr(place, name)))
             try:
                 self.commit()
             except CommitFailed:

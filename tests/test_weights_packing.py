@@ -23,7 +23,6 @@ from transfer_queue.weights import (
     digests,
     pack,
     plan,
-    plan_vllm,
     seal,
     unpack,
 )
@@ -67,41 +66,10 @@ def test_a_tensor_larger_than_a_bucket_has_one_of_its_own() -> None:
     assert plan(sized(10, 500, 10, 20), 100).buckets == (10, 500, 84)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "buckets"),
-    [
-        ((60, 40, 10), (110,)),  # an exact fit does not close a bucket
-        ((60, 41, 10), (101, 10)),  # the crossing tensor is the last one in
-        ((500, 10, 95), (500, 105)),
-        ((101, 0), (101, 0)),  # an empty tensor at the end is a broadcast of no bytes
-        ((0, 101, 1), (101, 1)),
-        ((), ()),
-    ],
-)
-def test_vllms_cut(sizes: tuple[int, ...], buckets: tuple[int, ...]) -> None:
-    found = plan_vllm(sized(*sizes), 100)
-    assert found.buckets == buckets
-    together = [
-        sum(place.nbytes for place in found.placements if place.bucket == index) for index in range(len(buckets))
-    ]
-    assert together == list(buckets)
-
-
-def test_vllms_layout_has_no_gaps_and_mixes_dtypes() -> None:
-    specs = [
-        TensorMeta("a", torch.int8, (3,)),
-        TensorMeta("b", torch.float32, ()),
-        TensorMeta("c", torch.bfloat16, (2, 2)),
-    ]
-    assert [(place.bucket, place.offset, place.nbytes) for place in plan_vllm(specs, 6).placements] == [
-        (0, 0, 3), (0, 3, 4), (1, 0, 8),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("planned", [lambda specs: plan(specs, 64), lambda specs: plan_vllm(specs, 20)])
-def test_packing_and_unpacking_give_back_every_dtype_and_shape(planned: Any) -> None:
+@pytest.mark.parametrize("align", [1, 64])
+def test_packing_and_unpacking_give_back_every_dtype_and_shape(align: int) -> None:
     source = StateDictSource(ODD)
-    where = planned(source.specs())
+    where = plan(source.specs(), 64, align)
     manifest = seal(where, digests(source), version=1, epoch="e")
     found: dict[str, torch.Tensor] = {}
     for packed in pack(source, where):

@@ -10,7 +10,7 @@ import torch
 from weights import Net, Tied, copy_of, delta, drawn, full, install, same
 
 from transfer_queue.errors import CommitFailed, DeadlineExceeded, Incomplete, InvalidInput, ShapeMismatch, UnknownTensor
-from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, State, Swap, targets
+from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, State, Swap, stand_ins, targets
 from transfer_queue.weights.targets import Target
 
 MODES = {"in place": InPlace, "swap": Swap, "flip": lambda module, **more: Flip(module, type(module)(), **more)}
@@ -38,29 +38,32 @@ def test_a_version_becomes_live(make: Make) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failure_in_the_middle_changes_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    receiver = Receiver(MODES[mode](Net(), **({"undo": True} if mode == "in place" else {})))
+    module = Net()
+    held = list(module.parameters())  # so `Swap` sets them one by one
+    receiver = Receiver(MODES[mode](module, **({"undo": True} if mode == "in place" else {})))
     old, new = drawn(Net(), 1), drawn(Net(), 2)
     install(receiver, full(old, 1))
-    good = {"_put": targets._put, "_point": targets._point}
+    good = {targets: ("_put", targets._put), stand_ins: ("point", stand_ins.point)}
     calls = []
 
-    def failing(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def failing(put: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[[torch.Tensor, torch.Tensor], None]:
         def step(into: torch.Tensor, tensor: torch.Tensor) -> None:
-            calls.append(name)
+            calls.append(into)
             if len(calls) == 3:
                 raise OSError("the device fell off")
-            good[name](into, tensor)
+            put(into, tensor)
 
         return step
 
-    for name in good:
-        monkeypatch.setattr(targets, name, failing(name))
+    for place, (name, put) in good.items():
+        monkeypatch.setattr(place, name, failing(put))
     with pytest.raises(CommitFailed, match="fell off"):
         install(receiver, full(new, 2))
     assert same(live(receiver), old)
     assert (receiver.installed().version, receiver.state) == (1, State.INSTALLED)
     install(receiver, full(new, 2))
     assert same(live(receiver), new)
+    assert len(held) == 4
 
 
 def test_a_copy_that_was_interrupted_is_done_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,35 @@ def test_an_update_a_failed_load_and_a_trainer_that_left_an_update_open(
     caplog.clear()  # its tracebacks hold the weights
 
 
+def test_buckets_in_mapped_memory_come_one_by_one_and_a_fault_in_them_is_heard(tmp_path: Path) -> None:
+    from transfer_queue.weights.vllm.engine import CudaIpcWorker
+
+    made = CudaIpcWorker(None, config(tmp_path), torch.device("cpu"), Model())
+    told: list[tuple[int, str]] = []  # what has come when each call is answered
+
+    class Watching(Client):
+        def update_weights(self, info: Any) -> None:
+            super().update_weights(info)
+            if not info.get("abort"):
+                assert made._lane.ended(0.0)
+                told.append((info["bucket"], made._engine.receiver.state.value))
+
+    given = weights(2.0)
+    info = {"device": "cpu", "num_receivers": 4, "bucket_nbytes": 16}
+    trainer = registry.trainer("cuda_ipc").trainer_init(info, client=Watching(made), source=StateDictSource(given))
+    assert trainer.send_weights(deadline_s=20).version == 1
+    assert float(made.model.linear.bias.detach().max()) == 2.0
+    assert told == [(0, "open"), (1, "ready")]
+    trainer._source = StateDictSource({**given, "linear.bias": torch.ones(3)})
+    with pytest.raises(ShapeMismatch):
+        trainer.send_weights(deadline_s=20)
+    trainer._source = StateDictSource(weights(3.0))
+    assert trainer.send_weights(deadline_s=20).version == 3
+    assert float(made.model.linear.bias.detach().max()) == 3.0
+    made.shutdown()
+    trainer.shutdown()
+
+
 @pytest.mark.parametrize("nonsense", [None, 3, [], {}, {"version": "x"}, {"address": 1}, {"abort": True}])
 def test_nonsense_raises_nowhere(tmp_path: Path, nonsense: Any) -> None:
     made = worker(tmp_path)

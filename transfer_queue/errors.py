@@ -240,7 +240,7 @@ class DeadlineExceeded(ServiceError, TimeoutError, RuntimeError):
 
 
 class StoreFull(ServiceError, RuntimeError):
-    """The byte or row budget was exhausted until the deadline."""
+    """The byte or row budget was exhausted until the deadline; or the file system to write to is full."""
 
     code = "store_full"
 

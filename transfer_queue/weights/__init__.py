@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from transfer_queue.weights.packing import digests as digests
     from transfer_queue.weights.packing import pack as pack
     from transfer_queue.weights.packing import plan as plan
-    from transfer_queue.weights.packing import plan_vllm as plan_vllm
     from transfer_queue.weights.packing import seal as seal
     from transfer_queue.weights.packing import unpack as unpack
     from transfer_queue.weights.receiver import CommitInfo as CommitInfo
@@ -60,7 +59,7 @@ _HOMES = {
     "delta": ("DeltaSource",),
     "gate": ("Gate",),
     "manifest": ("Manifest", "TensorSpec"),
-    "packing": ("Packed", "Plan", "digests", "pack", "plan", "plan_vllm", "seal", "unpack"),
+    "packing": ("Packed", "Plan", "digests", "pack", "plan", "seal", "unpack"),
     "receiver": ("CommitInfo", "Receiver", "State", "VersionInfo"),
     "sources": ("ModuleSource", "SafetensorsSource", "StateDictSource", "WeightSource"),
     "spans": ("Span", "Spans"),

@@ -24,6 +24,7 @@ from xxhash import xxh3_128
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.errors import ProtocolError, ShapeMismatch, StaleBase, UnknownTensor
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.weights.device import ready
 from transfer_queue.weights.digest import STEP_NBYTES, byte_view, digest_tensor
 from transfer_queue.weights.manifest import Contents, Entry, Manifest, Stored, TensorSpec, expand, root_of
 from transfer_queue.weights.packing import NUM_THREADS, Placement, Plan
@@ -218,14 +219,19 @@ class DeltaSource:
         self._stored: dict[str, torch.Tensor] = {}
         old: Contents = {}
 
-        def compare(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor, Difference]:
-            name, tensor = item
+        def compare(name: str, tensor: torch.Tensor, written: torch.Event | None) -> Difference:
             if name not in base:
                 raise UnknownTensor(f"the base has no {name!r}: send a full version")
-            return name, tensor, difference(base[name], tensor)
+            if written is not None:
+                written.synchronize()
+            return difference(base[name], tensor)
 
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-delta") as helpers:
-            for name, tensor, (stored, digest) in helpers.map(compare, new.tensors()):
+            comparing = [
+                (name, tensor, helpers.submit(compare, name, tensor, ready(tensor))) for name, tensor in new.tensors()
+            ]
+            for name, tensor, compared in comparing:
+                stored, digest = compared.result()
                 if stored is not None:
                     self._stored[name] = stored.clone() if stored is tensor else stored
                 self._contents[name] = Entry(dtype_name(tensor.dtype), tuple(tensor.shape), digest)

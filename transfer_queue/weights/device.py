@@ -19,6 +19,14 @@ from transfer_queue.weights.room import room
 STEP = 4 << 20  # words at a time: twice as many bytes as these have are needed meanwhile
 
 
+def ready(tensor: torch.Tensor) -> torch.Event | None:
+    """What another thread waits for (`synchronize`) before it reads a tensor that this thread's stream may be writing;
+    None on the CPU."""
+    if tensor.device.type == "cpu":
+        return None
+    return torch.accelerator.current_stream(tensor.device).record_event()
+
+
 def digest_at(tensor: torch.Tensor, algo: str) -> str:
     """The digest of a contiguous tensor's bytes; xxh3 needs a copy of them on the host."""
     if algo not in (ALGO, DEVICE_ALGO):

@@ -48,6 +48,9 @@ def copy_and_digest(into: Bytes, source: Bytes) -> str:
     """`into[:] = source`, and the digest of what `into` has then: `source` may be memory that others write."""
     if into.shape != source.shape:
         raise ValueError(f"{source.nbytes} bytes for a place of {into.nbytes}")
+    if into.nbytes <= STEP_NBYTES:
+        np.copyto(into, source)
+        return xxh3_128_hexdigest(into.data)
     state = xxh3_128()
     for start in range(0, into.nbytes, STEP_NBYTES):
         part = into[start : start + STEP_NBYTES]

@@ -7,6 +7,7 @@ what a trainer calls it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -67,7 +68,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Entry(self.dtype, self.shape, self.digest)
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """A version. `BadManifest` when made of parts that do not fit together.
 
     full: all of it. delta: the tensors that differ from version `base` with root `base_root`; `root` is the result's.
@@ -104,8 +105,21 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Every name, aliases too, and what it holds."""
         return expand({spec.name: spec.entry for spec in self.tensors}, self.aliases)
 
+    @functools.cached_property
+    def key(self) -> str:
+        """Names the manifest: the content, its packing and what it is called."""
+        return xxh3_128_hexdigest(self.encode())
+
+    @functools.cached_property
+    def by_bucket(self) -> list[list[TensorSpec]]:
+        """The tensors in each bucket, in their order."""
+        found: list[list[TensorSpec]] = [[] for _ in self.buckets]
+        for spec in self.tensors:
+            found[spec.bucket].append(spec)
+        return found
+
     def in_bucket(self, index: int) -> list[TensorSpec]:
-        return [spec for spec in self.tensors if spec.bucket == index]
+        return self.by_bucket[index]
 
     def encode(self) -> bytes:
         """Canonical JSON."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,11 +14,15 @@ import torch
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.codec.layout import ALIGN
 from transfer_queue.errors import InvalidInput, ShapeMismatch
+from transfer_queue.memory.bytes import Bytes
+from transfer_queue.weights.device import ready
 from transfer_queue.weights.digest import ALGO, byte_view, copy_and_digest, digest_of, digest_tensor
 from transfer_queue.weights.manifest import Entry, Kind, Manifest, TensorSpec, expand, root_of
 from transfer_queue.weights.sources import TensorMeta, WeightSource
 
 BUCKET_NBYTES = 256 << 20
+SMALL_NBYTES = 64 << 10  # handing over a copy to a thread costs more
+AHEAD_NBYTES = 64 << 20
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -36,6 +40,13 @@ class Plan(NamedTuple):
 
     placements: tuple[Placement, ...]
     buckets: tuple[int, ...]
+
+    def by_bucket(self) -> list[list[Placement]]:
+        """The placements of each bucket, in their order. Goes through all of them."""
+        found: list[list[Placement]] = [[] for _ in self.buckets]
+        for placement in self.placements:
+            found[placement.bucket].append(placement)
+        return found
 
 
 class Packed(NamedTuple):
@@ -63,22 +74,10 @@ def plan(specs: Iterable[TensorMeta], bucket_nbytes: int = BUCKET_NBYTES, align:
     return Plan(tuple(placements), tuple(buckets))
 
 
-def plan_vllm(specs: Iterable[TensorMeta], buffer_nbytes: int = 1 << 30) -> Plan:
-    """The buckets of vLLM's packed broadcast: tensors without gaps, cut after the one with which there are more than
-    `buffer_nbytes` (so a bucket may be larger than that). It is a wire format: sender and receiver compute it alone."""
-    placements: list[Placement] = []
-    buckets: list[int] = []
-    for spec in specs:
-        if not buckets or buckets[-1] > buffer_nbytes:
-            buckets.append(0)
-        placements.append(Placement(*spec, _nbytes(spec), len(buckets) - 1, buckets[-1]))
-        buckets[-1] += _nbytes(spec)
-    return Plan(tuple(placements), tuple(buckets))
-
-
 def pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor] | None = None) -> Iterator[Packed]:
     """The filled buckets, in order. While the caller moves one, threads fill the next into the other buffer.
 
+    The source is read in the caller's thread, the next bucket's tensors before a bucket is given.
     `buffers` are two flat uint8 CPU tensors as large as the largest bucket (made here when None): all memory used.
     Close the generator to stop early; it ends when the bucket in work is filled. Raises `ShapeMismatch` when the
     source gives other tensors than the plan has.
@@ -93,75 +92,78 @@ def pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor] | No
 
 def _pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor]) -> Iterator[Packed]:
     tensors = iter(source.tensors())
-    by_bucket: list[list[Placement]] = [[] for _ in where.buckets]
-    for placement in where.placements:
-        by_bucket[placement.bucket].append(placement)
-
+    by_bucket = where.by_bucket()
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-pack") as helpers:
-
-        def fill(bucket: int) -> list[Future[dict[str, str]]]:
-            share = _Share(by_bucket[bucket], tensors, buffers[bucket % 2])
-            return [helpers.submit(share.copy) for _ in range(NUM_THREADS)]
-
-        filling = fill(0) if by_bucket else []
+        filling = _Filling(helpers)
+        if by_bucket:
+            filling.fill(by_bucket[0], tensors, buffers[0])
         for bucket, nbytes in enumerate(where.buckets):
-            found: dict[str, str] = {}
-            for copied in filling:
-                found.update(copied.result())
+            found = filling.end()
             if bucket + 1 < len(by_bucket):
-                filling = fill(bucket + 1)
+                filling.fill(by_bucket[bucket + 1], tensors, buffers[(bucket + 1) % 2])
             yield Packed(bucket, buffers[bucket % 2][:nbytes], found)
 
 
 def pack_into(source: WeightSource, where: Plan, places: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Fill all buckets, each into its own flat uint8 CPU tensor; the digests. Raises as `pack` does."""
+    """Fill all buckets, each into its own flat uint8 CPU tensor; the digests. Reads and raises as `pack` does; holds
+    not much more than `AHEAD_NBYTES` of what the source gave."""
     tensors = iter(source.tensors())
-    found: dict[str, str] = {}
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-pack") as helpers:
-        for bucket, data in enumerate(places):
-            share = _Share([place for place in where.placements if place.bucket == bucket], tensors, data)
-            for copied in [helpers.submit(share.copy) for _ in range(NUM_THREADS)]:
-                found.update(copied.result())
-    return found
+        filling = _Filling(helpers, AHEAD_NBYTES)
+        for found, data in zip(where.by_bucket(), places, strict=True):
+            filling.fill(found, tensors, data)
+        return filling.end()
 
 
-class _Share:
-    """The tensors of one bucket, which several threads take in turn and copy at the same time."""
+class _Filling:
+    """Tensors on their way to their places: small ones are copied at once, threads copy the others.
 
-    def __init__(
-        self, places: list[Placement], tensors: Iterator[tuple[str, torch.Tensor]], data: torch.Tensor
+    Not more than `ahead_nbytes` wait for threads, if that is given."""
+
+    def __init__(self, helpers: ThreadPoolExecutor, ahead_nbytes: int | None = None) -> None:
+        self._helpers = helpers
+        self._ahead_nbytes = ahead_nbytes
+        self._digests: dict[str, str] = {}
+        self._copying: deque[tuple[Placement, Future[str]]] = deque()
+        self._nbytes = 0
+
+    def fill(
+        self, places: Sequence[Placement], tensors: Iterator[tuple[str, torch.Tensor]], data: torch.Tensor
     ) -> None:
-        self._places = iter(places)
-        self._tensors = tensors
-        self._data = data
-        self._turn = threading.Lock()
+        """Take the next tensors, in this thread, and bring them to their places in `data`."""
+        into = data.numpy()
+        for place in places:
+            name, tensor = next(tensors, ("no tensor", data))
+            if name != place.name or tensor.dtype != place.dtype or tensor.shape != place.shape:
+                raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} {list(tensor.shape)} instead of {place}")
+            part = into[place.offset : place.offset + place.nbytes]
+            if place.nbytes < SMALL_NBYTES and tensor.device.type == "cpu":
+                self._digests[name] = copy_and_digest(part, byte_view(tensor).numpy())
+                continue
+            self._copying.append((place, self._helpers.submit(_copy, tensor, ready(tensor), part)))
+            self._nbytes += place.nbytes
+            while self._ahead_nbytes is not None and self._nbytes > self._ahead_nbytes:
+                self._take_first()
 
-    def copy(self) -> dict[str, str]:
-        """Copy until none is left; the digests of those that this thread copied."""
-        found = {}
-        while (taken := self._take()) is not None:
-            place, tensor = taken
-            found[place.name] = _copy(tensor, self._data[place.offset : place.offset + place.nbytes])
+    def end(self) -> dict[str, str]:
+        """The digests, once all is copied."""
+        while self._copying:
+            self._take_first()
+        found, self._digests = self._digests, {}
         return found
 
-    def _take(self) -> tuple[Placement, torch.Tensor] | None:
-        with self._turn:
-            place = next(self._places, None)
-            if place is None:
-                return None
-            places, self._places = self._places, iter(())  # no other thread goes on after an error
-            name, tensor = next(self._tensors, ("no tensor", self._data))
-            if (name, tensor.dtype, tuple(tensor.shape)) != place[:3]:
-                raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} {list(tensor.shape)} instead of {place}")
-            self._places = places
-            return place, tensor
+    def _take_first(self) -> None:
+        place, copied = self._copying.popleft()
+        self._nbytes -= place.nbytes
+        self._digests[place.name] = copied.result()
 
 
-def _copy(tensor: torch.Tensor, into: torch.Tensor) -> str:
-    if tensor.device.type == "cpu":
-        return copy_and_digest(into.numpy(), byte_view(tensor).numpy())
-    into.copy_(byte_view(tensor))
-    return digest_of(into.numpy())
+def _copy(tensor: torch.Tensor, written: torch.Event | None, into: Bytes) -> str:
+    if written is None:
+        return copy_and_digest(into, byte_view(tensor).numpy())
+    written.synchronize()
+    torch.from_numpy(into).copy_(byte_view(tensor))
+    return digest_of(into)
 
 
 def digests(source: WeightSource) -> dict[str, str]:

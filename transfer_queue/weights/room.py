@@ -6,6 +6,8 @@ huge-page-advised, and up to `KEEP_NBYTES` of it stay with the process for the n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from transfer_queue.codec.layout import ALIGN
@@ -20,6 +22,18 @@ _mover = Mover()
 def room(nbytes: int) -> torch.Tensor:
     """Uninitialised bytes; they go back to the pool with the last tensor over them."""
     return torch.from_numpy(_pool.allocate(nbytes))
+
+
+def warm(sizes: Sequence[int], times: int = 1) -> None:
+    """Have memory for pieces of these sizes ready, `times` over, as far as it stays with the process: the first updates
+    take their bytes as fast as later ones then. Takes about 0.2 s a GB."""
+    held: list[torch.Tensor] = []
+    left = KEEP_NBYTES
+    for nbytes in [nbytes for _ in range(times) for nbytes in sizes]:
+        left -= nbytes
+        if left < 0:
+            break
+        held.append(room(nbytes).zero_())
 
 
 def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from transfer_queue.errors import InvalidInput, UnsupportedValue
+from transfer_queue.errors import InvalidInput, UnknownTensor, UnsupportedValue
 
 EXTRA_STATE = "_extra_state"  # what torch's `Module.get_extra_state` gives; not weights
+COMPILED = "_orig_mod"  # what torch.compile calls the module within
+Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
+_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 INDEX = "model.safetensors.index.json"
 _SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -29,13 +33,20 @@ class TensorMeta(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Named tensors in an order that is the same every time. The weights must not change while they are read."""
+    """Named tensors in an order that is the same every time. The weights must not change while they are read.
+
+    Every method is called in the thread that sends (`send_weights`, `pack`), so its `no_grad`, its device and its
+    current stream hold. What `tensors` gives may be the result of work that is still queued on that stream.
+    """
 
     def specs(self) -> list[TensorMeta]:
         """What `tensors` gives, without loading it."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Contiguous tensors, one at a time, on any device. Each stays as it is while it is referenced."""
+        """Contiguous tensors, one at a time, on any device. Each stays as it is while it is referenced.
+
+        Trainer engines begin this once for each version, and go through it to the end unless the version is given up.
+        """
 
     def aliases(self) -> dict[str, str]:
         """Further names of the tensors (tied weights): alias -> name."""
@@ -44,12 +55,15 @@ class WeightSource(Protocol):
 class StateDictSource:
     """The tensors of a mapping, in its order. Those that share all their memory are given once, under their first name.
 
-    Raises `UnsupportedValue` for what is no plain dense tensor with memory: a sharded, quantized, sparse or meta one.
+    `rename` says what they are to be called (see `new_names`). Raises `UnsupportedValue` for what is no plain dense
+    tensor with memory: a sharded, quantized, sparse or meta one.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, rename: Rename | None = None) -> None:
         for name, tensor in tensors.items():
             _check_plain(name, tensor)
+        called = new_names(list(tensors), rename)
+        tensors = {called[name]: tensor for name, tensor in tensors.items()}
         self._aliases = ties(tensors)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in self._aliases}
 
@@ -65,16 +79,40 @@ class StateDictSource:
 
 
 class ModuleSource(StateDictSource):
-    """The parameters and persistent buffers of a module as they are now (later in-place updates are seen)."""
+    """The parameters and persistent buffers of a module as they are now (later in-place updates are seen).
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(named_weights(module))
+    What torch.compile and DistributedDataParallel put before names, anywhere in the module, is left out (see
+    `named_weights`); `rename` is asked for what remains.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, rename: Rename | None = None) -> None:
+        super().__init__(named_weights(module), rename=rename)
+
+
+class Once:
+    """The tensors of a source, read when made, for those who need them several times. Holds them."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._specs = source.specs()
+        self._aliases = source.aliases()
+        self._tensors = list(source.tensors())
+
+    def specs(self) -> list[TensorMeta]:
+        return list(self._specs)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors
+
+    def aliases(self) -> dict[str, str]:
+        return dict(self._aliases)
 
 
 class SafetensorsSource:
-    """The tensors of a folder: those its index names, or its only *.safetensors file. Mapped, never all in memory."""
+    """The tensors of a folder: those its index names, or its only *.safetensors file. Mapped, never all in memory.
 
-    def __init__(self, folder: str | Path) -> None:
+    `rename` says what they are to be called (see `new_names`)."""
+
+    def __init__(self, folder: str | Path, *, rename: Rename | None = None) -> None:
         self._folder = Path(folder)
         self._names: list[tuple[Path, str]] = []
         self._specs: list[TensorMeta] = []
@@ -83,6 +121,8 @@ class SafetensorsSource:
                 self._read_header(self._folder / file, wanted)
             except (SafetensorError, OSError) as error:
                 raise InvalidInput(f"{self._folder / file}: {error}") from None
+        called = new_names([spec.name for spec in self._specs], rename)
+        self._specs = [spec._replace(name=called[spec.name]) for spec in self._specs]
 
     def _read_header(self, path: Path, wanted: set[str] | None) -> None:
         with safe_open(path, framework="pt") as file:
@@ -99,19 +139,85 @@ class SafetensorsSource:
         return list(self._specs)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for path in dict.fromkeys(path for path, _ in self._names):
+        called = iter(self._specs)
+        for path, found in itertools.groupby(self._names, key=lambda one: one[0]):
             with safe_open(path, framework="pt") as file:
-                for name in [name for where, name in self._names if where == path]:
-                    yield name, file.get_tensor(name)
+                for _, name in found:
+                    yield next(called).name, file.get_tensor(name)
 
     def aliases(self) -> dict[str, str]:
         return {}
 
 
 def named_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name; tied ones under each of their names. They are the module's own."""
-    found = module.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in found.items() if name.rpartition(".")[2] != EXTRA_STATE}
+    """Parameters and persistent buffers by name; tied ones under each of their names. They are the module's own.
+
+    Names are those of the module within: `_orig_mod.` (torch.compile) and, where the module is a
+    DistributedDataParallel or DataParallel, `module.` are left out wherever they stand. A module that somebody has
+    called `module` keeps its name.
+    """
+    state = module.state_dict(keep_vars=True)
+    found = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
+    if not any("module." in name or COMPILED in name for name in found):
+        return found
+    wrapped = {
+        f"{path}.module" if path else "module" for path, part in module.named_modules() if isinstance(part, _PARALLEL)
+    }
+    called = {name: _within(name, wrapped) for name in found}
+    if len(set(called.values())) < len(called):
+        return found
+    return {called[name]: tensor for name, tensor in found.items()}
+
+
+def new_names(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
+    """What each is to be called. torch.compile's `_orig_mod.` is left out; then `rename` is asked, a function, or a map
+    from old names to new ones (those that it lacks stay).
+
+    `UnknownTensor` when the map has a name that is not there, `InvalidInput` when two would be called the same, or a
+    name is no text.
+    """
+    plain = {name: _within(name, ()) for name in names}
+    if len(set(plain.values())) < len(plain):
+        plain = {name: name for name in names}
+    if isinstance(rename, Mapping):
+        unknown = sorted(set(rename) - set(plain.values()))
+        if unknown:
+            raise UnknownTensor(f"there is no {unknown[0]!r} to be renamed ({len(unknown)} such names)")
+        called = {name: rename.get(now, now) for name, now in plain.items()}
+    else:
+        called = {name: rename(now) if rename else now for name, now in plain.items()}
+    first: dict[str, str] = {}
+    for name, new in called.items():
+        if not isinstance(new, str) or not new:
+            raise InvalidInput(f"{name!r} cannot be called {new!r}")
+        if first.setdefault(new, name) != name:
+            raise InvalidInput(f"{first[new]!r} and {name!r} would both be called {new!r}")
+    return called
+
+
+def _within(name: str, wrapped: Collection[str]) -> str:
+    """The name without what compiled modules and those at the paths `wrapped` have put into it."""
+    steps = name.split(".")
+    return ".".join(
+        step
+        for at, step in enumerate(steps)
+        if at == len(steps) - 1 or not (step == COMPILED or (wrapped and ".".join(steps[: at + 1]) in wrapped))
+    )
+
+
+def weights_called(module: torch.nn.Module, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    """These of `named_weights` (and perhaps others), without going through all of them where that is possible."""
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        path, _, last = name.rpartition(".")
+        part: torch.nn.Module | None = module
+        for step in path.split(".") if path else ():
+            part = None if part is None else part._modules.get(step)
+        held = None if part is None else part._parameters.get(last, part._buffers.get(last))
+        if held is None:
+            return named_weights(module)  # a module with a state dict of its own kind
+        found[name] = held
+    return found
 
 
 def ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -21,9 +21,7 @@ class Staging:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._specs: list[list[TensorSpec]] = [[] for _ in manifest.buckets]
-        for spec in manifest.tensors:
-            self._specs[spec.bucket].append(spec)
+        self._specs = manifest.by_bucket
         self._lock = threading.Lock()
         self._buckets: dict[int, torch.Tensor] = {}
 

@@ -1,7 +1,7 @@
 """How verified tensors become the live weights of a torch module: copied in place, swapped in, or by changing modules.
 
     InPlace   under the lock, bytes are copied into the live tensors: addresses stay (CUDA graphs, compiled code, views)
-    Swap      under the lock, `tensor.data` is set: the pause does not depend on the size; addresses change
+    Swap      under the lock, tensors are given other memory: the pause does not depend on the size; addresses change
     Flip      a second module takes the bytes, then a reference changes: readers never wait; twice the memory
 
 `prepare` does all that can be done, and can fail, while the old weights serve. `commit` is all or nothing.
@@ -31,6 +31,7 @@ from transfer_queue.weights.lock import SharedLock
 from transfer_queue.weights.manifest import Contents
 from transfer_queue.weights.room import copies, write
 from transfer_queue.weights.sources import named_weights, ties
+from transfer_queue.weights.stand_ins import Exchange
 
 READ_TIMEOUT_S = 60.0
 Tensors = Mapping[str, torch.Tensor]
@@ -232,13 +233,14 @@ class InPlace(_ModuleTarget):
 
 
 class Swap(_ModuleTarget):
-    """Sets `data` of parameters and buffers: O(number of tensors), whatever their size.
+    """Gives parameters and buffers other memory, whatever their size: a tenth of a microsecond for each parameter that
+    only modules hold, one for each other tensor (`stand_ins`).
 
     Addresses change: not for CUDA graphs, nor for tensors that others hold views of (`InPlace` is). The parameters stay
     the same objects. Staged memory becomes the model's.
     """
 
-    def prepare(self, staged: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def prepare(self, staged: Tensors) -> Exchange:
         slots = named_weights(self._module)
         same = ties(slots)
         new: dict[str, torch.Tensor] = {}
@@ -250,27 +252,24 @@ class Swap(_ModuleTarget):
         objects = {
             id(slot): (slot, new[same.get(name, name)]) for name, slot in slots.items() if same.get(name, name) in new
         }
-        return list(objects.values())
+        return Exchange(self._module, list(objects.values()))
 
-    def commit(self, prepared: Any, tag: Any, timeout_s: float) -> Pause:
-        _synchronize(new for _, new in prepared)
+    def commit(self, prepared: Exchange, tag: Any, timeout_s: float) -> Pause:
+        _wait_for(prepared.devices)
+        prepared.ready()
         with self._lock.writing(timeout_s) as drain_s:
             start = time.monotonic()
-            _synchronize(new for _, new in prepared)  # kernels that read the old memory, which may be freed now
-            done: list[tuple[torch.Tensor, torch.Tensor]] = []
+            _wait_for(prepared.devices)  # kernels that read the old memory, which may be freed now
             try:
-                for live, new in prepared:
-                    done.append((live, live.data))
-                    _point(live, new)
+                prepared.turn()
             except BaseException as error:
-                for live, old in done:
-                    live.data = old
+                prepared.undo()
                 if not isinstance(error, Exception):
                     raise
                 raise CommitFailed(f"swapping failed and was undone: {error!r}") from error
             self.tag, self.broken = tag, False
             pause = Pause(time.monotonic() - start, drain_s)
-        done.clear()  # frees the old weights, after the pause
+        prepared.settle()
         return pause
 
 
@@ -351,12 +350,12 @@ def _put(live: torch.Tensor, new: Staged) -> None:
         write(live, new)
 
 
-def _point(live: torch.Tensor, new: torch.Tensor) -> None:
-    live.data = new
-
-
 def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for the devices of these tensors: a lock holds off threads, not kernels that they left in a queue."""
-    for device in {tensor.device for tensor in tensors}:
+    _wait_for({tensor.device for tensor in tensors})
+
+
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

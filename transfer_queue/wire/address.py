@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
@@ -14,6 +15,7 @@ from transfer_queue.wire.peer import check_peer
 from transfer_queue.wire.token import token_from_environment
 
 PEER_TIMEOUT_S = 15
+SIOCGIFADDR = 0x8915
 TIMEVAL = struct.Struct("@ll")
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
@@ -117,6 +119,38 @@ def host_towards(address: Address) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address.host, address.port))
         return str(probe.getsockname()[0])
+
+
+def advertised(host: str) -> str:
+    """What others are to be told of a server that listens on `host`: the same, unless that means every address. Then
+    the one that this host sends from to far away, else one of its network interfaces, else its loopback."""
+    if not is_everywhere(host):
+        return host
+    far, near = ("2001:db8::1", "::1") if ":" in host else ("192.0.2.1", "127.0.0.1")  # of documentation (RFC 5737)
+    with contextlib.suppress(OSError):  # no way to there
+        return host_towards(Address(host=far, port=9))
+    return next(iter(_addresses6() if ":" in host else _addresses()), near)
+
+
+def _addresses6() -> list[str]:
+    """The global IPv6 addresses of this host's interfaces (/proc/net/if_inet6: their scope is 00)."""
+    try:
+        with open("/proc/net/if_inet6") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        return []
+    return [str(ipaddress.IPv6Address(bytes.fromhex(line[0]))) for line in lines if line[3] == "00"]
+
+
+def _addresses() -> list[str]:
+    """The IPv4 addresses of this host's interfaces, without the loopback (SIOCGIFADDR, netdevice(7))."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [one for one in found if not is_loopback(one)]
 
 
 def parse_address(text: str, token: str = "") -> Address:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
-from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.errors import (
     InternalError,
@@ -321,7 +320,7 @@ class Engine(ABC):
 
 def key_of(manifest: Manifest) -> str:
     """Names the manifest: the content, its packing and what it is called."""
-    return xxh3_128_hexdigest(manifest.encode())
+    return manifest.key
 
 
 def as_typed(error: Exception) -> TransferQueueError:

@@ -19,7 +19,7 @@ import torch
 from transfer_queue.errors import DigestMismatch, InvalidInput, NotOpen, ShapeMismatch
 from transfer_queue.weights.device import digest_at
 from transfer_queue.weights.digest import DEVICE_ALGO, byte_view
-from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.drafts import Draft
 from transfer_queue.weights.engines.handles import (
     Handle,
@@ -35,7 +35,7 @@ from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Count, Manifest
 from transfer_queue.weights.packing import Plan, plan
 from transfer_queue.weights.receiver import Receiver
-from transfer_queue.weights.sources import WeightSource
+from transfer_queue.weights.sources import Once, WeightSource
 
 NUM_BUFFERS = 2
 
@@ -85,9 +85,10 @@ class CudaIpcTrainer(TrainerEngine):
 
     def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
         synchronize(self._device)  # weights may have been written in other streams
-        where = plan(draft.source.specs(), self.info.bucket_nbytes)
-        found = {name: digest_at(tensor.to(self._device), self.info.algo) for name, tensor in draft.source.tensors()}
-        self._draft = (draft.source, where)
+        source = Once(draft.source)  # digests leave before the bytes do
+        where = plan(source.specs(), self.info.bucket_nbytes)
+        found = {name: digest_at(tensor.to(self._device), self.info.algo) for name, tensor in source.tensors()}
+        self._draft = (source, where)
         return draft.seal(where, found, self.info.algo)
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
@@ -125,9 +126,9 @@ class CudaIpcTrainer(TrainerEngine):
     def _filled(self, source: WeightSource, where: Plan) -> Iterator[int]:
         """Each bucket, once it lies in its buffer, which is written again two buckets later."""
         tensors = iter(source.tensors())
-        for bucket in range(len(where.buckets)):
+        for bucket, places in enumerate(where.by_bucket()):
             data = self._buffers[bucket % NUM_BUFFERS].data
-            for place in (place for place in where.placements if place.bucket == bucket):
+            for place in places:
                 name, tensor = next(tensors, ("no tensor", data))
                 if (name, tensor.dtype, tuple(tensor.shape)) != place[:3]:
                     raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} instead of {place}")
@@ -157,6 +158,7 @@ class CudaIpcEngine(Engine):
         self._mapped: list[torch.Tensor] = []
         self._known: Manifest | None = None
         self._now = CudaIpcUpdate()
+        self._wanted: set[int] = set()  # buckets that have not come yet
 
     def _connect(self, info: CudaIpcInfo) -> None:
         self._close()
@@ -183,11 +185,12 @@ class CudaIpcEngine(Engine):
 
     def _stage(self, manifest: Manifest, deadline: Deadline) -> None:
         """Takes the bucket of this call; verifies when it was the last one."""
-        wanted = self.receiver.open(manifest, deadline.left())
-        if self._now.bucket in wanted:
+        if self._now.manifest:
+            self._wanted = set(self.receiver.open(manifest, deadline.left()))
+        if self._now.bucket in self._wanted:
             self._fetch(manifest, [self._now.bucket], deadline)
-            wanted.remove(self._now.bucket)
-        if not wanted:
+            self._wanted.remove(self._now.bucket)
+        if not self._wanted:
             self._verify(manifest, deadline)
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
@@ -197,6 +200,11 @@ class CudaIpcEngine(Engine):
         for bucket in wanted:
             self.receiver.stage(bucket, data[: manifest.buckets[bucket]])
         synchronize(data.device)  # the trainer may write it once this call has returned
+
+    def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
+        """A bucket that came is no news; that the version is verified, committed or refused is."""
+        if outcome.version is None or outcome.code or outcome.installed or self._manifest is not None:
+            super()._tell(outcome, deadline)
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
         raise InvalidInput("there is nothing to join: use tcp, shm or disk for it")

@@ -14,14 +14,17 @@ says; one that is called over a network takes none without.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import json
+import math
 import mmap
 import os
 import secrets
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,17 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from transfer_queue.errors import BadManifest, DigestMismatch, InvalidInput, NotSupported, StaleVersion, VersionGone
+from transfer_queue.errors import (
+    BadManifest,
+    DigestMismatch,
+    InvalidInput,
+    NotSupported,
+    ServiceUnavailable,
+    StaleVersion,
+    StoreFull,
+    TransferQueueError,
+    VersionGone,
+)
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.engines.drafts import Draft, label_of
 from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
@@ -42,6 +55,7 @@ from transfer_queue.weights.sources import _SAFETENSORS, INDEX, TensorMeta, Weig
 
 LATEST, LEASE, MANIFEST, TEMPORARY = "LATEST", "lease", "manifest.json", ".tmp-"
 _SPELLED = {dtype: spelled for spelled, dtype in _SAFETENSORS.items()}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LENGTH = struct.Struct("<Q")
 ROOT_VARIABLE = "TQ_WEIGHTS_ROOT"
 
@@ -59,20 +73,38 @@ class DiskInfo(InitInfo, kw_only=True):
 
 
 class Aligned:
-    """A source with its tensors of larger elements first: without gaps, each is then aligned. A source with several
-    sizes of elements is read once for each."""
+    """A source with its tensors ordered so that all are aligned without gaps: those of the size of elements that most
+    bytes have, then the others, larger elements first. Others that came before are held until then."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
+        self._specs = source.specs()
+        nbytes: Counter[int] = Counter()
+        for _, dtype, shape in self._specs:
+            nbytes[dtype.itemsize] += math.prod(shape) * dtype.itemsize
+        self._main = max(nbytes, key=lambda size: nbytes[size], default=1)
+        self._sizes = [self._main, *sorted(set(nbytes) - {self._main}, reverse=True)]
 
     def specs(self) -> list[TensorMeta]:
-        return sorted(self._source.specs(), key=lambda spec: -spec.dtype.itemsize)
+        return sorted(self._specs, key=lambda spec: self._sizes.index(spec.dtype.itemsize))
+
+    def plan(self, bucket_nbytes: int) -> Plan:
+        """Without gaps; the others have buckets of their own."""
+        specs = self.specs()
+        num = sum(spec.dtype.itemsize == self._main for spec in specs)
+        main, rest = (plan(part, bucket_nbytes, align=1) for part in (specs[:num], specs[num:]))
+        moved = (place._replace(bucket=place.bucket + len(main.buckets)) for place in rest.placements)
+        return Plan((*main.placements, *moved), main.buckets + rest.buckets)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for size in dict.fromkeys(spec.dtype.itemsize for spec in self.specs()):
-            for name, tensor in self._source.tensors():
-                if tensor.dtype.itemsize == size:
-                    yield name, tensor
+        held: dict[int, list[tuple[str, torch.Tensor]]] = {size: [] for size in self._sizes}
+        for name, tensor in self._source.tensors():
+            if tensor.dtype.itemsize == self._main:
+                yield name, tensor
+            else:
+                held.setdefault(tensor.dtype.itemsize, []).append((name, tensor))
+        for found in held.values():
+            yield from found
 
     def aliases(self) -> dict[str, str]:
         return self._source.aliases()
@@ -103,9 +135,10 @@ class DiskTrainer(TrainerEngine):
             raise InvalidInput("versions on disk are full ones: other loaders could not read differences")
         super().__init__(info, client, source)
         self.root = Path(info.folder)
-        self.root.mkdir(parents=True, exist_ok=True)
-        for place in (self.root, *self.root.glob("adapter-*")):
-            _remove_leftovers(place)
+        with _writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            for place in (self.root, *self.root.glob("adapter-*")):
+                _remove_leftovers(place)
 
     def receivers_info(self) -> dict[str, Any]:
         return {"folder": str(self.root.resolve())}
@@ -118,19 +151,21 @@ class DiskTrainer(TrainerEngine):
 
     def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
         final = self.folder_of(draft.version, draft.label)
-        final.parent.mkdir(exist_ok=True)
-        if os.sep in self.epoch or final.exists():
-            raise StaleVersion(f"{final} exists already")
         temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
-        temporary.mkdir()
-        with _leased(temporary, fcntl.LOCK_EX):
+        with _writing(self.root):
+            final.parent.mkdir(exist_ok=True)
+            if os.sep in self.epoch or final.exists():
+                raise StaleVersion(f"{final} exists already")
             try:
-                manifest = self._write(draft, temporary, deadline)
-                os.rename(temporary, final)
+                temporary.mkdir()
+                with _leased(temporary, fcntl.LOCK_EX):
+                    manifest = self._write(draft, temporary, deadline)
+                    os.rename(temporary, final)
+                self._sync(final.parent)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
+                _remove(final)
                 raise
-        self._sync(final.parent)
         return manifest
 
     def _decide(self, manifest: Manifest) -> None:
@@ -143,13 +178,13 @@ class DiskTrainer(TrainerEngine):
 
     def _write(self, draft: Draft, folder: Path, deadline: Deadline) -> Manifest:
         source = Aligned(draft.source)
-        where = plan(source.specs(), self.info.bucket_nbytes, align=1)
+        where = source.plan(self.info.bucket_nbytes)
         digests: dict[str, str] = {}
+        by_bucket = where.by_bucket()
         for packed in pack(source, where):
             deadline.left("writing the version")
-            places = [place for place in where.placements if place.bucket == packed.bucket]
             with open(folder / shard_name(packed.bucket, len(where.buckets)), "wb") as file:
-                file.write(_header(places))
+                file.write(_header(by_bucket[packed.bucket]))
                 file.write(packed.data.numpy().data)
                 self._flush(file)
             digests.update(packed.digests)
@@ -164,11 +199,15 @@ class DiskTrainer(TrainerEngine):
     def _point(self, final: Path) -> None:
         """Have LATEST name it."""
         temporary = self.root / f"{TEMPORARY}{LATEST}"
-        with open(temporary, "wb") as file:
-            file.write(final.name.encode())
-            self._flush(file)
-        os.rename(temporary, final.parent / LATEST)
-        self._sync(final.parent)
+        with _writing(self.root):
+            try:
+                with open(temporary, "wb") as file:
+                    file.write(final.name.encode())
+                    self._flush(file)
+                os.rename(temporary, final.parent / LATEST)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._sync(final.parent)
 
     def _flush(self, file: Any) -> None:
         file.flush()
@@ -198,12 +237,27 @@ def _index(where: Plan, manifest: Manifest) -> bytes:
 
 
 @contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the file system refuses within is raised as `StoreFull` where room is missing, else `ServiceUnavailable`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TransferQueueError):
+            raise
+        if error.errno in FULL:
+            raise StoreFull(f"the file system of {folder} is full, no version was left there: {error}") from error
+        raise ServiceUnavailable(f"nothing can be written to {folder}: {error}") from error
+
+
+@contextlib.contextmanager
 def _leased(folder: Path, kind: int) -> Iterator[None]:
     """Hold the lease of a version while within; `VersionGone` when it is being deleted, or was."""
     flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
     try:
         fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
     except OSError as error:
+        if error.errno in FULL:
+            raise
         raise VersionGone(f"no version in {folder}: {error.strerror}") from None
     try:
         try:
@@ -230,6 +284,8 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
+    if not folder.exists():
+        return
     with contextlib.suppress(VersionGone), _leased(folder, fcntl.LOCK_EX):
         doomed = folder.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         os.rename(folder, doomed)  # nobody opens it half deleted

@@ -62,6 +62,7 @@ class Draft:
         self.version = version
         self.epoch = epoch
         self.adapter = adapter
+        self.read = source  # what the version was read from
         self.label = adapter.label if adapter else ""
         self._base = base
         self._delta = DeltaSource(base.weights, base.manifest.root, source, base.digests) if base else None

@@ -18,7 +18,7 @@ from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Outcome, as_typed
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.address import tune
+from transfer_queue.wire.address import Address, advertised, tune
 from transfer_queue.wire.peer import peer_uid
 
 log = logging.getLogger("transfer_queue.weights")
@@ -191,10 +191,9 @@ class _Visit:
 
 
 def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening socket and its address; port 0 takes a free one."""
+    """A listening socket and the address to tell others (`wire.address.advertised`); port 0 takes a free one."""
     sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
-    shown = f"[{host}]" if ":" in host else host
-    return sock, f"tcp:{shown}:{sock.getsockname()[1]}"
+    return sock, str(Address(host=advertised(host), port=sock.getsockname()[1]))
 
 
 def listen_unix(name: str) -> tuple[socket.socket, str]:

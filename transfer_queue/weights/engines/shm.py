@@ -44,12 +44,15 @@ NUM_MAPPED = 4  # more than a trainer has in turn, with its default settings
 
 class ShmTrainerInfo(TrainerInfo, kw_only=True):
     """`keep`: versions that can be fetched, and pieces of memory kept for the next. `socket`: a path, or `@NAME`
-    (default: a name made up) for one without a file. `recheck`: receivers read everything again to check it."""
+    (default: a name made up) for one without a file. `recheck`: receivers read everything again to check it.
+
+    `warm`: make that memory at once, `keep` + 1 pieces; else the first updates do, and take several times as long."""
 
     socket: str = ""
     token: str = ""
     keep: int = 2
     recheck: bool = False
+    warm: bool = True
 
 
 class ShmInfo(InitInfo, kw_only=True):
@@ -112,6 +115,11 @@ class Ring(Versions[Memory]):
             while len(self._idle) > self._keep:
                 self._idle.pop(0).close()
 
+    def warm(self, nbytes: int) -> None:
+        """Have memory for as many versions of this size as there are at a time."""
+        with self._lock:
+            self._idle += [Memory(nbytes) for _ in range(self._keep + 1)]
+
     def bucket(self, key: str, index: int) -> bytes:
         raise InvalidInput("shared memory is lent, not sent")
 
@@ -142,6 +150,9 @@ class ShmTrainer(TrainerEngine):
         self._path = "" if self.address.startswith("unix:@") else info.socket
         self._server = Server(listening, self.token, self.shelf)
         self.reports.come_to(self._server)
+        where = plan(source.specs(), info.bucket_nbytes)
+        if info.warm and where.buckets:
+            self.shelf.warm(starts_of(where.buckets)[-1])
 
     def receivers_info(self) -> dict[str, Any]:
         return {"address": self.address, "token": self.token, "recheck": self.info.recheck}

@@ -23,33 +23,37 @@ from transfer_queue.weights.engines.serving import Server, gone, listen_tcp
 from transfer_queue.weights.engines.shelf import Versions, newest_key
 from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
-from transfer_queue.weights.manifest import Manifest
+from transfer_queue.weights.manifest import Count, Manifest
 from transfer_queue.weights.packing import pack_into, plan
 from transfer_queue.weights.receiver import Receiver, VersionInfo
-from transfer_queue.weights.room import room
-from transfer_queue.weights.sources import WeightSource, named_weights
+from transfer_queue.weights.room import room, warm
+from transfer_queue.weights.sources import WeightSource, weights_called
 from transfer_queue.wire.address import Address
 
 NUM_STREAMS = 2
 
 
 class TcpTrainerInfo(TrainerInfo, kw_only=True):
-    """`keep`: versions held in memory. `token`: made up when empty; the control plane brings it to the receivers."""
+    """`keep`: versions held in memory. `token`: made up when empty; the control plane brings it to the receivers.
+
+    `warm`: memory is touched when the two meet, up to 1 GiB on each side, not by the first updates."""
 
     host: str = "127.0.0.1"
     port: int = 0
     token: str = ""
     keep: int = 2
+    warm: bool = True
 
 
 class TcpInfo(InitInfo, kw_only=True):
     """`address` may be empty for a replica that only joins through peers. A bucket that stalls for `stall_s` is asked
-    for again, elsewhere if there is another peer."""
+    for again, elsewhere if there is another peer. `buckets`: sizes to have memory ready for."""
 
     address: str = ""
     token: str
     streams: int = NUM_STREAMS
     stall_s: float = STALL_S
+    buckets: tuple[Count, ...] = ()
 
 
 class Held(Versions[list[torch.Tensor]]):
@@ -75,9 +79,11 @@ class TcpTrainer(TrainerEngine):
         listening, self.address = listen_tcp(info.host, info.port)
         self._server = Server(listening, self.token, self.shelf)
         self.reports.come_to(self._server)
+        self._expected = plan(source.specs(), info.bucket_nbytes).buckets if info.warm else ()
+        warm(self._expected, info.keep + 1)
 
     def receivers_info(self) -> dict[str, Any]:
-        return {"address": self.address, "token": self.token}
+        return {"address": self.address, "token": self.token, "buckets": list(self._expected)}
 
     def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
         where = plan(draft.source.specs(), self.info.bucket_nbytes)
@@ -106,11 +112,15 @@ class TcpEngine(Engine):
         self._token = ""
         self._streams, self._stall_s = NUM_STREAMS, STALL_S
         self._sources: list[Address] = []
+        self._expected: tuple[int, ...] = ()  # sizes of buckets that memory was made ready for
         self._serving: Server | None = None
 
     def _connect(self, info: TcpInfo) -> None:
         self._control.close()
         self._token, self._streams, self._stall_s = info.token, info.streams, info.stall_s
+        if info.buckets != self._expected:
+            self._expected = info.buckets
+            warm(info.buckets, 2)  # one that is live and one that comes
         self._control.address = p.address_of(info.address, info.token) if info.address else None
         if info.address:
             p.Peer(p.address_of(info.address, info.token), info.timeout_s).close()
@@ -190,7 +200,7 @@ class Installed:
         with self._engine.receiver.reading() as live:
             if live.tag.root != manifest.root:
                 raise gone(key)
-            weights = named_weights(live.module)
+            weights = weights_called(live.module, [spec.name for spec in manifest.in_bucket(index)])
             for spec in manifest.in_bucket(index):
                 source = byte_view(weights[spec.name].detach().contiguous().cpu()).numpy()
                 into = place[spec.offset : spec.offset + spec.nbytes].numpy()

@@ -29,7 +29,7 @@ from transfer_queue.weights.engines.reports import UNKNOWN, Reports, forget_cach
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import BUCKET_NBYTES
-from transfer_queue.weights.sources import StateDictSource, WeightSource
+from transfer_queue.weights.sources import Once, StateDictSource, WeightSource
 
 log = logging.getLogger("transfer_queue.weights")
 ADAPTER_CONFIG = "adapter_config"  # in an adapter's `meta`: its configuration, as JSON text (there may be floats)
@@ -137,12 +137,13 @@ class TrainerEngine(ABC):
             deadline = Deadline(deadline_s)
             number = self._number("", version)
             base = None if full or self._num_deltas + 1 >= self.info.anchor_every else self._base
+            source = Once(self._source) if self.info.anchor_every > 1 else self._source
             try:
-                return self._send_version(number, base, deadline)
+                return self._send_version(number, source, base, deadline)
             except StaleBase:
                 if base is None:
                     raise
-                return self._send_version(number, None, deadline)
+                return self._send_version(number, source, None, deadline)
 
     def send_adapter(
         self,
@@ -270,8 +271,8 @@ class TrainerEngine(ABC):
             raise StaleVersion(f"version {asked} after {last}")
         return last + 1 if asked is None else asked
 
-    def _send_version(self, number: int, base: Base | None, deadline: Deadline) -> SyncReport:
-        report, manifest = self._send(Draft(self._source, number, self.epoch, base), deadline)
+    def _send_version(self, number: int, source: WeightSource, base: Base | None, deadline: Deadline) -> SyncReport:
+        report, manifest = self._send(Draft(source, number, self.epoch, base), deadline)
         self._num_deltas = self._num_deltas + 1 if base else 0
         self._root = manifest.root
         outdated = [label for label, root in self._adapters.items() if root not in (None, self._root)]
@@ -309,8 +310,8 @@ class TrainerEngine(ABC):
             self._lead(manifest, self.update_info(manifest, deadline), deadline)
             is_open = True
             self._hear(manifest, deadline)
+            self._decide(manifest)  # where this fails nobody has the version
             self._newest[draft.label] = manifest
-            self._decide(manifest)
             times.append(time.monotonic())
             is_open = None
             self._call(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
@@ -323,7 +324,7 @@ class TrainerEngine(ABC):
             raise
         times.append(time.monotonic())
         if draft.adapter is None:
-            self._keep(manifest, earlier)
+            self._keep(draft, manifest, earlier)
             self._label = str(number)
         if self.info.caches == "clear" and self._num_silent:
             self._call(forget_caches, deadline, self._client)
@@ -340,7 +341,7 @@ class TrainerEngine(ABC):
             self._withdraw(manifest)
             self._base = earlier
         elif draft.adapter is None:
-            self._keep(manifest, earlier)
+            self._keep(draft, manifest, earlier)
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         """What receivers are told of a version."""
@@ -351,13 +352,13 @@ class TrainerEngine(ABC):
             "timeout_s": deadline.left(),
         }  # fmt: skip
 
-    def _keep(self, manifest: Manifest, earlier: Base | None) -> None:
+    def _keep(self, draft: Draft, manifest: Manifest, earlier: Base | None) -> None:
         if self.info.anchor_every <= 1:
             return
         if earlier is None:
-            earlier = Base(manifest, self._source)
+            earlier = Base(manifest, draft.read)
         else:
-            earlier.follow(manifest, self._source)
+            earlier.follow(manifest, draft.read)
         self._base = earlier
 
     def _hear(self, manifest: Manifest | None, deadline: Deadline, *, installed: bool = False) -> None:

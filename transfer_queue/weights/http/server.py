@@ -8,18 +8,22 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, InvalidInput, NotSupported
 from transfer_queue.weights.control import Control
 from transfer_queue.weights.control_async import AsyncControl
 from transfer_queue.weights.http import bodies
+from transfer_queue.weights.http.extra import lacking
+
+try:
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
+except ModuleNotFoundError as error:
+    raise lacking(error) from error
 
 MAX_BODY_NBYTES = 64 << 20  # metadata of a million tensors; weights go another way
 BODY_TIMEOUT_S = 30.0

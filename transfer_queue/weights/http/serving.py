@@ -11,14 +11,19 @@ import time
 from types import TracebackType
 from typing import Any
 
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
 from transfer_queue.errors import ConfigError, DeadlineExceeded
 from transfer_queue.weights.control import Control
 from transfer_queue.weights.control_async import AsyncControl
+from transfer_queue.weights.http.extra import lacking
 from transfer_queue.weights.http.server import control_app
+from transfer_queue.wire.address import advertised
 from transfer_queue.wire.token import token_from_environment
+
+try:
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ModuleNotFoundError as error:
+    raise lacking(error) from error
 
 LOOPBACK = "127.0.0.1"
 HEAD_TIMEOUT_S = 10.0
@@ -33,7 +38,8 @@ class HttpServer:
         self.token = token
         self._socket = _listen(host, port)
         bound = self._socket.getsockname()
-        self.url = f"http://[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"http://{bound[0]}:{bound[1]}"
+        shown = advertised(bound[0])
+        self.url = f"http://[{shown}]:{bound[1]}" if ":" in shown else f"http://{shown}:{bound[1]}"
         config = uvicorn.Config(
             app, http=_PatientHttp, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=int(STOP_TIMEOUT_S),

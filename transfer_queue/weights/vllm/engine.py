@@ -216,6 +216,18 @@ class CollectiveWorker(WorkerEngine):
     transport = "collective"
 
 
+class CudaIpcWorker(WorkerEngine):
+    """The trainer writes a buffer again once the call that named it was answered, so calls wait here until the bucket
+    is copied: the worker does not generate meanwhile."""
+
+    transport = "cuda_ipc"
+
+    @_silent
+    def update_weights(self, update_info: Any) -> None:
+        super().update_weights(update_info)
+        self._lane.ended(_seconds(update_info))
+
+
 def _rank(parallel: Any) -> int:
     """Of this worker among all of its server, as vLLM counts."""
     return int(getattr(parallel, "data_parallel_index", 0)) * int(parallel.world_size) + int(parallel.rank)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,13 @@ from transfer_queue.weights.vllm.checkpoint import Checkpoint
 
 log = logging.getLogger("transfer_queue.weights")
 Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Loading(NamedTuple):
+    """What is to be loaded, and the same on the host (the very same tensors where they came there)."""
+
+    tensors: dict[str, torch.Tensor]
+    copies: dict[str, torch.Tensor]
 
 
 class LoadedModel(Target):
@@ -48,22 +55,23 @@ class LoadedModel(Target):
             raise StaleBase("nothing was installed here yet: send a full version")
         return self._held
 
-    def prepare(self, staged: Tensors) -> dict[str, torch.Tensor]:
+    def prepare(self, staged: Tensors) -> Loading:
         held = self._held or {}
-        return {name: staged[name] if name in staged else held[name] for name in in_layers(self._names)}
+        new = {name: staged[name] if name in staged else held[name] for name in in_layers(self._names)}
+        return Loading(new, {name: tensor.cpu() for name, tensor in new.items()})
 
-    def commit(self, prepared: Any, tag: Any, timeout_s: float) -> Pause:
+    def commit(self, prepared: Loading, tag: Any, timeout_s: float) -> Pause:
         start = time.monotonic()
         fault: Exception | None = None
         try:
-            self._load(prepared.items())
+            self._load(prepared.tensors.items())
         except Exception as error:
             log.exception("loading failed")
             fault = error
         self.voted = True
         if not self._agree(fault is None):
             self._go_back(repr(fault) if fault else "another worker of this server could not load it")
-        self._held, self.tag, self.broken = prepared, tag, False
+        self._held, self.tag, self.broken = prepared.copies, tag, False
         return Pause(time.monotonic() - start, 0.0)
 
     def _go_back(self, why: str) -> None:

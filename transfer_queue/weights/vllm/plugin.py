@@ -13,6 +13,7 @@ ENGINES = {
     "tq_tcp": "TcpWorker",
     "tq_disk": "DiskWorker",
     "tq_collective": "CollectiveWorker",
+    "tq_cuda_ipc": "CudaIpcWorker",
 }
 
 

@@ -1,0 +1,139 @@
+"""A source is read in the thread that sends, once for each version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weights import Net, copy_of, drawn, same
+
+from transfer_queue.weights import InPlace, Receiver, StateDictSource, pack, plan
+from transfer_queue.weights.engines import collective, registry
+from transfer_queue.weights.engines.drafts import Draft
+from transfer_queue.weights.engines.waiting import Call, Deadline
+from transfer_queue.weights.packing import pack_into
+
+DEADLINE_S = 30.0
+ENGINES: dict[str, dict[str, Any]] = {
+    "shm": {}, "tcp": {}, "disk": {"sync": False}, "cuda_ipc": {"device": "cpu"},
+}  # fmt: skip
+
+
+class Seen(StateDictSource):
+    """Notes who reads it, and how: once for each tensor, and once when a reading begins."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__(weights)
+        self.num_begun = 0
+        self.threads: set[int] = set()
+        self.with_gradients: set[bool] = set()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.num_begun += 1
+        for found in super().tensors():
+            self.threads.add(threading.get_ident())
+            self.with_gradients.add(torch.is_grad_enabled())
+            yield found
+
+
+class Direct:
+    """The client of one engine in this process."""
+
+    def __init__(self, engine: Any) -> None:
+        self.init_weight_transfer_engine = engine.init_transfer_engine
+        self.start_weight_update = engine.start_weight_update
+        self.update_weights = engine.update_weights
+        self._engine = engine
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._engine.finish_weight_update()
+
+
+def assert_read_here(source: Seen, times: int = 1) -> None:
+    assert source.num_begun == times
+    assert source.threads == {threading.get_ident()}
+    assert source.with_gradients == {False}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_reads_in_the_callers_thread_once_for_a_version(name: str, tmp_path: Path) -> None:
+    module, source = Net(), Seen(drawn(Net(), 1))  # several sizes of elements
+    engine = registry.engine(name)(Receiver(InPlace(module)))
+    folder = {"folder": str(tmp_path)} if name == "disk" else {}
+    info = {"bucket_nbytes": 128, **ENGINES[name], **folder}
+    trainer = registry.trainer(name).trainer_init(info, client=Direct(engine), source=source)
+    try:
+        for number in (1, 2):
+            with torch.no_grad():
+                trainer.send_weights(deadline_s=DEADLINE_S)
+            assert_read_here(source, number)
+        assert same(copy_of(module), drawn(Net(), 1))
+    finally:
+        engine.shutdown()
+        trainer.shutdown()
+
+
+def test_a_broadcast_reads_in_the_callers_thread_once_for_a_version() -> None:
+    source = Seen(drawn(Net(), 1))
+    trainer = collective.CollectiveTrainer.__new__(collective.CollectiveTrainer)
+    trainer.info = collective.CollectiveTrainerInfo(world_size=2)
+    trainer._group = sent = Sent()  # type: ignore[assignment]
+    with torch.no_grad():
+        manifest = trainer._publish(Draft(source, 1, "e"), Deadline(DEADLINE_S))
+        Call(trainer._send_all, trainer._draft, manifest, Deadline(DEADLINE_S)).result(Deadline(DEADLINE_S), "it")
+    assert sent.nbytes == [8, len(manifest.encode()), *manifest.buckets]
+    assert_read_here(source)
+
+
+class Sent:
+    """A group in which nobody listens."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.nbytes: list[int] = []
+
+    def broadcast(self, tensor: torch.Tensor, _deadline: Deadline) -> None:
+        self.nbytes.append(tensor.nbytes)
+
+
+def test_differences_need_no_second_reading_nor_do_receivers_that_lack_their_base() -> None:
+    weights = drawn(Net(), 1)
+    source = Seen(weights)
+    engine = registry.engine("tcp")(Receiver(InPlace(module := Net())))
+    client = Direct(engine)
+    trainer = registry.trainer("tcp").trainer_init({"anchor_every": 10}, client=client, source=source)
+    try:
+        kinds = []
+        for number in range(1, 4):
+            weights["first.weight"].view(-1)[number] += 1
+            with torch.no_grad():
+                kinds.append(trainer.send_weights(deadline_s=DEADLINE_S).kind)
+            assert_read_here(source, number)
+        engine.receiver = Receiver(InPlace(module))  # it has no version any more
+        with torch.no_grad():
+            kinds.append(trainer.send_weights(deadline_s=DEADLINE_S).kind)
+        assert kinds == ["full", "delta", "delta", "full"]
+        assert_read_here(source, 4)
+        assert same(copy_of(module), weights)
+    finally:
+        engine.shutdown()
+        trainer.shutdown()
+
+
+def test_packing_reads_in_the_callers_thread_also_what_threads_copy() -> None:
+    large = {str(number): torch.full((300_000,), float(number)) for number in range(4)}
+    source = Seen(large)
+    where = plan(source.specs(), 1 << 20)
+    with torch.no_grad():
+        found = [packed.data.clone() for packed in pack(source, where)]
+        assert_read_here(source)
+        places = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in where.buckets]
+        pack_into(source, where, places)
+        assert_read_here(source, 2)
+        assert all(torch.equal(*two) for two in zip(found, places, strict=True))
+    assert [float(one[:4].view(torch.float32)) for one in found] == [0.0, 1.0, 2.0, 3.0]
