@@ -253,16 +253,16 @@ class Site:
         self, context: Any, engine: str, folder: Any, num: int = 2, on_fault: str = "raise", **info: Any
     ) -> None:
         self._context = context
-        self.name, _, packing = engine.partition("-")
+        self.name, _, algo = engine.partition("-")
         self.info = {"bucket_nbytes": BUCKET_NBYTES, **info}
         if self.name == "shm":
             self.info.setdefault("recheck", True)  # the faults here are manifests that lie
         if self.name == "disk":
             self.info.update(folder=str(folder), sync=False)
         if self.name == "collective":
-            self.info.update(world_size=num + 1, packing=packing or "tq")
+            self.info.update(world_size=num + 1)
         if self.name == "cuda_ipc":
-            self.info = {"device": "cpu", "num_receivers": num, "algo": packing or "mix64x2", **self.info}
+            self.info = {"device": "cpu", "num_receivers": num, "algo": algo or "mix64x2", **self.info}
         self.on_fault = on_fault
         self.patience_s = 20.0
         self.receivers = [self.receiver(rank) for rank in range(num)]

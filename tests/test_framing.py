@@ -13,7 +13,7 @@ from transfer_queue.errors import InvalidInput, ProtocolError
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire import hello
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.framing import CHUNK_NBYTES, PREFIX, FrameReader, frame, owned_buffer
+from transfer_queue.wire.framing import CHUNK_NBYTES, PREFIX, FrameReader, frame
 
 FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None,
                 suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -29,7 +29,7 @@ SAMPLES: list[Any] = [
 
 
 def reader(cap: int = CAP) -> FrameReader[Any]:
-    return FrameReader(m.decode_client, owned_buffer, cap)
+    return FrameReader(m.decode_client, lambda _, nbytes: memoryview(bytearray(nbytes)), cap)
 
 
 def feed(framer: FrameReader[Any], stream: bytes, sizes: list[int]) -> list[tuple[Any, bytes]]:

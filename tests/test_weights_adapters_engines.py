@@ -17,7 +17,7 @@ from transfer_queue.errors import (
     VersionGone,
 )
 
-ENGINES = ["shm", "tcp", "disk", "collective", "collective-vllm", "cuda_ipc"]
+ENGINES = ["shm", "tcp", "disk", "collective", "cuda_ipc"]
 Start = Callable[..., Site]
 
 

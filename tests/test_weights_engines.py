@@ -18,7 +18,7 @@ from transfer_queue.errors import (
     UnknownTensor,
 )
 
-ENGINES = ["shm", "tcp", "disk", "collective", "collective-vllm", "cuda_ipc"]
+ENGINES = ["shm", "tcp", "disk", "collective", "cuda_ipc"]
 Start = Callable[..., Site]
 
 

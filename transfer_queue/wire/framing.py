@@ -114,7 +114,7 @@ class FrameReader(Generic[M]):
 
     def forget(self) -> None:
         """Let go of memory and of the receiver; the stream has ended."""
-        self._destination = owned_buffer
+        self._destination = _nowhere
         self._rest, self._unread, self._payload, self._message = bytearray(), self._chunk, memoryview(b""), None
         self._start = self._end = 0
 
@@ -160,6 +160,5 @@ class FrameReader(Generic[M]):
             raise ProtocolError(f"header of {header_nbytes} bytes, at most {self._limit(head)} for its kind")
 
 
-def owned_buffer(_message: object, nbytes: int) -> memoryview:
-    """The usual destination: fresh memory of the receiver."""
-    return memoryview(bytearray(nbytes))
+def _nowhere(_message: object, nbytes: int) -> memoryview:
+    raise ProtocolError(f"a payload of {nbytes} bytes after the end of the stream")

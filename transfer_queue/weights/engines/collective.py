@@ -3,9 +3,6 @@
 The trainer fills one buffer while the other is on its way; a receiver checks one bucket while the next arrives. A
 version that a receiver refuses is received to the end all the same, so that the others get it, and the trainer hears
 why. Every operation has a deadline; after a failed update the next version begins with a new group.
-
-`packing="vllm"` sends the bytes exactly as vLLM's packed broadcast cuts them, and no manifest: names, dtypes and shapes
-come in the update's info, and receivers compute the digests themselves and compare the root.
 """
 
 from __future__ import annotations
@@ -13,13 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import torch
 import torch.distributed
 
-from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.errors import (
     DeadlineExceeded,
     DigestMismatch,
@@ -28,21 +23,20 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     TransferQueueError,
 )
-from transfer_queue.weights.digest import digest_tensor
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.drafts import Draft
-from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
+from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Call, Deadline
-from transfer_queue.weights.manifest import MAX_NBYTES, Kind, Manifest
-from transfer_queue.weights.packing import Plan, digests, pack, plan, plan_vllm, seal, unpack
+from transfer_queue.weights.manifest import MAX_NBYTES, Manifest
+from transfer_queue.weights.packing import Plan, digests, pack, plan
 from transfer_queue.weights.receiver import Receiver
 from transfer_queue.weights.room import room
-from transfer_queue.weights.sources import TensorMeta, WeightSource
+from transfer_queue.weights.sources import WeightSource
 from transfer_queue.wire.address import Address, host_towards
 
 dist: Any = torch.distributed  # its stubs lack the stores and process groups
 ENDING_S = 1.0  # how long a broadcast may still run after the receivers have answered
-Packing = Literal["tq", "vllm"]
 
 
 class CollectiveTrainerInfo(TrainerInfo, kw_only=True):
@@ -53,7 +47,6 @@ class CollectiveTrainerInfo(TrainerInfo, kw_only=True):
     port: int = 0
     backend: str = "gloo"
     device: str = "cpu"
-    packing: Packing = "tq"
 
 
 class CollectiveInfo(InitInfo, kw_only=True):
@@ -64,22 +57,6 @@ class CollectiveInfo(InitInfo, kw_only=True):
     rank_offset: int = 1
     backend: str = "gloo"
     device: str = "cpu"
-    packing: Packing = "tq"
-
-
-class CollectiveUpdate(UpdateInfo, kw_only=True):
-    """The lists, `root` and `buffer_nbytes` are those of vLLM's packing only."""
-
-    names: tuple[str, ...] = ()
-    dtype_names: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    aliases: dict[str, str] = msgspec.field(default_factory=dict)
-    root: str = ""
-    buffer_nbytes: int = 1 << 30
-    kind: Kind = "full"
-    label: str = ""
-    base_root: str | None = None
-    meta: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Group:
@@ -158,10 +135,9 @@ def _typed(error: Exception) -> TransferQueueError:
 
 class CollectiveTrainer(TrainerEngine):
     init_form = CollectiveTrainerInfo
+    _can_join = False
 
     def __init__(self, info: CollectiveTrainerInfo, client: Client, source: WeightSource) -> None:
-        if info.packing == "vllm" and info.anchor_every > 1:
-            raise InvalidInput("vLLM's packing has no differences")
         super().__init__(info, client, source)
         limit = timedelta(seconds=info.timeout_s)
         self._store: Any = dist.TCPStore(info.host, info.port, is_master=True, timeout=limit, wait_for_workers=False)
@@ -173,12 +149,12 @@ class CollectiveTrainer(TrainerEngine):
         return {
             "host": self.info.host, "port": self._store.port, "round": self._round, "rank_offset": 1,
             "world_size": self.info.world_size, "backend": self.info.backend, "device": self.info.device,
-            "packing": self.info.packing,
         }  # fmt: skip
 
     def _meet(self, deadline: Deadline) -> None:
+        self._give_up()
         self._round += 1
-        told = {**self.introduction(self._num_silent), "timeout_s": deadline.left()}
+        told = {**self.introduction(self._num_silent, deadline)}
         asked = Call(self._client.init_weight_transfer_engine, told)
         info = CollectiveInfo(**told)
         joined = Call(Group, info, 0, self._store, deadline)
@@ -188,30 +164,17 @@ class CollectiveTrainer(TrainerEngine):
     def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
         if self._group is None:
             self._meet(deadline)
-        specs, nbytes = draft.source.specs(), self.info.bucket_nbytes
-        where = plan_vllm(specs, nbytes) if self.info.packing == "vllm" else plan(specs, nbytes)
+        where = plan(draft.source.specs(), self.info.bucket_nbytes)
         manifest = draft.seal(where, digests(draft.source))
         self._draft = (draft, where)
         return manifest
-
-    def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
-        info = super().update_info(manifest, deadline)
-        if self.info.packing == "vllm":
-            info.update(
-                names=[spec.name for spec in manifest.tensors],
-                dtype_names=[spec.dtype for spec in manifest.tensors],
-                shapes=[list(spec.shape) for spec in manifest.tensors],
-                aliases=manifest.aliases, root=manifest.root, buffer_nbytes=self.info.bucket_nbytes,
-                kind=manifest.kind, label=manifest.label, base_root=manifest.base_root, meta=manifest.meta,
-            )  # fmt: skip
-        return info
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
         sending = Call(self._send_all, manifest, deadline)
         try:
             super()._lead(manifest, info, deadline)
             sending.result(deadline, "the broadcast")
-        except BaseException:
+        except BaseException:  # after an interrupt the group is out of step
             sending.ended(ENDING_S)
             self._give_up()  # some receiver may have left it
             raise
@@ -222,13 +185,12 @@ class CollectiveTrainer(TrainerEngine):
         assert drafted is not None
         draft, where = drafted
         try:
-            if self.info.packing == "tq":
-                body = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
-                group.broadcast(torch.tensor([len(body)]).to(group.device), deadline)
-                group.broadcast(body.to(group.device), deadline)
+            body = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
+            group.broadcast(torch.tensor([len(body)]).to(group.device), deadline)
+            group.broadcast(body.to(group.device), deadline)
             for packed in pack(draft.source, where):
                 group.broadcast(packed.data.to(group.device), deadline)
-        except BaseException:
+        except BaseException:  # after an interrupt the group is out of step
             self._give_up()
             raise
 
@@ -248,18 +210,14 @@ class CollectiveEngine(Engine):
 
     trainer = CollectiveTrainer
     init_form = CollectiveInfo
-    update_form = CollectiveUpdate
 
     def __init__(self, receiver: Receiver, **more: Any) -> None:
         super().__init__(receiver, **more)
         self._group: Group | None = None
-        self._packing: Packing = "tq"
-        self._came: list[torch.Tensor] = []  # buckets of vLLM's packing, before there is a manifest
 
     def _connect(self, info: CollectiveInfo) -> None:
         self._close()
         deadline = Deadline(info.timeout_s)
-        self._packing = info.packing
 
         def join() -> Group:
             limit = timedelta(seconds=deadline.left())
@@ -271,17 +229,15 @@ class CollectiveEngine(Engine):
 
         self._group = Call(join).result(deadline, "the rendezvous")
 
-    def _find(self, info: CollectiveUpdate, deadline: Deadline) -> Manifest:
+    def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         group = self._in_group()
         try:
             return Call(self._find_in, group, info, deadline).result(deadline, "the broadcast")
-        except BaseException:
+        except BaseException:  # after an interrupt the group is out of step
             self._close()
             raise
 
-    def _find_in(self, group: Group, info: CollectiveUpdate, deadline: Deadline) -> Manifest:
-        if self._packing == "vllm":
-            return self._find_vllm(group, info, deadline)
+    def _find_in(self, group: Group, info: UpdateInfo, deadline: Deadline) -> Manifest:
         length = torch.zeros(1, dtype=torch.int64, device=group.device)
         group.broadcast(length, deadline)
         if not 0 < int(length) <= MAX_NBYTES:
@@ -291,22 +247,6 @@ class CollectiveEngine(Engine):
         manifest = Manifest.decode(body.cpu().numpy().tobytes())
         if key_of(manifest) != info.key:
             raise DigestMismatch("the manifest is not the one that was announced")
-        return manifest
-
-    def _find_vllm(self, group: Group, info: CollectiveUpdate, deadline: Deadline) -> Manifest:
-        told = zip(info.names, info.dtype_names, info.shapes, strict=True)
-        where = plan_vllm([TensorMeta(name, torch_dtype(dtype), shape) for name, dtype, shape in told],
-                          info.buffer_nbytes)  # fmt: skip
-        self._came = [place for _, place in _received(group, where.buckets, deadline)]
-        blank = {place.name: "0" * 32 for place in where.placements}
-        layout = _sealed(where, blank, info)
-        found: dict[str, str] = {}
-        for index, data in enumerate(self._came):
-            parts = unpack(data, layout.in_bucket(index))
-            found.update({name: digest_tensor(tensor) for name, tensor in parts.items()})
-        manifest = _sealed(where, found, info)
-        if manifest.root != info.root:
-            raise DigestMismatch("the bytes that came are not those that the trainer announced")
         return manifest
 
     def _stage(self, manifest: Manifest, deadline: Deadline) -> None:
@@ -319,14 +259,10 @@ class CollectiveEngine(Engine):
         self._verify(manifest, deadline)
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
-        if self._packing == "vllm":
-            for index in wanted:
-                self.receiver.stage(index, self._came[index], lend=True)
-            return
         group = self._in_group()
         try:
             fault = Call(self._take_all, group, manifest, wanted, deadline).result(deadline, "the broadcast")
-        except BaseException:
+        except BaseException:  # after an interrupt the group is out of step
             self._close()
             raise
         if fault is not None:
@@ -353,20 +289,13 @@ class CollectiveEngine(Engine):
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
         raise InvalidInput("a broadcast cannot be joined late: use tcp, shm or disk for it")
 
-    def _ended(self) -> None:
-        self._came = []
+    def _interrupt(self) -> None:
+        self._close()
 
     def _close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.close()
-
-
-def _sealed(where: Plan, found: dict[str, str], info: CollectiveUpdate) -> Manifest:
-    return seal(
-        where, found, version=info.version, epoch=info.epoch, aliases=info.aliases, kind=info.kind, label=info.label,
-        base_root=info.base_root, meta=info.meta,
-    )  # fmt: skip
 
 
 def _received(group: Group, buckets: tuple[int, ...], deadline: Deadline) -> Iterator[tuple[int, torch.Tensor]]:

@@ -5,6 +5,7 @@ The peer proves that it knows the token (`wire.hello`), then asks one thing afte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -150,7 +151,7 @@ class Peer:
             challenge, _ = self.stream.receive(timeout_s)
             self.stream.send(hello.proof_of(challenge, address, nonce), timeout_s)
             hello.welcome_of(self.stream.receive(timeout_s)[0])
-        except BaseException:
+        except BaseException:  # an interrupt must not leave the connection
             self.stream.close()
             raise
 
@@ -163,6 +164,11 @@ class Peer:
         if not isinstance(reply, Sent):
             raise ProtocolError(f"{type(reply).__name__} instead of an answer")
         return payload
+
+    def interrupt(self) -> None:
+        """Wake up the thread that waits for an answer, which finds the connection lost. From any thread."""
+        with contextlib.suppress(OSError):
+            self.stream.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.stream.close()
