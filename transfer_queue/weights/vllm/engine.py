@@ -204,6 +204,8 @@ def end_sessions_with_init() -> None:
         worker: Any = getattr(sys.modules.get(module), "Worker", None)
         init: Any = getattr(worker, "init_weight_transfer_engine", None)
         if init is None or getattr(init, "ends_session", False):
+            if worker is not None and init is None:
+                log.warning("this vLLM's worker has no init_weight_transfer_engine: an update left open stays open")
             continue
 
         def wrapped(self: Any, *args: Any, init: Any = init, **more: Any) -> Any:
