@@ -299,6 +299,27 @@ def test_a_client_tells_servers_of_ours_whose_calls_these_are(made: Callable[[st
     new.shutdown()
 
 
+@ours
+def test_an_introduction_that_comes_late_takes_nothing_over(kind: Kind) -> None:
+    first = trainer_of(Kept(), run_id="first")
+    second = trainer_of(kind.member, run_id="second")
+    with pytest.raises(WrongEpoch, match="'second' took over"):
+        kind.member.init_weight_transfer_engine(first.introduction(0))
+    second.send_weights(deadline_s=SEND_S)
+    skewed = {**first.introduction(0), "run_id": "third", "begun": time.time() - 1e6}
+    kind.member.init_weight_transfer_engine(skewed)
+    assert kind.member.status().run_id == "third"
+    first.shutdown()
+    second.shutdown()
+
+
+class Kept:
+    """A client whose introduction does not arrive yet."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        del init_info
+
+
 def test_run_ids_are_known_by_their_older_name_too() -> None:
     receiver = Receiver(InPlace(Net()))
     engine = registry.engine("shm")(receiver)

@@ -31,7 +31,7 @@ from transfer_queue.weights.checker import Comparison, checksums, compare
 from transfer_queue.weights.gate import Generation, Mode
 from transfer_queue.weights.pauses import Pauses
 from transfer_queue.weights.receiver import Receiver
-from transfer_queue.weights.session import End, Phase, UpdateSession, run_of
+from transfer_queue.weights.session import End, Phase, UpdateSession, begun_of, run_of
 from transfer_queue.weights.status import OpenUpdate, ServerStatus
 
 DEFAULT_LABEL = "default"  # before the first commit
@@ -121,7 +121,7 @@ class Control:
             info = dict(_inner(init_info, "init_info"))
         run_id, timeout_s = run_of(info), _seconds(info.get("timeout_s"), INIT_TIMEOUT_S)
         if self._engine is not None:
-            self._receiver.introduce(run_id, timeout_s)
+            self._receiver.introduce(run_id, timeout_s, begun_of(info))
             if self._pauses is not None:
                 self._pauses.take_over(run_id)
         with self._turn(timeout_s) as engine, _caller_errors("init_info"):

@@ -43,6 +43,7 @@ from transfer_queue.weights.session import End, Opened, Phase, SessionKey, Updat
 from transfer_queue.weights.sources import named_weights
 from transfer_queue.weights.targets import READ_TIMEOUT_S, Broken, Live, Pause, Target
 
+ORDERED_S = 3600.0
 AdapterSink = Callable[[Any, Manifest], None]  # (tensors, or what its `prepare` made of them; manifest)
 
 
@@ -132,6 +133,7 @@ class Receiver:
         self._session: UpdateSession | None = None  # the one that began last, also when it ended
         self._num_sessions = 0
         self._run = ""  # that was introduced last
+        self._begun = 0.0  # by its trainer's clock
         self._followed: dict[str, str] = {}  # runs that another was introduced after, and which
         self._contents: Contents = {}
         self._mixed: set[str] = set()  # names that a failed commit left in an unknown state
@@ -171,13 +173,17 @@ class Receiver:
         """The run that was introduced last."""
         return self._run
 
-    def introduce(self, run_id: str, timeout_s: float = 0.0) -> None:
+    def introduce(self, run_id: str, timeout_s: float = 0.0, begun: float = 0.0) -> None:
         """From now on updates are this run's ("": of a trainer without a name, the run stays). An open update ends.
 
         A commit is waited for, `timeout_s` at most (`UpdateInProgress`). `WrongEpoch` for a run that another one was
-        introduced after: its trainer is not to come back. Repeatable.
+        introduced after: its trainer is not to come back. Nor is one that `begun` (seconds since 1970, 0: not known)
+        before the one that is here: its call was late. Times further apart than `ORDERED_S` order nothing: clocks are
+        wrong rather than calls that late. Repeatable.
         """
         with self._changed:
+            if begun and self._begun and run_id != self._run and 0 < self._begun - begun < ORDERED_S:
+                self._followed.setdefault(run_id, self._run)
             self._expect_current(run_id)
             if not self._changed.wait_for(lambda: not self._is_committing(), timeout_s):
                 raise UpdateInProgress("a version is being committed")
@@ -186,7 +192,7 @@ class Receiver:
             taken = bool(run_id and before and run_id != before)
             if taken:
                 self._followed[before] = run_id
-            self._run = run_id or before
+            self._run, self._begun = run_id or before, begun or self._begun
             why = f"run {run_id!r} took over" if taken else "the trainer was introduced again"
             woken = self._close(End.TAKEN_OVER if taken else End.ABORTED, why)
         _call(woken)

@@ -130,6 +130,12 @@ def run_of(info: object) -> str:
     return found if isinstance(found, str) else ""
 
 
+def begun_of(info: object) -> float:
+    """When the run of this info began, by its trainer's clock; 0 when it does not say."""
+    found = info.get("begun") if isinstance(info, Mapping) else None
+    return float(found) if isinstance(found, (int, float)) else 0.0
+
+
 _ERRORS: dict[End, type[TransferQueueError]] = {
     End.COMMITTED: NotOpen,
     End.ABORTED: Aborted,

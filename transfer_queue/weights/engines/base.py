@@ -52,10 +52,12 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
-    """`run_id`: whose updates are taken from now on. `replica`: what a fleet calls this server; its outcomes carry it.
-    `report_to`: where outcomes are reported, with this token, by transports that have no way of their own."""
+    """`run_id`: whose updates are taken from now on; it has `begun` then, by the trainer's clock. `replica`: what a
+    fleet calls this server; its outcomes carry it. `report_to`: where outcomes are reported, with this token, by
+    transports that have no way of their own."""
 
     run_id: str = ""
+    begun: float = 0.0
     replica: str = ""
     timeout_s: float = INIT_TIMEOUT_S
     report_to: str = ""
@@ -139,7 +141,7 @@ class Engine(ABC):
         info: Any = None
         with self._fault():
             info = parse(init_info, self.init_form)
-        if info is None or self._is_refused(lambda: self.receiver.introduce(info.run_id, info.timeout_s)):
+        if info is None or self._is_refused(lambda: self.receiver.introduce(info.run_id, info.timeout_s, info.begun)):
             return
         if not self._busy.acquire(timeout=info.timeout_s):
             raise UpdateInProgress("an earlier call has not ended")

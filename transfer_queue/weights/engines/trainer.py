@@ -84,6 +84,7 @@ class TrainerEngine(ABC):
             raise InvalidInput(f"a full version every {info.anchor_every}")
         self.info = info
         self.run_id: str = info.run_id or secrets.token_hex(8)
+        self._begun = time.time()
         self._numbers: dict[str, int] = {}  # the last versions of the weights ("") and of adapters, taken or not
         self._taken: dict[str, int] = {}  # of those, the last that somebody may have
         self._root: str | None = None  # of the weights that all receivers committed last
@@ -264,7 +265,7 @@ class TrainerEngine(ABC):
 
     def introduction(self, silent: int, deadline: Deadline | None = None) -> dict[str, Any]:
         """`receivers_info`, whose updates they are, and where to report, for servers with `silent` workers."""
-        told = {**self.receivers_info(), "run_id": self.run_id, **self.reports.info(silent)}
+        told = {**self.receivers_info(), "run_id": self.run_id, "begun": self._begun, **self.reports.info(silent)}
         return told if deadline is None else {**told, "timeout_s": min(deadline.left(), INIT_TIMEOUT_S)}
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:

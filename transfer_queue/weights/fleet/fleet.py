@@ -25,7 +25,8 @@ from transfer_queue.weights.session import run_of
 
 CALL_TIMEOUT_S = 30.0
 HEARTBEAT_S = 2.0
-MEETING = 0.5  # of the time for an introduction
+# Of the time for an update or an introduction: to wait for replicas that are asked something else; for the meeting.
+TAKING, MEETING = 0.2, 0.5
 CATCH_UP_TIMEOUT_S = 600.0
 ABORT_S = 1.5  # to tell replicas that an update is off: less than the trainer gives
 
@@ -154,8 +155,9 @@ class Fleet(Follower):
         """Introduce the trainer to all. Raises when none of them took it."""
         with self._turn:
             self._end_round()
-            members = self._take(lambda one: True)
-            timeout_s = MEETING * float(init_info.get("timeout_s") or 2 * self.call_timeout_s)
+            given_s = float(init_info.get("timeout_s") or 2 * self.call_timeout_s)
+            members = self._take(lambda one: True, TAKING * given_s)
+            timeout_s = MEETING * given_s
             failed = self._meet(members, init_info, Deadline(min(self.call_timeout_s, timeout_s)))
             self._release(members)
             if members and len(failed) == len(members):
@@ -165,8 +167,9 @@ class Fleet(Follower):
         """With those that are ready; when none is, with all. They are called with the update itself."""
         with self._turn:
             self._end_round()
-            members = self._take(lambda one: one.ready) or self._take(lambda one: True)
             deadline, self._deadline = self._deadline or Deadline(self.catch_up_timeout_s), None
+            limit_s = TAKING * deadline.left()
+            members = self._take(lambda one: one.ready, limit_s) or self._take(lambda one: True, limit_s)
             self._round = Round(members, self.publisher, self.call_timeout_s, deadline)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -203,9 +206,9 @@ class Fleet(Follower):
 
     # steps
 
-    def _take(self, wanted: Callable[[Replica], bool]) -> list[Replica]:
-        """The replicas that are wanted, for us alone; not those that are busy for longer than a heartbeat."""
-        deadline = time.monotonic() + PROBE_TIMEOUT_S
+    def _take(self, wanted: Callable[[Replica], bool], limit_s: float) -> list[Replica]:
+        """The replicas that are wanted, for us alone; not those that are busy for longer than that, or a heartbeat."""
+        deadline = time.monotonic() + min(PROBE_TIMEOUT_S, limit_s)
         with self._changed:
             members = [one for one in self._replicas.values() if wanted(one)]
         return [one for one in members if one.busy.acquire(timeout=max(deadline - time.monotonic(), 0.0))]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from transfer_queue.errors import CommitFailed, DeadlineExceeded
 from transfer_queue.weights.engines.registry import engine
 from transfer_queue.weights.receiver import Receiver, VersionInfo
-from transfer_queue.weights.session import End, run_of
+from transfer_queue.weights.session import End, begun_of, run_of
 from transfer_queue.weights.vllm.model import LoadedModel
 from transfer_queue.weights.vllm.ranks import Ranks
 
@@ -129,7 +129,7 @@ class WorkerEngine:
 
     @_silent
     def init_transfer_engine(self, init_info: Any) -> None:
-        self._receiver.introduce(run_of(init_info))
+        self._receiver.introduce(run_of(init_info), begun=begun_of(init_info))
         self._give_up("another trainer came")
         self._lane.add(self._engine.init_transfer_engine, init_info)
 
