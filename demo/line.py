@@ -14,10 +14,9 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-import msgspec
-
 from transfer_queue.errors import InternalError, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.status import ServerStatus, decode, encode
 
 _CALLS = (
     "init_weight_transfer_engine",
@@ -35,7 +34,7 @@ _CLOSE_S = 1.0
 class Line:
     """A worker's end: a thread that carries out the calls of one trainer after the other.
 
-    `target` has the methods of `Control`; its `status` is told as far as a fleet asks.
+    `target` has the methods of `Control`.
     """
 
     def __init__(self, target: Any, token: str) -> None:
@@ -65,8 +64,7 @@ class Line:
         name, arguments = json.loads(data)
         try:
             if name == "status":
-                found = self._target.status()
-                return {"value": {"installed": msgspec.to_builtins(found.installed), "label": found.label}}
+                return {"value": encode(self._target.status())}
             if name not in _CALLS:
                 raise InternalError(f"no call {name!r}")
             return {"value": getattr(self._target, name)(*arguments)}
@@ -108,11 +106,13 @@ class Caller:
     def get_weight_version(self) -> str:
         return str(self._call("get_weight_version"))
 
-    def status(self) -> dict[str, Any]:
-        return {self.address: self._call("status")}
+    def status(self) -> ServerStatus:
+        return decode(self._call("status"))
 
-    def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> None:
-        self._call("pause_generation", mode, clear_cache)
+    def pause_generation(
+        self, mode: Mode = "abort", clear_cache: bool = True, owner: str = "", lease_s: float | None = None
+    ) -> None:
+        self._call("pause_generation", mode, clear_cache, owner, lease_s)
 
     def resume_generation(self) -> None:
         self._call("resume_generation")

@@ -133,7 +133,7 @@ def run(steps: int, num_samplers: int, max_staleness: int) -> None:
     samplers = [Sampler(seed) for seed in range(num_samplers)]
     trainer = registry.trainer("shm").trainer_init({}, client=Freezing(samplers), source=ModuleSource(policy))
     trainer.send_weights(deadline_s=DEADLINE_S)
-    tq.set_weight_version(trainer.version, trainer.epoch)
+    tq.set_weight_version(trainer.version, trainer.run_id)
     threads = [
         threading.Thread(target=produce, args=(name, sampler, max_staleness, ended))
         for name, sampler in enumerate(samplers)
@@ -150,7 +150,7 @@ def run(steps: int, num_samplers: int, max_staleness: int) -> None:
         ages.append(max(trainer.version - tag["weight_version"] for tag in rows.custom_meta))
         client.clear_samples(rows)
         # Announced first: samplers may begin the next batch at once, and get the new weights while they are at it.
-        tq.set_weight_version(trainer.version + 1, trainer.epoch)
+        tq.set_weight_version(trainer.version + 1, trainer.run_id)
         trainer.send_weights(deadline_s=DEADLINE_S)
         if step % 10 == 9:
             print(f"version {trainer.version}: reward {reward:.0%}, {mixed} rows by several versions so far")

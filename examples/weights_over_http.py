@@ -126,18 +126,19 @@ def run(steps: int, told: Connection[Any, Any], token: str) -> None:
     trainer = registry.trainer("tcp").trainer_init({}, client=client, source=ModuleSource(policy))
     for step in range(steps):
         report = trainer.send_weights(deadline_s=10)
-        tq.set_weight_version(report.version, report.epoch)
+        tq.set_weight_version(report.version, report.run_id)
         told.send(True)
         rows = queue.get_meta(FIELDS, ROWS, "train", task_name="trainer", sampling_config={"max_staleness": 0})
         reward = train(policy, optimizer, queue.get_data(rows, dense=True))
         queue.clear_samples(rows)
         if step in (0, steps - 1):
             print(f"version {client.get_weight_version()}: reward {reward:.0%}, update {report.update_s * 1e3:.0f} ms")
-    installed = client.status()[url]["installed"]
+    installed = client.status().installed
     told.send(False)
     trainer.shutdown()
-    print(f"{steps} versions over HTTP, the server has version {installed['version']} of this trainer's epoch")
-    assert installed["epoch"] == trainer.epoch
+    assert installed is not None
+    print(f"{steps} versions over HTTP, the server has version {installed.version} of this trainer's run")
+    assert installed.run_id == trainer.run_id
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def run(steps: int) -> None:
     print("version  made by  reward   pack  update  commit")
     for _ in range(steps):
         report = trainer.send_weights(deadline_s=10)
-        tq.set_weight_version(report.version, report.epoch)
+        tq.set_weight_version(report.version, report.run_id)
         fields, tags = sampler.sample(ROWS, LENGTH)
         keys = [f"{report.version}/{number}" for number in range(ROWS)]
         tq.kv_batch_put(keys=keys, partition_id="train", fields=fields, tags=tags)

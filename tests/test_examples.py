@@ -83,7 +83,7 @@ def test_weights_over_http(run: Run) -> None:
     assert done.returncode == 0, done.stderr
     head, *_, last = done.stdout.splitlines()
     assert head.endswith("version 'default'; refused: access_denied, not_open, not_initialized")
-    assert last == "3 versions over HTTP, the server has version 3 of this trainer's epoch"
+    assert last == "3 versions over HTTP, the server has version 3 of this trainer's run"
 
 
 def test_sizes_that_do_not_divide_are_named(run: Run) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weights import Net, Tied, delta, drawn, full, install, receiver_of, root, same
 
-from transfer_queue.errors import ProtocolError, ShapeMismatch, StaleBase, StaleVersion, UnknownTensor
-from transfer_queue.weights import Chain, Manifest, ModuleSource
+from transfer_queue.errors import ProtocolError, ShapeMismatch, StaleBase, UnknownTensor
+from transfer_queue.weights import Manifest, ModuleSource
 from transfer_queue.weights.delta import DeltaSource, decode, encode
 from transfer_queue.weights.digest import byte_view
 
@@ -165,42 +165,3 @@ def test_a_delta_needs_its_base() -> None:
         DeltaSource(old, root(changed(old)), ModuleSource(Net()))
     with pytest.raises(UnknownTensor, match="full"):
         DeltaSource({}, root(old), ModuleSource(Net()))
-
-
-def chained(num_versions: int, anchor_every: int) -> tuple[Chain, list[Manifest]]:
-    chain, made = Chain(anchor_every), []
-    state = drawn(Net(), 0)
-    for version in range(1, num_versions + 1):
-        new = changed(state)
-        one = full(new, version) if chain.wants_full else delta(state, new, version, version - 1)
-        chain.add(one.manifest)
-        made.append(one.manifest)
-        state = new
-    return chain, made
-
-
-def test_anchors_and_paths() -> None:
-    chain, made = chained(7, 3)
-    assert [one.kind for one in made] == ["full", "delta", "delta", "full", "delta", "delta", "full"]
-    chain, made = chained(6, 3)
-    numbers = {n: [one.version for one in chain.path(made[n - 1].root)] for n in range(1, 7)}
-    assert numbers == {1: [4, 5, 6], 2: [4, 5, 6], 3: [4, 5, 6], 4: [5, 6], 5: [6], 6: []}
-    assert [one.version for one in chain.path()] == [4, 5, 6]
-    assert Chain().path() == []
-
-
-def test_a_chain_drops_what_no_path_needs() -> None:
-    chain, made = chained(6, 3)
-    state = drawn(Net(), 5)
-    assert chain.add(full(state, 7).manifest) == made[:3]
-    assert [one.version for one in chain.path(made[4].root)] == [7]
-
-
-def test_a_chain_is_in_order() -> None:
-    chain, made = chained(2, 5)
-    with pytest.raises(StaleVersion):
-        chain.add(made[1])
-    with pytest.raises(StaleBase):
-        chain.add(delta(drawn(Net(), 1), drawn(Net(), 2), 3, 1).manifest)
-    with pytest.raises(StaleBase):
-        Chain().add(made[1])

@@ -174,7 +174,7 @@ def test_an_unconfigured_server_refuses_and_lives() -> None:
             client.reset_weights()
         assert client.get_weight_version() == "default"
         assert client.get_world_size() == 1
-        assert client.status()[server.url]["initialised"] is False
+        assert client.status().initialised is False
 
 
 def test_a_defect_is_told_without_its_details(caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,7 @@ def test_an_update_that_fails_on_one_server_is_aborted_on_all(
     with pytest.raises(TransferQueueError, match="1 of 2 servers"):  # the second has a newer version
         client.update_weights(infos(numbered(4))[0])
     assert set(client.failures) == {servers[1].url}
-    assert [status["updating"] for status in client.status().values()] == [False, False]
+    assert [status.updating for status in client.statuses().values()] == [False, False]
     tinies[0].control.start_weight_update()
     with pytest.raises(UpdateInProgress):  # somebody else's update goes on
         client.start_weight_update()
@@ -113,7 +113,7 @@ def test_errors_come_back_as_what_they_are(
         client = WeightSyncClient(server.url, TOKEN, timeout_s=20)
         with pytest.raises(error):
             call(client)
-        assert client.status()[server.url]["updating"] is False
+        assert client.status().updating is False
 
 
 def updated(client: WeightSyncClient, fault: str) -> None:

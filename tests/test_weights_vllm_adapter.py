@@ -63,10 +63,11 @@ def _a_place_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     Factory._registry = {"nccl": None}
     layerwise = SimpleNamespace(get_layerwise_info=lambda _: SimpleNamespace(can_load=lambda: False))
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.model_executor"):
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.model_executor", "vllm.v1"):
         module(name)
     module("vllm.distributed.weight_transfer.factory", WeightTransferEngineFactory=Factory)
     sys.modules["vllm.distributed"].parallel_state = SimpleNamespace()  # type: ignore[attr-defined]
+    module("vllm.v1.worker.gpu_worker", Worker=Client)
     module("vllm.config", set_current_vllm_config=lambda _: nullcontext())
     module("vllm.model_executor.model_loader")
     module(

@@ -9,6 +9,8 @@ import asyncio
 import base64
 import json
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,10 +108,10 @@ def address(url: str) -> tuple[str, int]:
 class TinyServer:
     """Generates by looking at the weights, a step at a time: what it "says" is which values it saw in them."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, **more: Any) -> None:
         self.gate = Gate()
         self.num_steps = 0
-        self.receiver = Receiver(InPlace(model()))
+        self.receiver = Receiver(InPlace(model()), clock=clock)
         self.control = Control(Inline(self.receiver), self.receiver, generation=self.gate, **more)
 
     def app(self) -> Starlette:

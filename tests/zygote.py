@@ -132,7 +132,16 @@ class Forked:
 
 
 SERVERS = Zygote("transfer_queue.server.process")
-CHILDREN = Zygote("torch", "tensordict", "transfer_queue.interface", "transfer_queue.dataloader", "transfer_queue.cli")
+CHILDREN = Zygote(
+    "torch",
+    "tensordict",
+    "transfer_queue.interface",
+    "transfer_queue.dataloader",
+    "transfer_queue.cli",
+    "transfer_queue.weights.http",
+    "transfer_queue.weights.engines.tcp",
+    "transfer_queue.weights.fleet",
+)
 
 
 # in the zygote

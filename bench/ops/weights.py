@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 
 from bench.session import Session
 from transfer_queue.errors import TransferQueueError
-from transfer_queue.weights import Control, InPlace, ModuleSource, Receiver, Swap, WeightSource
+from transfer_queue.weights import CommitInfo, Control, InPlace, ModuleSource, Receiver, Swap, WeightSource
 from transfer_queue.weights.digest import byte_view
 from transfer_queue.weights.engines import registry
 from transfer_queue.weights.fleet import Fleet
@@ -52,6 +52,17 @@ def change(session: Session, every: int) -> dict[str, Any]:
     return {}
 
 
+class Watched(Receiver):
+    """Says how long its last commit held off requests."""
+
+    pause_s = 0.0
+
+    def commit(self, timeout_s: float | None = None) -> CommitInfo:
+        found = super().commit(timeout_s)
+        self.pause_s = found.pause_s
+        return found
+
+
 class Requests:
     """Passes through the model at intervals, as requests make them; how long each had to wait for its turn."""
 
@@ -81,7 +92,7 @@ class Requests:
 
 def receive(session: Session, engine: str, target: str, every_s: float = 0.001) -> dict[str, Any]:
     """Serve the model under control over HTTP."""
-    receiver = Receiver(TARGETS[target](session.scratch["model"]))
+    receiver = Watched(TARGETS[target](session.scratch["model"]))
     made = registry.engine(engine)(receiver)
     server = serve(Control(made, receiver), token=TOKEN)
     session.scratch.update(engine=made, server=server, requests=Requests(receiver, every_s))
@@ -90,9 +101,7 @@ def receive(session: Session, engine: str, target: str, every_s: float = 0.001) 
 
 def seen(session: Session) -> dict[str, Any]:
     """The pause of the last commit, and the longest wait of a request since this was asked last."""
-    commit = session.scratch["engine"].last_commit
-    pause_s = commit.pause_s if commit is not None else 0.0
-    return {"pause": pause_s, "wait": session.scratch["requests"].longest()}
+    return {"pause": session.scratch["engine"].receiver.pause_s, "wait": session.scratch["requests"].longest()}
 
 
 def join(session: Session, info: dict[str, Any], peers: list[str]) -> dict[str, Any]:

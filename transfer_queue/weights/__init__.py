@@ -3,7 +3,7 @@
 WeightSource    ModuleSource, StateDictSource, SafetensorsSource: named tensors in a fixed order
  └─ plan, pack  where each tensor lies in which bucket; buckets filled while the one before is moved
      └─ Manifest    a version, as canonical JSON: tensors, their digests, the root that names the content
-DeltaSource     a source of the exact differences to an earlier version; Chain says which versions lead to the newest
+DeltaSource     a source of the exact differences to an earlier version
 Receiver        open(manifest), stage(bucket, bytes)..., verify(), commit(); abort at any time; installed(); reading()
  ├─ Staging     the buckets that arrived, each byte checked; differences applied to copies
  ├─ Target      InPlace, Swap, Flip: how verified tensors become the live ones of a module, all or none
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transfer_queue.weights.adapters import Lora as Lora
-    from transfer_queue.weights.chain import Chain as Chain
     from transfer_queue.weights.control import Control as Control
     from transfer_queue.weights.control_async import AsyncControl as AsyncControl
     from transfer_queue.weights.delta import DeltaSource as DeltaSource
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "adapters": ("Lora",),
-    "chain": ("Chain",),
     "control": ("Control",),
     "control_async": ("AsyncControl",),
     "delta": ("DeltaSource",),

@@ -1,22 +1,23 @@
 """What a trainer may ask of an inference server, under vLLM's method names: weight updates, pauses, versions, checks.
 
     not initialised -- init --> CLOSED -- start --> OPEN -- update... finish --> CLOSED
-                                   ^------- a failed update or finish, abort, deadline ----'
+                                   ^-- a failed update or finish, abort, deadline, another init --'
 
 `Control` is for threads (`LLM`-like), `control_async.AsyncControl` for an event loop (`AsyncLLM`-like). An engine
-moves the bytes; the receiver makes them live. Steps out of order are refused, and change nothing.
+moves the bytes; the receiver makes them live, and its session is what is open. Steps out of order are refused, and
+change nothing.
 """
 
 from __future__ import annotations
 
+import math
+import secrets
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from transfer_queue.errors import (
-    Aborted,
     CommitFailed,
     DeadlineExceeded,
     InvalidInput,
@@ -28,10 +29,14 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.checker import Comparison, checksums, compare
 from transfer_queue.weights.gate import Generation, Mode
-from transfer_queue.weights.receiver import Receiver, State, VersionInfo
+from transfer_queue.weights.pauses import Pauses
+from transfer_queue.weights.receiver import Receiver
+from transfer_queue.weights.session import End, Phase, UpdateSession, begun_of, run_of
+from transfer_queue.weights.status import OpenUpdate, ServerStatus
 
 DEFAULT_LABEL = "default"  # before the first commit
 UPDATE_TIMEOUT_S = 600.0
+INIT_TIMEOUT_S = 60.0  # for a call of the trainer before to end, when the new one does not say
 PAUSE_TIMEOUT_S = 120.0
 CHECK_TIMEOUT_S = 60.0  # to wait for a commit to end before reading the weights
 UpdateInfo: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
@@ -56,19 +61,10 @@ class Engine(Protocol):
         """Give back what `init_transfer_engine` took."""
 
 
-class Status(NamedTuple):
-    installed: VersionInfo
-    label: str
-    state: State
-    initialised: bool
-    updating: bool
-    paused: bool
-
-
 class _Bytes(NamedTuple):
     """Names what is installed."""
 
-    epoch: str
+    run_id: str
     version: int | None
     root: str
 
@@ -93,23 +89,19 @@ class Control:
         update_timeout_s: float = UPDATE_TIMEOUT_S,
         pause_timeout_s: float = PAUSE_TIMEOUT_S,
         allow_reset: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._receiver = receiver
-        self._generation = generation
+        self._pauses = Pauses(generation, pause_timeout_s) if generation is not None else None
         self._rank = rank
         self._world_size = world_size
         self._data_parallel_size = data_parallel_size
         self._update_timeout_s = update_timeout_s
-        self._pause_timeout_s = pause_timeout_s
         self._allow_reset = allow_reset
-        self._clock = clock
+        self._life = secrets.token_hex(8)
         self._busy = threading.Lock()
         self._checking = threading.Lock()
         self._initialised = False
-        self._deadline: float | None = None  # of the open update
-        self._abort_reason = ""  # set by an abort that came while another call ran
         self._named: tuple[_Bytes, str] | None = None  # the label, and what it was given to
         self._naming: tuple[_Bytes, str] | None = None  # what a commit that runs replaces, and the label after it
 
@@ -122,32 +114,54 @@ class Control:
     # updates
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Raises `UpdateInProgress` when an update is open, or what the engine has against `init_info`."""
-        with self._turn() as engine, _caller_errors("init_info"):
-            self._expect_closed()
+        """Introduce a trainer: from now on updates are its run's. Ends the update that is open, and the pauses that
+        were made for another run. Waits for a call that runs; it is woken up, and raises who took over. `WrongEpoch`
+        for a run that another one took over from. Raises what the engine has against `init_info`."""
+        with _caller_errors("init_info"):
+            info = dict(_inner(init_info, "init_info"))
+        run_id, timeout_s = run_of(info), _seconds(info.get("timeout_s"), INIT_TIMEOUT_S)
+        if self._engine is not None:
+            self._receiver.introduce(run_id, timeout_s, begun_of(info))
+            if self._pauses is not None:
+                self._pauses.take_over(run_id)
+        with self._turn(timeout_s) as engine, _caller_errors("init_info"):
+            self._receiver.expect_run(run_id)
             self._initialised = False
-            engine.init_transfer_engine(dict(_inner(init_info, "init_info")))
+            engine.init_transfer_engine(info)
             self._initialised = True
 
+    def expect_run(self, run_id: str) -> None:
+        """`WrongEpoch` when updates are no longer of this run, `NotInitialized` when they never were. vLLM's calls
+        do not say whose they are: a way to this server that knows asks before it calls."""
+        self._receiver.expect_run(run_id)
+
     def start_weight_update(self) -> None:
-        """Open an update. `UpdateInProgress` when one is open, `NotInitialized` before init."""
+        """Open an update, of the run that was introduced last. `UpdateInProgress` when one is open, `NotInitialized`
+        before init."""
         with self._turn() as engine:
             if not self._initialised:
                 raise NotInitialized("the weight transfer engine is not initialised")
             self._expect_closed()
-            self._abort_reason = ""
-            engine.start_weight_update()
-            self._expect_wanted()
-            self._deadline = self._clock() + self._update_timeout_s
+            session = self._receiver.begin(self._update_timeout_s)
+            try:
+                engine.start_weight_update()
+            except BaseException as error:  # an interrupt must not leave it open
+                self._drop(session, repr(error))
+                raise
+            session.check()
 
     def start_draft_weight_update(self) -> None:
         """Always `NotSupported`: there is one model."""
         raise NotSupported("this server has no draft model")
 
     def update_weights(self, update_info: UpdateInfo) -> None:
-        """Take a part of the update. Any error ends it: the old weights serve on. `NotOpen` without a start."""
+        """Take a part of the update. Any error ends it: the old weights serve on. `NotOpen` without a start. A part of
+        another run is refused (`WrongEpoch`, `NotInitialized`), and harms nothing."""
+        with _caller_errors("update_info"):
+            info = self._part(_inner(update_info, "update_info"))
+        self._receiver.expect_run(run_of(info))
         with self._turn() as engine, self._step(), _caller_errors("update_info"):
-            engine.update_weights(self._part(_inner(update_info, "update_info")))
+            engine.update_weights(info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Commit, and label what is live now `weight_version` (None: the version's own label, or its number).
@@ -155,30 +169,21 @@ class Control:
         `DeadlineExceeded` when requests did not let go of the old weights in time: the update stays open if that may
         be tried again. Any other error ends it.
         """
-        with self._turn() as engine, self._step():
-            before, was_open = self._bytes(), self._is_open()
+        with self._turn() as engine, self._step() as session:
+            before = self._bytes()
             if weight_version is not None:
                 self._naming = (before, weight_version)
             engine.finish_weight_update()
             # An engine may finish without a commit, when the trainer gave the update up: that gives no label.
-            committed = self._bytes() != before or (was_open and not self._is_open())
-            if weight_version is not None and committed:
+            if weight_version is not None and (session.end is End.COMMITTED or self._bytes() != before):
                 self._named = (self._bytes(), weight_version)
-            self._deadline = None
+            session.check()
+            self._drop(session, "it was finished without a version")
 
     def abort_weight_update(self, reason: str = "somebody asked to") -> bool:
-        """End the open update; the old weights serve on. Whether there was one. While another call runs, that or the
-        next one ends with `Aborted`. `UpdateInProgress` when it is being committed."""
-        self._receiver.abort(reason)
-        if not self._busy.acquire(blocking=False):
-            self._abort_reason = reason
-            return True
-        try:
-            was_open = self._deadline is not None
-            self._drop(reason)
-        finally:
-            self._busy.release()
-        return was_open
+        """End the open update; the old weights serve on. Whether there was one. A call that runs ends with `Aborted`.
+        `UpdateInProgress` when it is being committed."""
+        return self._receiver.end(reason)
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Let go of the trainer. `UpdateInProgress` when an update is open."""
@@ -195,7 +200,7 @@ class Control:
         info = self._receiver.installed()
         if info.dirty:
             raise CommitFailed("the weights are a mixture: commit a whole version")
-        now = _Bytes(info.epoch, info.version, info.root)
+        now = _Bytes(info.run_id, info.version, info.root)
         named, naming = self._named, self._naming
         if named is not None and named[0] == now:
             return named[1]
@@ -213,19 +218,31 @@ class Control:
         finally:
             self._busy.release()
 
-    def status(self) -> Status:
-        """What is live and what goes on. `label` is "" while the weights are a mixture."""
-        info = self._receiver.installed()
-        label = "" if info.dirty else self.get_weight_version()
-        updating = self._deadline is not None and self._clock() < self._deadline
-        paused = self._generation is not None and self._generation.is_paused()
-        return Status(info, label, self._receiver.state, self._initialised, updating, paused)
+    def status(self) -> ServerStatus:
+        """What is live and what goes on. Never blocks."""
+        info, session = self._receiver.installed(), self._receiver.session
+        update = None
+        if session is not None:
+            left_s = session.left_s()
+            phase, left = session.phase.value, left_s if math.isfinite(left_s) else None
+            update = OpenUpdate(*session.key, phase, left)
+        return ServerStatus(
+            installed=info, label="" if info.dirty else self.get_weight_version(), state=self._receiver.state,
+            initialised=self._initialised, paused=self._pauses is not None and self._pauses.is_paused(),
+            paused_by="" if self._pauses is None else self._pauses.owner, run_id=self._receiver.run_id, update=update,
+            life=self._life,
+        )  # fmt: skip
 
     # generation
 
-    def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> None:
-        """See `Generation.pause`; blocks until nothing runs."""
-        self._generating().pause(mode, self._pause_timeout_s, clear_cache)
+    def pause_generation(
+        self, mode: Mode = "abort", clear_cache: bool = True, owner: str = "", lease_s: float | None = None
+    ) -> None:
+        """See `Generation.pause`; blocks until nothing runs. `owner`: the run that the pause is for. It ends when
+        another run takes over, or after `lease_s`; without them only by `resume_generation`."""
+        pauses = self._generating()
+        self._receiver.expect_not_over(owner)
+        pauses.pause(mode, clear_cache, owner, lease_s)
 
     def resume_generation(self) -> None:
         self._generating().resume()
@@ -235,7 +252,7 @@ class Control:
 
     def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
         """End these requests (none given: all); how many were ended."""
-        return self._generating().abort(request_ids or None)
+        return self._generating().generation.abort(request_ids or None)
 
     # checks
 
@@ -260,48 +277,49 @@ class Control:
     # rules of an update
 
     @contextmanager
-    def _turn(self) -> Iterator[Engine]:
+    def _turn(self, timeout_s: float = 0.0) -> Iterator[Engine]:
         """The engine, for one call at a time."""
         if self._engine is None:
             raise NotInitialized("no weight transfer engine is configured on this server")
-        if not self._busy.acquire(blocking=False):
+        if not (self._busy.acquire(timeout=timeout_s) if timeout_s > 0 else self._busy.acquire(blocking=False)):
             raise UpdateInProgress("another call that moves weights is running")
         try:
-            if self._deadline is not None and self._clock() >= self._deadline:
-                self._drop("its deadline passed")
             yield self._engine
         finally:
             self._busy.release()
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
-        """A step of the open update, which ends with any error."""
-        if self._deadline is None:
-            raise NotOpen("no weight update is open: start one")
+    def _step(self) -> Iterator[UpdateSession]:
+        """A step of the open update, which ends with any error. When somebody else ended it, it says who."""
+        session = self._receiver.session
+        if session is None:
+            raise self._not_open()
         try:
-            self._expect_wanted()
-            yield
-            if self._deadline is not None:
-                self._expect_wanted()
-        except BaseException as error:
-            if not (isinstance(error, DeadlineExceeded) and self._receiver.state is State.READY):
-                self._drop(repr(error))
+            yield session
+            session.check()
+        except BaseException as error:  # an interrupt ends the update too
+            if not (isinstance(error, DeadlineExceeded) and session.phase is Phase.READY):
+                self._drop(None, repr(error))  # also one that the engine has opened since somebody ended ours
+            if session.end in (End.ABORTED, End.TAKEN_OVER):
+                session.check()
             raise
         finally:
             self._naming = None
 
-    def _drop(self, reason: str) -> None:
-        self._deadline = None
+    def _not_open(self) -> TransferQueueError:
+        last = self._receiver.last_session
+        if last is not None and last.end is End.TAKEN_OVER:
+            return last.error()
+        return NotOpen("no weight update is open: start one")
+
+    def _drop(self, session: UpdateSession | None, reason: str) -> None:
         with suppress(UpdateInProgress):
-            self._receiver.abort(reason)
+            self._receiver.end(reason, failed=True, only=session)
 
     def _expect_closed(self) -> None:
-        if self._deadline is not None:
-            raise UpdateInProgress("a weight update is open: finish it first")
-
-    def _expect_wanted(self) -> None:
-        if self._abort_reason:
-            raise Aborted(f"the update was aborted: {self._abort_reason}")
+        session = self._receiver.session
+        if session is not None:
+            raise UpdateInProgress(f"a weight update is open ({session.phase.value}): finish it first")
 
     def _part(self, update_info: UpdateInfo) -> dict[str, Any]:
         if isinstance(update_info, Mapping):
@@ -310,17 +328,14 @@ class Control:
             raise InvalidInput(f"update_info has parts for {len(update_info)} ranks, this is rank {self._rank}")
         return dict(update_info[self._rank])
 
-    def _is_open(self) -> bool:
-        return self._receiver.state in (State.OPEN, State.STAGED, State.READY)
-
     def _bytes(self) -> _Bytes:
         info = self._receiver.installed()
-        return _Bytes(info.epoch, info.version, info.root)
+        return _Bytes(info.run_id, info.version, info.root)
 
-    def _generating(self) -> Generation:
-        if self._generation is None:
+    def _generating(self) -> Pauses:
+        if self._pauses is None:
             raise NotSupported("this server's generation cannot be paused or aborted")
-        return self._generation
+        return self._pauses
 
     @contextmanager
     def _check(self) -> Iterator[None]:
@@ -330,6 +345,10 @@ class Control:
             yield
         finally:
             self._checking.release()
+
+
+def _seconds(given: Any, default: float) -> float:
+    return float(given) if isinstance(given, (int, float)) and 0 < given < 1e6 else default
 
 
 def _inner(info: Any, name: str) -> Any:

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from transfer_queue.errors import InternalError, ServiceUnavailable
 from transfer_queue.weights.checker import Comparison
-from transfer_queue.weights.control import Control, Status, UpdateInfo
+from transfer_queue.weights.control import Control, UpdateInfo
 from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.status import ServerStatus
 
 NUM_THREADS = 8
 T = TypeVar("T")
@@ -52,11 +53,13 @@ class AsyncControl:
     async def update_weight_version(self, new_version: str) -> None:
         self.control.update_weight_version(new_version)
 
-    async def status(self) -> Status:
+    async def status(self) -> ServerStatus:
         return await self._run(self.control.status)
 
-    async def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> None:
-        await self._run(lambda: self.control.pause_generation(mode, clear_cache))
+    async def pause_generation(
+        self, mode: Mode = "abort", clear_cache: bool = True, owner: str = "", lease_s: float | None = None
+    ) -> None:
+        await self._run(lambda: self.control.pause_generation(mode, clear_cache, owner, lease_s))
 
     async def resume_generation(self) -> None:
         self.control.resume_generation()

@@ -4,7 +4,10 @@
 
 `abort`, the deadline of the update, or a failed check lead back to where it began, with the live weights untouched. A
 commit that fails in the middle and cannot be undone leads to DIRTY: then nothing is served until a whole version is
-committed. Versions rise within an epoch (one life of a trainer); an epoch that was followed by another is over.
+committed. Versions rise within a run (one life of a trainer); a run that was followed by another (by a commit) is over.
+
+The receiver owns the one open update (`session`). Who may have one is the run that was introduced last: that ends the
+update of the run before.
 """
 
 from __future__ import annotations
@@ -26,18 +29,21 @@ from transfer_queue.errors import (
     DeadlineExceeded,
     Incomplete,
     InvalidInput,
+    NotInitialized,
     NotOpen,
     StaleBase,
     StaleVersion,
+    TransferQueueError,
     UpdateInProgress,
     WrongEpoch,
 )
 from transfer_queue.weights.digest import Buffer
 from transfer_queue.weights.manifest import Contents, Manifest, root_of
+from transfer_queue.weights.session import End, Opened, Phase, SessionKey, UpdateSession
 from transfer_queue.weights.sources import named_weights
-from transfer_queue.weights.staging import Staging
 from transfer_queue.weights.targets import READ_TIMEOUT_S, Broken, Live, Pause, Target
 
+ORDERED_S = 3600.0
 AdapterSink = Callable[[Any, Manifest], None]  # (tensors, or what its `prepare` made of them; manifest)
 
 
@@ -61,20 +67,30 @@ class State(str, Enum):
 
 class AdapterInfo(msgspec.Struct, frozen=True):
     version: int
-    epoch: str
+    run_id: str
     root: str
     base_root: str | None
+
+    @property
+    def epoch(self) -> str:
+        """The run, by its older name."""
+        return self.run_id
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
     """What is live: version None before the first commit. `adapters` are by label."""
 
     version: int | None = None
-    epoch: str = ""
+    run_id: str = ""
     root: str = ""
     label: str = ""
     adapters: dict[str, AdapterInfo] = {}
     dirty: bool = False
+
+    @property
+    def epoch(self) -> str:
+        """The run, by its older name."""
+        return self.run_id
 
     @property
     def outdated(self) -> tuple[str, ...]:
@@ -98,28 +114,6 @@ class CommitInfo(NamedTuple):
     drain_s: float
 
 
-class _Update:
-    """An open update. `contents` is what the model will hold; `repeated` when it holds that version already."""
-
-    def __init__(self, manifest: Manifest, contents: Contents, repeated: bool, deadline: float) -> None:
-        self.staging = Staging(manifest)
-        self.manifest = manifest
-        self.contents = contents
-        self.repeated = repeated
-        self.deadline = deadline
-        self.verifying = threading.Lock()
-        self.prepared: Any = None
-        self.committing = False
-
-    @property
-    def state(self) -> State:
-        if self.committing:
-            return State.COMMITTING
-        if self.repeated or self.prepared is not None:
-            return State.READY
-        return State.OPEN if self.staging.missing else State.STAGED
-
-
 class Receiver:
     """One target's updates, one at a time. Thread-safe.
 
@@ -135,22 +129,114 @@ class Receiver:
         self._adapter = adapter
         self._clock = clock
         self._lock = threading.Lock()
-        self._update: _Update | None = None
+        self._changed = threading.Condition(self._lock)  # a session has ended
+        self._session: UpdateSession | None = None  # the one that began last, also when it ended
+        self._num_sessions = 0
+        self._run = ""  # that was introduced last
+        self._begun = 0.0  # by its trainer's clock
+        self._followed: dict[str, str] = {}  # runs that another was introduced after, and which
         self._contents: Contents = {}
         self._mixed: set[str] = set()  # names that a failed commit left in an unknown state
-        self._epoch: str | None = None
-        self._past: set[str] = set()
+        self._committed_run: str | None = None
+        self._past: set[str] = set()  # runs whose versions are over, as another one committed
         self._removed: dict[str, AdapterInfo] = {}  # by label: older versions do not bring them back
         target.tag = VersionInfo()
 
     @property
     def state(self) -> State:
-        with self._lock:
-            self._expire()
-            if self._update is not None:
-                return self._update.state
+        session = self.session
+        opened = None if session is None else session.opened
+        if opened is not None:
+            return State(opened.phase.value)
         info = self.installed()
         return State.DIRTY if info.dirty else State.IDLE if info.version is None else State.INSTALLED
+
+    # whose update it is
+
+    @property
+    def session(self) -> UpdateSession | None:
+        """The open update."""
+        late: list[Callable[[], object]] = []
+        with self._lock:
+            late = self._expire()
+            found = self._open_session()
+        _call(late)
+        return found
+
+    @property
+    def last_session(self) -> UpdateSession | None:
+        """The update that is open, or was last."""
+        return self.session or self._session
+
+    @property
+    def run_id(self) -> str:
+        """The run that was introduced last."""
+        return self._run
+
+    def introduce(self, run_id: str, timeout_s: float = 0.0, begun: float = 0.0) -> None:
+        """From now on updates are this run's ("": of a trainer without a name, the run stays). An open update ends.
+
+        A commit is waited for, `timeout_s` at most (`UpdateInProgress`). `WrongEpoch` for a run that another one was
+        introduced after: its trainer is not to come back. Nor is one that `begun` (seconds since 1970, 0: not known)
+        before the one that is here: its call was late. Times further apart than `ORDERED_S` order nothing: clocks are
+        wrong rather than calls that late. Repeatable.
+        """
+        with self._changed:
+            if begun and self._begun and run_id != self._run and 0 < self._begun - begun < ORDERED_S:
+                self._followed.setdefault(run_id, self._run)
+            self._expect_current(run_id)
+            if not self._changed.wait_for(lambda: not self._is_committing(), timeout_s):
+                raise UpdateInProgress("a version is being committed")
+            self._expect_current(run_id)
+            before = self._run
+            taken = bool(run_id and before and run_id != before)
+            if taken:
+                self._followed[before] = run_id
+            self._run, self._begun = run_id or before, begun or self._begun
+            why = f"run {run_id!r} took over" if taken else "the trainer was introduced again"
+            woken = self._close(End.TAKEN_OVER if taken else End.ABORTED, why)
+        _call(woken)
+
+    def expect_run(self, run_id: str) -> None:
+        """`WrongEpoch` for a run that another one took over from, `NotInitialized` for one that was not introduced. ""
+        does not say whose. Changes nothing."""
+        with self._lock:
+            self._expect_current(run_id)
+            if run_id and self._run and run_id != self._run:
+                raise NotInitialized(f"run {run_id!r} was not introduced here, updates are those of {self._run!r}")
+
+    def expect_not_over(self, run_id: str) -> None:
+        """`WrongEpoch` for a run that another one took over from."""
+        with self._lock:
+            self._expect_current(run_id)
+
+    def begin(self, timeout_s: float | None = None) -> UpdateSession:
+        """The session of the run's next update: one in which nothing was opened yet, or a new one, which ends the one
+        before. `UpdateInProgress` while that commits."""
+        with self._lock:
+            woken = self._expire()
+            found = self._open_session()
+            if found is None or found.opened is not None:
+                if self._is_committing():
+                    raise UpdateInProgress("a version is being committed")
+                woken += self._close(End.ABORTED, "another update started")
+                found = self._new_session(self._run, timeout_s)
+        _call(woken)
+        return found
+
+    def end(self, reason: str, *, failed: bool = False, only: UpdateSession | None = None) -> bool:
+        """End the open update (`only`: if it is that one); the old weights serve on. Whether there was one.
+        `UpdateInProgress` when it is being committed."""
+        with self._lock:
+            woken = self._expire()
+            session = self._open_session()
+            found = session is not None and only in (None, session)
+            if found and self._is_committing():
+                raise UpdateInProgress(f"too late to abort ({reason}): the update is being committed")
+            if found:
+                woken += self._close(End.FAILED if failed else End.ABORTED, reason)
+        _call(woken)
+        return found
 
     def installed(self) -> VersionInfo:
         """What is live now. Never blocks."""
@@ -174,14 +260,20 @@ class Receiver:
         (`WrongEpoch`, `StaleVersion`, `StaleBase`, `UnknownTensor`, `ShapeMismatch`, `Incomplete`, `BadManifest`).
         """
         with self._lock:
-            self._expire()
-            if self._update is None:
+            woken = self._expire()
+            session = self._open_session()
+            if session is None or session.opened is None:
                 repeated = self._is_repeated(manifest)
-                contents = self._contents if repeated else self._result(manifest)
-                self._update = _Update(manifest, contents, repeated, self._clock() + timeout_s)
-            elif self._update.manifest != manifest:
-                raise UpdateInProgress(f"version {self._update.manifest.version} is {self._update.state.value}")
-            return [] if self._update.repeated else self._update.staging.missing
+                opened = Opened(manifest, self._contents if repeated else self._result(manifest), repeated)
+                session = session or self._new_session(manifest.epoch, timeout_s)
+                session.opened = opened
+                session.limit(timeout_s)
+            opened = session.opened
+            if opened.manifest != manifest:
+                raise UpdateInProgress(f"version {opened.manifest.version} is {opened.phase.value}")
+            wanted = [] if opened.repeated else opened.staging.missing
+        _call(woken)
+        return wanted
 
     def stage(self, bucket: int, data: Buffer, lend: bool = False, vouched: bool = False) -> None:
         """Take the bytes of a bucket: in any order, from any thread; one that is here already is ignored.
@@ -190,29 +282,29 @@ class Receiver:
         ends, and with `Swap` for good. `vouched`: lent memory is the very one that the digests were made of, and nobody
         can have written it since; it is not read again. `DigestMismatch`: the bytes were dropped, send them again.
         """
-        update = self._current()
-        if not update.repeated:
-            update.staging.stage(bucket, data, lend, vouched)
-        self._current(update)
+        session, opened = self._current()
+        if not opened.repeated:
+            opened.staging.stage(bucket, data, lend, vouched)
+        self._current(session)
 
     def verify(self) -> Report:
         """Check that all is here, apply differences to copies, and prepare the commit. May be repeated.
 
         `Incomplete` leaves the update open; any other error aborts it.
         """
-        update = self._current()
-        with update.verifying:
-            if not update.repeated and update.prepared is None:
-                missing = update.staging.missing
+        session, opened = self._current()
+        with opened.verifying:
+            if not opened.repeated and opened.prepared is None:
+                missing = opened.staging.missing
                 if missing:
                     raise Incomplete(f"{len(missing)} buckets are missing, such as {missing[0]}")
                 try:
-                    update.prepared = self._prepare(update)
-                except BaseException as error:
-                    self._end(update)
-                    raise error
-        self._current(update)
-        manifest = update.manifest
+                    opened.prepared = self._prepare(opened)
+                except BaseException as error:  # an interrupt ends the update too
+                    self._over(session, opened, reason=str(error))
+                    raise
+        self._current(session)
+        manifest = opened.manifest
         return Report(manifest.version, manifest.root, len(manifest.tensors), manifest.nbytes)
 
     def commit(self, timeout_s: float | None = None) -> CommitInfo:
@@ -222,39 +314,44 @@ class Receiver:
         leaves it ready to be committed again, if there is time left. `CommitFailed`: the update is over, and the old
         weights live, unless `installed().dirty`. `NotOpen` before `verify`.
         """
-        update, left_s = self._begin_commit()
+        session, opened = self._begin_commit()
+        left_s = session.left_s()
         wait_s = left_s if timeout_s is None else min(left_s, timeout_s)
-        manifest = update.manifest
+        manifest = opened.manifest
         try:
-            pause = Pause(0.0, 0.0) if update.repeated else self._install(update, wait_s)
+            pause = Pause(0.0, 0.0) if opened.repeated else self._install(opened, wait_s)
         except (DeadlineExceeded, InvalidInput):
-            with self._lock:
-                update.committing = False
-                self._expire()
+            with self._changed:
+                opened.committing = False
+                self._changed.notify_all()
+                woken = self._expire()
+            _call(woken)
             raise
-        except BaseException as error:
-            self._end(update, committed=self._is_live(manifest), mixed=isinstance(error, Broken))
-            raise error
-        self._end(update, committed=True)
+        except BaseException as error:  # an interrupt may have come when the version was live
+            live, mixed = self._is_live(manifest), isinstance(error, Broken)
+            self._over(session, opened, committed=live, mixed=mixed, reason=str(error))
+            raise
+        self._over(session, opened, committed=True)
         return CommitInfo(manifest.version, manifest.root, *pause)
 
     def abort(self, reason: str) -> None:
-        """Drop the open update, if there is one. `UpdateInProgress` when it is being committed."""
-        with self._lock:
-            if self._update is not None and self._update.committing:
-                raise UpdateInProgress(f"too late to abort ({reason}): the update is being committed")
-            self._update = None
+        """Drop the version that was opened, if there is one. `UpdateInProgress` when it is being committed."""
+        session = self._session
+        if session is not None and session.opened is not None:
+            self.end(reason, only=session)
 
     def scramble(self, timeout_s: float) -> None:
         """Overwrite the live weights with noise: dirty until a version of all of them is committed. A check that
         versions replace everything; `UpdateInProgress` when an update is open."""
         with self._lock:
-            self._expire()
-            if self._update is not None:
-                raise UpdateInProgress(f"version {self._update.manifest.version} is {self._update.state.value}")
+            woken = self._expire()
+            session = self._open_session()
+            if session is not None and session.opened is not None:
+                raise UpdateInProgress(f"version {session.opened.manifest.version} is {session.phase.value}")
             self._target.scramble(timeout_s)
             with self._target.inspecting(timeout_s) as module:
                 self._mixed |= set(named_weights(module))
+        _call(woken)
 
     @contextmanager
     def inspecting(self, timeout_s: float = READ_TIMEOUT_S) -> Iterator[torch.nn.Module]:
@@ -265,12 +362,12 @@ class Receiver:
     # what may be installed
 
     def _is_repeated(self, m: Manifest) -> bool:
-        """Whether it is installed already. Raises when its epoch or version is over."""
+        """Whether it is installed already. Raises when its run or version is over."""
         if m.epoch in self._past:
-            raise WrongEpoch(f"epoch {m.epoch!r} is over, {self._epoch!r} came after it")
+            raise WrongEpoch(f"run {m.epoch!r} is over, {self._committed_run!r} came after it")
         info = self.installed()
         now = info.adapters.get(m.label, self._removed.get(m.label)) if m.kind == "adapter" else info
-        if now is None or now.version is None or now.epoch != m.epoch or m.version > now.version:
+        if now is None or now.version is None or now.run_id != m.epoch or m.version > now.version:
             return False
         if (m.version, m.root) != (now.version, now.root):
             raise StaleVersion(f"version {m.version} does not follow {now.version}")
@@ -299,11 +396,11 @@ class Receiver:
 
     def _check_base(self, m: Manifest) -> None:
         info = self.installed()
-        same_epoch = info.epoch == m.epoch
-        if not info.dirty and m.base_root == info.root and (not same_epoch or m.base == info.version):
+        same_run = info.run_id == m.epoch
+        if not info.dirty and m.base_root == info.root and (not same_run or m.base == info.version):
             return
-        if info.version is not None and not same_epoch:
-            raise WrongEpoch(f"epoch {m.epoch!r} has to begin with a full version, or a delta on what is installed")
+        if info.version is not None and not same_run:
+            raise WrongEpoch(f"run {m.epoch!r} has to begin with a full version, or a delta on what is installed")
         raise StaleBase(f"version {m.version} is a delta on {m.base}, installed is {info.version}")
 
     def _onto_base(self, m: Manifest, changed: Contents) -> Contents:
@@ -320,49 +417,78 @@ class Receiver:
 
     # steps of an update
 
-    def _current(self, expected: _Update | None = None) -> _Update:
+    def _current(self, expected: UpdateSession | None = None) -> tuple[UpdateSession, Opened]:
         """The open update (which has to be `expected`)."""
         with self._lock:
-            if self._expire():
-                raise DeadlineExceeded("the update was aborted: its deadline passed")
-            if self._update is None or (expected is not None and self._update is not expected):
-                raise NotOpen("no update is open" if expected is None else "the update was aborted")
-            return self._update
+            woken = self._expire()
+            session = self._open_session()
+            if expected is not None and session is not expected:
+                error = _gone(expected)
+            elif session is None or session.opened is None:
+                error = _gone(self._session if session is None else None)
+            else:
+                return session, session.opened
+        _call(woken)
+        raise error
 
-    def _expire(self) -> bool:
-        if self._update is None or self._update.committing or self._clock() < self._update.deadline:
-            return False
-        self._update = None
-        return True
+    def _open_session(self) -> UpdateSession | None:
+        return None if self._session is None or self._session.end is not None else self._session
 
-    def _prepare(self, update: _Update) -> Any:
-        tensors = update.staging.tensors(self._target)
-        if update.manifest.kind != "adapter":
+    def _new_session(self, run_id: str, timeout_s: float | None) -> UpdateSession:
+        self._num_sessions += 1
+        self._session = UpdateSession(SessionKey(run_id, self._num_sessions), self._clock, timeout_s)
+        return self._session
+
+    def _is_committing(self) -> bool:
+        session = self._open_session()
+        return session is not None and session.phase is Phase.COMMITTING
+
+    def _close(self, end: End, reason: str) -> list[Callable[[], object]]:
+        """End the open session, with the lock. Returns what to call without it."""
+        session = self._open_session()
+        if session is None:
+            return []
+        self._changed.notify_all()
+        return session.close(end, reason)
+
+    def _expire(self) -> list[Callable[[], object]]:
+        session = self._open_session()
+        if session is None or self._is_committing() or session.left_s() > 0:
+            return []
+        return self._close(End.LATE, "its deadline passed")
+
+    def _expect_current(self, run_id: str) -> None:
+        if run_id in self._followed:
+            raise WrongEpoch(f"run {run_id!r} is over: {self._followed[run_id]!r} took over")
+
+    def _prepare(self, opened: Opened) -> Any:
+        tensors = opened.staging.tensors(self._target)
+        if opened.manifest.kind != "adapter":
             return self._target.prepare(tensors)
         sink = self._adapter
-        return sink.prepare(tensors, update.manifest) if isinstance(sink, Preparing) else tensors
+        return sink.prepare(tensors, opened.manifest) if isinstance(sink, Preparing) else tensors
 
-    def _begin_commit(self) -> tuple[_Update, float]:
-        update = self._current()
+    def _begin_commit(self) -> tuple[UpdateSession, Opened]:
+        session, opened = self._current()
         with self._lock:
-            if self._update is not update or update.state not in (State.READY, State.COMMITTING):
+            if self._open_session() is not session or opened.phase not in (Phase.READY, Phase.COMMITTING):
                 raise NotOpen("the update is not verified")
-            if update.committing:
+            if opened.committing:
                 raise UpdateInProgress("the update is being committed")
-            update.committing = True
-            return update, update.deadline - self._clock()
+            opened.committing = True
+            return session, opened
 
-    def _install(self, update: _Update, timeout_s: float) -> Pause:
-        m, info = update.manifest, self._target.tag
+    def _install(self, opened: Opened, timeout_s: float) -> Pause:
+        m, info = opened.manifest, self._target.tag
         if m.kind != "adapter":
             new = VersionInfo(m.version, m.epoch, m.root, m.label, info.adapters)
-            return self._target.commit(update.prepared, new, timeout_s)
+            return self._target.commit(opened.prepared, new, timeout_s)
         assert self._adapter is not None
         with self._target.exclusive(timeout_s) as drain_s:
             start = time.monotonic()
             try:
-                self._adapter(update.prepared, m)
-            except Exception as error:
+                self._adapter(opened.prepared, m)
+            except Exception as error:  # the server's own sink may raise anything
                 raise CommitFailed(f"the adapter {m.label!r} was not taken: {error!r}") from error
             one = AdapterInfo(m.version, m.epoch, m.root, m.base_root)
             kept = {label: other for label, other in info.adapters.items() if label != m.label}
@@ -373,18 +499,38 @@ class Receiver:
     def _is_live(self, m: Manifest) -> bool:
         """An interrupt may have come when it was."""
         info = self.installed()
-        same = (info.version, info.epoch, info.root) == (m.version, m.epoch, m.root)
+        same = (info.version, info.run_id, info.root) == (m.version, m.epoch, m.root)
         return same and m.kind != "adapter" and not info.dirty
 
-    def _end(self, update: _Update, *, committed: bool = False, mixed: bool = False) -> None:
+    def _over(
+        self, session: UpdateSession, opened: Opened, *, committed: bool = False, mixed: bool = False, reason: str = ""
+    ) -> None:
+        """The update came to its end, one way or the other."""
+        woken: list[Callable[[], object]] = []
         with self._lock:
-            if self._update is update:
-                self._update = None
+            if self._open_session() is session:
+                woken = self._close(End.COMMITTED if committed else End.FAILED, reason)
             if mixed:
-                self._mixed |= set(update.manifest.contents())
-            if committed and not update.repeated:
-                self._contents = update.contents
-                self._mixed = self._mixed if update.manifest.kind == "adapter" else set()
-                if self._epoch not in (None, update.manifest.epoch):
-                    self._past.add(str(self._epoch))
-                self._epoch = update.manifest.epoch
+                self._mixed |= set(opened.manifest.contents())
+            if committed and not opened.repeated:
+                run_id = opened.manifest.epoch
+                self._contents = opened.contents
+                self._mixed = self._mixed if opened.manifest.kind == "adapter" else set()
+                if self._committed_run not in (None, run_id):
+                    self._past.add(str(self._committed_run))
+                self._committed_run = run_id
+        _call(woken)
+
+
+def _call(woken: list[Callable[[], object]]) -> None:
+    for function in woken:
+        function()
+
+
+def _gone(session: UpdateSession | None) -> TransferQueueError:
+    """What a step is told whose session is over."""
+    if session is None:
+        return NotOpen("no update is open")
+    if session.end in (End.LATE, End.TAKEN_OVER):
+        return session.error()
+    return NotOpen(f"no update is open: the last one was {session.end.value if session.end else 'replaced'}")

@@ -18,12 +18,17 @@ class Tag(Protocol):
 
 
 class Span(NamedTuple):
-    """Tokens from `start` to before `end` were made by `version` of trainer life `epoch`."""
+    """Tokens from `start` to before `end` were made by `version` of the trainer's run."""
 
-    epoch: str
+    run_id: str
     version: int
     start: int
     end: int
+
+    @property
+    def epoch(self) -> str:
+        """The run, by its older name."""
+        return self.run_id
 
 
 class Spans:
@@ -34,14 +39,14 @@ class Spans:
         spans.add(live.tag)
     tq.kv_put(key, partition, fields, tag={**spans.tag(), ...})
 
-    `spans` are those of a server that tells them, as vLLM's `WeightVersionSpan(version, start, end)`, of trainer life
-    `epoch`; their versions have to be numbers.
+    `spans` are those of a server that tells them, as vLLM's `WeightVersionSpan(version, start, end)`, of the run
+    `run_id` (`epoch`: its older name); their versions have to be numbers.
     """
 
-    def __init__(self, spans: Iterable[Any] = (), epoch: str = "") -> None:
+    def __init__(self, spans: Iterable[Any] = (), run_id: str = "", *, epoch: str = "") -> None:
         self.spans: list[Span] = []
         for span in spans:
-            self._append(epoch, _number(span.version), span.start, span.end)
+            self._append(run_id or epoch, _number(span.version), span.start, span.end)
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +62,7 @@ class Spans:
         """Tags of a row with the first `tokens` tokens (None: all), plain data.
 
         `weight_epoch` and `weight_version`: the oldest that took part, by which rows are judged. `weight_versions`:
-        [[version, start, end], ...]; where there were several epochs, `weight_epochs` has that of each. Nothing when no
+        [[version, start, end], ...]; where there were several runs, `weight_epochs` has that of each. Nothing when no
         tokens were made.
         """
         last = self.num_tokens if tokens is None else tokens
@@ -65,23 +70,23 @@ class Spans:
         taken = taken or self.spans[:1]  # an empty response is as old as what would have made it
         if not taken:
             return {}
-        epochs = [span.epoch for span in taken]
-        oldest = min(span.version for span in taken if span.epoch == epochs[0])
+        runs = [span.run_id for span in taken]
+        oldest = min(span.version for span in taken if span.run_id == runs[0])
         found: dict[str, Any] = {
-            "weight_epoch": epochs[0],
+            "weight_epoch": runs[0],
             "weight_version": oldest,
             "weight_versions": [[span.version, span.start, min(span.end, max(last, span.start))] for span in taken],
         }
-        return found if len(set(epochs)) == 1 else {**found, "weight_epochs": epochs}
+        return found if len(set(runs)) == 1 else {**found, "weight_epochs": runs}
 
-    def _append(self, epoch: str, version: int, start: int, end: int) -> None:
+    def _append(self, run_id: str, version: int, start: int, end: int) -> None:
         if start != self.num_tokens or end < start:
             raise InvalidInput(f"a span from {start} to {end} after {self.num_tokens} tokens")
         before = self.spans[-1] if self.spans else None
-        if before is not None and (before.epoch, before.version) == (epoch, version):
+        if before is not None and (before.run_id, before.version) == (run_id, version):
             self.spans[-1] = before._replace(end=end)
         else:
-            self.spans.append(Span(epoch, version, start, end))
+            self.spans.append(Span(run_id, version, start, end))
 
 
 def _number(version: object) -> int:

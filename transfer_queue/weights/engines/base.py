@@ -25,15 +25,19 @@ from msgspec.structs import replace
 from transfer_queue.errors import (
     InternalError,
     InvalidInput,
+    NotInitialized,
     NotOpen,
     ServiceUnavailable,
     StaleVersion,
     TransferQueueError,
+    UpdateInProgress,
+    WrongEpoch,
     error_from_code,
 )
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest, expand, root_of
-from transfer_queue.weights.receiver import CommitInfo, Receiver, VersionInfo
+from transfer_queue.weights.receiver import Receiver, VersionInfo
+from transfer_queue.weights.session import End, Phase, run_of
 
 if TYPE_CHECKING:
     from transfer_queue.weights.engines.fetching import Control
@@ -47,9 +51,12 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
-    """`replica`: what a fleet calls this server; its outcomes carry it. `report_to`: where outcomes are reported, with
-    this token, by transports that have no way of their own."""
+    """`run_id`: whose updates are taken from now on; it has `begun` then, by the trainer's clock. `replica`: what a
+    fleet calls this server; its outcomes carry it. `report_to`: where outcomes are reported, with this token, by
+    transports that have no way of their own."""
 
+    run_id: str = ""
+    begun: float = 0.0
     replica: str = ""
     timeout_s: float = INIT_TIMEOUT_S
     report_to: str = ""
@@ -57,12 +64,12 @@ class InitInfo(msgspec.Struct, kw_only=True):
 
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
-    """Which version, and how long the update may take. `key` names the manifest (`key_of`). `abort`: drop the update
-    that was started, as another replica cannot take it. `newest`: whichever version is the newest, for a replica that
-    comes late; nothing else is needed then."""
+    """Which version, of which run (one that was not introduced last is refused), and how long the update may take.
+    `key` names the manifest (`key_of`). `abort`: drop the update that was started, as another replica cannot take it.
+    `newest`: whichever version is the newest, for a replica that comes late; nothing else is needed then."""
 
     version: int = 0
-    epoch: str = ""
+    run_id: str = ""
     key: str = ""
     timeout_s: float = 300.0
     abort: bool = False
@@ -79,7 +86,7 @@ class Outcome(msgspec.Struct, frozen=True):
     rank: int
     replica: str = ""
     version: int | None = None
-    epoch: str = ""
+    run_id: str = ""
     installed: bool = False
     code: str = ""
     text: str = ""
@@ -90,16 +97,30 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def parse(info: object, form: type[S]) -> S:
     """The info as `form`; `InvalidInput` for any other. Unknown keys are ignored: later releases add some."""
+    if isinstance(info, Mapping) and "epoch" in info and "run_id" not in info:
+        info = {**info, "run_id": info["epoch"]}
     try:
         return msgspec.convert(info, form)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"{form.__name__}: {error}") from None
 
 
+@contextmanager
+def system_faults() -> Iterator[None]:
+    """What the system raises within, or in a function that this decorates, is raised as one of our errors."""
+    try:
+        yield
+    except TransferQueueError:
+        raise
+    except OSError as error:
+        raise as_typed(error) from error
+
+
 class Engine(ABC):
     """Brings versions to one `Receiver`. One control call at a time; forward passes go on in other threads.
 
-    `rank` tells replicas of one trainer apart. No call waits longer than the `timeout_s` of its info.
+    The receiver's session says whether an update is open, whose it is, and until when. `rank` tells replicas of one
+    trainer apart. No call waits longer than the `timeout_s` of its info.
     """
 
     trainer: ClassVar[type[TrainerEngine]]
@@ -109,15 +130,11 @@ class Engine(ABC):
     def __init__(self, receiver: Receiver, *, rank: int = 0, on_fault: Literal["raise", "record"] = "raise") -> None:
         self.receiver = receiver
         self.rank = rank
-        self.last_commit: CommitInfo | None = None
         self._records = on_fault == "record"
         self._blank = Outcome(rank, who=secrets.token_hex(8), silent=self._records)
         self.outcome = self._blank
         self._reports: Control | None = None
         self._busy = threading.Lock()
-        self._started = False
-        self._deadline: Deadline | None = None  # of the update that was received, and may be committed
-        self._manifest: Manifest | None = None
         self._whole: Manifest | None = None  # what is installed, as a full version
 
     def confine(self, root: str = "") -> None:
@@ -129,53 +146,69 @@ class Engine(ABC):
     # vLLM's calls
 
     def init_transfer_engine(self, init_info: Info) -> None:
-        """Meet the trainer. May be repeated, also with another trainer."""
-        with self._busy, self._fault():
+        """Meet the trainer. May be repeated, also with another trainer: the update that is open ends (what waits for
+        the trainer before is woken up), and its run is over. `WrongEpoch` for a run that is over itself."""
+        info: Any = None
+        with self._fault():
             info = parse(init_info, self.init_form)
-            self._blank = replace(self._blank, replica=info.replica)
-            self.outcome = self._blank
-            self._report_to(info)
-            self._connect(info)
-            if self._records:
-                self._report(Deadline(info.timeout_s))
+        if info is None or self._is_refused(lambda: self.receiver.introduce(info.run_id, info.timeout_s, info.begun)):
+            return
+        if not self._busy.acquire(timeout=info.timeout_s):
+            raise UpdateInProgress("an earlier call has not ended")
+        try:
+            if self._is_refused(lambda: self.receiver.expect_run(info.run_id)):
+                return
+            with self._fault():
+                self.receiver.end("the trainer was introduced again")
+                self._blank = replace(self._blank, replica=info.replica)
+                self.outcome = self._blank
+                self._report_to(info)
+                self._connect(info)
+                if self._records:
+                    self._report(Deadline(info.timeout_s))
+        finally:
+            self._busy.release()
 
     def start_weight_update(self) -> None:
         with self._busy, self._fault():
-            self._drop("another update started")
+            self.receiver.begin()
+            self._ended()
             self.outcome = self._blank
-            self._started = True
 
     def update_weights(self, update_info: Info) -> None:
-        """Returns when the version is verified and only has to be committed. Whatever is wrong leaves the old one."""
+        """Returns when the version is verified and only has to be committed. Whatever is wrong leaves the old one. An
+        info of another run is refused (`WrongEpoch`, `NotInitialized`), and harms nobody's update."""
+        if self._is_refused(lambda: self.receiver.expect_run(run_of(update_info))):
+            return
         with self._busy, self._fault():
             if self.outcome.code and not update_info.get("abort"):
                 raise error_from_code(self.outcome.code, self.outcome.text)
             info = parse(update_info, self.update_form)
             if info.abort:
                 self._drop("the trainer gave it up")
+                self.outcome = self._blank
                 return
-            if not self._started:
-                raise NotOpen("no update was started")
-            self.outcome = replace(self._blank, version=info.version, epoch=info.epoch, key=info.key)
-            self._receive(info, Deadline(info.timeout_s))
+            session = self.receiver.session
+            if session is None:
+                raise self._not_open()
+            self.outcome = replace(self._blank, version=info.version, run_id=info.run_id, key=info.key)
+            with session.interrupting(self._interrupt):
+                self._receive(info, Deadline(info.timeout_s))
         if not self.outcome.code:
             self._report(Deadline(5 * REPORT_S))
-
-    def receive_weights(self, update_info: Info) -> None:
-        """The same, by its older name."""
-        self.update_weights(update_info)
 
     def finish_weight_update(self) -> None:
         """Commit what was received. Does nothing after an abort, nor, when faults are recorded, after a fault."""
         with self._busy, self._fault():
-            if not self._started:
-                return
-            if self.outcome.code:
-                self._started = False
+            session, last = self.receiver.session, self.receiver.last_session
+            failed = last is not None and last.end in (None, End.FAILED, End.LATE)
+            if failed and self.outcome.code:
                 raise error_from_code(self.outcome.code, self.outcome.text)
-            if self._deadline is None or self._manifest is None:
+            if session is None:
+                return
+            if session.phase is not Phase.READY or session.manifest is None:
                 raise NotOpen("nothing was received since the update was started")
-            self._commit(self._manifest, self._deadline)
+            self._commit(session.manifest)
         if self._records and self.outcome.installed:
             self._report(Deadline(5 * REPORT_S))
 
@@ -190,8 +223,9 @@ class Engine(ABC):
     @property
     def ready(self) -> str:
         """Names the manifest (`key_of`) of the version that `finish_weight_update` would commit; "" for none."""
-        manifest = self._manifest
-        return key_of(manifest) if manifest is not None and self._started and not self.outcome.code else ""
+        session = self.receiver.session
+        manifest = session.manifest if session is not None and session.phase is Phase.READY else None
+        return key_of(manifest) if manifest is not None and not self.outcome.code else ""
 
     def refuse(self, error: TransferQueueError) -> None:
         """End the update with this fault, as if it had been met here."""
@@ -232,18 +266,21 @@ class Engine(ABC):
         """The update is over: let go of what only it needed."""
         return
 
+    def _interrupt(self) -> None:
+        """Another thread ended the update: wake up what waits for the trainer. Never blocks."""
+        return
+
     # steps
 
+    @system_faults()
     def _install(self, find: Callable[[Deadline], Manifest], deadline: Deadline) -> VersionInfo:
         self._drop("joining")
         try:
             manifest = find(deadline)
             self._stage(manifest, deadline)
-            self._commit(manifest, deadline)
-        except BaseException as error:
+            self._commit(manifest)
+        except BaseException:  # an interrupt must not leave it open
             self._drop("joining failed")
-            if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
-                raise as_typed(error) from error
             raise
         return self.receiver.installed()
 
@@ -261,12 +298,12 @@ class Engine(ABC):
         if info.newest:
             manifest = self._newest(deadline)
             version, key = manifest.version, key_of(manifest)
-            self.outcome = replace(self.outcome, version=version, epoch=manifest.epoch, key=key)
+            self.outcome = replace(self.outcome, version=version, run_id=manifest.epoch, key=key)
             self._stage(manifest, deadline)
             return
         manifest = self._find(info, deadline)
-        if (manifest.version, manifest.epoch) != (info.version, info.epoch):
-            raise StaleVersion(f"asked for {info.version} of {info.epoch!r}, found {manifest.version}")
+        if (manifest.version, manifest.epoch) != (info.version, info.run_id):
+            raise StaleVersion(f"asked for {info.version} of {info.run_id!r}, found {manifest.version}")
         self._stage(manifest, deadline)
 
     def _stage(self, manifest: Manifest, deadline: Deadline) -> None:
@@ -278,33 +315,51 @@ class Engine(ABC):
     def _verify(self, manifest: Manifest, deadline: Deadline) -> None:
         self.receiver.verify()
         deadline.left()
-        self._deadline, self._manifest = deadline, manifest
 
-    def _commit(self, manifest: Manifest, deadline: Deadline) -> None:
-        self.last_commit = self.receiver.commit(deadline.left())
+    def _commit(self, manifest: Manifest) -> None:
+        self.receiver.commit()
         version, key = manifest.version, key_of(manifest)
-        self.outcome = replace(self._blank, version=version, epoch=manifest.epoch, key=key, installed=True)
+        self.outcome = replace(self._blank, version=version, run_id=manifest.epoch, key=key, installed=True)
         self._whole = whole_of(self._whole, manifest)
-        self._started, self._deadline, self._manifest = False, None, None
         self._ended()
 
     def _drop(self, reason: str) -> None:
-        self._started, self._deadline, self._manifest = False, None, None
-        self.receiver.abort(reason)
+        self.receiver.end(reason)
         self._ended()
+
+    def _is_refused(self, check: Callable[[], None]) -> bool:
+        """Raise what a trainer whose time is over is told; where nothing may raise, it is left without an answer. The
+        update that is open is somebody else's: it goes on."""
+        try:
+            check()
+        except (WrongEpoch, NotInitialized, UpdateInProgress) as error:
+            log.warning("rank %s: %s", self.rank, error)
+            if not self._records:
+                raise
+            return True
+        return False
+
+    def _not_open(self) -> TransferQueueError:
+        """Why there is no update: who ended the last one."""
+        last = self.receiver.last_session
+        return last.error() if last is not None and last.end is End.TAKEN_OVER else NotOpen("no update was started")
 
     @contextmanager
     def _fault(self) -> Iterator[None]:
-        """Whatever is raised within ends the update and is recorded, as a typed error."""
+        """Whatever is raised within ends the update and is recorded, as a typed error. When somebody else ended it, it
+        says who."""
+        session = self.receiver.session
         try:
             yield
         except Exception as error:  # noqa: BLE001 where faults are recorded nothing may leave
             typed = as_typed(error)
+            if session is not None and session.end in (End.ABORTED, End.TAKEN_OVER):
+                typed = session.error()
             if not self.outcome.code:
                 log.warning("rank %s: %s", self.rank, str(typed))  # records that are kept would keep staged memory
             self.outcome = replace(self.outcome, code=typed.code, text=str(typed))
-            self._deadline, self._manifest = None, None
-            self.receiver.abort(str(typed))
+            if not isinstance(typed, UpdateInProgress):
+                self.receiver.end(str(typed), failed=True, only=session)
             self._ended()
             if not isinstance(typed, ServiceUnavailable):
                 self._report(Deadline(REPORT_S))

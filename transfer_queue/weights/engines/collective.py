@@ -24,8 +24,9 @@ from transfer_queue.errors import (
     TransferQueueError,
 )
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.drafts import Draft
-from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
+from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import MAX_NBYTES, Manifest
 from transfer_queue.weights.packing import Plan, digests, pack, plan
@@ -134,6 +135,7 @@ def _typed(error: Exception) -> TransferQueueError:
 
 class CollectiveTrainer(TrainerEngine):
     init_form = CollectiveTrainerInfo
+    _can_join = False
 
     def __init__(self, info: CollectiveTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
@@ -150,8 +152,9 @@ class CollectiveTrainer(TrainerEngine):
         }  # fmt: skip
 
     def _meet(self, deadline: Deadline) -> None:
+        self._give_up()
         self._round += 1
-        told = {**self.introduction(self._num_silent), "timeout_s": deadline.left()}
+        told = {**self.introduction(self._num_silent, deadline)}
         asked = Call(self._client.init_weight_transfer_engine, told)
         info = CollectiveInfo(**told)
         joined = Call(Group, info, 0, self._store, deadline)
@@ -172,7 +175,7 @@ class CollectiveTrainer(TrainerEngine):
         try:
             super()._lead(manifest, info, deadline)
             sending.result(deadline, "the broadcast")
-        except BaseException:
+        except BaseException:  # after an interrupt the group is out of step
             sending.ended(ENDING_S)
             self._give_up()  # some receiver may have left it
             raise
@@ -190,7 +193,7 @@ class CollectiveTrainer(TrainerEngine):
             group.broadcast(body.to(group.device), deadline)
             for packed in pack(source, where):
                 group.broadcast(packed.data.to(group.device), deadline)
-        except BaseException:
+        except BaseException:  # after an interrupt the group is out of step
             self._give_up()
             raise
 
@@ -233,7 +236,7 @@ class CollectiveEngine(Engine):
         group = self._in_group()
         try:
             return Call(self._find_in, group, info, deadline).result(deadline, "the broadcast")
-        except BaseException:
+        except BaseException:  # after an interrupt the group is out of step
             self._close()
             raise
 
@@ -262,7 +265,7 @@ class CollectiveEngine(Engine):
         group = self._in_group()
         try:
             fault = Call(self._take_all, group, manifest, wanted, deadline).result(deadline, "the broadcast")
-        except BaseException:
+        except BaseException:  # after an interrupt the group is out of step
             self._close()
             raise
         if fault is not None:
@@ -289,6 +292,9 @@ class CollectiveEngine(Engine):
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
         raise InvalidInput("a broadcast cannot be joined late: use tcp, shm or disk for it")
+
+    def _interrupt(self) -> None:
+        self._close()
 
     def _close(self) -> None:
         group, self._group = self._group, None

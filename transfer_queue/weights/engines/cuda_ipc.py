@@ -20,6 +20,7 @@ from transfer_queue.errors import DigestMismatch, InvalidInput, NotOpen, ShapeMi
 from transfer_queue.weights.device import digest_at
 from transfer_queue.weights.digest import DEVICE_ALGO, byte_view
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
+from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.drafts import Draft
 from transfer_queue.weights.engines.handles import (
     Handle,
@@ -30,7 +31,7 @@ from transfer_queue.weights.engines.handles import (
     synchronize,
     uuid_of,
 )
-from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
+from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Count, Manifest
 from transfer_queue.weights.packing import Plan, plan
@@ -68,6 +69,7 @@ class CudaIpcUpdate(UpdateInfo, kw_only=True):
 
 class CudaIpcTrainer(TrainerEngine):
     init_form = CudaIpcTrainerInfo
+    _can_join = False
 
     def __init__(self, info: CudaIpcTrainerInfo, client: Client, source: WeightSource) -> None:
         if info.anchor_every > 1 or info.num_receivers < 1:
@@ -109,7 +111,7 @@ class CudaIpcTrainer(TrainerEngine):
             if asked is None:
                 asked = Call(self._client.update_weights, told)
             asked.result(deadline, "update_weights")
-        except BaseException:
+        except BaseException:  # an interrupt leaves a late receiver that may still read them
             self._drop_buffers()  # a receiver that is late may still read them
             raise
         finally:
@@ -203,7 +205,7 @@ class CudaIpcEngine(Engine):
 
     def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
         """A bucket that came is no news; that the version is verified, committed or refused is."""
-        if outcome.version is None or outcome.code or outcome.installed or self._manifest is not None:
+        if outcome.version is None or outcome.code or outcome.installed or self.ready:
             super()._tell(outcome, deadline)
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:

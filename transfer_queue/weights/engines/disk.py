@@ -45,8 +45,9 @@ from transfer_queue.errors import (
     VersionGone,
 )
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.drafts import Draft, label_of
-from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
+from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import Placement, Plan, pack, plan
@@ -144,7 +145,7 @@ class DiskTrainer(TrainerEngine):
         return {"folder": str(self.root.resolve())}
 
     def folder_of(self, version: int, label: str = "") -> Path:
-        return place_of(self.root, label) / f"v{version:012}-{self.epoch}"
+        return place_of(self.root, label) / f"v{version:012}-{self.run_id}"
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         return {**super().update_info(manifest, deadline), "name": self.folder_of(manifest.version).name}
@@ -154,7 +155,7 @@ class DiskTrainer(TrainerEngine):
         temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
         with _writing(self.root):
             final.parent.mkdir(exist_ok=True)
-            if os.sep in self.epoch or final.exists():
+            if os.sep in self.run_id or final.exists():
                 raise StaleVersion(f"{final} exists already")
             try:
                 temporary.mkdir()

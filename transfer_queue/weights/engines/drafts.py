@@ -57,10 +57,10 @@ class Draft:
     """A version about to be packed."""
 
     def __init__(
-        self, source: WeightSource, version: int, epoch: str, base: Base | None = None, adapter: Adapter | None = None
+        self, source: WeightSource, version: int, run_id: str, base: Base | None = None, adapter: Adapter | None = None
     ) -> None:
         self.version = version
-        self.epoch = epoch
+        self.run_id = run_id
         self.adapter = adapter
         self.read = source  # what the version was read from
         self.label = adapter.label if adapter else ""
@@ -72,20 +72,21 @@ class Draft:
         if self._delta is None or self._base is None:
             label, base_root, meta = self.adapter or Adapter("", None, {})
             return seal(
-                where, digests, version=self.version, epoch=self.epoch, aliases=self.source.aliases(),
+                where, digests, version=self.version, epoch=self.run_id, aliases=self.source.aliases(),
                 kind="adapter" if self.adapter else "full", base_root=base_root, label=label, meta=meta,
                 algo=algo,
             )  # fmt: skip
         base = self._base.manifest.version
-        return self._delta.manifest(where, digests, version=self.version, epoch=self.epoch, base=base)
+        return self._delta.manifest(where, digests, version=self.version, epoch=self.run_id, base=base)
 
 
 class SyncReport(msgspec.Struct, frozen=True):
     """A version that every receiver committed. `pack_s`: until it could be fetched; `update_s`: until all had verified
-    it; `commit_s`: until all had committed. `outdated`: adapters sent before that were for the weights it replaced."""
+    it; `commit_s`: until all had committed. `outdated`: adapters sent before that were for the weights it replaced.
+    `missed`: servers of a plain client that did not answer in time, and why; they are brought up with the next one."""
 
     version: int
-    epoch: str
+    run_id: str
     root: str
     kind: str
     nbytes: int
@@ -93,6 +94,12 @@ class SyncReport(msgspec.Struct, frozen=True):
     update_s: float
     commit_s: float
     outdated: tuple[str, ...] = ()
+    missed: dict[str, str] = {}
+
+    @property
+    def epoch(self) -> str:
+        """The run, by its older name."""
+        return self.run_id
 
 
 def label_of(manifest: Manifest) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from transfer_queue.errors import (
     ProtocolError,
     ServiceUnavailable,
     TransferQueueError,
+    WrongEpoch,
 )
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Outcome, key_of
@@ -25,6 +27,7 @@ from transfer_queue.weights.engines.protocol import Peer
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import MAX_NBYTES, Manifest
 from transfer_queue.weights.room import room
+from transfer_queue.weights.session import UpdateSession
 from transfer_queue.wire.address import Address
 
 STALL_S = 10.0  # a bucket that has not come by then, and by its bytes at `SLOWEST`, is asked for elsewhere
@@ -65,6 +68,12 @@ class Control:
         if self.address is not None:
             self.ask(p.Report(msgspec.json.encode(outcome)), deadline)
 
+    def interrupt(self) -> None:
+        """Wake up who waits for the trainer. Never blocks."""
+        peer = self._peer
+        if peer is not None:
+            peer.interrupt()
+
     def close(self) -> None:
         with self._lock:
             if self._peer is not None:
@@ -94,8 +103,8 @@ def newest_of(peers: list[Address], deadline: Deadline, stall_s: float) -> tuple
             last = error
     if not found:
         raise ServiceUnavailable(f"none of {len(peers)} peers has a version: {last}") from last
-    epoch = Counter(manifest.epoch for manifest, _ in found).most_common(1)[0][0]
-    newest = max((one for one, _ in found if one.epoch == epoch), key=lambda one: one.version)
+    run_id = Counter(manifest.epoch for manifest, _ in found).most_common(1)[0][0]
+    newest = max((one for one, _ in found if one.epoch == run_id), key=lambda one: one.version)
     return newest, [address for manifest, address in found if manifest == newest]
 
 
@@ -106,8 +115,9 @@ def fetch(
     stage: Callable[..., None],
     deadline: Deadline,
     stall_s: float = STALL_S,
+    session: UpdateSession | None = None,
 ) -> None:
-    """Every wanted bucket, from any of the sources (one connection each), into `stage`.
+    """Every wanted bucket, from any of the sources (one connection each), into `stage`. Ends with `session`.
 
     Raises the last fault when no source is left that has not failed too often.
     """
@@ -116,10 +126,11 @@ def fetch(
         threading.Thread(target=work.run, args=(address,), name="tq-weights-fetch", daemon=True)
         for address in sources[: max(1, len(wanted))]
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with session.interrupting(work.stop) if session is not None else nullcontext():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if work.stopped is not None:
         raise work.stopped
     if work.num_left:
@@ -140,6 +151,7 @@ class _Work:
         self._changed = threading.Condition()
         self._todo = list(wanted)
         self._faults: Counter[Address] = Counter()
+        self._peers: list[Peer] = []
         self.num_left = len(wanted)
         self.last: TransferQueueError | None = None
         self.stopped: TransferQueueError | None = None
@@ -149,14 +161,32 @@ class _Work:
         peer: Peer | None = None
         while (index := self._take(address)) is not None:
             try:
-                peer = peer or Peer(address, min(self._stall_s, self._deadline.left()))
+                peer = peer or self._met(address)
                 self._bring(peer, index)
             except (TransferQueueError, OSError) as error:
-                if peer is not None:
-                    peer.close()
+                self._leave(peer)
                 peer = None
                 self._failed(address, index, error)
+        self._leave(peer)
+
+    def stop(self) -> None:
+        """The update is over: nobody is waited for any more. Never blocks."""
+        with self._changed:
+            self.stopped = self.stopped or NotOpen("the update is over")
+            for peer in self._peers:
+                peer.interrupt()
+            self._changed.notify_all()
+
+    def _met(self, address: Address) -> Peer:
+        peer = Peer(address, min(self._stall_s, self._deadline.left()))
+        with self._changed:
+            self._peers.append(peer)
+        return peer
+
+    def _leave(self, peer: Peer | None) -> None:
         if peer is not None:
+            with self._changed:
+                self._peers.remove(peer)
             peer.close()
 
     def _take(self, address: Address) -> int | None:
@@ -186,7 +216,7 @@ class _Work:
             self._todo.append(index)
             self._faults[address] += 1
             self.last = typed
-            if isinstance(typed, NotOpen):
+            if isinstance(typed, (NotOpen, WrongEpoch)):
                 self.stopped = typed  # the update is over, whoever ended it
             try:
                 self._deadline.left()

@@ -5,6 +5,7 @@ The peer proves that it knows the token (`wire.hello`), then asks one thing afte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -148,7 +149,7 @@ class Peer:
             handshake.carry_out(
                 handshake.greeting(address, PROTOCOL), lambda message: self._exchange(message, timeout_s)
             )
-        except BaseException:
+        except BaseException:  # an interrupt must not leave the connection
             self.stream.close()
             raise
 
@@ -165,6 +166,11 @@ class Peer:
         if not isinstance(reply, Sent):
             raise ProtocolError(f"{type(reply).__name__} instead of an answer")
         return payload
+
+    def interrupt(self) -> None:
+        """Wake up the thread that waits for an answer, which finds the connection lost. From any thread."""
+        with contextlib.suppress(OSError):
+            self.stream.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.stream.close()

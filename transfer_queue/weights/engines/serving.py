@@ -210,7 +210,7 @@ def listen_unix(name: str) -> tuple[socket.socket, str]:
             finally:
                 os.umask(before)
         sock.listen(128)
-    except BaseException:
+    except BaseException:  # an interrupt must not leave the socket
         sock.close()
         raise
     return sock, f"unix:{name}"

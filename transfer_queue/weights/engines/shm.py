@@ -17,6 +17,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ from transfer_queue.memory.bytes import Bytes, ReturnedMemory
 from transfer_queue.memory.private_map import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
+from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.drafts import Draft
 from transfer_queue.weights.engines.fetching import Control
 from transfer_queue.weights.engines.serving import Server, listen_unix
 from transfer_queue.weights.engines.shelf import Versions, newest_key
-from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
+from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import pack_into, plan
@@ -164,7 +166,7 @@ class ShmTrainer(TrainerEngine):
         try:
             places = [memory.data[at : at + size] for at, size in zip(starts, where.buckets, strict=False)]
             manifest = draft.seal(where, pack_into(draft.source, where, places))
-        except BaseException:
+        except BaseException:  # an interrupt must not leave the memory taken
             self.shelf.put_back([memory])
             raise
         self.shelf.add(manifest, memory)
@@ -210,8 +212,9 @@ class ShmEngine(Engine):
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
         starts = starts_of(manifest.buckets)
         assert self._control.address is not None
-        peer = p.Peer(self._control.address, deadline.left())
-        memory = self._mappings.borrow(peer, key_of(manifest), starts[-1], deadline)
+        peer, session = p.Peer(self._control.address, deadline.left()), self.receiver.session
+        with session.interrupting(peer.interrupt) if session is not None else nullcontext():
+            memory = self._mappings.borrow(peer, key_of(manifest), starts[-1], deadline)
         for index in wanted:
             deadline.left()
             start = starts[index]
@@ -221,6 +224,9 @@ class ShmEngine(Engine):
 
     def _ended(self) -> None:
         self._mappings.clean()
+
+    def _interrupt(self) -> None:
+        self._control.interrupt()
 
     def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
         self._control.tell(outcome, deadline)
@@ -295,7 +301,7 @@ class Mappings:
             while len(self._mapped) > NUM_MAPPED:
                 self._mapped.pop(next(iter(self._mapped))).settle()
             os.close(peer.stream.fds.pop())
-        except BaseException:
+        except BaseException:  # an interrupt must not leave the memory taken
             peer.close()
             raise
         return mapped.lend(nbytes, peer)

@@ -17,11 +17,12 @@ from transfer_queue.errors import DigestMismatch, InvalidInput
 from transfer_queue.weights.digest import byte_view, copy_and_digest
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
+from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.drafts import Draft
 from transfer_queue.weights.engines.fetching import STALL_S, Control, fetch, newest_of
 from transfer_queue.weights.engines.serving import Server, gone, listen_tcp
 from transfer_queue.weights.engines.shelf import Versions, newest_key
-from transfer_queue.weights.engines.trainer import Client, TrainerEngine, TrainerInfo
+from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Count, Manifest
 from transfer_queue.weights.packing import pack_into, plan
@@ -140,7 +141,7 @@ class TcpEngine(Engine):
     def join_peers(self, peers: Sequence[str], *, timeout_s: float) -> VersionInfo:
         """Install the newest version that these replicas (`serve_installed`) have, whether the trainer lives or not.
 
-        Of several epochs, the one that most of them have. `ServiceUnavailable` when none has a version."""
+        Of several runs, the one that most of them have. `ServiceUnavailable` when none has a version."""
         addresses = [p.address_of(one, self._token) for one in peers]
 
         def find(deadline: Deadline) -> Manifest:
@@ -151,7 +152,11 @@ class TcpEngine(Engine):
             return self._install(find, Deadline(timeout_s))
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
-        fetch(manifest, wanted, self._sources * self._streams, self.receiver.stage, deadline, self._stall_s)
+        sources, session = self._sources * self._streams, self.receiver.session
+        fetch(manifest, wanted, sources, self.receiver.stage, deadline, self._stall_s, session)
+
+    def _interrupt(self) -> None:
+        self._control.interrupt()
 
     def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
         self._control.tell(outcome, deadline)

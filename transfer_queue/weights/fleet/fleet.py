@@ -18,18 +18,22 @@ from transfer_queue.errors import (
 from transfer_queue.weights.engines.trainer import Follower, TrainerEngine
 from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, at_once, gathered
-from transfer_queue.weights.fleet.rounds import Round
+from transfer_queue.weights.fleet.rounds import Pause, Round
 from transfer_queue.weights.fleet.tending import PROBE_TIMEOUT_S, Tending
 from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.session import run_of
 
 CALL_TIMEOUT_S = 30.0
 HEARTBEAT_S = 2.0
+# Of the time for an update or an introduction: to wait for replicas that are asked something else; for the meeting.
+TAKING, MEETING = 0.2, 0.5
 CATCH_UP_TIMEOUT_S = 600.0
 ABORT_S = 1.5  # to tell replicas that an update is off: less than the trainer gives
 
 
 class RoundReport(NamedTuple):
-    """`missed`: who was fenced for it, and why. `pause_s`: from the first pause to the last resume."""
+    """`missed`: who was fenced for it, and why. `pause_s`: from the first pause to the last resume of those that
+    committed; each resumes when it has committed itself."""
 
     version: int
     committed: tuple[str, ...]
@@ -45,6 +49,8 @@ class Fleet(Follower):
     A version is decided when at least `min_ready` of those that are ready have verified it (None: all of them); those
     that did not are fenced, and catch up by themselves. Otherwise it is given up, and all serve the old one. `pause`:
     how generation is paused around the commit (None: not). `fence`: how it is paused at a replica while it is fenced.
+    Each replica has deadlines of its own, out of those of the update and `call_timeout_s`; one that is late is fenced,
+    and holds up nobody.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Fleet(Follower):
         self._past: set[str] = set()
         self._turn = threading.Lock()  # the trainer's calls, one at a time
         self._round: Round | None = None
+        self._deadline: Deadline | None = None  # of the trainer's update
         for name, member in (members or {}).items():
             self.join(name, member)
 
@@ -140,26 +147,30 @@ class Fleet(Follower):
     def follow(self, publisher: TrainerEngine) -> None:
         self.publisher = publisher
 
+    def allow(self, timeout_s: float | None) -> None:
+        """The calls of the trainer's update have this long together; None: it is over."""
+        self._deadline = None if timeout_s is None else Deadline(timeout_s)
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Introduce the trainer to all. Raises when none of them took it."""
         with self._turn:
             self._end_round()
-            members = self._take(lambda one: True)
-            failed = self._meet(members, init_info)
+            given_s = float(init_info.get("timeout_s") or 2 * self.call_timeout_s)
+            members = self._take(lambda one: True, TAKING * given_s)
+            timeout_s = MEETING * given_s
+            failed = self._meet(members, init_info, Deadline(min(self.call_timeout_s, timeout_s)))
             self._release(members)
             if members and len(failed) == len(members):
                 raise gathered("nobody met the trainer", failed)
 
     def start_weight_update(self) -> None:
-        """With those that are ready; when none is, with all."""
+        """With those that are ready; when none is, with all. They are called with the update itself."""
         with self._turn:
             self._end_round()
-            members = self._take(lambda one: one.ready) or self._take(lambda one: True)
-            failed = self._meet([one for one in members if not one.met], None)
-            self._release([one for one in members if not one.met])
-            members = [one for one in members if one.met]
-            self._round = Round(members, self.publisher, self.call_timeout_s, failed)
-            self._round.start()
+            deadline, self._deadline = self._deadline or Deadline(self.catch_up_timeout_s), None
+            limit_s = TAKING * deadline.left()
+            members = self._take(lambda one: one.ready, limit_s) or self._take(lambda one: True, limit_s)
+            self._round = Round(members, self.publisher, self.call_timeout_s, deadline)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Phase one. Raises, with nothing decided, when too few have verified the version."""
@@ -189,21 +200,23 @@ class Fleet(Follower):
             self._decide(newest, found)
             begun = time.monotonic()
             label = None if newest is None or found.info.get("label") else newest.label
-            pause_s = found.commit(label, self.pause, self.clear_cache)
-            self._conclude(found, time.monotonic() - begun, pause_s)
+            pause = Pause(self.pause, self.clear_cache, self.fence_mode)
+            found.commit(label, pause)
+            self._conclude(found, time.monotonic() - begun, pause.seconds)
 
     # steps
 
-    def _take(self, wanted: Callable[[Replica], bool]) -> list[Replica]:
-        """The replicas that are wanted, for us alone; not those that are busy for longer than a heartbeat."""
-        deadline = time.monotonic() + PROBE_TIMEOUT_S
+    def _take(self, wanted: Callable[[Replica], bool], limit_s: float) -> list[Replica]:
+        """The replicas that are wanted, for us alone; not those that are busy for longer than that, or a heartbeat."""
+        deadline = time.monotonic() + min(PROBE_TIMEOUT_S, limit_s)
         with self._changed:
             members = [one for one in self._replicas.values() if wanted(one)]
         return [one for one in members if one.busy.acquire(timeout=max(deadline - time.monotonic(), 0.0))]
 
-    def _meet(self, members: list[Replica], info: dict[str, Any] | None) -> dict[Replica, TransferQueueError]:
+    def _meet(
+        self, members: list[Replica], info: dict[str, Any], deadline: Deadline
+    ) -> dict[Replica, TransferQueueError]:
         """All at once: a group forms when all of it have come."""
-        deadline = Deadline(self.call_timeout_s)
 
         def meet(one: Replica) -> None:
             self.admit(one, one.meet(self.publisher, deadline, info))
@@ -220,20 +233,20 @@ class Fleet(Follower):
             self._changed.notify_all()
 
     def _check_follows(self, info: Mapping[str, Any]) -> None:
-        version, epoch, newest = int(info["version"]), str(info.get("epoch", "")), self.newest()
-        if epoch in self._past:
-            raise WrongEpoch(f"epoch {epoch!r} is over")
-        if newest is not None and newest.epoch == epoch and not info.get("label") and version <= newest.version:
+        version, run_id, newest = int(info["version"]), run_of(info), self.newest()
+        if run_id in self._past:
+            raise WrongEpoch(f"run {run_id!r} is over")
+        if newest is not None and newest.run_id == run_id and not info.get("label") and version <= newest.version:
             raise StaleVersion(f"version {version} does not follow {newest.version}")
 
     def _after(self, info: Mapping[str, Any], label: str | None) -> Decided | None:
         """What is to be served once this update is decided."""
         newest, version = self.newest(), int(info["version"])
         if not info.get("label"):
-            epoch = str(info.get("epoch", ""))
-            before = newest.adapters if newest is not None and newest.epoch == epoch else {}
+            run_id = run_of(info)
+            before = newest.adapters if newest is not None and newest.run_id == run_id else {}
             kept = {name: one for name, one in before.items() if not one[1]}  # those for any weights
-            return Decided(version, epoch, label or str(version), kept)
+            return Decided(version, run_id, label or str(version), kept)
         if newest is None:
             return None
         others = {name: number for name, number in newest.adapters.items() if name != info["label"]}
@@ -244,8 +257,8 @@ class Fleet(Follower):
         """Fence first, so that nobody is sent to the old version while others have the new one."""
         assert found.info is not None
         with self._changed:
-            if self._newest is not None and newest is not None and self._newest.epoch != newest.epoch:
-                self._past.add(self._newest.epoch)
+            if self._newest is not None and newest is not None and self._newest.run_id != newest.run_id:
+                self._past.add(self._newest.run_id)
             self._newest = newest
             for one in self._replicas.values():
                 if one not in found.prepared:

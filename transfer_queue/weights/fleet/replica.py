@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,63 +15,52 @@ from transfer_queue.errors import (
     NotSupported,
     ServiceUnavailable,
     TransferQueueError,
-    UpdateInProgress,
+    WrongEpoch,
     error_from_code,
 )
 from transfer_queue.weights.engines.base import as_typed
+from transfer_queue.weights.engines.clients import Member as Member
 from transfer_queue.weights.engines.reports import UNKNOWN, relabel, silent_workers
 from transfer_queue.weights.engines.trainer import TrainerEngine
 from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.gate import Mode
-from transfer_queue.weights.receiver import VersionInfo
-
-
-class Member(Protocol):
-    """What a server answers: `weights.http.WeightSyncClient` with one URL, or a `Control` of this process.
-
-    Without `status` (vLLM: `NotSupported`) the label tells the versions apart.
-    """
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> object: ...
-
-    def start_weight_update(self) -> object: ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> object: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> object: ...
-
-    def get_weight_version(self) -> str: ...
-
-    def status(self) -> Any: ...
-
-    def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> object: ...
-
-    def resume_generation(self) -> object: ...
-
-    def abort_weight_update(self) -> object: ...
+from transfer_queue.weights.status import ServerStatus
 
 
 class Decided(NamedTuple):
     """The version that the fleet has, or is coming to. `adapters`: by label, (version, for these weights only)."""
 
     version: int
-    epoch: str
+    run_id: str
     label: str
     adapters: Mapping[str, tuple[int, bool]]
 
+    @property
+    def epoch(self) -> str:
+        """The run, by its older name."""
+        return self.run_id
+
 
 class Serving(NamedTuple):
-    """What a server says it serves. `version` None: nothing that was sent, or it only has labels (`epoch` None)."""
+    """What a server says it serves. `version` None: nothing that was sent, or it only has labels (`run_id` None)."""
 
     version: int | None
-    epoch: str | None
+    run_id: str | None
     label: str
     adapters: Mapping[str, int]
 
+    @staticmethod
+    def of(status: ServerStatus) -> Serving:
+        info = status.installed
+        if info is None:
+            return Serving(None, None, status.label, {})
+        adapters = {name: one.version for name, one in info.adapters.items()}
+        return Serving(None if info.dirty else info.version, info.run_id, status.label, adapters)
+
     def is_newest(self, newest: Decided) -> bool:
-        if self.epoch is None:
+        if self.run_id is None:
             return self.label == newest.label
-        same = (self.version, self.epoch) == (newest.version, newest.epoch)
+        same = (self.version, self.run_id) == (newest.version, newest.run_id)
         return same and all(self.adapters.get(label) == version for label, (version, _) in newest.adapters.items())
 
 
@@ -88,7 +77,11 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
 
 class Replica:
-    """`state` belongs to the fleet's lock; calls to whoever holds `busy`: a round, or the replica's own thread."""
+    """`state` belongs to the fleet's lock; calls to whoever holds `busy`: a round, or the replica's own thread.
+
+    Whether an update is open there, and whether it is paused, is asked, not remembered. vLLM cannot be asked: for its
+    silent workers `_session` says whether a call of ours has left one open (None: that is not known).
+    """
 
     def __init__(self, name: str, member: Member) -> None:
         self.name = name
@@ -97,12 +90,11 @@ class Replica:
         self.ready = False
         self.reason = "it has joined just now"
         self.left = False
-        self.fenced_by_pause = False
+        self.paused_by_us = False
         self.met = False  # the trainer's transport
         self.silent = 0  # how many workers it has whose calls never raise
-        self._sure = True  # about `open`
-        self.open = False  # an update was started there, and not finished
         self.serving: Serving | None = None
+        self._session: bool | None = False
         self._since = time.monotonic()
         self._heard: float | None = None
         self._call: Call[Any] | None = None
@@ -129,47 +121,35 @@ class Replica:
 
     def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
         """What the server answers. Typed errors only; `ServiceUnavailable` while an earlier call is not over."""
-        self.begin(method, *args)
-        return self.end(deadline)
-
-    def begin(self, method: str, *args: Any) -> None:
         if self._call is not None and not self._call.ended(0.0):
             raise ServiceUnavailable(f"{self.name} has not answered an earlier call")
-        self.open = (self.open or method == "start_weight_update") and method != "abort_weight_update"
-        self._sure = False
         self._call = Call(getattr(self.member, method), *args)
-        self._method = method
-
-    def end(self, deadline: Deadline) -> Any:
-        assert self._call is not None
+        after = {"start_weight_update": True, "finish_weight_update": False}.get(method, self._session)
+        self._session = None
         try:
-            found = self._call.result(deadline, f"{self._method} of {self.name}")
+            found = self._call.result(deadline, f"{method} of {self.name}")
         except Exception as error:  # noqa: BLE001 of an in-process server
             raise as_typed(error) from None
         self._heard = time.monotonic()
-        self.open = self.open and self._method != "finish_weight_update"
-        self._sure = True
+        self._session = after
         return found
 
     def meet(
         self, publisher: TrainerEngine | None, deadline: Deadline, init_info: dict[str, Any] | None = None
     ) -> Serving:
-        """Introduce the trainer (`init_info`: as it does itself just now); what the server serves."""
+        """Introduce the trainer (`init_info`: as it does itself just now), which ends what is open there. Returns what
+        the server serves."""
         self.met = False
         if publisher is None:
             raise NotInitialized("the fleet has no trainer yet")
         self.silent = silent_workers(self.member)
-        told = publisher.introduction(self.silent) if init_info is None else init_info
+        told = publisher.introduction(self.silent, deadline) if init_info is None else init_info
         info = {**told, **publisher.reports.info(self.silent), "replica": self.name}
         publisher.reports.forget(self.name)
-        try:
-            self.call("init_weight_transfer_engine", info, deadline=deadline)
-        except UpdateInProgress:  # that a trainer before has left
-            self.call("abort_weight_update", deadline=deadline)
-            self.call("init_weight_transfer_engine", info, deadline=deadline)
+        self.call("init_weight_transfer_engine", info, deadline=deadline)
         publisher.reports.hear(self.name, None, "", self.silent, deadline)
+        self._session = False
         found = self.ask(deadline)
-        self.open = False if self.silent else self.open  # vLLM's `init` ends what was open
         self.met = True
         return found
 
@@ -190,33 +170,40 @@ class Replica:
     def ask(self, deadline: Deadline) -> Serving:
         """What it serves now."""
         try:
-            found = self.call("status", deadline=deadline)
+            status: ServerStatus = self.call("status", deadline=deadline)
         except NotSupported:
             return Serving(None, None, self.call("get_weight_version", deadline=deadline), {})
-        if isinstance(found, dict):  # by URL
-            (one,) = found.values()
-            info, label = msgspec.convert(one["installed"], VersionInfo), one["label"]
-        else:
-            info, label = found.installed, found.label
-        adapters = {name: one.version for name, one in info.adapters.items()}
-        return Serving(None if info.dirty else info.version, info.epoch, label, adapters)
+        if status.installed is not None:
+            self.paused_by_us = bool(status.paused_by)  # also by a life of our trainer before, of the same name
+        return Serving.of(status)
 
-    def is_surely_open(self) -> bool:
-        """vLLM refuses an abort when nothing is open, which puts its workers out of step: when a call did not come to
-        its end there, the next `meet` ends what may be open."""
-        if self.silent and not self._sure:
-            self.met = False
-        return self.open and (self._sure or not self.silent)
+    def pause(
+        self, publisher: TrainerEngine | None, mode: Mode, clear_cache: bool, lease_s: float, deadline: Deadline
+    ) -> None:
+        """In our name: it ends with the lease, or once another run takes over."""
+        run_id = publisher.run_id if publisher is not None else ""
+        self.call("pause_generation", mode, clear_cache, run_id, lease_s, deadline=deadline)
+        self.paused_by_us = True
+
+    def resume(self, deadline: Deadline) -> None:
+        self.call("resume_generation", deadline=deadline)
+        self.paused_by_us = False
 
     def call_off(self, deadline: Deadline) -> None:
-        """End what is open there. vLLM's session ends with a finish only; after an abort ours do nothing in it."""
-        if not self.is_surely_open():
+        """End the update that is open there, if it is ours. vLLM's session ends with a finish only, after an abort ours
+        do nothing in it, and it refuses both when none is open, which puts its workers out of step: when that is not
+        known, the next `meet` ends it."""
+        if self.silent and self._session is not True:
+            self.met = self.met and self._session is False
             return
         try:
-            self.call("update_weights", {"abort": True}, deadline=deadline)
-            self.call("finish_weight_update", deadline=deadline)
-        except NotOpen:
-            self.open = False
+            if self.silent:
+                self.call("update_weights", {"abort": True}, deadline=deadline)
+                self.call("finish_weight_update", deadline=deadline)
+            else:
+                self.call("abort_weight_update", deadline=deadline)
+        except (NotOpen, NotSupported, WrongEpoch):
+            self._session = False
 
 
 def gathered(text: str, failed: Mapping[Replica, TransferQueueError]) -> TransferQueueError:
@@ -228,7 +215,8 @@ def gathered(text: str, failed: Mapping[Replica, TransferQueueError]) -> Transfe
 def at_once(
     replicas: Iterable[Replica], function: Callable[[Replica], object], deadline: Deadline, what: str
 ) -> dict[Replica, TransferQueueError]:
-    """Do something that takes several calls to each, at all of them at the same time: who failed, and how."""
+    """Do something that takes several calls to each, at all of them at the same time: who failed, and how. Nobody waits
+    for another one within."""
     asked = {one: Call(function, one) for one in replicas}
     failed: dict[Replica, TransferQueueError] = {}
     for one, call in asked.items():
@@ -237,22 +225,3 @@ def at_once(
         except TransferQueueError as error:
             failed[one] = error
     return failed
-
-
-def each(
-    replicas: Iterable[Replica], method: str, *args: Any, deadline: Deadline
-) -> dict[Replica, TransferQueueError | None]:
-    """The call at all of them at once: who failed, and how."""
-    found: dict[Replica, TransferQueueError | None] = {}
-    for one in replicas:
-        found[one] = None
-        try:
-            one.begin(method, *args)
-        except TransferQueueError as error:
-            found[one] = error
-    for one in [one for one, error in found.items() if error is None]:
-        try:
-            one.end(deadline)
-        except TransferQueueError as error:
-            found[one] = error
-    return found

@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError, UpdateInProgress
 from transfer_queue.weights.engines.reports import forget_caches
 from transfer_queue.weights.engines.waiting import Deadline
-from transfer_queue.weights.fleet.replica import Replica, at_once, each, gathered
+from transfer_queue.weights.fleet.replica import Replica, at_once, gathered
 from transfer_queue.weights.gate import Mode
 
 if TYPE_CHECKING:
     from transfer_queue.weights.engines.trainer import TrainerEngine
 
-PREPARING = 0.8  # of the time for an update: who is late by then is left behind, so that the others can commit
+log = logging.getLogger("transfer_queue.weights")
+# Parts of the time left for an update after which a replica is left behind, so that the others can go on.
+STARTING, PREPARING, COMMITTING = 0.3, 0.8, 0.8
+START_S = 10.0  # at most: nothing is moved
+SLACK_S = 0.5  # beyond the replicas' own deadlines
+
+
+class Pause:
+    """How generation is paused around a commit, and from when to when it was, anywhere."""
+
+    def __init__(self, mode: Mode | None, clear_cache: bool, fence: Mode | None) -> None:
+        self.mode, self.clear_cache, self.fence = mode, clear_cache, fence
+        self._begun = time.monotonic()
+        self._ended = self._begun
+
+    def resumed(self) -> None:
+        self._ended = max(self._ended, time.monotonic())
+
+    @property
+    def seconds(self) -> float:
+        return self._ended - self._begun if self.mode is not None else 0.0
 
 
 class Round:
-    """The calls of one update to those that take part. Whoever fails once is out of it."""
+    """The calls of one update to those that take part, to each in a thread of its own with deadlines of its own.
+
+    Whoever is late or fails once is out of it, and holds up nobody."""
 
     def __init__(
-        self,
-        members: list[Replica],
-        publisher: TrainerEngine | None,
-        call_timeout_s: float,
-        failed: dict[Replica, TransferQueueError],
+        self, members: list[Replica], publisher: TrainerEngine | None, call_timeout_s: float, deadline: Deadline
     ) -> None:
         self.members = members
         self._publisher = publisher
@@ -33,60 +53,72 @@ class Round:
         self.info: dict[str, Any] | None = None
         self.prepare_s = 0.0
         self._call_timeout_s = call_timeout_s
-        self._failed = failed  # those that did not even meet the trainer, so far
-
-    def start(self) -> None:
-        """Servers that were started anew, or have an update open that somebody left, are met again first."""
-        deadline = Deadline(self._call_timeout_s)
-        for one in self.members:
-            if self._publisher is not None:
-                self._publisher.reports.forget(one.name)
-        self._each(self.members, "start_weight_update", deadline=deadline)
-        again = []
-        for one, error in list(self._failed.items()):
-            if isinstance(error, (NotInitialized, UpdateInProgress)):
-                try:
-                    one.meet(self._publisher, deadline)
-                    del self._failed[one]
-                    again.append(one)
-                except TransferQueueError as worse:
-                    self._failed[one] = worse
-        self._each(again, "start_weight_update", deadline=deadline)
+        self._deadline = deadline
+        self._started: set[Replica] = set()  # and not finished since
+        self._failed: dict[Replica, TransferQueueError] = {}
+        for one in members:
+            if publisher is not None:
+                publisher.reports.forget(one.name)
 
     def prepare(self, info: dict[str, Any]) -> None:
-        """Have all stage and verify the version."""
+        """Have all start the update, stage and verify the version. May be repeated with further parts of it."""
         begun = time.monotonic()
         self.info = info
-        timeout_s = PREPARING * float(info.get("timeout_s") or self._call_timeout_s)
-        deadline = Deadline(timeout_s)
-        self._each(self._well(self.members), "update_weights", info, deadline=deadline)
-        self._hear(self._well(self.members), deadline)
-        self.prepared = self._well(self.members)
-        self.prepare_s = time.monotonic() - begun
+        left_s = min(float(info.get("timeout_s") or self._call_timeout_s), self._deadline.left())
+        start = Deadline(min(STARTING * left_s, START_S, self._call_timeout_s))
+        deadline = Deadline(PREPARING * left_s)
 
-    def commit(self, label: str | None, pause: Mode | None, clear_cache: bool) -> float:
-        """Have those that are prepared commit; the seconds for which generation was paused."""
-        begun = time.monotonic()
-        deadline = Deadline(self._call_timeout_s)
-        if pause is not None:
-            self._each(self.prepared, "pause_generation", pause, clear_cache, deadline=deadline)
+        def stage(one: Replica) -> None:
+            if one not in self._started:
+                self._start(one, start)
+            one.call("update_weights", info, deadline=deadline)
+            one.hear(self._publisher, info, deadline)
+
+        self._each(self._well(self.members), stage, Deadline(PREPARING * left_s + SLACK_S), "preparing")
+        self.prepared = self._well(self.members)
+        self.prepare_s += time.monotonic() - begun
+
+    def _start(self, one: Replica, deadline: Deadline) -> None:
+        """A server that was started anew, or has an update open that somebody left, is met again first."""
+        if not one.met:
+            one.meet(self._publisher, deadline)
         try:
-            told = [] if label is None else [label]
-            self._each(self._well(self.prepared), "finish_weight_update", *told, deadline=deadline)
-            self._hear(self._well(self.prepared), deadline, installed=True)
-            if clear_cache:
-                self._forget_caches(deadline)
-        finally:
-            held = [one for one in self.prepared if pause is not None or one.fenced_by_pause]
-            each(held, "resume_generation", deadline=Deadline(self._call_timeout_s))
-            for one in held:
-                one.fenced_by_pause = False
-        return time.monotonic() - begun if pause is not None else 0.0
+            one.call("start_weight_update", deadline=deadline)
+        except (NotInitialized, UpdateInProgress):
+            one.meet(self._publisher, deadline)
+            one.call("start_weight_update", deadline=deadline)
+        self._started.add(one)
+
+    def commit(self, label: str | None, pause: Pause) -> None:
+        """Have those that are prepared commit. Each goes on generating when it has committed itself; one that could not
+        stays paused until it has caught up, if fences pause."""
+        left_s = COMMITTING * self._deadline.left()
+        deadline = Deadline(min(self._call_timeout_s, left_s))
+
+        def commit(one: Replica) -> None:
+            if pause.mode is not None:
+                one.pause(self._publisher, pause.mode, pause.clear_cache, left_s + self._call_timeout_s, deadline)
+            try:
+                one.call("finish_weight_update", *([] if label is None else [label]), deadline=deadline)
+                one.hear(self._publisher, self.info or {}, deadline, installed=True)
+                self._started.discard(one)
+                if pause.clear_cache and one.silent:
+                    forget_caches(one.member)
+            except TransferQueueError:
+                if pause.fence is None and one.paused_by_us:
+                    with suppress(TransferQueueError):
+                        one.resume(Deadline(SLACK_S))
+                raise
+            if one.paused_by_us:
+                one.resume(deadline)
+            pause.resumed()
+
+        self._each(self.prepared, commit, Deadline(min(self._call_timeout_s, left_s) + SLACK_S), "committing at")
 
     def abort(self, deadline: Deadline) -> None:
         """Tell all that it is off. One that cannot be told drops the update by itself when its time is up, and is told
         again before the next one."""
-        at_once(self.members, lambda one: one.call_off(deadline), deadline, "giving the update up at")
+        at_once(self._started, lambda one: one.call_off(deadline), deadline, "giving the update up at")
 
     def reason(self, one: Replica) -> str:
         return str(self._failed[one]) if one in self._failed else ""
@@ -98,19 +130,7 @@ class Round:
     def _well(self, replicas: list[Replica]) -> list[Replica]:
         return [one for one in replicas if one not in self._failed]
 
-    def _each(self, replicas: list[Replica], method: str, *args: Any, deadline: Deadline) -> None:
-        for one, error in each(replicas, method, *args, deadline=deadline).items():
-            if error is not None:
-                self._failed[one] = error
-
-    def _hear(self, replicas: list[Replica], deadline: Deadline, *, installed: bool = False) -> None:
-        """Silent workers report what others answer."""
-        for one in replicas:
-            try:
-                one.hear(self._publisher, self.info or {}, deadline, installed=installed)
-            except TransferQueueError as error:
-                self._failed[one] = error
-
-    def _forget_caches(self, deadline: Deadline) -> None:
-        silent = [one for one in self._well(self.prepared) if one.silent]
-        at_once(silent, lambda one: forget_caches(one.member), deadline, "forgetting the caches of")
+    def _each(self, replicas: list[Replica], function: Any, deadline: Deadline, what: str) -> None:
+        for one, error in at_once(replicas, function, deadline, what).items():
+            log.info("replica %s is left behind: %s", one.name, error)
+            self._failed[one] = error

@@ -81,13 +81,11 @@ class Tending:
     def _catch_up(self, newest: Decided, infos: list[dict[str, Any]]) -> None:
         """Bring it to the newest version, unless there is another one meanwhile."""
         fleet, one = self._fleet, self._replica
-        before, found = one.serving, one.ask(Deadline(fleet.call_timeout_s))
+        found = one.ask(Deadline(fleet.call_timeout_s))
         if not found.is_newest(newest):
             self._pause()
-            if not infos or (infos[0]["version"], infos[0]["epoch"]) != newest[:2]:
+            if not infos or (infos[0]["version"], infos[0]["run_id"]) != newest[:2]:
                 raise VersionGone(f"version {newest.version} cannot be had now")
-            one.open = one.open and found == before  # otherwise it was started anew
-            one.call_off(Deadline(fleet.call_timeout_s))
             self._meet()
             self._install(newest, infos)
             found = one.ask(Deadline(fleet.call_timeout_s))
@@ -113,16 +111,16 @@ class Tending:
             forget_caches(one.member)
 
     def _pause(self) -> None:
+        """Also when it is paused by us: that begins the lease anew."""
         fleet, one = self._fleet, self._replica
-        if fleet.fence_mode is None or one.fenced_by_pause:
+        if fleet.fence_mode is None:
             return
+        lease_s, deadline = fleet.catch_up_timeout_s + MAX_REST_S, Deadline(fleet.call_timeout_s)
         try:
-            one.call("pause_generation", fleet.fence_mode, deadline=Deadline(fleet.call_timeout_s))
-            one.fenced_by_pause = True
+            one.pause(fleet.publisher, fleet.fence_mode, True, lease_s, deadline)
         except NotSupported:
             log.debug("replica %s cannot be paused: only routers leave it out", one.name)
 
     def _resume(self) -> None:
-        if self._replica.fenced_by_pause:
-            self._replica.call("resume_generation", deadline=Deadline(self._fleet.call_timeout_s))
-            self._replica.fenced_by_pause = False
+        if self._replica.paused_by_us:
+            self._replica.resume(Deadline(self._fleet.call_timeout_s))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Literal, TypeVar
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -53,6 +55,8 @@ STATUS: list[tuple[type[TransferQueueError], int]] = [
 ]
 TRUE = {"true", "1", "yes", "on", "t", "y"}
 FALSE = {"false", "0", "no", "off", "f", "n"}
+MAX_SECONDS = 1e6
+RUN_HEADER = "x-tqw-run"
 B = TypeVar("B")
 
 
@@ -129,6 +133,27 @@ def flag(text: str | None, default: bool, name: str) -> bool:
     if text.lower() not in TRUE | FALSE:
         raise Refusal(InvalidInput(f"{name} is {text!r}, not true or false"), f"query.{name}")
     return text.lower() in TRUE
+
+
+def seconds(text: str | None, name: str) -> float | None:
+    """A time of the query, if it is there."""
+    try:
+        found = None if text is None else float(text)
+    except ValueError:
+        found = 0.0
+    if found is not None and not 0 < found < MAX_SECONDS:
+        raise Refusal(InvalidInput(f"{name} is {text!r}, not a number of seconds"), f"query.{name}")
+    return found
+
+
+def run_of(headers: Mapping[str, str]) -> str:
+    """The run of the trainer that makes this call; "" for clients that do not say."""
+    return unquote(headers.get(RUN_HEADER, ""))
+
+
+def run_header(run_id: str) -> dict[str, str]:
+    """What tells a server of ours whose call it is: vLLM's calls have no place for it."""
+    return {RUN_HEADER: quote(run_id)} if run_id else {}
 
 
 def refusal_of(error: BaseException) -> Refusal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import socket
 import threading
 import time
@@ -27,17 +28,25 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     TransferQueueError,
     UpdateInProgress,
+    WrongEpoch,
     error_from_code,
 )
 from transfer_queue.weights.checker import Comparison
 from transfer_queue.weights.control import UpdateInfo
+from transfer_queue.weights.engines.clients import Partial
 from transfer_queue.weights.gate import Mode
-from transfer_queue.weights.http.bodies import check_token
+from transfer_queue.weights.http.bodies import check_token, run_header
+from transfer_queue.weights.session import run_of
+from transfer_queue.weights.status import ServerStatus, decode
 
-_REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenied)
+_REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenied, WrongEpoch)
 MAX_ANSWER_NBYTES = 256 << 20  # checksums of a million tensors
 TIMEOUT_S = 300.0
 ABORT_TIMEOUT_S = 10.0
+# How much of the time left for an update a server may take for a call, before it goes on without it.
+INIT_SHARE, START_SHARE, UPDATE_SHARE, FINISH_SHARE = 0.5, 0.3, 0.8, 0.8
+MEMBER_SHARE, LEAST_S = 0.5, 1.0
+START_S = 10.0  # at most: nothing is moved
 T = TypeVar("T")
 Answer = dict[str, Any]
 _BY_STATUS: dict[int, type[TransferQueueError]] = {
@@ -46,11 +55,12 @@ _BY_STATUS: dict[int, type[TransferQueueError]] = {
 }  # fmt: skip
 
 
-class WeightSyncClient:
+class WeightSyncClient(Partial):
     """Calls one server, or all of several at the same time. Every call ends within `timeout_s`.
 
     With several, a call that fails anywhere raises the first server's error, naming each, and the other servers have
-    done it; `failures` has the errors by URL. A `start` or `update` that fails on one of them is aborted on all.
+    done it; `failures` has the errors by URL. A `start` or `update` that fails on one of them is aborted on all. Within
+    an update of a trainer engine (`allow`) a server that does not answer in time is left out of it instead.
     `token` is sent to every server ("": none; vLLM wants none, or its API key). Raises the typed errors of our
     servers; for vLLM's, `InternalError` where it answers 500, and `NotSupported` for routes that its version does not
     have. Thread-safe but for `failures`.
@@ -64,30 +74,97 @@ class WeightSyncClient:
         check_token(token)
         self._peers = [_Peer.of(url, token) for url in found]
         self._timeout_s = timeout_s
+        self._run_id = ""  # of the trainer that was introduced last: servers of ours are told whose calls these are
+        self._until: float | None = None  # the end of the trainer's update
+        self._out: dict[str, TransferQueueError] = {}
+        self._unmet: list[str] = []
 
     # updates
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+        self._step("/init_weight_transfer_engine", {"init_info": dict(init_info)}, INIT_SHARE)
+        self._run_id = run_of(init_info)
 
     def start_weight_update(self) -> None:
-        self._in_update("/start_weight_update")
+        self._unmet = []
+        self._step("/start_weight_update", None, START_SHARE, START_S, aborts=True)
 
     def update_weights(self, update_info: UpdateInfo) -> None:
         """The same for every server; a list has one part for each rank."""
-        self._in_update("/update_weights", {"update_info": update_info})
+        self._step("/update_weights", {"update_info": update_info}, UPDATE_SHARE, aborts=True)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Commit. When that fails on some servers, the others have the new weights: see `failures`."""
-        self._post("/finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
+        body = {} if weight_version is None else {"weight_version": weight_version}
+        self._step("/finish_weight_update", body, FINISH_SHARE)
 
     def abort_weight_update(self) -> None:
         """End the open update. Servers without the route (vLLM) are left as they are."""
-        self._all(lambda peer: peer.optional("/tqw/abort_weight_update", min(self._timeout_s, ABORT_TIMEOUT_S)))
+        self._all(self._abort)
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Servers without the route (vLLM before 0.32) are left as they are."""
         self._all(lambda peer: peer.optional("/shutdown_weight_transfer_engine", self._timeout_s))
+
+    # servers that do not answer
+
+    def allow(self, timeout_s: float | None) -> None:
+        """See `Partial`. Within it a call waits for a part of the time that is left: the others need the rest."""
+        self._until = None if timeout_s is None else time.monotonic() + timeout_s
+        if timeout_s is not None:
+            self._out, self._unmet = {}, []
+
+    def missed(self) -> dict[str, str]:
+        return {url: str(error) for url, error in self._out.items()}
+
+    def unmet(self) -> list[str]:
+        return [url for url in self._unmet if url not in self._out]
+
+    def member(self, name: str) -> WeightSyncClient:
+        token = next(peer.token for peer in self._peers if peer.url == name)
+        left_s = math.inf if self._until is None else MEMBER_SHARE * max(self._until - time.monotonic(), LEAST_S)
+        found = WeightSyncClient(name, token, min(self._timeout_s, left_s))
+        found._run_id = self._run_id
+        return found
+
+    def leave_out(self, name: str, error: TransferQueueError) -> None:
+        self._out[name] = error
+        if len(self._out) == len(self._peers):
+            raise error
+
+    def _step(
+        self, path: str, body: Answer | None, share: float, most_s: float = math.inf, aborts: bool = False
+    ) -> None:
+        """A call of an update. Within `allow`, servers that do not answer in their share of the time are left out, and
+        those that only have to be introduced to the trainer are noted, as long as others take part."""
+        share_s = None
+        if self._until is not None:
+            share_s = min(share * max(self._until - time.monotonic(), LEAST_S), most_s)
+        try:
+            self._post(path, body, share_s)
+        except TransferQueueError:
+            failures = self.failures
+            if self._until is not None and self._may_go_on(path, failures):
+                return
+            for peer in self._taking_part() if aborts else ():
+                # A server that refused has no update of ours: one that is open there is somebody else's.
+                if not isinstance(failures.get(peer.url), _REFUSED):
+                    with suppress(TransferQueueError):
+                        self._abort(peer)
+            raise
+
+    def _may_go_on(self, path: str, failures: Mapping[str, TransferQueueError]) -> bool:
+        lost: tuple[type[TransferQueueError], ...] = (ServiceUnavailable, DeadlineExceeded)
+        if path in ("/update_weights", "/finish_weight_update"):
+            lost += (NotOpen, NotInitialized)  # it was started anew since, or somebody ended the update there
+        for url, error in failures.items():
+            if isinstance(error, lost):
+                self._out[url] = error
+            elif isinstance(error, (NotInitialized, UpdateInProgress)):
+                self._unmet.append(url)
+            else:
+                return False
+        return len(self._out) < len(self._peers)
 
     # versions and checks
 
@@ -146,14 +223,38 @@ class WeightSyncClient:
 
         return sum(self._all(count).values())
 
-    def status(self) -> dict[str, Answer]:
-        """What our servers say about themselves, by URL. `NotSupported` by vLLM."""
-        return self._get("/tqw/status", lambda answer: answer)
+    def status(self) -> ServerStatus:
+        """What the server says about itself: one of vLLM has only a label, and whether it is paused. `InvalidInput`
+        with several servers: ask `statuses`."""
+        if len(self._peers) != 1:
+            raise InvalidInput("several servers have several statuses: ask for statuses()")
+        return next(iter(self.statuses().values()))
+
+    def statuses(self) -> dict[str, ServerStatus]:
+        """By URL."""
+
+        def ask(peer: _Peer) -> ServerStatus:
+            try:
+                return decode(peer.call("GET", "/tqw/status", None, self._timeout_s))
+            except NotSupported:
+                label = str(peer.call("GET", "/weight_info", None, self._timeout_s).get("weight_version", ""))
+            paused = False
+            with suppress(NotSupported):
+                paused = bool(peer.call("GET", "/is_paused", None, self._timeout_s).get("is_paused", False))
+            return ServerStatus(label=label, paused=paused)
+
+        return self._all(ask)
 
     # generation
 
-    def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> None:
-        self._post("/pause?" + urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()}))
+    def pause_generation(
+        self, mode: Mode = "abort", clear_cache: bool = True, owner: str = "", lease_s: float | None = None
+    ) -> None:
+        """`owner`, `lease_s`: see `Control`; vLLM's servers ignore them."""
+        query = {"mode": mode, "clear_cache": str(clear_cache).lower()}
+        query |= {"owner": owner} if owner else {}
+        query |= {"lease_s": str(lease_s)} if lease_s is not None else {}
+        self._post("/pause?" + urlencode(query))
 
     def resume_generation(self) -> None:
         self._post("/resume")
@@ -169,20 +270,20 @@ class WeightSyncClient:
 
     # calls
 
-    def _in_update(self, path: str, body: Answer | None = None) -> None:
-        try:
-            self._post(path, body)
-        except TransferQueueError:
-            failures = self.failures
-            for peer in self._peers:
-                # A server that refused has no update of ours: one that is open there is somebody else's.
-                if not isinstance(failures.get(peer.url), _REFUSED):
-                    with suppress(TransferQueueError):
-                        peer.optional("/tqw/abort_weight_update", min(self._timeout_s, ABORT_TIMEOUT_S))
-            raise
+    def _abort(self, peer: _Peer) -> None:
+        with suppress(NotSupported):
+            timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
+            peer.call("POST", "/tqw/abort_weight_update", None, timeout_s, run_header(self._run_id))
 
-    def _post(self, path: str, body: Answer | None = None) -> None:
-        self._ask("POST", path, body, lambda _: None)
+    def _taking_part(self) -> list[_Peer]:
+        return [peer for peer in self._peers if peer.url not in self._out]
+
+    def _post(self, path: str, body: Answer | None = None, timeout_s: float | None = None) -> None:
+        """To those that take part in the update; each has `timeout_s`."""
+        limit_s = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        headers = run_header(self._run_id)
+        peers = self._peers if timeout_s is None else self._taking_part()
+        self._all(lambda peer: peer.call("POST", path, body, limit_s, headers), peers)
 
     def _get(self, path: str, take: Callable[[Answer], T]) -> dict[str, T]:
         return self._ask("GET", path, None, take)
@@ -197,18 +298,19 @@ class WeightSyncClient:
 
         return self._all(ask)
 
-    def _all(self, ask: Callable[[_Peer], T]) -> dict[str, T]:
+    def _all(self, ask: Callable[[_Peer], T], peers: list[_Peer] | None = None) -> dict[str, T]:
+        asked = self._peers if peers is None else peers
         found: dict[str, T] = {}
         self.failures = {}
-        if len(self._peers) == 1:
-            (peer,) = self._peers
+        if len(asked) == 1:
+            (peer,) = asked
             try:
                 return {peer.url: ask(peer)}
             except TransferQueueError as error:
                 self.failures[peer.url] = error
                 raise
-        with ThreadPoolExecutor(len(self._peers), thread_name_prefix="tq-weights-client") as threads:
-            calls = {peer.url: threads.submit(ask, peer) for peer in self._peers}
+        with ThreadPoolExecutor(max(len(asked), 1), thread_name_prefix="tq-weights-client") as threads:
+            calls = {peer.url: threads.submit(ask, peer) for peer in asked}
             for url, call in calls.items():
                 try:
                     found[url] = call.result()
@@ -217,7 +319,7 @@ class WeightSyncClient:
         if self.failures:
             said = "; ".join(f"{url}: {error}" for url, error in self.failures.items())
             first = next(iter(self.failures.values()))
-            raise type(first)(f"{len(self.failures)} of {len(self._peers)} servers: {said}")
+            raise type(first)(f"{len(self.failures)} of {len(asked)} servers: {said}")
         return found
 
 
@@ -242,9 +344,11 @@ class _Peer(NamedTuple):
         with suppress(NotSupported):
             self.call("POST", path, None, timeout_s)
 
-    def call(self, method: str, path: str, body: Answer | None, timeout_s: float) -> Answer:
+    def call(
+        self, method: str, path: str, body: Answer | None, timeout_s: float, more: Mapping[str, str] | None = None
+    ) -> Answer:
         """The JSON object answered with 200. A typed error for everything else; `DeadlineExceeded` in time."""
-        headers = {"Connection": "close"}
+        headers = {"Connection": "close", **(more or {})}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         try:

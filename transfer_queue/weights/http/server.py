@@ -13,6 +13,7 @@ from transfer_queue.weights.control import Control
 from transfer_queue.weights.control_async import AsyncControl
 from transfer_queue.weights.http import bodies
 from transfer_queue.weights.http.extra import lacking
+from transfer_queue.weights.status import encode
 
 try:
     from starlette.applications import Starlette
@@ -128,7 +129,8 @@ class _Routes:
         await self._control.init_weight_transfer_engine(body.init_info)
         return {"message": "Weight transfer initialized"}
 
-    async def start(self, _request: Request) -> Answer:
+    async def start(self, request: Request) -> Answer:
+        self._control.control.expect_run(bodies.run_of(request.headers))
         await self._control.start_weight_update()
         return {"message": "Weight update started"}
 
@@ -144,6 +146,7 @@ class _Routes:
     async def finish(self, request: Request) -> Answer:
         data = await self._body(request)
         body = bodies.parse(data, bodies.FinishBody) if data.strip() else bodies.FinishBody()
+        self._control.control.expect_run(bodies.run_of(request.headers))
         await self._control.finish_weight_update(body.weight_version)
         return {"message": "Weight update finished"}
 
@@ -151,7 +154,8 @@ class _Routes:
         await self._control.shutdown_weight_transfer_engine()
         return {"message": "Weight transfer shut down"}
 
-    async def abort_update(self, _request: Request) -> Answer:
+    async def abort_update(self, request: Request) -> Answer:
+        self._control.control.expect_run(bodies.run_of(request.headers))
         return {"aborted": await self._control.abort_weight_update("a client asked to")}
 
     # versions and checks
@@ -180,10 +184,7 @@ class _Routes:
         return {"world_size": await self._control.get_world_size(include_dp)}
 
     async def status(self, _request: Request) -> Answer:
-        found = await self._control.status()
-        live = found.installed
-        installed = {"version": live.version, "epoch": live.epoch, "root": live.root, "dirty": live.dirty}
-        return {**found._asdict(), "state": found.state.value, "installed": installed}
+        return encode(await self._control.status())
 
     # generation
 
@@ -192,7 +193,8 @@ class _Routes:
         clear_cache = bodies.flag(query.get("clear_cache"), True, "clear_cache")
         waits = bodies.flag(query.get("wait_for_inflight_requests"), False, "wait_for_inflight_requests")
         mode: Any = query.get("mode", "wait" if waits else "abort")
-        await self._control.pause_generation(mode, clear_cache)
+        lease_s = bodies.seconds(query.get("lease_s"), "lease_s")
+        await self._control.pause_generation(mode, clear_cache, query.get("owner", ""), lease_s)
         return {"status": "paused"}
 
     async def resume(self, _request: Request) -> Answer:

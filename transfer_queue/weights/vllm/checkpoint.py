@@ -91,7 +91,7 @@ class Checkpoint:
         except ValueError as error:
             kind = UnknownTensor if "no module or parameter" in str(error) else ShapeMismatch
             raise kind(f"the model's loader does not take it: {error}") from error
-        except Exception as error:
+        except Exception as error:  # loaders raise whatever they run into
             raise ShapeMismatch(f"the model's loader does not take it: {error!r}") from error
         missing = set(dict(self._twin.named_parameters())) - loaded if isinstance(loaded, set) else set()
         if missing:

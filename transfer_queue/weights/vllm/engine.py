@@ -19,12 +19,14 @@ from typing import Any, ClassVar, TypeVar
 from transfer_queue.errors import CommitFailed, DeadlineExceeded
 from transfer_queue.weights.engines.registry import engine
 from transfer_queue.weights.receiver import Receiver, VersionInfo
+from transfer_queue.weights.session import End, begun_of, run_of
 from transfer_queue.weights.vllm.model import LoadedModel
 from transfer_queue.weights.vllm.ranks import Ranks
 
 log = logging.getLogger("transfer_queue.weights")
 FINISH_S = 300.0  # how long `finish` waits for an update that gives no time of its own
 LEAVE_S = 2.0
+WORKERS = ("vllm.v1.worker.gpu_worker",)  # those for other devices are its subclasses
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -35,7 +37,7 @@ def _silent(method: Method) -> Method:
     def call(self: Any, *args: Any, **more: Any) -> None:
         try:
             method(self, *args, **more)
-        except Exception:
+        except Exception:  # what raises puts the workers out of step
             log.exception("%s failed", method.__name__)
 
     return call  # type: ignore[return-value]
@@ -84,7 +86,7 @@ class Lane:
                 call = self._calls.popleft()
             try:
                 call()
-            except Exception:
+            except Exception:  # what raises puts the workers out of step
                 log.exception("a call of the weights' lane failed")
             with self._changed:
                 self._num_left -= 1
@@ -106,28 +108,20 @@ class WorkerEngine:
         self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
         self._ranks = Ranks()
         self.target = LoadedModel(model, vllm_config, self._ranks.all)
-        self._engine = engine(self.transport)(
-            Receiver(self.target), rank=_rank(self.parallel_config), on_fault="record"
-        )
+        self._receiver = Receiver(self.target)
+        self._engine = engine(self.transport)(self._receiver, rank=_rank(self.parallel_config), on_fault="record")
         self._engine.confine()  # a worker cannot tell who calls: vLLM's routes, or the process that made it
         self._lane = Lane()
-        self._off = False
         self._patience_s = FINISH_S
+        end_sessions_with_init()
 
     def installed(self) -> VersionInfo:
-        return self._engine.receiver.installed()
+        return self._receiver.installed()
 
     # vLLM's calls
 
     def parse_init_info(self, init_dict: Any) -> Any:
-        """As it came: what is wrong with it is reported. A trainer that died in an update left it open in the worker,
-        which would refuse the next: the update ends here."""
-        try:
-            worker: Any = sys._getframe(1).f_locals.get("self")
-            if getattr(worker, "weight_transfer_engine", None) is self:
-                worker._weight_update_active = False
-        except Exception:
-            log.exception("the worker's session could not be ended")
+        """As it came: what is wrong with it is reported."""
         return init_dict
 
     def parse_update_info(self, update_dict: Any) -> Any:
@@ -135,19 +129,21 @@ class WorkerEngine:
 
     @_silent
     def init_transfer_engine(self, init_info: Any) -> None:
+        self._receiver.introduce(run_of(init_info), begun=begun_of(init_info))
         self._give_up("another trainer came")
         self._lane.add(self._engine.init_transfer_engine, init_info)
 
     @_silent
     def start_weight_update(self) -> None:
-        self._off = False
         self._patience_s = FINISH_S
-        self._engine.receiver.abort("another update started")
+        self._receiver.end("another update started")
+        self._receiver.begin()
         self._lane.add(self._engine.start_weight_update)
 
     @_silent
     def update_weights(self, update_info: Any) -> None:
         """Begins; the trainer hears when the version is verified."""
+        self._receiver.expect_run(run_of(update_info))
         if isinstance(update_info, Mapping) and update_info.get("abort"):
             self._give_up("the trainer gave it up")
             return
@@ -159,8 +155,10 @@ class WorkerEngine:
 
     @_silent
     def finish_weight_update(self) -> None:
-        """Commit, if every worker of this server can; otherwise none does."""
-        if self._off:
+        """Commit, if every worker of this server can; otherwise none does. All of them had the same calls: where one of
+        these ended the update, nobody has anything to do, and nobody asks the others."""
+        last = self._receiver.last_session
+        if last is None or last.end in (End.ABORTED, End.TAKEN_OVER, End.COMMITTED):
             return
         done = self._lane.ended(self._patience_s)
         if not self._ranks.same(_number(self._engine.ready) if done else 0):
@@ -180,7 +178,7 @@ class WorkerEngine:
 
     @_silent
     def shutdown(self) -> None:
-        self._engine.receiver.abort("shut down")
+        self._receiver.end("shut down")
         self._lane.add(self._engine.shutdown)
         self._lane.close(LEAVE_S)
 
@@ -195,9 +193,28 @@ class WorkerEngine:
 
     def _give_up(self, why: str) -> None:
         """Drop the open update, also one that is being received."""
-        self._off = True
-        self._engine.receiver.abort(why)
+        self._receiver.end(why)
         self._lane.add(self._engine.update_weights, {"abort": True})
+
+
+def end_sessions_with_init() -> None:
+    """vLLM's worker keeps for itself that an update is open, refuses the next one then, and has no call that ends it: a
+    trainer that died in an update would lock out all others. So its `init` ends the session, as our receivers' does."""
+    for module in WORKERS:
+        worker: Any = getattr(sys.modules.get(module), "Worker", None)
+        init: Any = getattr(worker, "init_weight_transfer_engine", None)
+        if init is None or getattr(init, "ends_session", False):
+            if worker is not None and init is None:
+                log.warning("this vLLM's worker has no init_weight_transfer_engine: an update left open stays open")
+            continue
+
+        def wrapped(self: Any, *args: Any, init: Any = init, **more: Any) -> Any:
+            if isinstance(getattr(self, "weight_transfer_engine", None), WorkerEngine):
+                self._weight_update_active = False
+            return init(self, *args, **more)
+
+        wrapped.ends_session = True  # type: ignore[attr-defined]
+        worker.init_weight_transfer_engine = functools.wraps(init)(wrapped)
 
 
 class ShmWorker(WorkerEngine):

@@ -65,7 +65,7 @@ class LoadedModel(Target):
         fault: Exception | None = None
         try:
             self._load(prepared.tensors.items())
-        except Exception as error:
+        except Exception as error:  # loaders raise whatever they run into
             log.exception("loading failed")
             fault = error
         self.voted = True
@@ -82,7 +82,7 @@ class LoadedModel(Target):
             raise Broken(f"loading failed, and there is no copy of what was there before: {why}")
         try:
             self._load(before)
-        except Exception as worse:
+        except Exception as worse:  # as above
             log.exception("loading the version before failed")
             raise Broken(f"loading failed ({why}), and so did going back: {worse!r}") from worse
         self.broken = False
@@ -99,7 +99,7 @@ class LoadedModel(Target):
                 load: Any = self._model.load_weights
                 load(iter(tensors))
                 finalize_layerwise_reload(self._model, self._model_config)
-            except BaseException:
+            except BaseException:  # an interrupt must not leave layers without tensors
                 _forget_what_came(self._model)
                 finalize_layerwise_reload(self._model, self._model_config)
                 raise
