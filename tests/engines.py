@@ -184,7 +184,7 @@ def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) 
     torch.set_num_threads(1)
     source, client = Changing(), PipeClient(calls)
     trainer_module.ABORT_S = 0.3
-    seal = trainer_module.Draft.seal
+    seal = trainer_module.PendingVersion.seal
     made: list[trainer_module.TrainerEngine] = []
 
     def start() -> dict[str, Any]:
@@ -196,21 +196,21 @@ def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) 
         if fault == "unknown":
             source.weights["unheard_of"] = torch.ones(3)
         source.stop = (lambda: client.ask("packing")) if fault == "packing" else (lambda: None)
-        trainer_module.Draft.seal = _lying(seal) if fault == "corrupt" else seal  # type: ignore[method-assign]
+        trainer_module.PendingVersion.seal = _lying(seal) if fault == "corrupt" else seal  # type: ignore[method-assign]
         return made[0].send_weights(version, deadline_s=deadline_s)
 
     def send_adapter(label: str, seed: int, deadline_s: float, fault: str = "", for_base: bool = True) -> Any:
         chosen = Changing()
         chosen.weights = lora(seed)
         chosen.stop = (lambda: client.ask("packing")) if fault == "packing" else (lambda: None)
-        trainer_module.Draft.seal = _lying(seal) if fault == "corrupt" else seal  # type: ignore[method-assign]
+        trainer_module.PendingVersion.seal = _lying(seal) if fault == "corrupt" else seal  # type: ignore[method-assign]
         return made[0].send_adapter(label, chosen, CONFIG, for_base=for_base, deadline_s=deadline_s)
 
     def remove_adapter(label: str) -> Any:
         return made[0].remove_adapter(label, deadline_s=20.0)
 
     def lent() -> int:
-        ring = made[0].shelf  # type: ignore[attr-defined]
+        ring = made[0].store  # type: ignore[attr-defined]
         return sum(one.num_borrowers for one in [*ring._idle, *ring.contents()])
 
     commands = {

@@ -41,6 +41,7 @@ class Server:
     def stop(self) -> None:
         if "engine" in vars(self):
             self.engine.shutdown()
+            self.control.resume_generation()  # the lease of a pause ends with the process
         self.down = True
 
     def root(self) -> str:

@@ -97,9 +97,9 @@ def test_a_replica_gives_its_buckets_without_going_through_all_its_weights_for_e
         {"bucket_nbytes": 12}, client=Direct(engine), source=ModuleSource(Model())
     )
     trainer.send_weights(deadline_s=30)
-    shelf, num = Installed(engine), len(engine._whole.buckets)  # type: ignore[union-attr]
+    store, num = Installed(engine), len(engine._whole.buckets)  # type: ignore[union-attr]
     Model.num_asked = 0
-    assert sum(shelf.bucket("", index).nbytes for index in range(num)) == 20 * 24
+    assert sum(store.bucket("", index).nbytes for index in range(num)) == 20 * 24
     assert Model.num_asked == 0
     assert weights_called(module, ["unheard.of"]).keys() == module.state_dict().keys()
     engine.shutdown()

@@ -260,7 +260,7 @@ def test_a_fetch_from_a_trainer_that_does_not_answer_is_woken_up(transport: str)
         raise ServiceUnavailable("too late")
 
     old = registry.trainer(transport).trainer_init({}, client=control, source=Source())
-    old.shelf.bucket = old.shelf.lend = hang  # type: ignore[attr-defined]
+    old.store.bucket = old.store.lend = hang  # type: ignore[attr-defined]
     ended: list[Exception] = []
 
     def send() -> None:

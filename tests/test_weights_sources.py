@@ -13,8 +13,8 @@ from weights import Net, copy_of, drawn, same
 
 from transfer_queue.weights import InPlace, Receiver, StateDictSource, pack, plan
 from transfer_queue.weights.engines import collective, registry
-from transfer_queue.weights.engines.drafts import Draft
-from transfer_queue.weights.engines.waiting import Call, Deadline
+from transfer_queue.weights.engines.deadline import Deadline, TimedCall
+from transfer_queue.weights.engines.pending import PendingVersion
 from transfer_queue.weights.packing import pack_into
 
 DEADLINE_S = 30.0
@@ -83,8 +83,8 @@ def test_a_broadcast_reads_in_the_callers_thread_once_for_a_version() -> None:
     trainer.info = collective.CollectiveTrainerInfo(world_size=2)
     trainer._group = sent = Sent()  # type: ignore[assignment]
     with torch.no_grad():
-        manifest = trainer._publish(Draft(source, 1, "e"), Deadline(DEADLINE_S))
-        Call(trainer._send_all, trainer._draft, manifest, Deadline(DEADLINE_S)).result(Deadline(DEADLINE_S), "it")
+        manifest = trainer._publish(PendingVersion(source, 1, "e"), Deadline(DEADLINE_S))
+        TimedCall(trainer._send_all, trainer._draft, manifest, Deadline(DEADLINE_S)).result(Deadline(DEADLINE_S), "it")
     assert sent.nbytes == [8, len(manifest.encode()), *manifest.buckets]
     assert_read_here(source)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_weights_sources import Direct
 
-from transfer_queue.weights import ModuleSource, Receiver, Swap, room
+from transfer_queue.weights import ModuleSource, Receiver, Swap, staging_memory
 from transfer_queue.weights.engines import registry, shm, tcp
 from transfer_queue.weights.targets import Target
 
@@ -73,19 +73,19 @@ def test_memory_for_tcp_is_touched_at_the_start_on_both_sides_once(monkeypatch: 
 
 
 def test_pieces_that_were_made_ready_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    room._pool.clear()
-    room.warm([4 << 20] * 3, 2)
-    mapped = counted(monkeypatch, room._pool, "_map")
-    held = [room.room(4 << 20) for _ in range(6)]
+    staging_memory._pool.clear()
+    staging_memory.warm([4 << 20] * 3, 2)
+    mapped = counted(monkeypatch, staging_memory._pool, "_map")
+    held = [staging_memory.room(4 << 20) for _ in range(6)]
     assert not mapped
     del held
-    room._pool.clear()
+    staging_memory._pool.clear()
 
 
 def test_no_more_is_made_ready_than_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "KEEP_NBYTES", 16 << 20)
-    room._pool.clear()
-    mapped = counted(monkeypatch, room._pool, "_map")
-    room.warm([4 << 20] * 3, 100)
+    monkeypatch.setattr(staging_memory, "KEEP_NBYTES", 16 << 20)
+    staging_memory._pool.clear()
+    mapped = counted(monkeypatch, staging_memory._pool, "_map")
+    staging_memory.warm([4 << 20] * 3, 100)
     assert mapped == [4 << 20] * 4
-    room._pool.clear()
+    staging_memory._pool.clear()

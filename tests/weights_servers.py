@@ -60,6 +60,7 @@ def run_trainer() -> None:
     site.send(1)
     site.after[METHODS[call]] = hang
     site.provoke(call)
+    threading.Event().wait()  # a fleet asks for the status in a thread of its own, when it is time
 
 
 class Hooked(WeightSyncClient):

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from transfer_queue.weights import ModuleSource
 from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines.drafts import SyncReport
+from transfer_queue.weights.engines.pending import SyncReport
 from transfer_queue.weights.engines.trainer import TrainerEngine
 from vllm_tests.models import answer, drawn, save
 from vllm_tests.servers import Server

@@ -46,7 +46,7 @@ def main(url: str, token: str, transport: str, seed: str, tied: str, point: str)
     if point == "introduced":
         stop_here()
     if point == "fetching":
-        trainer.shelf.bucket = trainer.shelf.lend = lambda *_: stop_here()
+        trainer.store.bucket = trainer.store.lend = lambda *_: stop_here()
     trainer.send_weights(deadline_s=60)
 
 

@@ -51,7 +51,7 @@ class CorruptShm(ShmTrainer):
     def _publish(self, draft, deadline):  # type: ignore[no-untyped-def]
         manifest = super()._publish(draft, deadline)
         if self.corrupt:
-            self.shelf.content(key_of(manifest)).data[1000] ^= 1
+            self.store.content(key_of(manifest)).data[1000] ^= 1
         return manifest
 
 
@@ -63,7 +63,7 @@ class CorruptTcp(TcpTrainer):
     def _publish(self, draft, deadline):  # type: ignore[no-untyped-def]
         manifest = super()._publish(draft, deadline)
         if self.corrupt:
-            self.shelf.content(key_of(manifest))[0][1000] ^= 1
+            self.store.content(key_of(manifest))[0][1000] ^= 1
         return manifest
 
 

@@ -22,8 +22,8 @@ from transfer_queue.errors import (
     UnknownTensor,
 )
 from transfer_queue.weights import StateDictSource, digests, plan, seal
-from transfer_queue.weights.engines.drafts import Base, Draft
-from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.engines.deadline import Deadline
+from transfer_queue.weights.engines.pending import PendingBase, PendingVersion
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient
 from vllm_tests.conftest import Site, note
@@ -92,9 +92,9 @@ def test_a_difference_to_other_weights_is_refused(site: Site) -> None:
         site.update(trainer)
         other = StateDictSource({name: tensor.clone() + 1 for name, tensor in trainer._source.tensors()})
         where = plan(other.specs())
-        base = Base(seal(where, digests(other), version=trainer.version, epoch=trainer.epoch), other)
+        base = PendingBase(seal(where, digests(other), version=trainer.version, epoch=trainer.epoch), other)
         with pytest.raises(StaleBase):
-            trainer._send(Draft(trainer._source, trainer.version + 1, trainer.epoch, base), Deadline(60))
+            trainer._send(PendingVersion(trainer._source, trainer.version + 1, trainer.epoch, base), Deadline(60))
         site.recovers(trainer)
         trainer._base = base
         assert site.update(trainer).kind == "full"  # refused by the worker, and sent whole

@@ -31,8 +31,8 @@ from transfer_queue.weights.checker import Comparison, checksums, compare
 from transfer_queue.weights.gate import Generation, Mode
 from transfer_queue.weights.pauses import Pauses
 from transfer_queue.weights.receiver import Receiver
-from transfer_queue.weights.session import End, Phase, UpdateSession, begun_of, run_of
 from transfer_queue.weights.status import OpenUpdate, ServerStatus
+from transfer_queue.weights.update_session import Phase, UpdateEnd, UpdateSession, begun_of, run_of
 
 DEFAULT_LABEL = "default"  # before the first commit
 UPDATE_TIMEOUT_S = 600.0
@@ -42,7 +42,7 @@ CHECK_TIMEOUT_S = 60.0  # to wait for a commit to end before reading the weights
 UpdateInfo: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 
 
-class Engine(Protocol):
+class UpdateEngine(Protocol):
     """Moves the bytes of an update into a receiver; raises typed errors. It has deadlines of its own."""
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class Control:
 
     def __init__(
         self,
-        engine: Engine | None,
+        engine: UpdateEngine | None,
         receiver: Receiver,
         *,
         generation: Generation | None = None,
@@ -175,7 +175,7 @@ class Control:
                 self._naming = (before, weight_version)
             engine.finish_weight_update()
             # An engine may finish without a commit, when the trainer gave the update up: that gives no label.
-            if weight_version is not None and (session.end is End.COMMITTED or self._bytes() != before):
+            if weight_version is not None and (session.end is UpdateEnd.COMMITTED or self._bytes() != before):
                 self._named = (self._bytes(), weight_version)
             session.check()
             self._drop(session, "it was finished without a version")
@@ -277,7 +277,7 @@ class Control:
     # rules of an update
 
     @contextmanager
-    def _turn(self, timeout_s: float = 0.0) -> Iterator[Engine]:
+    def _turn(self, timeout_s: float = 0.0) -> Iterator[UpdateEngine]:
         """The engine, for one call at a time."""
         if self._engine is None:
             raise NotInitialized("no weight transfer engine is configured on this server")
@@ -300,7 +300,7 @@ class Control:
         except BaseException as error:  # an interrupt ends the update too
             if not (isinstance(error, DeadlineExceeded) and session.phase is Phase.READY):
                 self._drop(None, repr(error))  # also one that the engine has opened since somebody ended ours
-            if session.end in (End.ABORTED, End.TAKEN_OVER):
+            if session.end in (UpdateEnd.ABORTED, UpdateEnd.TAKEN_OVER):
                 session.check()
             raise
         finally:
@@ -308,7 +308,7 @@ class Control:
 
     def _not_open(self) -> TransferQueueError:
         last = self._receiver.last_session
-        if last is not None and last.end is End.TAKEN_OVER:
+        if last is not None and last.end is UpdateEnd.TAKEN_OVER:
             return last.error()
         return NotOpen("no weight update is open: start one")
 

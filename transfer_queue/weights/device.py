@@ -14,7 +14,7 @@ import torch
 from transfer_queue.errors import DigestMismatch, InvalidInput
 from transfer_queue.weights.digest import ALGO, DEVICE_ALGO, Buffer, byte_view, digest_tensor, host_bytes
 from transfer_queue.weights.manifest import TensorSpec
-from transfer_queue.weights.room import room
+from transfer_queue.weights.staging_memory import room
 
 STEP = 4 << 20  # words at a time: twice as many bytes as these have are needed meanwhile
 

@@ -51,15 +51,15 @@ class Gate:
         self._changed = threading.Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._clear_cache = clear_cache
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, GenerationRequest] = {}
         self._num_steps = 0
         self._mode: Mode | None = None
         self._settled = False
         self._turn = 0  # of pauses and resumes: a pause that waits sees that another call came
 
-    def request(self, request_id: str = "") -> Request:
+    def request(self, request_id: str = "") -> GenerationRequest:
         """A request, to be entered as a context. `InvalidInput` then when one with this id runs."""
-        return Request(self, request_id or uuid.uuid4().hex)
+        return GenerationRequest(self, request_id or uuid.uuid4().hex)
 
     @property
     def running(self) -> list[str]:
@@ -123,7 +123,7 @@ class Gate:
 
     # for requests
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: GenerationRequest) -> None:
         with self._changed:
             if self._mode in ("abort", "wait"):
                 raise GenerationPaused("generation is paused: try again after it was resumed")
@@ -131,17 +131,17 @@ class Gate:
                 raise InvalidInput(f"a request {request.request_id!r} is running")
             self._requests[request.request_id] = request
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: GenerationRequest) -> None:
         with self._changed:
             del self._requests[request.request_id]
             self._notify()
 
-    def begin_step(self, request: Request, timeout_s: float) -> None:
+    def begin_step(self, request: GenerationRequest, timeout_s: float) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._try_step(request), timeout_s):
                 raise DeadlineExceeded(f"generation was frozen for {timeout_s} s")
 
-    async def begin_step_async(self, request: Request, timeout_s: float) -> None:
+    async def begin_step_async(self, request: GenerationRequest, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + timeout_s
         while True:
@@ -163,7 +163,7 @@ class Gate:
             self._num_steps -= 1
             self._notify()
 
-    def _try_step(self, request: Request) -> bool:
+    def _try_step(self, request: GenerationRequest) -> bool:
         if request.aborted:
             raise Aborted(f"request {request.request_id!r} was aborted")
         if self._mode == "keep":
@@ -172,7 +172,7 @@ class Gate:
         return True
 
 
-class Request:
+class GenerationRequest:
     """One request. `aborted` can be looked at during a long step."""
 
     def __init__(self, gate: Gate, request_id: str) -> None:
@@ -184,14 +184,14 @@ class Request:
         """A step, to be entered as a context: blocks while generation is frozen. `Aborted`; `DeadlineExceeded`."""
         return Step(self._gate, self, timeout_s)
 
-    def __enter__(self) -> Request:
+    def __enter__(self) -> GenerationRequest:
         self._gate.enter(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._gate.leave(self)
 
-    async def __aenter__(self) -> Request:
+    async def __aenter__(self) -> GenerationRequest:
         return self.__enter__()
 
     async def __aexit__(
@@ -201,7 +201,7 @@ class Request:
 
 
 class Step:
-    def __init__(self, gate: Gate, request: Request, timeout_s: float) -> None:
+    def __init__(self, gate: Gate, request: GenerationRequest, timeout_s: float) -> None:
         self._gate = gate
         self._request = request
         self._timeout_s = timeout_s

@@ -39,9 +39,9 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.digest import Buffer
 from transfer_queue.weights.manifest import Contents, Manifest, root_of
-from transfer_queue.weights.session import End, Opened, Phase, SessionKey, UpdateSession
 from transfer_queue.weights.sources import named_weights
 from transfer_queue.weights.targets import READ_TIMEOUT_S, Broken, Live, Pause, Target
+from transfer_queue.weights.update_session import OpenVersion, Phase, SessionKey, UpdateEnd, UpdateSession
 
 ORDERED_S = 3600.0
 AdapterSink = Callable[[Any, Manifest], None]  # (tensors, or what its `prepare` made of them; manifest)
@@ -98,7 +98,7 @@ class VersionInfo(msgspec.Struct, frozen=True):
         return tuple(label for label, one in self.adapters.items() if one.base_root not in (None, self.root))
 
 
-class Report(NamedTuple):
+class Verified(NamedTuple):
     version: int
     root: str
     num_tensors: int
@@ -194,7 +194,7 @@ class Receiver:
                 self._followed[before] = run_id
             self._run, self._begun = run_id or before, begun or self._begun
             why = f"run {run_id!r} took over" if taken else "the trainer was introduced again"
-            woken = self._close(End.TAKEN_OVER if taken else End.ABORTED, why)
+            woken = self._close(UpdateEnd.TAKEN_OVER if taken else UpdateEnd.ABORTED, why)
         _call(woken)
 
     def expect_run(self, run_id: str) -> None:
@@ -219,7 +219,7 @@ class Receiver:
             if found is None or found.opened is not None:
                 if self._is_committing():
                     raise UpdateInProgress("a version is being committed")
-                woken += self._close(End.ABORTED, "another update started")
+                woken += self._close(UpdateEnd.ABORTED, "another update started")
                 found = self._new_session(self._run, timeout_s)
         _call(woken)
         return found
@@ -234,7 +234,7 @@ class Receiver:
             if found and self._is_committing():
                 raise UpdateInProgress(f"too late to abort ({reason}): the update is being committed")
             if found:
-                woken += self._close(End.FAILED if failed else End.ABORTED, reason)
+                woken += self._close(UpdateEnd.FAILED if failed else UpdateEnd.ABORTED, reason)
         _call(woken)
         return found
 
@@ -264,7 +264,7 @@ class Receiver:
             session = self._open_session()
             if session is None or session.opened is None:
                 repeated = self._is_repeated(manifest)
-                opened = Opened(manifest, self._contents if repeated else self._result(manifest), repeated)
+                opened = OpenVersion(manifest, self._contents if repeated else self._result(manifest), repeated)
                 session = session or self._new_session(manifest.epoch, timeout_s)
                 session.opened = opened
                 session.limit(timeout_s)
@@ -287,7 +287,7 @@ class Receiver:
             opened.staging.stage(bucket, data, lend, vouched)
         self._current(session)
 
-    def verify(self) -> Report:
+    def verify(self) -> Verified:
         """Check that all is here, apply differences to copies, and prepare the commit. May be repeated.
 
         `Incomplete` leaves the update open; any other error aborts it.
@@ -305,7 +305,7 @@ class Receiver:
                     raise
         self._current(session)
         manifest = opened.manifest
-        return Report(manifest.version, manifest.root, len(manifest.tensors), manifest.nbytes)
+        return Verified(manifest.version, manifest.root, len(manifest.tensors), manifest.nbytes)
 
     def commit(self, timeout_s: float | None = None) -> CommitInfo:
         """Make the verified version live: all of it, or none.
@@ -417,7 +417,7 @@ class Receiver:
 
     # steps of an update
 
-    def _current(self, expected: UpdateSession | None = None) -> tuple[UpdateSession, Opened]:
+    def _current(self, expected: UpdateSession | None = None) -> tuple[UpdateSession, OpenVersion]:
         """The open update (which has to be `expected`)."""
         with self._lock:
             woken = self._expire()
@@ -443,7 +443,7 @@ class Receiver:
         session = self._open_session()
         return session is not None and session.phase is Phase.COMMITTING
 
-    def _close(self, end: End, reason: str) -> list[Callable[[], object]]:
+    def _close(self, end: UpdateEnd, reason: str) -> list[Callable[[], object]]:
         """End the open session, with the lock. Returns what to call without it."""
         session = self._open_session()
         if session is None:
@@ -455,20 +455,20 @@ class Receiver:
         session = self._open_session()
         if session is None or self._is_committing() or session.left_s() > 0:
             return []
-        return self._close(End.LATE, "its deadline passed")
+        return self._close(UpdateEnd.LATE, "its deadline passed")
 
     def _expect_current(self, run_id: str) -> None:
         if run_id in self._followed:
             raise WrongEpoch(f"run {run_id!r} is over: {self._followed[run_id]!r} took over")
 
-    def _prepare(self, opened: Opened) -> Any:
+    def _prepare(self, opened: OpenVersion) -> Any:
         tensors = opened.staging.tensors(self._target)
         if opened.manifest.kind != "adapter":
             return self._target.prepare(tensors)
         sink = self._adapter
         return sink.prepare(tensors, opened.manifest) if isinstance(sink, Preparing) else tensors
 
-    def _begin_commit(self) -> tuple[UpdateSession, Opened]:
+    def _begin_commit(self) -> tuple[UpdateSession, OpenVersion]:
         session, opened = self._current()
         with self._lock:
             if self._open_session() is not session or opened.phase not in (Phase.READY, Phase.COMMITTING):
@@ -478,7 +478,7 @@ class Receiver:
             opened.committing = True
             return session, opened
 
-    def _install(self, opened: Opened, timeout_s: float) -> Pause:
+    def _install(self, opened: OpenVersion, timeout_s: float) -> Pause:
         m, info = opened.manifest, self._target.tag
         if m.kind != "adapter":
             new = VersionInfo(m.version, m.epoch, m.root, m.label, info.adapters)
@@ -503,13 +503,19 @@ class Receiver:
         return same and m.kind != "adapter" and not info.dirty
 
     def _over(
-        self, session: UpdateSession, opened: Opened, *, committed: bool = False, mixed: bool = False, reason: str = ""
+        self,
+        session: UpdateSession,
+        opened: OpenVersion,
+        *,
+        committed: bool = False,
+        mixed: bool = False,
+        reason: str = "",
     ) -> None:
         """The update came to its end, one way or the other."""
         woken: list[Callable[[], object]] = []
         with self._lock:
             if self._open_session() is session:
-                woken = self._close(End.COMMITTED if committed else End.FAILED, reason)
+                woken = self._close(UpdateEnd.COMMITTED if committed else UpdateEnd.FAILED, reason)
             if mixed:
                 self._mixed |= set(opened.manifest.contents())
             if committed and not opened.repeated:
@@ -531,6 +537,6 @@ def _gone(session: UpdateSession | None) -> TransferQueueError:
     """What a step is told whose session is over."""
     if session is None:
         return NotOpen("no update is open")
-    if session.end in (End.LATE, End.TAKEN_OVER):
+    if session.end in (UpdateEnd.LATE, UpdateEnd.TAKEN_OVER):
         return session.error()
     return NotOpen(f"no update is open: the last one was {session.end.value if session.end else 'replaced'}")

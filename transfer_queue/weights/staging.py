@@ -12,7 +12,7 @@ from transfer_queue.weights import delta, device
 from transfer_queue.weights.digest import ALGO, Buffer, copy_and_digest, digest_of, host_bytes
 from transfer_queue.weights.manifest import Manifest, TensorSpec
 from transfer_queue.weights.packing import NUM_THREADS, unpack
-from transfer_queue.weights.room import room
+from transfer_queue.weights.staging_memory import room
 from transfer_queue.weights.targets import Staged, Target, Tensors
 
 

@@ -25,12 +25,12 @@ from transfer_queue.errors import (
     NotSupported,
     ShapeMismatch,
 )
+from transfer_queue.weights.compatibility import alike, check_fits, kinds, once
 from transfer_queue.weights.delta import Patch
-from transfer_queue.weights.fitting import alike, check_fits, kinds, once
 from transfer_queue.weights.lock import SharedLock
 from transfer_queue.weights.manifest import Contents
-from transfer_queue.weights.room import copies, write
 from transfer_queue.weights.sources import named_weights, ties
+from transfer_queue.weights.staging_memory import copies, write
 from transfer_queue.weights.stand_ins import Exchange
 
 READ_TIMEOUT_S = 60.0

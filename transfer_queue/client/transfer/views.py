@@ -42,7 +42,7 @@ class BlockView(weakref.ref[Anchor]):
     ended: Callable[[], None] | None  # called in the reaper before the pin is released
 
 
-class Opened(NamedTuple):
+class ViewOpened(NamedTuple):
     view: BlockView
 
 
@@ -63,7 +63,7 @@ class Views:
         self._closing = False
         self._open: set[BlockView] = set()
         self._busy: dict[Range, BlockView] = {}  # those in the private mappings of arenas
-        self._notes: queue.SimpleQueue[BlockView | Opened | None] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[BlockView | ViewOpened | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # re-entered when a collection runs inside
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -99,7 +99,7 @@ class Views:
         if where is not None:
             self._busy[where] = view
             if where.nbytes >= POPULATE_NBYTES:
-                self._notes.put(Opened(view))
+                self._notes.put(ViewOpened(view))
         return anchor.array()
 
     def _start(self) -> None:
@@ -111,7 +111,7 @@ class Views:
     def _reap(self) -> None:
         while not (self._closing and not self._open):
             note = self._notes.get()
-            if isinstance(note, Opened):
+            if isinstance(note, ViewOpened):
                 self._populate(note.view)
             elif note is not None:
                 self._end(note)

@@ -34,13 +34,13 @@ from transfer_queue.errors import (
     WrongEpoch,
     error_from_code,
 )
-from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.engines.deadline import Deadline
 from transfer_queue.weights.manifest import Manifest, expand, root_of
 from transfer_queue.weights.receiver import Receiver, VersionInfo
-from transfer_queue.weights.session import End, Phase, run_of
+from transfer_queue.weights.update_session import Phase, UpdateEnd, run_of
 
 if TYPE_CHECKING:
-    from transfer_queue.weights.engines.fetching import Control
+    from transfer_queue.weights.engines.fetching import TrainerLink
     from transfer_queue.weights.engines.trainer import TrainerEngine
 
 log = logging.getLogger("transfer_queue.weights")
@@ -133,7 +133,7 @@ class Engine(ABC):
         self._records = on_fault == "record"
         self._blank = Outcome(rank, who=secrets.token_hex(8), silent=self._records)
         self.outcome = self._blank
-        self._reports: Control | None = None
+        self._reports: TrainerLink | None = None
         self._busy = threading.Lock()
         self._whole: Manifest | None = None  # what is installed, as a full version
 
@@ -201,7 +201,7 @@ class Engine(ABC):
         """Commit what was received. Does nothing after an abort, nor, when faults are recorded, after a fault."""
         with self._busy, self._fault():
             session, last = self.receiver.session, self.receiver.last_session
-            failed = last is not None and last.end in (None, End.FAILED, End.LATE)
+            failed = last is not None and last.end in (None, UpdateEnd.FAILED, UpdateEnd.LATE)
             if failed and self.outcome.code:
                 raise error_from_code(self.outcome.code, self.outcome.text)
             if session is None:
@@ -285,12 +285,12 @@ class Engine(ABC):
         return self.receiver.installed()
 
     def _report_to(self, info: InitInfo) -> None:
-        from transfer_queue.weights.engines.fetching import Control
+        from transfer_queue.weights.engines.fetching import TrainerLink
         from transfer_queue.weights.engines.protocol import address_of
 
         if self._reports is not None:
             self._reports.close()
-        self._reports = Control() if info.report_to else None
+        self._reports = TrainerLink() if info.report_to else None
         if self._reports is not None:
             self._reports.address = address_of(info.report_to, info.report_token)
 
@@ -342,7 +342,9 @@ class Engine(ABC):
     def _not_open(self) -> TransferQueueError:
         """Why there is no update: who ended the last one."""
         last = self.receiver.last_session
-        return last.error() if last is not None and last.end is End.TAKEN_OVER else NotOpen("no update was started")
+        return (
+            last.error() if last is not None and last.end is UpdateEnd.TAKEN_OVER else NotOpen("no update was started")
+        )
 
     @contextmanager
     def _fault(self) -> Iterator[None]:
@@ -353,7 +355,7 @@ class Engine(ABC):
             yield
         except Exception as error:  # noqa: BLE001 where faults are recorded nothing may leave
             typed = as_typed(error)
-            if session is not None and session.end in (End.ABORTED, End.TAKEN_OVER):
+            if session is not None and session.end in (UpdateEnd.ABORTED, UpdateEnd.TAKEN_OVER):
                 typed = session.error()
             if not self.outcome.code:
                 log.warning("rank %s: %s", self.rank, str(typed))  # records that are kept would keep staged memory

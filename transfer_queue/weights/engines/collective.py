@@ -25,14 +25,14 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.engines.clients import Client
-from transfer_queue.weights.engines.drafts import Draft
+from transfer_queue.weights.engines.deadline import Deadline, TimedCall
+from transfer_queue.weights.engines.pending import PendingVersion
 from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
-from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import MAX_NBYTES, Manifest
 from transfer_queue.weights.packing import Plan, digests, pack, plan
 from transfer_queue.weights.receiver import Receiver
-from transfer_queue.weights.room import room
 from transfer_queue.weights.sources import Once, WeightSource
+from transfer_queue.weights.staging_memory import room
 from transfer_queue.wire.address import Address, advertised, host_towards
 
 dist: Any = torch.distributed  # its stubs lack the stores and process groups
@@ -116,7 +116,7 @@ class Group:
         self._group = None
         self._works.clear()
         if held[0] is not None:
-            Call(_discard, held)
+            TimedCall(_discard, held)
 
 
 def _discard(held: list[Any]) -> None:
@@ -155,13 +155,13 @@ class CollectiveTrainer(TrainerEngine):
         self._give_up()
         self._round += 1
         told = {**self.introduction(self._num_silent, deadline)}
-        asked = Call(self._client.init_weight_transfer_engine, told)
+        asked = TimedCall(self._client.init_weight_transfer_engine, told)
         info = CollectiveInfo(**told)
-        joined = Call(Group, info, 0, self._store, deadline)
+        joined = TimedCall(Group, info, 0, self._store, deadline)
         asked.result(deadline, "init_weight_transfer_engine")
         self._group = joined.result(deadline, "the rendezvous")
 
-    def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
+    def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         if self._group is None:
             self._meet(deadline)
         source = Once(draft.source)  # digests leave before the bytes do, and those from another thread
@@ -171,7 +171,7 @@ class CollectiveTrainer(TrainerEngine):
         return manifest
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
-        sending = Call(self._send_all, self._draft, manifest, deadline)
+        sending = TimedCall(self._send_all, self._draft, manifest, deadline)
         try:
             super()._lead(manifest, info, deadline)
             sending.result(deadline, "the broadcast")
@@ -230,12 +230,12 @@ class CollectiveEngine(Engine):
                 raise _typed(error) from error
             return Group(info, info.rank_offset + self.rank, store, deadline)
 
-        self._group = Call(join).result(deadline, "the rendezvous")
+        self._group = TimedCall(join).result(deadline, "the rendezvous")
 
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         group = self._in_group()
         try:
-            return Call(self._find_in, group, info, deadline).result(deadline, "the broadcast")
+            return TimedCall(self._find_in, group, info, deadline).result(deadline, "the broadcast")
         except BaseException:  # after an interrupt the group is out of step
             self._close()
             raise
@@ -264,7 +264,7 @@ class CollectiveEngine(Engine):
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
         group = self._in_group()
         try:
-            fault = Call(self._take_all, group, manifest, wanted, deadline).result(deadline, "the broadcast")
+            fault = TimedCall(self._take_all, group, manifest, wanted, deadline).result(deadline, "the broadcast")
         except BaseException:  # after an interrupt the group is out of step
             self._close()
             raise

@@ -21,7 +21,7 @@ from transfer_queue.weights.device import digest_at
 from transfer_queue.weights.digest import DEVICE_ALGO, byte_view
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.clients import Client
-from transfer_queue.weights.engines.drafts import Draft
+from transfer_queue.weights.engines.deadline import Deadline, TimedCall
 from transfer_queue.weights.engines.handles import (
     Handle,
     Shared,
@@ -31,8 +31,8 @@ from transfer_queue.weights.engines.handles import (
     synchronize,
     uuid_of,
 )
+from transfer_queue.weights.engines.pending import PendingVersion
 from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
-from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Count, Manifest
 from transfer_queue.weights.packing import Plan, plan
 from transfer_queue.weights.receiver import Receiver
@@ -85,7 +85,7 @@ class CudaIpcTrainer(TrainerEngine):
     def receivers_info(self) -> dict[str, Any]:
         return {"device": self._uuid, "num_receivers": self.info.num_receivers}
 
-    def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
+    def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         synchronize(self._device)  # weights may have been written in other streams
         source = Once(draft.source)  # digests leave before the bytes do
         where = plan(source.specs(), self.info.bucket_nbytes)
@@ -97,7 +97,7 @@ class CudaIpcTrainer(TrainerEngine):
         assert self._draft is not None
         source, where = self._draft
         told = {**info, "manifest": manifest.encode().decode()}
-        asked: Call[object] | None = None
+        asked: TimedCall[object] | None = None
         try:
             self._make_buffers(where)
             told["handles"] = msgspec.to_builtins(self._handles)
@@ -106,10 +106,10 @@ class CudaIpcTrainer(TrainerEngine):
                     asked.result(deadline, "update_weights")
                 left_s = deadline.left("packing")
                 more = {"bucket": bucket, "buffer": bucket % NUM_BUFFERS, "timeout_s": left_s}
-                asked = Call(self._client.update_weights, {**told, **more})
+                asked = TimedCall(self._client.update_weights, {**told, **more})
                 told.update(manifest="", handles=[])
             if asked is None:
-                asked = Call(self._client.update_weights, told)
+                asked = TimedCall(self._client.update_weights, told)
             asked.result(deadline, "update_weights")
         except BaseException:  # an interrupt leaves a late receiver that may still read them
             self._drop_buffers()  # a receiver that is late may still read them

@@ -46,9 +46,9 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.engines.clients import Client
-from transfer_queue.weights.engines.drafts import Draft, label_of
+from transfer_queue.weights.engines.deadline import Deadline
+from transfer_queue.weights.engines.pending import PendingVersion, label_of
 from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
-from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import Placement, Plan, pack, plan
 from transfer_queue.weights.receiver import Receiver
@@ -150,7 +150,7 @@ class DiskTrainer(TrainerEngine):
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         return {**super().update_info(manifest, deadline), "name": self.folder_of(manifest.version).name}
 
-    def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
+    def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         final = self.folder_of(draft.version, draft.label)
         temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
         with _writing(self.root):
@@ -177,7 +177,7 @@ class DiskTrainer(TrainerEngine):
     def _withdraw(self, manifest: Manifest) -> None:
         _remove(self.folder_of(manifest.version, label_of(manifest)))
 
-    def _write(self, draft: Draft, folder: Path, deadline: Deadline) -> Manifest:
+    def _write(self, draft: PendingVersion, folder: Path, deadline: Deadline) -> Manifest:
         source = Aligned(draft.source)
         where = source.plan(self.info.bucket_nbytes)
         digests: dict[str, str] = {}

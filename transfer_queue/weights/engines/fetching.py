@@ -23,11 +23,11 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Outcome, key_of
+from transfer_queue.weights.engines.deadline import Deadline
 from transfer_queue.weights.engines.protocol import Peer
-from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.manifest import MAX_NBYTES, Manifest
-from transfer_queue.weights.room import room
-from transfer_queue.weights.session import UpdateSession
+from transfer_queue.weights.staging_memory import room
+from transfer_queue.weights.update_session import UpdateSession
 from transfer_queue.wire.address import Address
 
 STALL_S = 10.0  # a bucket that has not come by then, and by its bytes at `SLOWEST`, is asked for elsewhere
@@ -35,7 +35,7 @@ SLOWEST = 20e6
 MAX_FAULTS = 3  # of one peer in one fetch
 
 
-class Control:
+class TrainerLink:
     """The connection to the trainer for what is small; made anew after it broke. Thread-safe."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Control:
 
     def tell(self, outcome: Outcome, deadline: Deadline) -> None:
         if self.address is not None:
-            self.ask(p.Report(msgspec.json.encode(outcome)), deadline)
+            self.ask(p.OutcomeMessage(msgspec.json.encode(outcome)), deadline)
 
     def interrupt(self) -> None:
         """Wake up who waits for the trainer. Never blocks."""

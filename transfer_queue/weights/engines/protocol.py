@@ -45,7 +45,7 @@ class GetMemory(m.Message):
     key: str
 
 
-class Report(m.Message):
+class OutcomeMessage(m.Message):
     """How an update went: an `Outcome` as JSON."""
 
     body: bytes
@@ -56,7 +56,7 @@ class Sent(m.Message):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_client = msgspec.msgpack.Decoder(m.Hello | m.Proof | GetManifest | GetBucket | GetMemory | Report).decode
+decode_client = msgspec.msgpack.Decoder(m.Hello | m.Proof | GetManifest | GetBucket | GetMemory | OutcomeMessage).decode
 decode_server = msgspec.msgpack.Decoder(m.Challenge | m.Welcome | m.Failed | Sent).decode
 
 
@@ -67,7 +67,7 @@ def address_of(text: str, token: str) -> Address:
     return parse_address(text, token)._replace(token=token)
 
 
-class Stream:
+class MessageStream:
     """Messages over a connected socket, for one thread at a time. Broken for good once a call failed."""
 
     def __init__(self, sock: socket.socket, decode: Callable[[memoryview], m.Message]) -> None:
@@ -140,7 +140,7 @@ class Peer:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
         try:
-            self.stream = Stream(address.connect(timeout_s), decode_server)
+            self.stream = MessageStream(address.connect(timeout_s), decode_server)
         except AccessDenied:
             raise
         except (OSError, ValueError) as error:

@@ -11,8 +11,8 @@ import secrets
 from typing import Any
 
 from transfer_queue.errors import TransferQueueError, error_from_code
-from transfer_queue.weights.engines.serving import Empty, Server, listen_tcp
-from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.engines.deadline import Deadline
+from transfer_queue.weights.engines.serving import Empty, WeightServer, listen_tcp
 
 log = logging.getLogger("transfer_queue.weights")
 UNKNOWN = "unknown"  # the label of a server that may have weights other than it says
@@ -23,12 +23,12 @@ class Reports:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._server: Server | None = None
-        self._own: Server | None = None
+        self._server: WeightServer | None = None
+        self._own: WeightServer | None = None
         self._info: dict[str, Any] = {}
         self.committed: set[str] = set()  # replicas of which some worker reported to have committed, since `forget`
 
-    def come_to(self, server: Server) -> None:
+    def come_to(self, server: WeightServer) -> None:
         """The transport has a way for them."""
         self._server = server
 
@@ -37,7 +37,7 @@ class Reports:
         if silent and self._server is None:
             token = secrets.token_urlsafe(24)
             listening, address = listen_tcp(self._host, 0)
-            self._server = self._own = Server(listening, token, Empty())
+            self._server = self._own = WeightServer(listening, token, Empty())
             self._info = {"report_to": address, "report_token": token}
         return self._info
 

@@ -28,7 +28,7 @@ MAX_PEERS = 512
 MAX_OUTCOMES = 4096
 
 
-class Shelf(Protocol):
+class VersionSource(Protocol):
     """What a server gives. Called by several threads; `VersionGone` for what is not there."""
 
     def manifest(self, key: str) -> bytes: ...
@@ -40,7 +40,7 @@ class Shelf(Protocol):
 
 
 class Empty:
-    """The shelf of a server that only takes reports."""
+    """The store of a server that only takes reports."""
 
     def manifest(self, key: str) -> bytes:
         raise gone(key)
@@ -52,15 +52,15 @@ class Empty:
         raise gone(key)
 
 
-class Server:
+class WeightServer:
     """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`."""
 
-    def __init__(self, listening: socket.socket, token: str, shelf: Shelf) -> None:
+    def __init__(self, listening: socket.socket, token: str, store: VersionSource) -> None:
         if not token:
             raise InvalidInput("a server of weights needs a token")
         self._listening = listening
         self._token = token
-        self._shelf = shelf
+        self._store = store
         self._lock = threading.Lock()
         self._noted = threading.Condition()
         self._peers: dict[threading.Thread, socket.socket] = {}
@@ -110,7 +110,7 @@ class Server:
                 thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
-        visit = _Visit(p.Stream(sock, p.decode_client), self._shelf)
+        visit = _Visit(p.MessageStream(sock, p.decode_client), self._store)
         try:
             if sock.family == socket.AF_UNIX:
                 if peer_uid(sock) not in (os.getuid(), 0):
@@ -120,7 +120,7 @@ class Server:
             visit.greet(self._token)
             while True:
                 message, _ = visit.stream.receive(None)
-                if isinstance(message, p.Report):
+                if isinstance(message, p.OutcomeMessage):
                     self._note(message)
                 visit.answer(message)
         except (TransferQueueError, OSError) as error:
@@ -130,7 +130,7 @@ class Server:
             with self._lock:
                 self._peers.pop(threading.current_thread(), None)
 
-    def _note(self, message: p.Report) -> None:
+    def _note(self, message: p.OutcomeMessage) -> None:
         try:
             found = msgspec.json.decode(message.body, type=Outcome)
         except msgspec.DecodeError as error:
@@ -143,9 +143,9 @@ class Server:
 class _Visit:
     """One connection, and what its peer borrowed."""
 
-    def __init__(self, stream: p.Stream, shelf: Shelf) -> None:
+    def __init__(self, stream: p.MessageStream, store: VersionSource) -> None:
         self.stream = stream
-        self._shelf = shelf
+        self._store = store
         self._give_back: list[Callable[[], None]] = []
 
     def greet(self, token: str) -> None:
@@ -168,13 +168,13 @@ class _Visit:
         fd = None
         try:
             if isinstance(message, p.GetManifest):
-                payload = self._shelf.manifest(message.key)
+                payload = self._store.manifest(message.key)
             elif isinstance(message, p.GetBucket):
-                payload = host_bytes(self._shelf.bucket(message.key, message.bucket)).data
+                payload = host_bytes(self._store.bucket(message.key, message.bucket)).data
             elif isinstance(message, p.GetMemory):
-                fd, give_back = self._shelf.lend(message.key)
+                fd, give_back = self._store.lend(message.key)
                 self._give_back.append(give_back)
-            elif not isinstance(message, p.Report):
+            elif not isinstance(message, p.OutcomeMessage):
                 raise ProtocolError(f"{type(message).__name__} is no request")
         except ProtocolError:
             raise

@@ -1,4 +1,4 @@
-"""Versions in shared memory, for receivers on the trainer's host.
+"""VersionStore in shared memory, for receivers on the trainer's host.
 
 The trainer packs a version into a memfd (memfd_create(2): it has no name, and vanishes with the last process that has
 it), digests it where it lies, and hands read-only descriptors over a unix socket. Receivers map it privately and stage
@@ -28,12 +28,12 @@ from transfer_queue.memory.private_map import MADV_POPULATE_READ, MADV_POPULATE_
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.clients import Client
-from transfer_queue.weights.engines.drafts import Draft
-from transfer_queue.weights.engines.fetching import Control
-from transfer_queue.weights.engines.serving import Server, listen_unix
-from transfer_queue.weights.engines.shelf import Versions, newest_key
+from transfer_queue.weights.engines.deadline import Deadline
+from transfer_queue.weights.engines.fetching import TrainerLink
+from transfer_queue.weights.engines.pending import PendingVersion
+from transfer_queue.weights.engines.serving import WeightServer, listen_unix
 from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
-from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.engines.version_store import VersionStore, newest_key
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import pack_into, plan
 from transfer_queue.weights.receiver import Receiver
@@ -92,8 +92,8 @@ class Memory:
         os.close(self.fd)
 
 
-class Ring(Versions[Memory]):
-    """Versions in memory, and memory to be written next."""
+class SharedMemoryStore(VersionStore[Memory]):
+    """VersionStore in memory, and memory to be written next."""
 
     def __init__(self, keep: int) -> None:
         super().__init__(keep)
@@ -147,40 +147,40 @@ class ShmTrainer(TrainerEngine):
     def __init__(self, info: ShmTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
         self.token = info.token or secrets.token_urlsafe(24)
-        self.shelf = Ring(info.keep)
+        self.store = SharedMemoryStore(info.keep)
         listening, self.address = listen_unix(info.socket or f"@tq-weights-{secrets.token_hex(8)}")
         self._path = "" if self.address.startswith("unix:@") else info.socket
-        self._server = Server(listening, self.token, self.shelf)
+        self._server = WeightServer(listening, self.token, self.store)
         self.reports.come_to(self._server)
         where = plan(source.specs(), info.bucket_nbytes)
         if info.warm and where.buckets:
-            self.shelf.warm(starts_of(where.buckets)[-1])
+            self.store.warm(starts_of(where.buckets)[-1])
 
     def receivers_info(self) -> dict[str, Any]:
         return {"address": self.address, "token": self.token, "recheck": self.info.recheck}
 
-    def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
+    def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         where = plan(draft.source.specs(), self.info.bucket_nbytes)
         starts = starts_of(where.buckets)
-        memory = self.shelf.take(starts[-1])
+        memory = self.store.take(starts[-1])
         try:
             places = [memory.data[at : at + size] for at, size in zip(starts, where.buckets, strict=False)]
             manifest = draft.seal(where, pack_into(draft.source, where, places))
         except BaseException:  # an interrupt must not leave the memory taken
-            self.shelf.put_back([memory])
+            self.store.put_back([memory])
             raise
-        self.shelf.add(manifest, memory)
+        self.store.add(manifest, memory)
         return manifest
 
     def _decide(self, manifest: Manifest) -> None:
-        self.shelf.put_back(self.shelf.decide(manifest))
+        self.store.put_back(self.store.decide(manifest))
 
     def _withdraw(self, manifest: Manifest) -> None:
-        self.shelf.put_back(self.shelf.withdraw(manifest))
+        self.store.put_back(self.store.withdraw(manifest))
 
     def _close(self) -> None:
         self._server.close()
-        self.shelf.close()
+        self.store.close()
         if self._path and os.path.exists(self._path):
             os.unlink(self._path)
             self._path = ""
@@ -192,7 +192,7 @@ class ShmEngine(Engine):
 
     def __init__(self, receiver: Receiver, **more: Any) -> None:
         super().__init__(receiver, **more)
-        self._control = Control()
+        self._control = TrainerLink()
         self._mappings = Mappings()
         self._recheck = False
 

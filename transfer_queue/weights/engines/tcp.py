@@ -18,17 +18,17 @@ from transfer_queue.weights.digest import byte_view, copy_and_digest
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.clients import Client
-from transfer_queue.weights.engines.drafts import Draft
-from transfer_queue.weights.engines.fetching import STALL_S, Control, fetch, newest_of
-from transfer_queue.weights.engines.serving import Server, gone, listen_tcp
-from transfer_queue.weights.engines.shelf import Versions, newest_key
+from transfer_queue.weights.engines.deadline import Deadline
+from transfer_queue.weights.engines.fetching import STALL_S, TrainerLink, fetch, newest_of
+from transfer_queue.weights.engines.pending import PendingVersion
+from transfer_queue.weights.engines.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
-from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.engines.version_store import VersionStore, newest_key
 from transfer_queue.weights.manifest import Count, Manifest
 from transfer_queue.weights.packing import pack_into, plan
 from transfer_queue.weights.receiver import Receiver, VersionInfo
-from transfer_queue.weights.room import room, warm
 from transfer_queue.weights.sources import WeightSource, weights_called
+from transfer_queue.weights.staging_memory import room, warm
 from transfer_queue.wire.address import Address
 
 NUM_STREAMS = 2
@@ -57,7 +57,7 @@ class TcpInfo(InitInfo, kw_only=True):
     buckets: tuple[Count, ...] = ()
 
 
-class Held(Versions[list[torch.Tensor]]):
+class TensorStore(VersionStore[list[torch.Tensor]]):
     """The newest versions, packed, in this process's memory."""
 
     def bucket(self, key: str, index: int) -> torch.Tensor:
@@ -76,9 +76,9 @@ class TcpTrainer(TrainerEngine):
     def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
         self.token = info.token or secrets.token_urlsafe(24)
-        self.shelf = Held(info.keep)
+        self.store = TensorStore(info.keep)
         listening, self.address = listen_tcp(info.host, info.port)
-        self._server = Server(listening, self.token, self.shelf)
+        self._server = WeightServer(listening, self.token, self.store)
         self.reports.come_to(self._server)
         self._expected = plan(source.specs(), info.bucket_nbytes).buckets if info.warm else ()
         warm(self._expected, info.keep + 1)
@@ -86,18 +86,18 @@ class TcpTrainer(TrainerEngine):
     def receivers_info(self) -> dict[str, Any]:
         return {"address": self.address, "token": self.token, "buckets": list(self._expected)}
 
-    def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
+    def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         where = plan(draft.source.specs(), self.info.bucket_nbytes)
         buckets = [room(nbytes) for nbytes in where.buckets]
         manifest = draft.seal(where, pack_into(draft.source, where, buckets))
-        self.shelf.add(manifest, buckets)
+        self.store.add(manifest, buckets)
         return manifest
 
     def _decide(self, manifest: Manifest) -> None:
-        self.shelf.decide(manifest)
+        self.store.decide(manifest)
 
     def _withdraw(self, manifest: Manifest) -> None:
-        self.shelf.withdraw(manifest)
+        self.store.withdraw(manifest)
 
     def _close(self) -> None:
         self._server.close()
@@ -109,12 +109,12 @@ class TcpEngine(Engine):
 
     def __init__(self, receiver: Receiver, **more: Any) -> None:
         super().__init__(receiver, **more)
-        self._control = Control()
+        self._control = TrainerLink()
         self._token = ""
         self._streams, self._stall_s = NUM_STREAMS, STALL_S
         self._sources: list[Address] = []
         self._expected: tuple[int, ...] = ()  # sizes of buckets that memory was made ready for
-        self._serving: Server | None = None
+        self._serving: WeightServer | None = None
 
     def _connect(self, info: TcpInfo) -> None:
         self._control.close()
@@ -169,7 +169,7 @@ class TcpEngine(Engine):
         if self._serving is None:
             self._token = token or self._token
             listening, self._served_at = listen_tcp(host, port)
-            self._serving = Server(listening, self._token, Installed(self))
+            self._serving = WeightServer(listening, self._token, Installed(self))
         return self._served_at
 
     def _close(self) -> None:

@@ -28,9 +28,9 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, key_of, parse, system_faults
 from transfer_queue.weights.engines.clients import Client, Partial
-from transfer_queue.weights.engines.drafts import Adapter, Base, Draft, SyncReport, label_of
+from transfer_queue.weights.engines.deadline import Deadline, TimedCall
+from transfer_queue.weights.engines.pending import PendingAdapter, PendingBase, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.engines.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
-from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import BUCKET_NBYTES
 from transfer_queue.weights.sources import Once, StateDictSource, WeightSource
@@ -92,7 +92,7 @@ class TrainerEngine(ABC):
         self._client = client
         self._source = source
         self._busy = threading.Lock()
-        self._base: Base | None = None
+        self._base: PendingBase | None = None
         self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
         self._num_deltas = 0
         self.reports = Reports(info.report_host)
@@ -170,11 +170,13 @@ class TrainerEngine(ABC):
             raise InvalidInput(f"the adapter's configuration is not JSON: {error}") from None
         if not source.specs():
             raise InvalidInput(f"the adapter {label!r} has no tensors")
-        return self._send_adapter(source, Adapter(label, self._root if for_base else None, meta), version, deadline_s)
+        return self._send_adapter(
+            source, PendingAdapter(label, self._root if for_base else None, meta), version, deadline_s
+        )
 
     def remove_adapter(self, label: str, *, version: int | None = None, deadline_s: float) -> SyncReport:
         """Have every receiver drop it: a version of it without tensors. Receivers that have none take that too."""
-        return self._send_adapter(StateDictSource({}), Adapter(label, None, {}), version, deadline_s)
+        return self._send_adapter(StateDictSource({}), PendingAdapter(label, None, {}), version, deadline_s)
 
     def catch_up_infos(self, timeout_s: float) -> list[dict[str, Any]]:
         """The `update_info`s, to be gone through in order, with which a receiver that has other weights or none comes
@@ -197,7 +199,7 @@ class TrainerEngine(ABC):
         if newest.kind == "delta":
             if self._base is None:
                 raise VersionGone("the newest version is a difference: wait for the next one")
-            newest = self._publish(Draft(self._base, newest.version, self.run_id), deadline)
+            newest = self._publish(PendingVersion(self._base, newest.version, self.run_id), deadline)
             self._decide(newest)
             self._newest[""] = newest
         adapters = [one for label, one in self._newest.items() if label and one.tensors]
@@ -241,7 +243,7 @@ class TrainerEngine(ABC):
         """The `init_info` of receivers: also for those that come later."""
 
     @abstractmethod
-    def _publish(self, draft: Draft, deadline: Deadline) -> Manifest:
+    def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         """Put it where receivers can fetch it."""
 
     @abstractmethod
@@ -287,21 +289,23 @@ class TrainerEngine(ABC):
             raise StaleVersion(f"version {asked} after {last}")
         return self._numbers.get(label, 0) + 1 if asked is None else asked
 
-    def _send_version(self, number: int, source: WeightSource, base: Base | None, deadline: Deadline) -> SyncReport:
-        report, manifest = self._send(Draft(source, number, self.run_id, base), deadline)
+    def _send_version(
+        self, number: int, source: WeightSource, base: PendingBase | None, deadline: Deadline
+    ) -> SyncReport:
+        report, manifest = self._send(PendingVersion(source, number, self.run_id, base), deadline)
         self._num_deltas = self._num_deltas + 1 if base else 0
         self._root = manifest.root
         outdated = [label for label, root in self._adapters.items() if root not in (None, self._root)]
         return replace(report, outdated=tuple(outdated))
 
     def _send_adapter(
-        self, source: WeightSource, adapter: Adapter, version: int | None, deadline_s: float
+        self, source: WeightSource, adapter: PendingAdapter, version: int | None, deadline_s: float
     ) -> SyncReport:
         label = adapter.label
         if not 0 < len(label) <= MAX_LABEL:
             raise InvalidInput(f"an adapter's label of {len(label)} characters, at most {MAX_LABEL}")
         with self._busy:
-            draft = Draft(source, self._number(label, version), self.run_id, adapter=adapter)
+            draft = PendingVersion(source, self._number(label, version), self.run_id, adapter=adapter)
             report, manifest = self._send(draft, Deadline(deadline_s))
             self._adapters.pop(label, None)
             if manifest.tensors:
@@ -309,7 +313,7 @@ class TrainerEngine(ABC):
             return report
 
     @system_faults()
-    def _send(self, draft: Draft, deadline: Deadline) -> tuple[SyncReport, Manifest]:
+    def _send(self, draft: PendingVersion, deadline: Deadline) -> tuple[SyncReport, Manifest]:
         times = [time.monotonic()]
         number = draft.version
         self._allow(deadline)
@@ -367,7 +371,7 @@ class TrainerEngine(ABC):
             log.warning("%s did not take part in the update: %s", name, why)
         return found
 
-    def _start(self, draft: Draft, deadline: Deadline) -> list[str]:
+    def _start(self, draft: PendingVersion, deadline: Deadline) -> list[str]:
         """Start the update everywhere. A server that was started anew, or has an update open that was left there, is
         introduced again, and sent what it lacks. Returns the names of those that may lack adapters."""
         try:
@@ -392,7 +396,7 @@ class TrainerEngine(ABC):
             return []
         return [name for name in again if self._rejoin(self._client, name, draft, deadline)]
 
-    def _rejoin(self, client: Partial, name: str, draft: Draft, deadline: Deadline) -> bool:
+    def _rejoin(self, client: Partial, name: str, draft: PendingVersion, deadline: Deadline) -> bool:
         """Whether that server takes part in this update again."""
         one = client.member(name)
         try:
@@ -420,7 +424,9 @@ class TrainerEngine(ABC):
             except TransferQueueError as error:
                 self._client.leave_out(name, error)
 
-    def _retreat(self, draft: Draft, manifest: Manifest, earlier: Base | None, is_open: bool | None) -> None:
+    def _retreat(
+        self, draft: PendingVersion, manifest: Manifest, earlier: PendingBase | None, is_open: bool | None
+    ) -> None:
         """Nobody is to commit it later, or to be given it; unless it was decided."""
         self._estranged = not self._call_off(draft.version, is_open)
         self._allow(None)
@@ -441,11 +447,11 @@ class TrainerEngine(ABC):
             "timeout_s": deadline.left(),
         }  # fmt: skip
 
-    def _keep(self, draft: Draft, manifest: Manifest, earlier: Base | None) -> None:
+    def _keep(self, draft: PendingVersion, manifest: Manifest, earlier: PendingBase | None) -> None:
         if self.info.anchor_every <= 1:
             return
         if earlier is None:
-            earlier = Base(manifest, draft.read)
+            earlier = PendingBase(manifest, draft.read)
         else:
             earlier.follow(manifest, draft.read)
         self._base = earlier
@@ -458,7 +464,7 @@ class TrainerEngine(ABC):
 
     def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
         what = getattr(function, "__name__", "the call")
-        return Call(function, *args).result(deadline, what)
+        return TimedCall(function, *args).result(deadline, what)
 
     def _call_off(self, version: int, is_open: bool | None) -> bool:
         """Make sure that nobody commits it later; whether all could be told.

@@ -15,13 +15,13 @@ from transfer_queue.errors import (
     TransferQueueError,
     WrongEpoch,
 )
+from transfer_queue.weights.engines.deadline import Deadline
 from transfer_queue.weights.engines.trainer import Follower, TrainerEngine
-from transfer_queue.weights.engines.waiting import Deadline
+from transfer_queue.weights.fleet.monitor import PROBE_TIMEOUT_S, ReplicaMonitor
 from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, at_once, gathered
-from transfer_queue.weights.fleet.rounds import Pause, Round
-from transfer_queue.weights.fleet.tending import PROBE_TIMEOUT_S, Tending
+from transfer_queue.weights.fleet.rounds import Round, RoundPause
 from transfer_queue.weights.gate import Mode
-from transfer_queue.weights.session import run_of
+from transfer_queue.weights.update_session import run_of
 
 CALL_TIMEOUT_S = 30.0
 HEARTBEAT_S = 2.0
@@ -74,7 +74,7 @@ class Fleet(Follower):
         self._min_ready = min_ready
         self._changed = threading.Condition()
         self._replicas: dict[str, Replica] = {}
-        self._tending: dict[str, Tending] = {}
+        self._monitors: dict[str, ReplicaMonitor] = {}
         self._newest: Decided | None = None
         self._past: set[str] = set()
         self._turn = threading.Lock()  # the trainer's calls, one at a time
@@ -94,7 +94,7 @@ class Fleet(Follower):
             if not name or name in self._replicas:
                 raise InvalidInput(f"a replica {name!r} is a member already" if name else "a replica needs a name")
             replica = self._replicas[name] = Replica(name, member)
-            self._tending[name] = Tending(self, replica)
+            self._monitors[name] = ReplicaMonitor(self, replica)
         if wait_s is not None:
             self.wait_ready([name], wait_s)
 
@@ -104,9 +104,9 @@ class Fleet(Follower):
             if name not in self._replicas:
                 raise InvalidInput(f"no replica {name!r}")
             self._replicas.pop(name).left = True
-            tending = self._tending.pop(name)
+            monitor = self._monitors.pop(name)
             self._changed.notify_all()
-        tending.close(self.call_timeout_s)
+        monitor.close(self.call_timeout_s)
 
     def ready(self) -> list[str]:
         """Who serves the newest version: where requests may go."""
@@ -200,7 +200,7 @@ class Fleet(Follower):
             self._decide(newest, found)
             begun = time.monotonic()
             label = None if newest is None or found.info.get("label") else newest.label
-            pause = Pause(self.pause, self.clear_cache, self.fence_mode)
+            pause = RoundPause(self.pause, self.clear_cache, self.fence_mode)
             found.commit(label, pause)
             self._conclude(found, time.monotonic() - begun, pause.seconds)
 
@@ -309,7 +309,7 @@ class Fleet(Follower):
             self._changed.notify_all()
             return True
 
-    def rest(self, one: Replica, timeout_s: float, seen: Decided | None) -> None:
+    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None) -> None:
         """Sleep until there is something to do for a replica: another version, a fence, leaving, or the time is up."""
         was_ready = one.ready
 

@@ -20,9 +20,9 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.engines.base import as_typed
 from transfer_queue.weights.engines.clients import Member as Member
+from transfer_queue.weights.engines.deadline import Deadline, TimedCall
 from transfer_queue.weights.engines.reports import UNKNOWN, relabel, silent_workers
 from transfer_queue.weights.engines.trainer import TrainerEngine
-from transfer_queue.weights.engines.waiting import Call, Deadline
 from transfer_queue.weights.gate import Mode
 from transfer_queue.weights.status import ServerStatus
 
@@ -97,7 +97,7 @@ class Replica:
         self._session: bool | None = False
         self._since = time.monotonic()
         self._heard: float | None = None
-        self._call: Call[Any] | None = None
+        self._call: TimedCall[Any] | None = None
 
     # the fleet's view
 
@@ -123,7 +123,7 @@ class Replica:
         """What the server answers. Typed errors only; `ServiceUnavailable` while an earlier call is not over."""
         if self._call is not None and not self._call.ended(0.0):
             raise ServiceUnavailable(f"{self.name} has not answered an earlier call")
-        self._call = Call(getattr(self.member, method), *args)
+        self._call = TimedCall(getattr(self.member, method), *args)
         after = {"start_weight_update": True, "finish_weight_update": False}.get(method, self._session)
         self._session = None
         try:
@@ -217,7 +217,7 @@ def at_once(
 ) -> dict[Replica, TransferQueueError]:
     """Do something that takes several calls to each, at all of them at the same time: who failed, and how. Nobody waits
     for another one within."""
-    asked = {one: Call(function, one) for one in replicas}
+    asked = {one: TimedCall(function, one) for one in replicas}
     failed: dict[Replica, TransferQueueError] = {}
     for one, call in asked.items():
         try:

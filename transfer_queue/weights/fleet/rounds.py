@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError, UpdateInProgress
+from transfer_queue.weights.engines.deadline import Deadline
 from transfer_queue.weights.engines.reports import forget_caches
-from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.fleet.replica import Replica, at_once, gathered
 from transfer_queue.weights.gate import Mode
 
@@ -23,7 +23,7 @@ START_S = 10.0  # at most: nothing is moved
 SLACK_S = 0.5  # beyond the replicas' own deadlines
 
 
-class Pause:
+class RoundPause:
     """How generation is paused around a commit, and from when to when it was, anywhere."""
 
     def __init__(self, mode: Mode | None, clear_cache: bool, fence: Mode | None) -> None:
@@ -89,7 +89,7 @@ class Round:
             one.call("start_weight_update", deadline=deadline)
         self._started.add(one)
 
-    def commit(self, label: str | None, pause: Pause) -> None:
+    def commit(self, label: str | None, pause: RoundPause) -> None:
         """Have those that are prepared commit. Each goes on generating when it has committed itself; one that could not
         stays paused until it has caught up, if fences pause."""
         left_s = COMMITTING * self._deadline.left()

@@ -36,8 +36,8 @@ from transfer_queue.weights.control import UpdateInfo
 from transfer_queue.weights.engines.clients import Partial
 from transfer_queue.weights.gate import Mode
 from transfer_queue.weights.http.bodies import check_token, run_header
-from transfer_queue.weights.session import run_of
 from transfer_queue.weights.status import ServerStatus, decode
+from transfer_queue.weights.update_session import run_of
 
 _REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenied, WrongEpoch)
 MAX_ANSWER_NBYTES = 256 << 20  # checksums of a million tensors

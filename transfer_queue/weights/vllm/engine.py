@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from transfer_queue.errors import CommitFailed, DeadlineExceeded
 from transfer_queue.weights.engines.registry import engine
 from transfer_queue.weights.receiver import Receiver, VersionInfo
-from transfer_queue.weights.session import End, begun_of, run_of
+from transfer_queue.weights.update_session import UpdateEnd, begun_of, run_of
 from transfer_queue.weights.vllm.model import LoadedModel
 from transfer_queue.weights.vllm.ranks import Ranks
 
@@ -158,7 +158,7 @@ class WorkerEngine:
         """Commit, if every worker of this server can; otherwise none does. All of them had the same calls: where one of
         these ended the update, nobody has anything to do, and nobody asks the others."""
         last = self._receiver.last_session
-        if last is None or last.end in (End.ABORTED, End.TAKEN_OVER, End.COMMITTED):
+        if last is None or last.end in (UpdateEnd.ABORTED, UpdateEnd.TAKEN_OVER, UpdateEnd.COMMITTED):
             return
         done = self._lane.ended(self._patience_s)
         if not self._ranks.same(_number(self._engine.ready) if done else 0):

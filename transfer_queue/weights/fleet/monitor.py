@@ -7,8 +7,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.errors import NotSupported, TransferQueueError, VersionGone
+from transfer_queue.weights.engines.deadline import Deadline
 from transfer_queue.weights.engines.reports import forget_caches
-from transfer_queue.weights.engines.waiting import Deadline
 from transfer_queue.weights.fleet.replica import Decided, Replica
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ MAX_REST_S = 30.0
 PROBE_TIMEOUT_S = 5.0  # for the answer to a heartbeat
 
 
-class Tending:
+class ReplicaMonitor:
     """Asks a ready replica how it is, every heartbeat; brings a fenced one to the newest version, and tries again."""
 
     def __init__(self, fleet: Fleet, replica: Replica) -> None:
@@ -46,7 +46,7 @@ class Tending:
                     one.busy.release()
                 rest_s = fleet.heartbeat_s if well else min(2 * rest_s, max(MAX_REST_S, fleet.heartbeat_s))
                 seen = newest
-            fleet.rest(one, rest_s, seen)
+            fleet.wait_for_work(one, rest_s, seen)
 
     def _infos(self) -> list[dict[str, Any]]:
         """What brings a replica to the newest version; nothing when that cannot be had."""

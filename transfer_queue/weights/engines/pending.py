@@ -12,11 +12,11 @@ from transfer_queue.weights.delta import DeltaSource
 from transfer_queue.weights.digest import ALGO
 from transfer_queue.weights.manifest import Manifest
 from transfer_queue.weights.packing import Plan, seal
-from transfer_queue.weights.room import write
 from transfer_queue.weights.sources import TensorMeta, WeightSource
+from transfer_queue.weights.staging_memory import write
 
 
-class Adapter(NamedTuple):
+class PendingAdapter(NamedTuple):
     """What makes a version one of the adapter `label`: for the weights with `base_root`, or for any."""
 
     label: str
@@ -24,7 +24,7 @@ class Adapter(NamedTuple):
     meta: dict[str, Any]
 
 
-class Base:
+class PendingBase:
     """An earlier version with its weights: for differences, and as a source for receivers that lack theirs."""
 
     def __init__(self, manifest: Manifest, source: WeightSource) -> None:
@@ -53,11 +53,16 @@ class Base:
         return self._aliases
 
 
-class Draft:
+class PendingVersion:
     """A version about to be packed."""
 
     def __init__(
-        self, source: WeightSource, version: int, run_id: str, base: Base | None = None, adapter: Adapter | None = None
+        self,
+        source: WeightSource,
+        version: int,
+        run_id: str,
+        base: PendingBase | None = None,
+        adapter: PendingAdapter | None = None,
     ) -> None:
         self.version = version
         self.run_id = run_id
@@ -70,7 +75,7 @@ class Draft:
 
     def seal(self, where: Plan, digests: Mapping[str, str], algo: str = ALGO) -> Manifest:
         if self._delta is None or self._base is None:
-            label, base_root, meta = self.adapter or Adapter("", None, {})
+            label, base_root, meta = self.adapter or PendingAdapter("", None, {})
             return seal(
                 where, digests, version=self.version, epoch=self.run_id, aliases=self.source.aliases(),
                 kind="adapter" if self.adapter else "full", base_root=base_root, label=label, meta=meta,

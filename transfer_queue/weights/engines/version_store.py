@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.weights.engines.base import key_of
-from transfer_queue.weights.engines.drafts import label_of
+from transfer_queue.weights.engines.pending import label_of
 from transfer_queue.weights.engines.serving import gone
 from transfer_queue.weights.manifest import Manifest
 
@@ -19,7 +19,7 @@ def newest_key(label: str) -> str:
     return f"@{label}" if label else ""
 
 
-class Versions(Generic[T]):
+class VersionStore(Generic[T]):
     """What a trainer gives to receivers, by the keys of manifests. Thread-safe.
 
     Those that come late are given the newest that was decided: not one that some receiver has refused.

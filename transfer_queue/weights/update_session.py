@@ -26,7 +26,7 @@ class Phase(str, Enum):
     ENDED = "ended"
 
 
-class End(str, Enum):
+class UpdateEnd(str, Enum):
     COMMITTED = "committed"
     ABORTED = "aborted"
     TAKEN_OVER = "taken over"
@@ -41,7 +41,7 @@ class SessionKey(NamedTuple):
     update_id: int
 
 
-class Opened:
+class OpenVersion:
     """The version of a session. `contents` is what the model will hold; `repeated` when it holds that already."""
 
     def __init__(self, manifest: Manifest, contents: Contents, repeated: bool) -> None:
@@ -70,8 +70,8 @@ class UpdateSession:
 
     def __init__(self, key: SessionKey, clock: Callable[[], float], timeout_s: float | None) -> None:
         self.key = key
-        self.opened: Opened | None = None
-        self.end: End | None = None
+        self.opened: OpenVersion | None = None
+        self.end: UpdateEnd | None = None
         self.reason = ""
         self._thread = 0  # that ended it
         self._clock = clock
@@ -96,7 +96,7 @@ class UpdateSession:
         """It is over then, or earlier."""
         self._deadline = min(self._deadline, self._clock() + timeout_s)
 
-    def close(self, end: End, reason: str) -> list[Callable[[], object]]:
+    def close(self, end: UpdateEnd, reason: str) -> list[Callable[[], object]]:
         """End it. Returns what has to be called for that, without the receiver's lock."""
         self.end, self.reason, self.opened, self._thread = end, reason, None, threading.get_ident()
         watching, self._watching = self._watching, []
@@ -116,11 +116,11 @@ class UpdateSession:
 
     def error(self) -> TransferQueueError:
         """Why it is over, for those that hold on to it."""
-        return _ERRORS[self.end or End.ABORTED](f"the update was aborted: {self.reason or 'it is over'}")
+        return _ERRORS[self.end or UpdateEnd.ABORTED](f"the update was aborted: {self.reason or 'it is over'}")
 
     def check(self) -> None:
         """Raise once another thread has ended it."""
-        if self.end not in (None, End.COMMITTED) and self._thread != threading.get_ident():
+        if self.end not in (None, UpdateEnd.COMMITTED) and self._thread != threading.get_ident():
             raise self.error()
 
 
@@ -136,10 +136,10 @@ def begun_of(info: object) -> float:
     return float(found) if isinstance(found, (int, float)) else 0.0
 
 
-_ERRORS: dict[End, type[TransferQueueError]] = {
-    End.COMMITTED: NotOpen,
-    End.ABORTED: Aborted,
-    End.TAKEN_OVER: WrongEpoch,
-    End.FAILED: Aborted,
-    End.LATE: DeadlineExceeded,
+_ERRORS: dict[UpdateEnd, type[TransferQueueError]] = {
+    UpdateEnd.COMMITTED: NotOpen,
+    UpdateEnd.ABORTED: Aborted,
+    UpdateEnd.TAKEN_OVER: WrongEpoch,
+    UpdateEnd.FAILED: Aborted,
+    UpdateEnd.LATE: DeadlineExceeded,
 }

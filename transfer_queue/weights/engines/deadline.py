@@ -26,7 +26,7 @@ class Deadline:
         return left_s
 
 
-class Call(Generic[T]):
+class TimedCall(Generic[T]):
     """A call in a thread of its own, so that its caller need not wait for ever. A thread nobody waits for any more ends
     with the call, or with the process."""
 
