@@ -17,15 +17,6 @@ import transfer_queue
 ROOT = Path(transfer_queue.__file__).parent
 LINE = re.compile(r"^[\s│├└─]*([a-z_][a-z0-9_]*(?:, [a-z_][a-z0-9_]*)*)\s{2,}\S")
 
-# Packages whose maps are not true yet. The list only shrinks: a name that need not be here fails.
-NOT_YET = {
-    "weights",
-    "weights/engines",
-    "weights/fleet",
-    "weights/http",
-    "weights/vllm",
-}
-
 
 def packages() -> list[str]:
     """Every package, by its path below the root; the root is "."."""
@@ -48,12 +39,5 @@ def present(package: str) -> list[str]:
 @pytest.mark.parametrize("package", packages())
 def test_a_package_maps_its_folder(package: str) -> None:
     is_true = sorted(mapped(package)) == sorted(present(package))
-    if package in NOT_YET:
-        assert not is_true, f"the map of {package} is true: take it off NOT_YET"
-        return
     missing, foreign = set(present(package)) - set(mapped(package)), set(mapped(package)) - set(present(package))
     assert is_true, f"not on the map: {sorted(missing)}; on it, but not there: {sorted(foreign)}; or named twice"
-
-
-def test_the_list_of_exceptions_names_packages_that_exist() -> None:
-    assert set(packages()) >= NOT_YET

@@ -41,13 +41,15 @@ LIMITS = {
     "95 % of functions have at most lines": Limit(25, 25),
     "decision-bearing files that a large put enters": Limit(17, 10),
     "files that a large put enters": Limit(50, None),
-    "class names that stand for several classes": Limit(9, 0),
-    "broad excepts that keep an error": Limit(19, 10),
-    "groups of modules that import each other": Limit(3, 0),
+    "class names that stand for several classes": Limit(0, 0),
+    "broad excepts that keep an error": Limit(17, 10),
+    "groups of modules that import each other": Limit(2, 0),
 }
 
 # Names that more than one class may have, each with the reason: one base name per protocol, and nothing else.
-SHARED_NAMES: dict[str, str] = {}
+SHARED_NAMES = {
+    "TransferQueueController": "public: what programs start an actor with stands before the class of the actor itself",
+}
 
 
 class Source(NamedTuple):

@@ -1,18 +1,35 @@
 """Weights reach running modules whole, verified and fast. Only `engines` opens sockets.
 
-WeightSource    ModuleSource, StateDictSource, SafetensorsSource: named tensors in a fixed order
- └─ plan, pack  where each tensor lies in which bucket; buckets filled while the one before is moved
-     └─ Manifest    a version, as canonical JSON: tensors, their digests, the root that names the content
-DeltaSource     a source of the exact differences to an earlier version
-Receiver        open(manifest), stage(bucket, bytes)..., verify(), commit(); abort at any time; installed(); reading()
- ├─ Staging     the buckets that arrived, each byte checked; differences applied to copies
- ├─ Target      InPlace, Swap, Flip: how verified tensors become the live ones of a module, all or none
- └─ Lora        takes adapters, which forward passes choose by label (`adapters`)
-engines         move versions between processes: shm, tcp, disk, collective, cuda_ipc (`engines.registry`)
-Fleet           a trainer's replicas: two-phase commits, fences, late ones catch up (`fleet`)
-Spans           which versions made which tokens of a sample: tags of its row
-Control         the calls that a trainer may make on a server, over HTTP too (`weights.http`); Gate pauses generation
-A publisher packs and hands buckets to a transport; that calls the receiver; forward passes run in `receiver.reading()`.
+A version is made by the trainer:
+    sources         where weights come from: a module, a state dict, a folder of safetensors files
+    packing         tensors into buckets and back
+    delta           the exact difference to an earlier version
+    manifest        a version as canonical JSON: tensors, their digests, the root that names the content
+    digest, device  digests of bytes, on the host and where a GPU has them
+
+A receiver takes it, and makes it live, all or nothing:
+    receiver         open, stage, verify, commit; what is installed; who may read
+    update_session   the one open update: whose it is, how far it has come, until when it may go on
+    staging          the buckets that have arrived, each checked, in memory of its own
+    staging_memory   that memory
+    compatibility    whether a version fits a model
+    targets          how tensors become the live ones: copied in place, swapped in, or by changing modules
+    stand_ins        new memory for many tensors with a short pause
+    lock             many readers or one writer
+    adapters         LoRA adapters, which forward passes choose by label
+
+A server is asked for it:
+    control          the calls that a trainer may make
+    control_async    the same for an event loop
+    status           what a server says about itself
+    gate, pauses     where requests pass, so that generation can be paused; whose pause it is
+    checker          digests of what is live, to compare servers
+    spans            which versions made which tokens of a sample
+
+engines    move versions between processes: shm, tcp, disk, collective, cuda_ipc
+fleet      a trainer's replicas: two-phase commits, fences, late ones catch up
+http       the calls of `control` over HTTP, in both directions
+vllm       receivers inside vLLM's workers
 """
 
 from __future__ import annotations

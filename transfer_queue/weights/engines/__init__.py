@@ -1,6 +1,17 @@
-"""Engines bring versions from a trainer to receivers; `registry` has them: shm, tcp, disk, collective, cuda_ipc.
+"""Engines bring versions from a trainer to receivers.
 
-TrainerEngine  trainer_init, send_weights: packs the source, publishes it, leads the receivers through the update
- └─ Client     the control plane: init, start, update, finish, to every receiver
-     └─ Engine  the same four calls at a receiver: fetches, stages, verifies, commits
+registry        engines by name; other packages bring more
+trainer         makes versions and leads receivers through the update
+pending         a version that is about to be sent, and what is reported of one that was
+version_store   which versions a server keeps
+clients         the calls that bring updates to servers
+base            the same calls at a receiver: fetches, stages, verifies, commits
+fetching        the manifest from the trainer, buckets from as many as have them
+reports         what receivers report to their trainer
+serving         a server of weights: a thread for each peer
+protocol        its messages, over a blocking socket
+deadline        deadlines, and calls that somebody may never answer
+handles         memory that other processes map, as JSON
+
+shm, tcp, disk, collective, cuda_ipc    the ways that there are
 """

@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transfer_queue.errors import NotSupported, TransferQueueError, VersionGone
 from transfer_queue.weights.engines.deadline import Deadline
 from transfer_queue.weights.engines.reports import forget_caches
-from transfer_queue.weights.fleet.replica import Decided, Replica
-
-if TYPE_CHECKING:
-    from transfer_queue.weights.fleet.fleet import Fleet
+from transfer_queue.weights.engines.trainer import TrainerEngine
+from transfer_queue.weights.fleet.replica import Decided, Replica, Serving
+from transfer_queue.weights.gate import Mode
 
 log = logging.getLogger("transfer_queue.weights")
 MAX_REST_S = 30.0
 PROBE_TIMEOUT_S = 5.0  # for the answer to a heartbeat
 
 
+class Overseer(Protocol):
+    """What a monitor asks of the fleet, and tells it."""
+
+    heartbeat_s: float
+    call_timeout_s: float
+    catch_up_timeout_s: float
+    fence_mode: Mode | None
+    publisher: TrainerEngine | None
+
+    def newest(self) -> Decided | None: ...
+    def fence(self, one: Replica, reason: str) -> None: ...
+    def admit(self, one: Replica, serving: Serving) -> bool: ...
+    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None) -> None: ...
+
+
 class ReplicaMonitor:
     """Asks a ready replica how it is, every heartbeat; brings a fenced one to the newest version, and tries again."""
 
-    def __init__(self, fleet: Fleet, replica: Replica) -> None:
+    def __init__(self, fleet: Overseer, replica: Replica) -> None:
         self._fleet = fleet
         self._replica = replica
         self._thread = threading.Thread(target=self._run, name=f"tq-fleet-{replica.name}", daemon=True)

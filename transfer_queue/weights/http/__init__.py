@@ -1,7 +1,11 @@
 """The control surface over HTTP: vLLM's paths, bodies and answers.
 
-serve, control_app    a server of its own, or an app to mount into the inference server's (extra `http`)
-WeightSyncClient      drives such servers and real vLLM ones; needs nothing but the standard library
+server     `control_app`, to mount into the inference server's
+serving    `serve`, a server of its own
+client     `WeightSyncClient` drives such servers and real vLLM ones; needs nothing but the standard library
+bodies     what requests and answers consist of
+extra      what to install where the extra `http` is missing
+
 Refusals are vLLM's `{"error": {"message", "type", "param", "code"}}` with `reason`, the code of a typed error.
 """
 

@@ -1,5 +1,6 @@
 """Our engines inside vLLM's workers: `plugin.register` is found by vLLM through `vllm.general_plugins`.
 
+plugin    makes the engines known to vLLM
 engine    what a worker calls: nothing raises, and nothing but the commit keeps it from serving
  ├─ model       the target: versions go through the model's own loader, all or none
  ├─ checkpoint  what the loader takes, known before anything is touched
