@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import secrets
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Child, until
@@ -16,6 +18,9 @@ from tables import Box, indexes
 
 import transfer_queue as tq
 from transfer_queue.client.connection import Connection
+from transfer_queue.client.effects import Call
+from transfer_queue.client.transfer.views import BlockView
+from transfer_queue.memory.bytes import Anchor, address_of
 from transfer_queue.sampler import GRPOGroupNSampler
 from transfer_queue.wire import messages as m
 
@@ -324,3 +329,35 @@ def test_a_reader_over_tcp_loses_no_pin_to_a_cut_connection(start_host: Callable
     after.notify(m.Goodbye())
     after.close()
     until(lambda: host.client.stats()["pinned_nbytes"] == {}, "the end of its pins")
+
+
+def test_a_view_that_was_given_up_half_made_keeps_no_other_from_ending(client: tq.TransferQueueClient) -> None:
+    views = client.session.views
+    meta = client.put(rows(1, 2, LARGE), partition_id="p")
+    client.get_data(meta)
+    memory = np.zeros(8, np.uint8)
+    half_made = BlockView(Anchor(address_of(memory), 8, memory), views._notes.put)  # an interrupt came before the rest
+    assert half_made() is None
+    client.get_data(meta)
+    gc.collect()
+    until(lambda: client.stats()["pinned_nbytes"] == {}, "the end of both pins")
+
+
+def test_a_second_interrupt_does_not_lose_what_the_first_one_gives_back(
+    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.put(rows(1, 2), partition_id="p")
+    session = client.session
+    request = fetch(session.next_rid(), size=2)
+    session.call(Call(request))
+    assert left(client) == 0
+
+    def interrupted(message: m.Message, to: str = "") -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "notify", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.give_up([Call(request)], KeyboardInterrupt())
+    client.stats()
+    until(lambda: left(client) == 2, "the undoing of the fetch")

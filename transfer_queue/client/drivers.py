@@ -42,8 +42,7 @@ def run(session: Session, operation: Operation[T]) -> T:
                 session.notify(m.Received([call.request.rid]), call.to)
         return result
     except BaseException as error:
-        for call in given:
-            session.give_up(call, error)
+        session.give_up(given, error)
         raise
 
 

@@ -317,12 +317,14 @@ class Session:
             raise
         self._give_back(connection, to)
 
-    def give_up(self, call: Call, error: BaseException) -> None:
-        """A call is to have had no effect. A server that just did not answer is told with the next call."""
-        if isinstance(error, (ServiceUnavailable, DeadlineExceeded)):
+    def give_up(self, calls: Sequence[Call], error: BaseException) -> None:
+        """These calls are to have had no effect. What a server that just did not answer, or a second interrupt, keeps
+        from being said now is said with the next call."""
+        for call in calls:
             self._owe(m.Cancel(call.request.rid), call.to)
-        else:
-            self.notify(m.Cancel(call.request.rid), call.to)
+        if not isinstance(error, (ServiceUnavailable, DeadlineExceeded)):
+            self._deferred += [(m.Cancel(call.request.rid), call.to) for call in calls if call.to]
+            self._send_deferred()
 
     def _notify_unit(self, message: m.Message, to: str) -> None:
         """Of a session that has ended the server may live on: a unit whose controller was started anew. What is pinned
@@ -339,8 +341,12 @@ class Session:
 
     def _send_deferred(self) -> None:
         owed, self._deferred = self._deferred, []
-        for message, to in owed:
-            self.notify(message, to)
+        try:
+            while owed:
+                self.notify(*owed[0])
+                owed.pop(0)
+        finally:  # after an interrupt
+            self._deferred += owed
 
     def _unpin(self, rid: int, blocks: list[int]) -> None:
         self.notify(m.Unpin(rid, blocks))

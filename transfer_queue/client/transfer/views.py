@@ -61,7 +61,7 @@ class Views:
         self._started = started  # called before the first view
         self._finished = finished  # called once after `close`, when no view is left
         self._closing = False
-        self._open: set[BlockView] = set()
+        self._open: dict[int, BlockView] = {}  # by `id`: one that is not here was given up before it was open
         self._busy: dict[Range, BlockView] = {}  # those in the private mappings of arenas
         self._notes: queue.SimpleQueue[BlockView | ViewOpened | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # re-entered when a collection runs inside
@@ -95,7 +95,7 @@ class Views:
         self._start()
         view = BlockView(anchor, self._notes.put)
         view.rid, view.block, view.range, view.ended = rid, block, where, ended
-        self._open.add(view)
+        self._open[id(view)] = view
         if where is not None:
             self._busy[where] = view
             if where.nbytes >= POPULATE_NBYTES:
@@ -103,7 +103,7 @@ class Views:
         return anchor.array()
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None or self._thread.ident is None:  # an interrupt may have come before its start
             self._started()
             self._thread = threading.Thread(target=self._reap, name="tq-reaper", daemon=True)
             self._thread.start()
@@ -113,7 +113,7 @@ class Views:
             note = self._notes.get()
             if isinstance(note, ViewOpened):
                 self._populate(note.view)
-            elif note is not None:
+            elif note is not None and self._open.get(id(note)) is note:
                 self._end(note)
         self._finished()
 
@@ -128,11 +128,12 @@ class Views:
             lying = self._arenas[view.range.arena]
             drop_written_pages(lying.private_address + view.range.offset, view.range.nbytes)
             with self._lock:
-                del self._busy[view.range]
+                if self._busy.get(view.range) is view:
+                    del self._busy[view.range]
         if view.ended is not None:
             view.ended()
         with self._lock:
-            self._open.discard(view)
+            del self._open[id(view)]
         self._unpin(view.rid, [view.block])
 
     def close(self) -> None:
