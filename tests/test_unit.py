@@ -9,8 +9,9 @@ import pytest
 from units import BUDGET, LARGE, Shell
 
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
+from transfer_queue.memory.bytes import PAGE
 from transfer_queue.storage.extents import Extents
-from transfer_queue.storage.shm import PAGE, SMALL_NBYTES
+from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire.messages import REMOTE, UNIT_SHIFT, Allocated, Failed, InArena, Piece
 
 LARGE_ROUNDED = SMALL_NBYTES + PAGE

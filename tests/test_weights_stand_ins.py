@@ -29,13 +29,13 @@ def exchange(module: torch.nn.Module) -> Exchange:
 def after_the_pause(monkeypatch: pytest.MonkeyPatch, look: Callable[[], object]) -> list[Any]:
     """What `look` finds when readers run again and the parameters are not back in their places yet."""
     found: list[Any] = []
-    settle = Exchange.settle
+    put_back = Exchange.put_back
 
     def late(self: Exchange) -> None:
         found.append(look())
-        settle(self)
+        put_back(self)
 
-    monkeypatch.setattr(Exchange, "settle", late)
+    monkeypatch.setattr(Exchange, "put_back", late)
     return found
 
 

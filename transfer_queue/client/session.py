@@ -71,9 +71,7 @@ class Session:
         self.closed = False
         self.allow_pickle = False
         self._finished = False
-        self._inherited_connections: list[
-            Connection
-        ] = []  # these hold the pins of inherited views for as long as this process lives
+        self._inherited_connections: list[Connection] = []  # they hold the pins of inherited views, to the end
         self._connect_timeout_s = connect_timeout_s
         self._spin_s = 0.0
         self.server_pid = 0
@@ -320,10 +318,10 @@ class Session:
     def give_up(self, calls: Sequence[Call], error: BaseException) -> None:
         """These calls are to have had no effect. What a server that just did not answer, or a second interrupt, keeps
         from being said now is said with the next call."""
-        for call in calls:
-            self._owe(m.Cancel(call.request.rid), call.to)
-        if not isinstance(error, (ServiceUnavailable, DeadlineExceeded)):
-            self._deferred += [(m.Cancel(call.request.rid), call.to) for call in calls if call.to]
+        unanswered = isinstance(error, (ServiceUnavailable, DeadlineExceeded))
+        # Another host that does not answer forgets this session by itself.
+        self._deferred += [(m.Cancel(call.request.rid), call.to) for call in calls if not (unanswered and call.to)]
+        if not unanswered:
             self._send_deferred()
 
     def _notify_unit(self, message: m.Message, to: str) -> None:

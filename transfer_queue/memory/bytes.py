@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
+PAGE = 4096
 
 
 class Anchor:

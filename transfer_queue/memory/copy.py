@@ -12,12 +12,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from transfer_queue.memory.bytes import Bytes, Ints, address_of
+from transfer_queue.memory.bytes import PAGE, Bytes, Ints, address_of
 
 T = TypeVar("T")
 THREADED_NBYTES = 4 << 20
 DIRECT_NBYTES = 256 << 10
-PAGE = 4096
 Move = tuple[int, int, int]  # destination address, source address, bytes
 Take = tuple[Bytes, Bytes, Ints]  # 2-D destination, 2-D source, which rows of it
 _memmove_held = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(

@@ -8,8 +8,8 @@ import fcntl
 import os
 
 from transfer_queue.errors import ConfigError
+from transfer_queue.memory.bytes import PAGE
 
-PAGE = 4096
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _libc = ctypes.CDLL(None, use_errno=True)

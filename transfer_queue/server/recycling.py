@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from transfer_queue.memory.bytes import PAGE
 from transfer_queue.server.unit_registry import UnitRegistry
-from transfer_queue.storage.blocks import PAGE, Unit
+from transfer_queue.storage.blocks import Unit
 
 DROPS = 64  # in a slice: less than 0.5 ms
 DROPS_AT_ONCE = 16 * DROPS

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.storage.pins import NO_REQUEST, Pins
-from transfer_queue.storage.shm import PAGE as PAGE
 from transfer_queue.storage.shm import SharedMemory
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire.messages import REMOTE, UNIT_SHIFT, Allocate, Allocated, Failed, InArena, Piece, Reply, Waiting

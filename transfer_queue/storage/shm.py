@@ -18,11 +18,10 @@ import os
 import numpy as np
 
 from transfer_queue.memory import memfd
-from transfer_queue.memory.bytes import Bytes
+from transfer_queue.memory.bytes import PAGE, Bytes
 from transfer_queue.memory.private_map import MAP_NORESERVE
 from transfer_queue.storage.extents import Extents
 
-PAGE = 4096
 SMALL_NBYTES = 64 << 10
 ARENA_NBYTES = 4 << 30
 GRAINS = (64, PAGE)  # of small blocks and of large ones

@@ -32,7 +32,7 @@ from transfer_queue.weights.gate import Generation, Mode
 from transfer_queue.weights.pauses import Pauses
 from transfer_queue.weights.receiver import Receiver
 from transfer_queue.weights.status import OpenUpdate, ServerStatus
-from transfer_queue.weights.update_session import Phase, UpdateEnd, UpdateSession, begun_of, run_of
+from transfer_queue.weights.update_session import Phase, UpdateEnd, UpdateSession, begun_of, run_of, timeout_of
 
 DEFAULT_LABEL = "default"  # before the first commit
 UPDATE_TIMEOUT_S = 600.0
@@ -119,7 +119,7 @@ class Control:
         for a run that another one took over from. Raises what the engine has against `init_info`."""
         with _caller_errors("init_info"):
             info = dict(_inner(init_info, "init_info"))
-        run_id, timeout_s = run_of(info), _seconds(info.get("timeout_s"), INIT_TIMEOUT_S)
+        run_id, timeout_s = run_of(info), timeout_of(info, INIT_TIMEOUT_S)
         if self._engine is not None:
             self._receiver.introduce(run_id, timeout_s, begun_of(info))
             if self._pauses is not None:
@@ -345,10 +345,6 @@ class Control:
             yield
         finally:
             self._checking.release()
-
-
-def _seconds(given: Any, default: float) -> float:
-    return float(given) if isinstance(given, (int, float)) and 0 < given < 1e6 else default
 
 
 def _inner(info: Any, name: str) -> Any:

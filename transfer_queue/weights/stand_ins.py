@@ -37,7 +37,7 @@ class StandIn(NamedTuple):
 
 
 class Exchange:
-    """The new memory of a module's tensors: `ready`, then `turn` while nobody reads, then `settle` (or `undo`)."""
+    """The new memory of a module's tensors: `ready`, then `turn` while nobody reads, then `put_back` (or `undo`)."""
 
     def __init__(self, module: torch.nn.Module, pairs: Sequence[Pair]) -> None:
         self.devices = {new.device for _, new in pairs if new.device.type != "cpu"}
@@ -111,7 +111,7 @@ class Exchange:
         for held, name, live in self._to_live:
             held[name] = live
 
-    def settle(self) -> None:
+    def put_back(self) -> None:
         """After the pause: the parameters take their places again. Frees the old memory."""
         self._olds = []
         try:

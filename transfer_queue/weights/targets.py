@@ -269,7 +269,7 @@ class Swap(_ModuleTarget):
                 raise CommitFailed(f"swapping failed and was undone: {error!r}") from error
             self.tag, self.broken = tag, False
             pause = Pause(time.monotonic() - start, drain_s)
-        prepared.settle()
+        prepared.put_back()
         return pause
 
 

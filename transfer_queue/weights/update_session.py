@@ -124,6 +124,12 @@ class UpdateSession:
             raise self.error()
 
 
+def timeout_of(info: object, default: float) -> float:
+    """The seconds that an info gives a call; the default where it gives none, or nonsense."""
+    found = info.get("timeout_s") if isinstance(info, Mapping) else None
+    return float(found) if isinstance(found, (int, float)) and 0 < found < 1e6 else default
+
+
 def run_of(info: object) -> str:
     """The run that an info names; "" when it names none. `epoch` is the key of earlier releases."""
     found = (info.get("run_id") or info.get("epoch") or "") if isinstance(info, Mapping) else ""

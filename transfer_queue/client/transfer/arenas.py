@@ -16,12 +16,11 @@ from collections.abc import Callable
 import numpy as np
 
 from transfer_queue.errors import AccessDenied, ServiceUnavailable
-from transfer_queue.memory.bytes import Bytes, address_of
+from transfer_queue.memory.bytes import PAGE, Bytes, address_of
 from transfer_queue.memory.private_map import (
     MADV_POPULATE_READ,
     MADV_POPULATE_WRITE,
     MAP_NORESERVE,
-    PAGE,
     advise,
     map_private,
 )

@@ -75,18 +75,18 @@ class Views:
     def open(self, rid: int, block: int, arena: int, offset: int, nbytes: int) -> Bytes:
         """The bytes of a block that request `rid` has pinned once for this view; writable, seen by nobody else."""
         where = Range(arena, offset, nbytes)
-        lying = self._arenas[arena]
+        mapped = self._arenas[arena]
         with self._lock:
             if where in self._busy:
-                mapping = lying.map_private(offset, nbytes)
+                mapping = mapped.map_private(offset, nbytes)
                 return self._anchored(Anchor(address_of(mapping), nbytes, mapping), rid, block)  # type: ignore[arg-type]
-            return self._anchored(Anchor(lying.private_address + offset, nbytes, lying), rid, block, where)
+            return self._anchored(Anchor(mapped.private_address + offset, nbytes, mapped), rid, block, where)
 
     def hold(self, rid: int, block: int, arena: int, offset: int, nbytes: int, ended: Callable[[], None]) -> Bytes:
         """The shared memory of a block that request `rid` pinned, to be filled; `ended` runs once nobody holds it."""
-        lying = self._arenas[arena]
+        mapped = self._arenas[arena]
         with self._lock:
-            anchor = Anchor(address_of(lying.writable(offset, nbytes)), nbytes, lying)
+            anchor = Anchor(address_of(mapped.writable(offset, nbytes)), nbytes, mapped)
             return self._anchored(anchor, rid, block, ended=ended)
 
     def _anchored(
@@ -125,8 +125,8 @@ class Views:
 
     def _end(self, view: BlockView) -> None:
         if view.range is not None:
-            lying = self._arenas[view.range.arena]
-            drop_written_pages(lying.private_address + view.range.offset, view.range.nbytes)
+            mapped = self._arenas[view.range.arena]
+            drop_written_pages(mapped.private_address + view.range.offset, view.range.nbytes)
             with self._lock:
                 if self._busy.get(view.range) is view:
                     del self._busy[view.range]

@@ -14,6 +14,10 @@ from transfer_queue.errors import TransferQueueError
 from transfer_queue.weights.gate import Mode
 from transfer_queue.weights.status import ServerStatus
 
+# Parts of the time left for an update that a server may take for a call, before the others go on without it.
+START_SHARE, UPDATE_SHARE, FINISH_SHARE = 0.3, 0.8, 0.8
+START_S = 10.0  # at most: nothing is moved
+
 
 class Client(Protocol):
     """The way to the receivers (vLLM's `VLLMWeightSyncClient`). Each call goes to all of them; infos are JSON."""

@@ -1,4 +1,4 @@
-"""VersionStore in shared memory, for receivers on the trainer's host.
+"""Versions in shared memory, for receivers on the trainer's host.
 
 The trainer packs a version into a memfd (memfd_create(2): it has no name, and vanishes with the last process that has
 it), digests it where it lies, and hands read-only descriptors over a unix socket. Receivers map it privately and stage
@@ -11,7 +11,6 @@ memory without leases is written again.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import secrets
@@ -23,7 +22,9 @@ from typing import Any
 import torch
 
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
+from transfer_queue.memory import memfd
 from transfer_queue.memory.bytes import Bytes, ReturnedMemory
+from transfer_queue.memory.pool import HUGE_NBYTES
 from transfer_queue.memory.private_map import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
@@ -39,7 +40,6 @@ from transfer_queue.weights.packing import pack_into, plan
 from transfer_queue.weights.receiver import Receiver
 from transfer_queue.weights.sources import WeightSource
 
-HUGE_NBYTES = 2 << 20
 CLEAN_AFTER_S = 0.1  # then other receivers of the host have committed, too
 NUM_MAPPED = 4  # more than a trainer has in turn, with its default settings
 
@@ -76,10 +76,10 @@ class Memory:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-max(nbytes, 1) // HUGE_NBYTES) * HUGE_NBYTES
-        fd = os.memfd_create("transfer_queue.weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memfd.create(None, "transfer_queue.weights")
         try:
             os.ftruncate(fd, self.nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            memfd.seal(fd)
             self._mapped = mmap.mmap(fd, self.nbytes)
             self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # what others get
         finally:
@@ -93,7 +93,7 @@ class Memory:
 
 
 class SharedMemoryStore(VersionStore[Memory]):
-    """VersionStore in memory, and memory to be written next."""
+    """Versions in memory, and memory to be written next."""
 
     def __init__(self, keep: int) -> None:
         super().__init__(keep)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError, UpdateInProgress
+from transfer_queue.weights.engines.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE
 from transfer_queue.weights.engines.deadline import Deadline
 from transfer_queue.weights.engines.reports import forget_caches
 from transfer_queue.weights.fleet.replica import Replica, at_once, gathered
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from transfer_queue.weights.engines.trainer import TrainerEngine
 
 log = logging.getLogger("transfer_queue.weights")
-# Parts of the time left for an update after which a replica is left behind, so that the others can go on.
-STARTING, PREPARING, COMMITTING = 0.3, 0.8, 0.8
-START_S = 10.0  # at most: nothing is moved
 SLACK_S = 0.5  # beyond the replicas' own deadlines
 
 
@@ -65,8 +63,8 @@ class Round:
         begun = time.monotonic()
         self.info = info
         left_s = min(float(info.get("timeout_s") or self._call_timeout_s), self._deadline.left())
-        start = Deadline(min(STARTING * left_s, START_S, self._call_timeout_s))
-        deadline = Deadline(PREPARING * left_s)
+        start = Deadline(min(START_SHARE * left_s, START_S, self._call_timeout_s))
+        deadline = Deadline(UPDATE_SHARE * left_s)
 
         def stage(one: Replica) -> None:
             if one not in self._started:
@@ -74,7 +72,7 @@ class Round:
             one.call("update_weights", info, deadline=deadline)
             one.hear(self._publisher, info, deadline)
 
-        self._each(self._well(self.members), stage, Deadline(PREPARING * left_s + SLACK_S), "preparing")
+        self._each(self._well(self.members), stage, Deadline(UPDATE_SHARE * left_s + SLACK_S), "preparing")
         self.prepared = self._well(self.members)
         self.prepare_s += time.monotonic() - begun
 
@@ -92,7 +90,7 @@ class Round:
     def commit(self, label: str | None, pause: RoundPause) -> None:
         """Have those that are prepared commit. Each goes on generating when it has committed itself; one that could not
         stays paused until it has caught up, if fences pause."""
-        left_s = COMMITTING * self._deadline.left()
+        left_s = FINISH_SHARE * self._deadline.left()
         deadline = Deadline(min(self._call_timeout_s, left_s))
 
         def commit(one: Replica) -> None:

@@ -33,7 +33,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.checker import Comparison
 from transfer_queue.weights.control import UpdateInfo
-from transfer_queue.weights.engines.clients import Partial
+from transfer_queue.weights.engines.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE, Partial
 from transfer_queue.weights.gate import Mode
 from transfer_queue.weights.http.bodies import check_token, run_header
 from transfer_queue.weights.status import ServerStatus, decode
@@ -43,10 +43,7 @@ _REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenie
 MAX_ANSWER_NBYTES = 256 << 20  # checksums of a million tensors
 TIMEOUT_S = 300.0
 ABORT_TIMEOUT_S = 10.0
-# How much of the time left for an update a server may take for a call, before it goes on without it.
-INIT_SHARE, START_SHARE, UPDATE_SHARE, FINISH_SHARE = 0.5, 0.3, 0.8, 0.8
-MEMBER_SHARE, LEAST_S = 0.5, 1.0
-START_S = 10.0  # at most: nothing is moved
+INIT_SHARE, MEMBER_SHARE, LEAST_S = 0.5, 0.5, 1.0  # as `START_SHARE`; of that much time at least
 T = TypeVar("T")
 Answer = dict[str, Any]
 _BY_STATUS: dict[int, type[TransferQueueError]] = {

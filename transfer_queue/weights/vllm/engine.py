@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 from transfer_queue.errors import CommitFailed, DeadlineExceeded
 from transfer_queue.weights.engines.registry import engine
 from transfer_queue.weights.receiver import Receiver, VersionInfo
-from transfer_queue.weights.update_session import UpdateEnd, begun_of, run_of
+from transfer_queue.weights.update_session import UpdateEnd, begun_of, run_of, timeout_of
 from transfer_queue.weights.vllm.model import LoadedModel
 from transfer_queue.weights.vllm.ranks import Ranks
 
@@ -147,7 +147,7 @@ class WorkerEngine:
         if isinstance(update_info, Mapping) and update_info.get("abort"):
             self._give_up("the trainer gave it up")
             return
-        self._patience_s = _seconds(update_info)
+        self._patience_s = timeout_of(update_info, FINISH_S)
         self._lane.add(self._engine.update_weights, update_info)
 
     def receive_weights(self, update_info: Any) -> None:
@@ -242,17 +242,12 @@ class CudaIpcWorker(WorkerEngine):
     @_silent
     def update_weights(self, update_info: Any) -> None:
         super().update_weights(update_info)
-        self._lane.ended(_seconds(update_info))
+        self._lane.ended(timeout_of(update_info, FINISH_S))
 
 
 def _rank(parallel: Any) -> int:
     """Of this worker among all of its server, as vLLM counts."""
     return int(getattr(parallel, "data_parallel_index", 0)) * int(parallel.world_size) + int(parallel.rank)
-
-
-def _seconds(info: Any) -> float:
-    found = info.get("timeout_s") if isinstance(info, Mapping) else None
-    return float(found) if isinstance(found, (int, float)) and 0 < found < 1e6 else FINISH_S
 
 
 def _number(key: str) -> int:
