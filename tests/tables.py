@@ -41,7 +41,7 @@ def packed(rows: Sequence[int]) -> bytes:
 
 def content(controller: Controller) -> tuple[Any, list[int]]:
     """What is saved of a controller, but for the random names of the lives that its rows are from."""
-    state, blocks = exported(controller)
+    state, blocks = exported(controller.state)
     return {name: value for name, value in msgspec.msgpack.decode(state).items() if name != "lineage"}, blocks
 
 

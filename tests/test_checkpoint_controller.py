@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from tables import Box, content, indexes, schema
 
-from transfer_queue.controller.restore import restored
 from transfer_queue.controller.saved_state import SavedController
 from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported, InvalidInput, StoreFull
@@ -46,9 +45,9 @@ def moved(blocks: list[int], by: int = 1000) -> dict[int, int]:
 
 def reloaded(box: Box, sampler: BaseSampler | None = None, **more: Any) -> Box:
     """A new box with the state of another; blocks have other numbers."""
-    state, blocks = exported(box.controller)
+    state, blocks = exported(box.controller.state)
     fresh = Box(sampler, **more)
-    restored(fresh.controller, state, moved(blocks))
+    fresh.controller.restoring.replace(state, moved(blocks))
     fresh.controller.check_invariants()
     return fresh
 
@@ -56,19 +55,19 @@ def reloaded(box: Box, sampler: BaseSampler | None = None, **more: Any) -> Box:
 def test_a_state_comes_back_equal_and_is_the_same_when_saved_again() -> None:
     box = busy()
     fresh = reloaded(box)
-    renamed, back = Box(), exported(fresh.controller)
-    restored(renamed.controller, back[0], moved(back[1], -1000))
+    renamed, back = Box(), exported(fresh.controller.state)
+    renamed.controller.restoring.replace(back[0], moved(back[1], -1000))
     assert content(renamed.controller) == content(box.controller)
 
 
 def test_new_rows_get_indexes_above_both_states() -> None:
     box, other = busy(), Box()
     other.put(100, ["z"], partition="z")
-    state, blocks = exported(box.controller)
-    restored(other.controller, state, moved(blocks))
+    state, blocks = exported(box.controller.state)
+    other.controller.restoring.replace(state, moved(blocks))
     assert other.partitions() == ["p", "q"]
     assert min(indexes(other.put(1, ["a"], partition="new"))) >= 100
-    assert min(indexes(reloaded(box).put(1, ["a"], partition="new"))) >= box.controller._next_index
+    assert min(indexes(reloaded(box).put(1, ["a"], partition="new"))) >= box.controller.state.next_index
 
 
 def test_reserved_rows_stay_reserved_and_are_claimed_in_order() -> None:
@@ -83,8 +82,8 @@ def test_what_was_there_is_dropped_and_its_blocks_are_freed() -> None:
     other = busy()
     old = set(other.controller.block_index.entries)
     other.freed()
-    state, blocks = exported(reloaded(busy()).controller)
-    restored(other.controller, state, moved(blocks))
+    state, blocks = exported(reloaded(busy()).controller.state)
+    other.controller.restoring.replace(state, moved(blocks))
     other.controller.check_invariants()
     assert set(other.freed()) == old
     other.clear(None, "p")
@@ -93,13 +92,13 @@ def test_what_was_there_is_dropped_and_its_blocks_are_freed() -> None:
 
 
 def test_parked_requests_are_served_from_the_restored_rows_or_stay_parked() -> None:
-    state, blocks = exported(busy().controller)
+    state, blocks = exported(busy().controller.state)
     other = Box(max_rows=9)
     other.put(9, ["a"], partition="full")
     assert other.fetch(1, ["a"], wait_s=5, ticket="served") is None
     assert other.fetch(50, ["a"], wait_s=5, ticket="waits") is None
     assert other.put(["k"], partition="full", timeout_s=5, ticket="crowded") is None
-    restored(other.controller, state, moved(blocks))
+    other.controller.restoring.replace(state, moved(blocks))
     other.controller.check_invariants()
     answers = dict(other.answers())
     assert answers.keys() == {"served", "crowded"}  # there is room for one more row now
@@ -144,17 +143,17 @@ def test_a_sampler_that_does_not_take_its_state_keeps_its_own() -> None:
     box = Box(GRPOGroupNSampler(1))
     box.put(2)
     first = box.fetch(1, dp_rank=0, batch_index=0)
-    state, blocks = exported(box.controller)
+    state, blocks = exported(box.controller.state)
     changed = msgspec.msgpack.decode(state)
     changed["sampler_state"] = {"other": 1}
     with pytest.raises(CheckpointCorrupt, match="does not take"):
-        restored(box.controller, msgspec.msgpack.encode(changed), moved(blocks))
+        box.controller.restoring.replace(msgspec.msgpack.encode(changed), moved(blocks))
     assert box.fetch(1, dp_rank=0, batch_index=0) == first
 
 
 @pytest.mark.parametrize("what", ["extra", "missing", "shared"])
 def test_blocks_that_do_not_fit_are_refused_and_nothing_changes(what: str) -> None:
-    state, blocks = exported(busy().controller)
+    state, blocks = exported(busy().controller.state)
     places = moved(blocks)
     if what == "extra":
         places[max(blocks) + 1] = 5000
@@ -163,32 +162,32 @@ def test_blocks_that_do_not_fit_are_refused_and_nothing_changes(what: str) -> No
     else:
         places[blocks[0]] = places[blocks[1]]
     other = busy()
-    before = exported(other.controller)
+    before = exported(other.controller.state)
     with pytest.raises(CheckpointCorrupt):
-        restored(other.controller, state, places)
+        other.controller.restoring.replace(state, places)
     other.controller.check_invariants()
-    assert exported(other.controller) == before
+    assert exported(other.controller.state) == before
 
 
 def test_a_state_of_another_format_is_refused() -> None:
-    state = msgspec.msgpack.decode(exported(Box().controller)[0])
+    state = msgspec.msgpack.decode(exported(Box().controller.state)[0])
     with pytest.raises(CheckpointUnsupported, match="format 7"):
-        restored(Box().controller, msgspec.msgpack.encode({**state, "format": 7}), {})
+        Box().controller.restoring.replace(msgspec.msgpack.encode({**state, "format": 7}), {})
 
 
 def harmless(state: bytes, blocks: list[int]) -> None:
     """`state` is taken as a consistent whole, or refused without a change."""
     other = Box(reserved_rows=0)
     other.put(["old"], ["a"])
-    before = exported(other.controller)
+    before = exported(other.controller.state)
     try:
-        restored(other.controller, state, moved(blocks))
+        other.controller.restoring.replace(state, moved(blocks))
     except (CheckpointCorrupt, CheckpointUnsupported, InvalidInput):
-        assert exported(other.controller) == before
+        assert exported(other.controller.state) == before
     other.controller.check_invariants()
 
 
-STATE, BLOCKS = exported(busy().controller)
+STATE, BLOCKS = exported(busy().controller.state)
 
 
 @given(place=st.integers(0, len(STATE) - 1), byte=st.integers(0, 255))
@@ -242,16 +241,16 @@ class CheckpointModel(model.ControllerModel):
     @rule(fresh=st.booleans())
     def reload(self, fresh: bool) -> None:
         """Into the same controller, or into a new one when nobody waits."""
-        state, blocks = exported(self.box.controller)
+        state, blocks = exported(self.box.controller.state)
         places = moved(blocks, 1_000_000 * next(self.renumbered))
         self.freed |= set(self.box.freed())
         if fresh and not self.waiting:
             now, numbers = self.box.now, self.box.numbers
             self.box = Box(max_rows=self.box.controller.max_rows)
             self.box.now, self.box.numbers = now, numbers
-            restored(self.box.controller, state, places)
+            self.box.controller.restoring.replace(state, places)
         else:
-            restored(self.box.controller, state, places)
+            self.box.controller.restoring.replace(state, places)
             assert set(self.box.freed()) == set(blocks)
         self.box.controller.check_invariants()
         assert not self.box.answers(), "no waiter could be served before"

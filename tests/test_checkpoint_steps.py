@@ -15,7 +15,6 @@ from test_checkpoint_service import captured, filled, send
 from test_service import commit
 
 from transfer_queue.controller import Controller, restore
-from transfer_queue.controller.restore import restored
 from transfer_queue.controller.saved_state import CHUNK_ROWS, SavedController
 from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import CheckpointCorrupt, DataLost, RowCleared
@@ -66,7 +65,7 @@ def large() -> tuple[bytes, list[int]]:
     box = Box()
     count = 5 * CHUNK_ROWS + 7
     box.put([f"k{n}" for n in range(count)], ["a", "b"], [{"n": n} for n in range(count)])
-    return exported(box.controller)
+    return exported(box.controller.state)
 
 
 def test_others_are_served_from_the_old_state_until_the_new_one_is_complete() -> None:
@@ -105,7 +104,7 @@ def test_a_step_adds_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -
         assert now - known <= CHUNK_ROWS
         known = max(known, now)
     assert known == 5 * CHUNK_ROWS + 7
-    assert exported(box.controller)[1] == list(moved(blocks).values())
+    assert exported(box.controller.state)[1] == list(moved(blocks).values())
 
 
 def test_a_load_whose_asker_is_gone_changes_nothing() -> None:
@@ -113,7 +112,7 @@ def test_a_load_whose_asker_is_gone_changes_nothing() -> None:
     count = 0
     while True:
         box = busy()
-        before, _ = exported(box.controller), box.freed()
+        before, _ = exported(box.controller.state), box.freed()
         start(box, state, blocks)
         for done in steps(box):
             if done > count:
@@ -122,7 +121,7 @@ def test_a_load_whose_asker_is_gone_changes_nothing() -> None:
             break
         box.forget("load")
         list(steps(box))
-        assert exported(box.controller) == before
+        assert exported(box.controller.state) == before
         assert replies(box) == []
         assert box.freed() == []
         count += 1
@@ -132,7 +131,7 @@ def test_a_load_whose_asker_is_gone_changes_nothing() -> None:
 def test_a_second_load_waits_for_the_first() -> None:
     box = Box()
     start(box, *large(), "first")
-    start(box, *exported(busy().controller), "second")
+    start(box, *exported(busy().controller.state), "second")
     list(steps(box))
     assert replies(box) == [("first", m.Done, ""), ("second", m.Done, "")]
     assert box.partitions() == ["p", "q"]
@@ -150,11 +149,11 @@ def test_a_chunk_that_is_damaged_fails_the_load_and_changes_nothing(what: str) -
     else:
         getattr(table, what)[3] = memoryview(b"\xc1")
     box = busy()
-    before = exported(box.controller)
+    before = exported(box.controller.state)
     start(box, msgspec.msgpack.encode(saved), blocks)
     list(steps(box))
     assert replies(box) == [("load", m.Failed, CheckpointCorrupt.code)]
-    assert exported(box.controller) == before
+    assert exported(box.controller.state) == before
 
 
 def test_a_load_into_a_unit_that_is_lost_fails() -> None:
@@ -171,7 +170,7 @@ def test_a_state_of_format_1_is_read() -> None:
     state = zlib.decompress(base64.b64decode(OF_FORMAT_1))
     assert msgspec.msgpack.decode(state)["format"] == 1
     box = Box()
-    restored(box.controller, state, moved([1, 2, 4, 5], 0))
+    box.controller.restoring.replace(state, moved([1, 2, 4, 5], 0))
     box.controller.check_invariants()
     assert content(box.controller) == content(busy().controller)
 
@@ -183,7 +182,7 @@ def test_tags_that_name_versions_count_as_before() -> None:
     for version in (1, 2):
         box.announce(version)
     fresh = Box()
-    start(fresh, *exported(box.controller))
+    start(fresh, *exported(box.controller.state))
     list(steps(fresh))
     fresh.announce(3)
     assert fresh.fetch(1, max_staleness=1) == new

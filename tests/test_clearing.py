@@ -29,7 +29,7 @@ BLOCKS_OF_SLICE = cleared_partitions.SLICE // cleared_partitions.OF_BLOCK + 1
 def filled(puts: int, rows: int = 1, sampler: BaseSampler | None = None, **more: Any) -> Box:
     """A box with a partition of `puts` blocks, whose remains are put off however few they are."""
     box = Box(sampler, **more)
-    box.controller.cleared_partitions.at_once = -1
+    box.controller.state.cleared_partitions.at_once = -1
     for number in range(puts):
         box.put([f"k{number}-{row}" for row in range(rows)], ["a", "b"], [{"n": number}] * rows)
     return box
@@ -77,7 +77,7 @@ def test_the_memory_of_many_rows_is_freed_in_many_slices() -> None:
 
 def test_a_small_partition_is_freed_within_the_request() -> None:
     box = filled(20)
-    box.controller.cleared_partitions.at_once = cleared_partitions.AT_ONCE
+    box.controller.state.cleared_partitions.at_once = cleared_partitions.AT_ONCE
     box.clear()
     assert len(box.freed()) == 20
     assert not box.controller.unfinished
@@ -120,7 +120,7 @@ def test_a_snapshot_has_nothing_of_the_remains() -> None:
     box = filled(4)
     box.clear()
     box.put(1, partition="q")
-    state, blocks = exported(box.controller)
+    state, blocks = exported(box.controller.state)
     assert blocks == [box.last_block]
     assert b"k0-0" not in state
 
@@ -157,7 +157,7 @@ class ClearingModel(model.ControllerModel):
     @initialize(bounded=st.booleans())
     def start(self, bounded: bool) -> None:
         self.box = Box(max_rows=model.MAX_ROWS if bounded else None)
-        self.box.controller.cleared_partitions.at_once = -1
+        self.box.controller.state.cleared_partitions.at_once = -1
         self.bounded = bounded
 
     @rule()

@@ -303,7 +303,7 @@ class ControllerModel(RuleBasedStateMachine):
             freed = self.box.freed()
             assert not self.freed & set(freed)
             self.freed |= set(freed)
-            left = self.box.controller.cleared_partitions.blocks()
+            left = self.box.controller.state.cleared_partitions.blocks()
             assert set(self.box.controller.block_index.entries) - left == set(self.live())
             assert self.box.controller.num_waiting == len(self.waiting)
             assert raises(UnknownRows, self.box.get, ["never"])

@@ -1,6 +1,7 @@
 """The one place that knows which cells are ready, where they are, and who consumed what.
 
     controller                  Controller.handle(message, ticket, session, now): a method for each request
+     ├─ state                   everything that outlives a request, as one object: what is saved and loaded
      ├─ table                   one partition: rows, keys, tags, schema, cells, their locations (numpy, dense by slot)
      │   ├─ readiness           what each task has consumed; the rows ready for a field set, kept up to date by commits
      │   ├─ row_versions        which version of the weights made each row

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from transfer_queue.controller import hints
-from transfer_queue.controller.block_index import BlockIndex
-from transfer_queue.controller.cleared_partitions import ClearedPartitions
 from transfer_queue.controller.expected_cells import check_expected
-from transfer_queue.controller.fetch import Fetching, check_fetch, row_set
+from transfer_queue.controller.fetch import check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
-from transfer_queue.controller.lineage import Lineage
 from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
 from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import tell_waiting
@@ -23,6 +19,7 @@ from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.restore import StateLoader
 from transfer_queue.controller.snapshot import capture
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
+from transfer_queue.controller.state import ControllerState
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import Grant, InsertGrant, LockGrant
 from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, StoreFull, TransferQueueError, UnknownMode
@@ -30,7 +27,6 @@ from transfer_queue.sampler.base import BaseSampler, forgets_partitions
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
-from transfer_queue.wire.lives import ID_NBYTES
 from transfer_queue.wire.messages.staleness import Policy
 
 NO_BLOCK = -1
@@ -54,22 +50,17 @@ class Controller:
         policy: Policy | None = None,
         lock_number: int = 0,
     ) -> None:
-        self.tables: dict[str, Table] = {}
-        self.outbox: list[tuple[Hashable, m.Reply]] = []
-        self.payloads: dict[Hashable, memoryview] = {}
+        self.state = state = ControllerState(sampler, max_rows)
+        self.tables, self.block_index, self.lineage = state.tables, state.block_index, state.lineage
+        self.outbox, self.payloads = state.outbox, state.payloads
         self.in_doubt: set[Hashable] = set()
-        self.captures: set[bytes] = set()  # sessions that are about to pin the blocks of a snapshot
-        self.block_index = BlockIndex()
-        self.cleared_partitions = ClearedPartitions(self.block_index.freed)
-        self.restoring = StateLoader(self)
-        self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))
+        self.restoring = StateLoader(state, self.retry_quota_waiters)
         self.max_rows = max_rows
         self._reserved_rows = reserved_rows
-        self._next_index = 0
-        self._fetching = Fetching(sampler, self.outbox, self.tables)
+        self._fetching = state.fetching
         self._leases = self._fetching.leases
         self._unreceived = self._fetching.unreceived
-        self.staleness = self._fetching.staleness
+        self.staleness = state.staleness
         self.staleness.policy = policy or Policy()
         self.locks = Locks(self.outbox, self._unreceived, lock_number)
         self._quota_waiters: WaitQueue[Any] = WaitQueue()  # requests for new rows that wait for room
@@ -97,11 +88,11 @@ class Controller:
         if isinstance(message, LOCK_REQUESTS):
             return self.locks.handle(message, ticket, session, now)
         if isinstance(message, m.Snapshot):
-            return capture(self, message, ticket, session)
+            return capture(self.state, message, ticket, session)
         if isinstance(message, m.Restore):
             return self.restoring.start(message, ticket)
         assert isinstance(message, m.Recycle), message
-        self.captures.discard(session)
+        self.state.captures.discard(session)
         return m.Done(message.rid)
 
     def _by_rule(
@@ -151,7 +142,7 @@ class Controller:
 
     def end_session(self, session: bytes) -> None:
         """A client is gone for good: what it had not received, and what is lent to it, is offered again."""
-        self.captures.discard(session)
+        self.state.captures.discard(session)
         for grant in self._unreceived.take_all(session):
             self._undo(grant)
         self._fetching.end_session(session)
@@ -194,21 +185,21 @@ class Controller:
     @property
     def freed(self) -> list[int]:
         """Blocks to recycle; whoever does it empties the list."""
-        return [] if self.captures else self.block_index.freed
+        return [] if self.state.captures else self.block_index.freed
 
     @property
     def unfinished(self) -> bool:
         """Whether `tidy` has something to do."""
-        return bool(self.cleared_partitions or self.restoring)
+        return bool(self.state.cleared_partitions or self.restoring)
 
     def tidy(self) -> None:
         """Do a step of loading a checkpoint, and a slice of what cleared partitions left."""
         self.restoring.step()
-        self.cleared_partitions.slice()
+        self.state.cleared_partitions.slice()
 
     @property
     def num_rows(self) -> int:
-        return sum(table.num_rows for table in self.tables.values())
+        return self.state.num_rows
 
     @property
     def num_waiting(self) -> int:
@@ -320,8 +311,8 @@ class Controller:
         self._check_room(count)
         table = self.tables[name] = Table(name, self.lineage.loads)
         if self._reserved_rows:
-            table.reserve(self._next_index, self._reserved_rows)
-            self._next_index += self._reserved_rows
+            table.reserve(self.state.next_index, self._reserved_rows)
+            self.state.next_index += self._reserved_rows
         self._fetching.opened(table)
         return table
 
@@ -336,8 +327,8 @@ class Controller:
 
     def _new_rows(self, table: Table, count: int) -> Slots:
         self._check_room(count)
-        slots = table.add(self._next_index, count)
-        self._next_index = max(self._next_index, int(table.index[table.size - 1]) + 1)
+        slots = table.add(self.state.next_index, count)
+        self.state.next_index = max(self.state.next_index, int(table.index[table.size - 1]) + 1)
         return slots
 
     def _rows_of_keys(self, table: Table, keys: Sequence[str], create: bool) -> Slots:
@@ -389,7 +380,7 @@ class Controller:
         """The partition is gone now, and its name is free; its memory is given back in slices."""
         del self.tables[table.name]
         self._fetching.closed(table)
-        self.cleared_partitions.add(table, self.block_index.entries)
+        self.state.cleared_partitions.add(table, self.block_index.entries)
 
     def retry_quota_waiters(self) -> None:
         """Rows were freed: answer requests that wait for room, in order, as far as it goes."""
@@ -473,7 +464,7 @@ class Controller:
         self.locks.check_invariants()
         for table in self.tables.values():
             table.check_invariants()
-        self.block_index.check_invariants(self.tables.values(), self.cleared_partitions.blocks())
+        self.block_index.check_invariants(self.tables.values(), self.state.cleared_partitions.blocks())
 
 
 class RowQuotaExceeded(Exception):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transfer_queue.controller.block_index import BlockEntry
 from transfer_queue.controller.saved_state import SavedController, SavedGroup, SavedTable, read, refuse
 from transfer_queue.controller.snapshot import sampler_name
+from transfer_queue.controller.state import ControllerState
 from transfer_queue.controller.table import Table
 from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import (
@@ -26,9 +27,6 @@ from transfer_queue.errors import (
 )
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
-
-if TYPE_CHECKING:
-    from transfer_queue.controller.controller import Controller
 
 log = logging.getLogger("transfer_queue.controller")
 
@@ -44,8 +42,8 @@ ROWS = 1 << 15
 class NewState:
     """What was loaded so far; nobody sees it. `blocks`: the number of each saved block."""
 
-    def __init__(self, controller: Controller) -> None:
-        self.controller = controller
+    def __init__(self, replaces: ControllerState) -> None:
+        self.replaces = replaces
         self.blocks: dict[int, int] = {}
         self.tables: dict[str, Table] = {}
         self.entries: dict[int, BlockEntry] = {}
@@ -54,8 +52,8 @@ class NewState:
         """What is still in it will not be used; its blocks are whose they were."""
         for table in self.tables.values():
             table.blocks.clear()
-            self.controller.cleared_partitions.add(table, {})
-        self.controller.cleared_partitions.hold(self.entries)
+            self.replaces.cleared_partitions.add(table, {})
+        self.replaces.cleared_partitions.hold(self.entries)
 
 
 class Load(NamedTuple):
@@ -69,24 +67,35 @@ class StateLoader:
     """The loads that are under way: one after the other. Every other request is served from the state in use, until
     the last step of a load replaces it. A small state is loaded within the request."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    def __init__(self, state: ControllerState, loaded: Callable[[], None]) -> None:
+        """`loaded` is called when the state was replaced."""
+        self._state = state
+        self._loaded = loaded
         self._loads: deque[Load] = deque()
 
     def __len__(self) -> int:
         return len(self._loads)
 
     def start(self, message: m.Restore, ticket: Hashable) -> m.Reply | None:
-        """The answer, or None when it will appear in the outbox. Raises as `restored`."""
-        payload = self._controller.payloads.pop(ticket, memoryview(b""))
-        draft = NewState(self._controller)
+        """The answer, or None when it will appear in the outbox. Raises as `_load`."""
+        payload = self._state.payloads.pop(ticket, memoryview(b""))
+        draft = NewState(self._state)
         load = Load(ticket, message.rid, draft, _load(draft, payload, message.blocks))
         if self._loads or len(payload) > SMALL_NBYTES or len(message.blocks) > PIECE:
             self._loads.append(load)
             return None
         for _ in load.steps:
             pass
+        self._loaded()
         return m.Done(message.rid)
+
+    def replace(self, data: bytes | memoryview, blocks: dict[int, int]) -> None:
+        """Replace the whole state at once; the saved blocks got the numbers in `blocks`. Raises as `_load`."""
+        draft = NewState(self._state)
+        draft.blocks = blocks
+        for _ in _load(draft, data, []):
+            pass
+        self._loaded()
 
     def step(self) -> None:
         """One step of the first load, if there is one."""
@@ -98,13 +107,14 @@ class StateLoader:
             return
         except StopIteration:
             reply: m.Reply = m.Done(load.rid)
+            self._loaded()
         except TransferQueueError as error:
             reply = m.Failed(load.rid, error.code, str(error))
         except Exception:
             log.exception("Restore failed")
             reply = m.Failed(load.rid, InternalError.code, "Restore failed; see the server's log")
         self._loads.popleft()
-        self._controller.outbox.append((load.ticket, reply))
+        self._state.outbox.append((load.ticket, reply))
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone: their loads change nothing."""
@@ -118,25 +128,17 @@ class StateLoader:
             if any(block >> m.UNIT_SHIFT == unit for block in load.draft.blocks.values()):
                 self.forget({load.ticket})
                 text = f"storage unit {unit} was lost while a checkpoint was loaded into it"
-                self._controller.outbox.append((load.ticket, m.Failed(load.rid, DataLost.code, text)))
-
-
-def restored(controller: Controller, data: bytes | memoryview, blocks: dict[int, int]) -> None:
-    """Replace the whole state by a saved one, whose blocks got the numbers in `blocks`.
-
-    All that was there before is gone, its blocks are freed; requests that are parked stay so, or are answered from the
-    new rows. New indexes are above those of both states. When anything does not fit, `CheckpointCorrupt`,
-    `CheckpointUnsupported`, `InvalidInput` (another sampler) or `StoreFull` (too many rows) is raised and nothing has
-    changed.
-    """
-    draft = NewState(controller)
-    draft.blocks = blocks
-    for _ in _load(draft, data, []):
-        pass
+                self._state.outbox.append((load.ticket, m.Failed(load.rid, DataLost.code, text)))
 
 
 def _load(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]) -> Steps[None]:
-    """`restored` in steps; only the last one changes anything."""
+    """Replace the whole state by a saved one, in steps; only the last one changes anything.
+
+    All that was there before is gone then, its blocks are freed; requests that are parked stay so, or are answered from
+    the new rows. New indexes are above those of both states. When anything does not fit, `CheckpointCorrupt`,
+    `CheckpointUnsupported`, `InvalidInput` (another sampler) or `StoreFull` (too many rows) is raised and nothing has
+    changed.
+    """
     try:
         yield from _build(draft, data, refilled)
     finally:
@@ -144,7 +146,7 @@ def _load(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled])
 
 
 def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]) -> Steps[None]:
-    controller = draft.controller
+    state = draft.replaces
     numbers: set[int] = set()
     for at in range(0, len(refilled), PIECE):
         part = refilled[at : at + PIECE]
@@ -154,7 +156,7 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
     if refilled and not len(draft.blocks) == len(numbers) == len(refilled):
         raise InvalidInput("a block occurs twice")
     saved = read(data)
-    sampler = controller._fetching.sampler
+    sampler = state.sampler
     if saved.sampler != sampler_name(sampler):
         raise InvalidInput(
             f"the checkpoint was saved with sampler {saved.sampler}, this service runs {sampler_name(sampler)}"
@@ -164,14 +166,14 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
     for one in saved.tables:
         if one.name in draft.tables:
             refuse("partitions repeat")
-        table = draft.tables[one.name] = Table(one.name, controller.lineage.loads + 1)
+        table = draft.tables[one.name] = Table(one.name, state.lineage.loads + 1)
         yield from _fill(draft, table, one, versions)
     if len(draft.entries) != len(draft.blocks) or not 0 <= saved.next_index < 1 << 62:
         refuse("blocks or indexes do not add up")
     rows = sum(table.num_rows for table in draft.tables.values())
-    if controller.max_rows is not None and rows > controller.max_rows:
-        raise StoreFull(f"the checkpoint has {rows} rows, total_storage_size is {controller.max_rows}")
-    for parked in controller._fetching.parked:  # their views: few, but each costs the rows
+    if state.max_rows is not None and rows > state.max_rows:
+        raise StoreFull(f"the checkpoint has {rows} rows, total_storage_size is {state.max_rows}")
+    for parked in state.fetching.parked:  # their views: few, but each costs the rows
         waited = draft.tables.get(parked.message.partition)
         if waited is not None:
             waited.task(parked.message.task).view(tuple(parked.message.fields), waited)
@@ -191,28 +193,27 @@ def _load_sampler(sampler: BaseSampler, state: Any) -> None:
 
 def _switch(draft: NewState, saved: SavedController, versions: WeightVersions) -> None:
     """Costs the partitions and the requests that wait, not the rows."""
-    controller, fetching = draft.controller, draft.controller._fetching
+    state, fetching = draft.replaces, draft.replaces.fetching
     tables, draft.tables = draft.tables, {}
     entries, draft.entries = draft.entries, {}
-    controller.staleness.admissions.restore(versions, saved.admitted)
-    before, gone = controller.block_index.entries, list(controller.tables.values())
-    controller.block_index.replace(entries)
+    state.staleness.admissions.restore(versions, saved.admitted)
+    before, gone = state.block_index.entries, list(state.tables.values())
+    state.block_index.replace(entries)
     fetching.leases.clear()
     fetching.unreceived.clear()
     for table in gone:
         fetching.orphan(table)
-    controller.tables.clear()
-    controller.tables.update(tables)
+    state.tables.clear()
+    state.tables.update(tables)
     for table in gone:
-        controller.cleared_partitions.add(table, before)
+        state.cleared_partitions.add(table, before)
     for table in tables.values():
         fetching.opened(table)
         for task in table.tasks.values():
             fetching.serve(table, task, list(task.views.values()))
     last = max((int(table.index[table.size - 1]) for table in tables.values() if table.size), default=-1)
-    controller._next_index = max(controller._next_index, saved.next_index, last + 1)
-    controller.lineage.restored(saved.lineage)
-    controller.retry_quota_waiters()
+    state.next_index = max(state.next_index, saved.next_index, last + 1)
+    state.lineage.restored(saved.lineage)
 
 
 def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVersions) -> Steps[None]:
@@ -233,7 +234,7 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
     table.index[:rows], table.alive[:rows] = index, True
     table.size = table.num_alive = rows
     yield
-    yield from _add_keys_and_tags(draft.controller, table, saved, versions)
+    yield from _add_keys_and_tags(draft.replaces, table, saved, versions)
     yield from _add_cells(draft, table, saved)
     for name, flags in saved.consumed.items():
         if len(flags) != rows:
@@ -243,7 +244,7 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
 
 
 def _add_keys_and_tags(
-    controller: Controller, table: Table, saved: SavedTable, versions: WeightVersions
+    state: ControllerState, table: Table, saved: SavedTable, versions: WeightVersions
 ) -> Steps[None]:
     """The lists of a table grow with its rows: the garbage collector looks through a new list that is long."""
     num_named = 0
@@ -261,7 +262,7 @@ def _add_keys_and_tags(
         yield
         if any(tags):
             table.any_tags = True
-            controller.staleness.restore(table, slots, versions)
+            state.staleness.restore(table, slots, versions)
             yield
     if len(table.names) != table.size or len(table.keys) != num_named:
         refuse(f"keys or tags of {saved.name!r} are too many or too few, or keys repeat")

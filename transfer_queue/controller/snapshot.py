@@ -1,9 +1,9 @@
-"""The controller's whole state as bytes, as of one instant. `restoring` is the way back."""
+"""The controller's whole state as bytes, as of one instant. `restore` is the way back."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,37 +12,34 @@ from numpy.typing import NDArray
 from transfer_queue.controller.block_index import BlockEntry
 from transfer_queue.controller.readiness import RESERVED, Slots
 from transfer_queue.controller.saved_state import CHUNK_ROWS, FORMAT, SavedController, SavedGroup, SavedTable, encode
+from transfer_queue.controller.state import ControllerState
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import SamplerFailed
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
 
-if TYPE_CHECKING:
-    from transfer_queue.controller.controller import Controller
 
-
-def capture(controller: Controller, message: m.Snapshot, ticket: Hashable, session: bytes) -> m.Reply:
+def capture(state: ControllerState, message: m.Snapshot, ticket: Hashable, session: bytes) -> m.Reply:
     """Export everything; no block is recycled until `session` releases them."""
-    state, blocks = exported(controller)
-    controller.payloads[ticket] = memoryview(state)
-    controller.captures.add(session)
+    data, blocks = exported(state)
+    state.payloads[ticket] = memoryview(data)
+    state.captures.add(session)
     return m.Captured(message.rid, np.array(blocks, np.int64).tobytes(), {})
 
 
-def exported(controller: Controller) -> tuple[bytes, list[int]]:
+def exported(state: ControllerState) -> tuple[bytes, list[int]]:
     """The state as of now, and the blocks it refers to. Costs time by rows and tags: nothing else runs meanwhile."""
-    sampler = controller._fetching.sampler
     saved = SavedController(
         FORMAT,
-        controller._next_index,
-        sampler_name(sampler),
-        _sampler_state(sampler),
-        [_saved_table(table, controller.block_index.entries) for table in controller.tables.values()],
-        controller.staleness.admissions.versions.saved(),
-        controller.staleness.admissions.tasks,
-        controller.lineage.saved(controller._next_index),
+        state.next_index,
+        sampler_name(state.sampler),
+        _sampler_state(state.sampler),
+        [_saved_table(table, state.block_index.entries) for table in state.tables.values()],
+        state.staleness.admissions.versions.saved(),
+        state.staleness.admissions.tasks,
+        state.lineage.saved(state.next_index),
     )
-    return encode(saved), sorted(block for table in controller.tables.values() for block in table.blocks)
+    return encode(saved), sorted(block for table in state.tables.values() for block in table.blocks)
 
 
 def sampler_name(sampler: BaseSampler) -> str:

@@ -1,0 +1,45 @@
+"""What a controller knows, as one object: whoever saves or loads it needs nothing else of a controller."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Hashable
+
+from transfer_queue.controller.block_index import BlockIndex
+from transfer_queue.controller.cleared_partitions import ClearedPartitions
+from transfer_queue.controller.fetch import Fetching
+from transfer_queue.controller.lineage import Lineage
+from transfer_queue.controller.table import Table
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.lives import ID_NBYTES
+
+
+class ControllerState:
+    """Everything that outlives a request. The controller changes it; a loaded checkpoint replaces what is in it.
+
+    `outbox`: answers to send. `payloads`: bytes that came or go with a request, by ticket. `captures`: sessions that
+    are about to pin the blocks of a snapshot. `max_rows`: over all partitions (None: no bound). The next new row gets
+    a number of at least `next_index`.
+    """
+
+    def __init__(self, sampler: BaseSampler, max_rows: int | None) -> None:
+        self.tables: dict[str, Table] = {}
+        self.outbox: list[tuple[Hashable, m.Reply]] = []
+        self.payloads: dict[Hashable, memoryview] = {}
+        self.captures: set[bytes] = set()
+        self.block_index = BlockIndex()
+        self.cleared_partitions = ClearedPartitions(self.block_index.freed)
+        self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))
+        self.fetching = Fetching(sampler, self.outbox, self.tables)
+        self.staleness = self.fetching.staleness
+        self.max_rows = max_rows
+        self.next_index = 0
+
+    @property
+    def sampler(self) -> BaseSampler:
+        return self.fetching.sampler
+
+    @property
+    def num_rows(self) -> int:
+        return sum(table.num_rows for table in self.tables.values())
