@@ -37,7 +37,7 @@ def said(error: Any, call: Callable[[], Any], within_s: float = 20.0) -> str:
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

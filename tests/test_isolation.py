@@ -160,7 +160,7 @@ def test_results_outlive_a_broken_connection(client: tq.TransferQueueClient) -> 
     put(["a", "b"], 1.0, LARGE)
     held = get(["a", "b"])
     for connection in client.session._idle[""]:
-        connection._socket.shutdown(2)
+        connection._frames.socket.shutdown(2)
     tq.kv_clear(["a", "b"], "p")
     for _ in range(3):
         put(["c", "d"], 2.0, LARGE)

@@ -13,7 +13,6 @@ import pytest
 from conftest import until
 
 from tools.netns import Switch, allowed
-from transfer_queue.server import host_registry
 
 pytestmark = pytest.mark.skipif(not allowed(), reason="making network namespaces needs root")
 
@@ -56,6 +55,7 @@ def test_torchrun_on_two_hosts_has_one_service_with_a_unit_on_each(switch: Switc
             own_environment = {**environment, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(own)}
             agents.append(subprocess.Popen(command, cwd=tmp_path, env=own_environment))
         assert [agent.wait(100) for agent in agents] == [0, 0]
-        until(lambda: not any(run_dir in entry.address for entry in host_registry.running()), "the end of both servers")
-        assert not [path for node in range(2) for path in Path(run_dir, str(node)).iterdir()]
+        until(
+            lambda: not any(True for node in range(2) for _ in Path(run_dir, str(node)).iterdir()), "both servers' end"
+        )
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["1 True"] * 2

@@ -247,7 +247,7 @@ def test_a_header_that_is_announced_and_not_sent_holds_no_memory(host: Host, att
     before = rss(host)
     liar = attach(address_of(host, "unix"))._borrow(5.0)
     with contextlib.suppress(ConnectionError):  # it may be shown out
-        liar._socket.sendall(PREFIX.pack(255 * MIB, 0) + bytes(MIB))
+        liar._frames.socket.sendall(PREFIX.pack(255 * MIB, 0) + bytes(MIB))
     assert host.client.stats()["rows"] == 0
     grown = (rss(host) - before) / MIB
     liar.close()

@@ -21,6 +21,7 @@ import os
 import sys
 os.environ["PYTHONPATH"] += os.pathsep + {TESTS!r}
 os.environ["RAY_enable_worker_prestart"] = "0"  # saves a third of the time
+os.environ["RAY_worker_niceness"] = "0"  # with its default, 15, workers starve beside other tests
 os.environ["TQ_ADDRESS"] = "unix:/no/such/host/tq.sock"  # every worker inherits it, as from a driver elsewhere
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 2, "include_dashboard": False}})

@@ -14,6 +14,7 @@ import transfer_queue as tq
 from transfer_queue.client.connection import Connection
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
+from transfer_queue.wire.blocking import at_most
 from transfer_queue.wire.framing import frame
 
 
@@ -23,17 +24,14 @@ def test_answers_nobody_reads_hold_little_memory_and_delay_nobody(client: tq.Tra
     before = server.memory_info().rss
     greedy = Connection(client.session.address, b"greedy", 5.0)
     asked = b"".join(frame(m.encode(m.Get(rid, "p", ["a"], None, None, False))) for rid in range(4000))
-    greedy._socket.settimeout(0.5)
+    greedy._frames.socket.settimeout(0.5)
     with contextlib.suppress(TimeoutError):  # the server stops reading
-        greedy._socket.sendall(asked)
+        greedy._frames.socket.sendall(asked)
     assert tq.kv_batch_get("a", "p")["x"].shape[0] == 1
     assert server.memory_info().rss < before + (32 << 20)
-    greedy._socket.settimeout(5.0)
-    answered = 0
-    while answered < 100:  # once it reads, it is answered
-        nbytes = greedy._socket.recv_into(greedy._reader.buffer())
-        assert nbytes
-        answered += len(list(greedy._reader.advance(nbytes)))
+    greedy._frames.socket.settimeout(None)
+    for rid in range(100):  # once it reads, it is answered
+        assert greedy._frames.receive(5.0, at_most(1 << 20))[0].rid == rid
     greedy.close()
 
 
@@ -50,7 +48,7 @@ def test_large_answers_to_other_hosts_come_whole_and_in_order_and_delay_nobody()
         nbytes = taken.pieces[0].nbytes
         reads = [m.Read(rid, block, 0, nbytes) for rid in range(3, 5)]
         lists = [m.ListPartitions(rid) for rid in range(5, 105)]
-        far._socket.sendall(b"".join(frame(m.encode(one)) for one in (*reads, *lists)))
+        far._frames.socket.sendall(b"".join(frame(m.encode(one)) for one in (*reads, *lists)))
         assert host.kv_get(["a"], "p")["x"].unbind()[0][-1] == rows[-1], "others are served meanwhile"
         for read in reads:
             _, data = far.answer(read, 20.0)
@@ -65,9 +63,4 @@ def test_large_answers_to_other_hosts_come_whole_and_in_order_and_delay_nobody()
 
 def rest_of(connection: Connection, count: int) -> list[Any]:
     """The next replies of a connection on which several requests were sent."""
-    found: list[Any] = []
-    while len(found) < count:
-        nbytes = connection._socket.recv_into(connection._reader.buffer())
-        assert nbytes
-        found += [reply for reply, _ in connection._reader.advance(nbytes)]
-    return found
+    return [connection._frames.receive(20.0, at_most(1 << 20))[0] for _ in range(count)]

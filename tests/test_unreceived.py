@@ -202,7 +202,7 @@ def test_a_cancel_that_overtakes_the_answer_of_a_waiting_request_gives_everythin
     asker.post(fetch(1, wait_s=30.0), None, 5.0)
     until(lambda: client.stats()["waiting_requests"] == 1, "the parked fetch")
     frames = b"".join(_framed(one) for one in (m.Insert(2, "p", 1, ["x"], 0.0), m.SetPartition(3, "p", 1, {})))
-    asker._socket.sendall(frames + _framed(m.Cancel(1)) + _framed(m.ListPartitions(4)))
+    asker._frames.socket.sendall(frames + _framed(m.Cancel(1)) + _framed(m.ListPartitions(4)))
     until(lambda: client.stats()["waiting_requests"] == 0, "the end of the fetch")
     asker.close()
 

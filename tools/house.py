@@ -40,10 +40,10 @@ LIMITS = {
     "median lines of a function": Limit(7, 7),
     "95 % of functions have at most lines": Limit(25, 25),
     "decision-bearing files that a large put enters": Limit(17, 10),
-    "files that a large put enters": Limit(50, None),
+    "files that a large put enters": Limit(51, None),
     "class names that stand for several classes": Limit(0, 0),
     "broad excepts that keep an error": Limit(17, 10),
-    "groups of modules that import each other": Limit(2, 0),
+    "groups of modules that import each other": Limit(1, 0),
 }
 
 # Names that more than one class may have, each with the reason: one base name per protocol, and nothing else.

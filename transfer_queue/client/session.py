@@ -81,7 +81,8 @@ class Session:
         self._give_back(connection)
         self.life = Life(welcome.service, welcome.unit)
         self.config: dict[str, Any] = json.loads(welcome.config)
-        connection.spin_s = self._spin_s = float(self.config.get("spin_s", 0.0))
+        self._spin_s = float(self.config.get("spin_s", 0.0))
+        connection.spin(self._spin_s)
         self.server_pid = welcome.pid
         self._door = welcome.door
         if predecessor is None:

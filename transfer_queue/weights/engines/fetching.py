@@ -29,6 +29,7 @@ from transfer_queue.weights.manifest import MAX_NBYTES, Manifest
 from transfer_queue.weights.staging_memory import room
 from transfer_queue.weights.update_session import UpdateSession
 from transfer_queue.wire.address import Address
+from transfer_queue.wire.blocking import at_most
 
 STALL_S = 10.0  # a bucket that has not come by then, and by its bytes at `SLOWEST`, is asked for elsewhere
 SLOWEST = 20e6
@@ -54,7 +55,7 @@ class TrainerLink:
             fresh = self._peer is None
             try:
                 self._peer = self._peer or p.Peer(self.address, deadline.left())
-                return self._peer.ask(message, deadline.left(), p.fresh(limit))
+                return self._peer.ask(message, deadline.left(), at_most(limit))
             except (ServiceUnavailable, DeadlineExceeded, ProtocolError) as error:
                 self.close()
                 if fresh or last or not isinstance(error, ServiceUnavailable):
@@ -95,7 +96,7 @@ def newest_of(peers: list[Address], deadline: Deadline, stall_s: float) -> tuple
         try:
             peer = Peer(address, min(stall_s, deadline.left()))
             try:
-                body = peer.ask(p.GetManifest(""), min(stall_s, deadline.left()), p.fresh(MAX_NBYTES))
+                body = peer.ask(p.GetManifest(""), min(stall_s, deadline.left()), at_most(MAX_NBYTES))
             finally:
                 peer.close()
             found.append((Manifest.decode(bytes(body)), address))

@@ -19,6 +19,7 @@ from transfer_queue.weights.engines.base import Outcome, as_typed
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, advertised, tune
+from transfer_queue.wire.blocking import FrameSocket
 from transfer_queue.wire.peer import peer_uid
 
 log = logging.getLogger("transfer_queue.weights")
@@ -110,7 +111,7 @@ class WeightServer:
                 thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
-        visit = _Visit(p.MessageStream(sock, p.decode_client), self._store)
+        visit = _Visit(p.stream_over(sock, p.decode_client, "a peer"), self._store)
         try:
             if sock.family == socket.AF_UNIX:
                 if peer_uid(sock) not in (os.getuid(), 0):
@@ -143,7 +144,7 @@ class WeightServer:
 class _Visit:
     """One connection, and what its peer borrowed."""
 
-    def __init__(self, stream: p.MessageStream, store: VersionSource) -> None:
+    def __init__(self, stream: FrameSocket[m.Message], store: VersionSource) -> None:
         self.stream = stream
         self._store = store
         self._give_back: list[Callable[[], None]] = []

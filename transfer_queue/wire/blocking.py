@@ -1,0 +1,193 @@
+"""Frames over one blocking socket, with deadlines: the calls of clients, and both ends of a server of weights."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeAlias
+
+from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable
+from transfer_queue.wire.address import TIMEVAL, timeval
+from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, M, frame
+
+JOIN_NBYTES = 256 << 10  # a payload up to this size is copied behind its header: that costs less than one more call
+MAX_IN_VAIN, LOOK_AGAIN = 4, 16
+MIN_WAIT_S = 0.001
+FD_SPACE = socket.CMSG_SPACE(4)
+NO_LIMIT = bytes(TIMEVAL.size)
+Into: TypeAlias = Callable[[int], memoryview]
+
+
+class FrameSocket(Generic[M]):
+    """Messages `M` over a connected socket, for one thread at a time. Broken for good once a call failed half-way.
+
+    `peer` names the other end in errors. For `spin_s` `receive` asks again and again before it sleeps, as long as that
+    helps: waking a sleeping processor takes longer than most answers. `takes_fds`: descriptors that come along collect
+    in `fds`, and are closed with the socket.
+
+    Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO, socket(7)): Python's own cost a system call each time. Every
+    method raises `DeadlineExceeded`, or `ServiceUnavailable` when the connection is lost.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        encode: Callable[[M], bytes],
+        decode: Callable[[memoryview], M],
+        peer: str,
+        *,
+        max_header_nbytes: int = MAX_HEADER_NBYTES,
+        spin_s: float = 0.0,
+        takes_fds: bool = False,
+    ) -> None:
+        self.socket = sock
+        self.peer = peer
+        self.reader = FrameReader(decode, self._destination, max_header_nbytes)
+        self.fds: list[int] = []
+        self._encode = encode
+        self._into: Into | None = None
+        self._takes_fds = takes_fds and sock.family == socket.AF_UNIX
+        self.spin_s = spin_s
+        self._calls = self._in_vain = 0  # how often the answer was looked for, and not found since it last was
+        self._found: deque[tuple[M, memoryview]] = deque()
+        self._limit_s: float | None = None
+        sock.settimeout(None)
+
+    def send(
+        self, message: M, timeout_s: float, payload: memoryview | bytes | None = None, fd: int | None = None
+    ) -> None:
+        header, nbytes = self._encode(message), 0 if payload is None else len(payload)
+        try:
+            self._limit(timeout_s)
+            if fd is not None:
+                socket.send_fds(self.socket, [frame(header, nbytes)], [fd])
+            elif payload is None or nbytes > JOIN_NBYTES:
+                self.socket.sendall(frame(header, nbytes))
+            else:
+                self.socket.sendall(b"".join((frame(header, nbytes), payload)))
+                return
+            if payload is not None and nbytes:
+                self._send_long(payload, timeout_s)
+        except (BlockingIOError, TimeoutError):
+            raise DeadlineExceeded(f"{self.peer} does not read") from None
+        except OSError as error:
+            raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
+
+    def _send_long(self, payload: memoryview | bytes, timeout_s: float) -> None:
+        """With Python's deadline, which holds for the whole: the kernel's starts anew with every piece."""
+        self.socket.settimeout(timeout_s)
+        self.socket.sendall(payload)
+        self.socket.settimeout(None)
+
+    def receive(self, timeout_s: float | None, into: Into | None = None, what: str = "waiting") -> tuple[M, memoryview]:
+        """The next message with its payload, after at most `timeout_s` (None: however long).
+
+        `into(nbytes)` gives or refuses the memory of a payload; without it every payload is refused (`ProtocolError`).
+        `what` was asked: for the error.
+        """
+        if self._found:
+            return self._found.popleft()
+        self._into = into
+        self._limit(timeout_s)
+        started = time.monotonic()
+        nbytes = self._spin(started + self.spin_s) if self.spin_s else None
+        while True:
+            nbytes = self._recv(0) if nbytes is None else nbytes
+            waited_s = time.monotonic() - started
+            if nbytes is None or (timeout_s is not None and waited_s > timeout_s):
+                raise DeadlineExceeded(f"{what}: no answer from {self.peer} within {timeout_s:.6g} s")
+            self._found.extend(self.reader.advance(nbytes))
+            if self._found:
+                return self._found.popleft()
+            if timeout_s is not None:
+                self._limit(max(MIN_WAIT_S, timeout_s - waited_s))
+            nbytes = None
+
+    def _limit(self, timeout_s: float | None) -> None:
+        """Let no call of the system take longer."""
+        if timeout_s != self._limit_s:
+            value = NO_LIMIT if timeout_s is None else timeval(timeout_s)
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+            self._limit_s = timeout_s
+
+    def _spin(self, until: float) -> int | None:
+        """What `_recv` finds without sleeping, by `until`.
+
+        Where that found nothing several times in a row (more processes than processors, or answers that take longer)
+        it only looks again once in a while: looking takes the processor from those who would answer.
+        """
+        self._calls += 1
+        if self._in_vain >= MAX_IN_VAIN and self._calls % LOOK_AGAIN:
+            return None
+        while time.monotonic() < until:
+            nbytes = self._recv(socket.MSG_DONTWAIT)
+            if nbytes is not None:
+                self._in_vain = 0
+                return nbytes
+        self._in_vain += 1
+        return None
+
+    def _recv(self, flags: int) -> int | None:
+        """Bytes received into the reader's buffer; None when there are none (in time)."""
+        try:
+            buffer = self.reader.buffer()
+            nbytes = self._recv_with_fds(buffer) if self._takes_fds else self.socket.recv_into(buffer, 0, flags)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
+        if not nbytes:
+            raise ServiceUnavailable(f"{self.peer} closed the connection")
+        return nbytes
+
+    def _destination(self, _message: M, nbytes: int) -> memoryview:
+        if self._into is None:
+            raise ProtocolError(f"a payload of {nbytes} bytes where none belongs")
+        return self._into(nbytes)
+
+    def _recv_with_fds(self, buffer: memoryview) -> int:
+        nbytes, extras, _, _ = self.socket.recvmsg_into([buffer], FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in extras:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self.fds += array("i", data[: len(data) // 4 * 4])
+        return nbytes
+
+    def shut(self) -> None:
+        """End the call that another thread makes: it raises `ServiceUnavailable`."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Also closes the descriptors that nobody took out of `fds`."""
+        self.socket.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+def at_most(limit: int) -> Into:
+    """For payloads of at most `limit` bytes, into memory of their own."""
+
+    def into(nbytes: int) -> memoryview:
+        if nbytes > limit:
+            raise ProtocolError(f"a payload of {nbytes} bytes, at most {limit}")
+        return memoryview(bytearray(nbytes))
+
+    return into
+
+
+def within(memory: memoryview) -> Into:
+    """For payloads that fit into the front of `memory`."""
+
+    def into(nbytes: int) -> memoryview:
+        if nbytes > len(memory):
+            raise ProtocolError(f"{nbytes} bytes where {len(memory)} were asked for")
+        return memory[:nbytes]
+
+    return into
