@@ -23,6 +23,7 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     StaleVersion,
 )
+from transfer_queue.memory.handles import CudaHandle, HostHandle, Shared, opened
 from transfer_queue.weights import (
     InPlace,
     Receiver,
@@ -31,7 +32,6 @@ from transfer_queue.weights import (
 )
 from transfer_queue.weights.engines.base import parse
 from transfer_queue.weights.engines.cuda_ipc import CudaIpcEngine, CudaIpcTrainer, CudaIpcUpdate
-from transfer_queue.weights.engines.handles import CudaHandle, HostHandle, Shared, opened
 from transfer_queue.weights.sources import WeightSource
 
 CPU = torch.device("cpu")

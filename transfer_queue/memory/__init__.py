@@ -1,8 +1,10 @@
-"""Bulk memory of a process, and what is done with it. Nothing here knows rows, sockets or torch.
+"""Bulk memory of a process, and what is done with it. Nothing here knows rows or sockets; only
+`handles` knows torch.
 
 bytes         memory as arrays: what keeps it alive, and where it lies
 copy          copies at memory speed, split between threads
 pool          huge-page buffers that are reused
 memfd         files without a name: how memory is shared
 private_map   shared memory mapped so that writes stay in this process
+handles       memory of the host or of a GPU that another process maps, by a handle that is JSON
 """

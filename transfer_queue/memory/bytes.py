@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -48,5 +49,5 @@ class ReturnedMemory(Anchor):
         self._released()
 
 
-def address_of(memory: Bytes | memoryview | bytearray) -> int:
+def address_of(memory: Bytes | memoryview | bytearray | mmap.mmap) -> int:
     return int(np.asarray(memory).__array_interface__["data"][0])

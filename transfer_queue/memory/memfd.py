@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.memory.bytes import PAGE
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # mmap(2); Python names it from 3.11 on some builds only
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,6 +56,11 @@ def reserve(fd: int, start: int, nbytes: int) -> bool:
 def seal(fd: int) -> None:
     """From now on nobody can change the size of a memory file, so no mapping of it ends (SIGBUS)."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def map_shared(fd: int, nbytes: int) -> mmap.mmap:
+    """A mapping through which everybody who maps the file sees the same bytes."""
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | MAP_NORESERVE)
 
 
 def punch(fd: int, start: int, nbytes: int) -> None:

@@ -12,8 +12,8 @@ import mmap
 import numpy as np
 
 from transfer_queue.memory.bytes import PAGE
+from transfer_queue.memory.memfd import MAP_NORESERVE
 
-MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # mmap(2); Python names it from 3.11 on some builds only
 MADV_DONTNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 4, 22, 23  # madvise(2)
 PRESENT, SWAPPED, OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -12,14 +12,12 @@ bounds it.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 
 import numpy as np
 
 from transfer_queue.memory import memfd
 from transfer_queue.memory.bytes import PAGE, Bytes
-from transfer_queue.memory.private_map import MAP_NORESERVE
 from transfer_queue.storage.extents import Extents
 
 SMALL_NBYTES = 64 << 10
@@ -41,7 +39,7 @@ class Arena:
             memfd.seal(self.fd)
         else:
             self._reserved = np.zeros(-(-size // CHUNK_NBYTES), np.bool_)
-        self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+        self._map = memfd.map_shared(self.fd, size)
         self.memory: Bytes = np.frombuffer(self._map, np.uint8)
 
     def reserve(self, start: int, nbytes: int) -> bool:

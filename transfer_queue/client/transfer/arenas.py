@@ -17,10 +17,10 @@ import numpy as np
 
 from transfer_queue.errors import AccessDenied, ServiceUnavailable
 from transfer_queue.memory.bytes import PAGE, Bytes, address_of
+from transfer_queue.memory.memfd import map_shared
 from transfer_queue.memory.private_map import (
     MADV_POPULATE_READ,
     MADV_POPULATE_WRITE,
-    MAP_NORESERVE,
     advise,
     map_private,
 )
@@ -37,7 +37,7 @@ class MappedArena:
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
         self.size = size
-        shared = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+        shared = map_shared(fd, size)
         private = map_private(fd, size)
         self.shared: Bytes = np.frombuffer(shared, np.uint8)
         self.private: Bytes = np.frombuffer(private, np.uint8)

@@ -79,7 +79,7 @@ class Views:
         with self._lock:
             if where in self._busy:
                 mapping = mapped.map_private(offset, nbytes)
-                return self._anchored(Anchor(address_of(mapping), nbytes, mapping), rid, block)  # type: ignore[arg-type]
+                return self._anchored(Anchor(address_of(mapping), nbytes, mapping), rid, block)
             return self._anchored(Anchor(mapped.private_address + offset, nbytes, mapped), rid, block, where)
 
     def hold(self, rid: int, block: int, arena: int, offset: int, nbytes: int, ended: Callable[[], None]) -> Bytes:

@@ -11,7 +11,6 @@ reports         what receivers report to their trainer
 serving         a server of weights: a thread for each peer
 protocol        its messages, over a blocking socket
 deadline        deadlines, and calls that somebody may never answer
-handles         memory that other processes map, as JSON
 
 shm, tcp, disk, collective, cuda_ipc    the ways that there are
 """

@@ -10,8 +10,6 @@ memory without leases is written again.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import secrets
 import threading
@@ -23,9 +21,15 @@ import torch
 
 from transfer_queue.errors import InvalidInput, ProtocolError, ServiceUnavailable
 from transfer_queue.memory import memfd
-from transfer_queue.memory.bytes import Bytes, ReturnedMemory
+from transfer_queue.memory.bytes import PAGE, Bytes, ReturnedMemory, address_of
 from transfer_queue.memory.pool import HUGE_NBYTES
-from transfer_queue.memory.private_map import MADV_POPULATE_READ, MADV_POPULATE_WRITE, advise, drop_written_pages
+from transfer_queue.memory.private_map import (
+    MADV_POPULATE_READ,
+    MADV_POPULATE_WRITE,
+    advise,
+    drop_written_pages,
+    map_private,
+)
 from transfer_queue.weights.engines import protocol as p
 from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.clients import Client
@@ -67,7 +71,7 @@ def starts_of(buckets: tuple[int, ...]) -> list[int]:
     """Where each bucket starts in the memory; the last number is where it all ends."""
     found = [0]
     for nbytes in buckets:
-        found.append(found[-1] + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        found.append(found[-1] + -(-nbytes // PAGE) * PAGE)
     return found
 
 
@@ -80,7 +84,7 @@ class Memory:
         try:
             os.ftruncate(fd, self.nbytes)
             memfd.seal(fd)
-            self._mapped = mmap.mmap(fd, self.nbytes)
+            self._mapped = memfd.map_shared(fd, self.nbytes)
             self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # what others get
         finally:
             os.close(fd)
@@ -242,8 +246,8 @@ class Mapped:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self.lent = False
-        self._memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._memory = map_private(fd, nbytes)
+        self._address = address_of(self._memory)
         self._used = False
         self._cleaning = threading.Timer(0.0, lambda: None)
         advise(self._address, nbytes, MADV_POPULATE_READ)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 from typing import Annotated, Any
@@ -11,8 +10,10 @@ import msgspec
 import torch
 
 from transfer_queue.errors import InvalidInput, NotSupported, ServiceUnavailable
-from transfer_queue.weights.manifest import Count
+from transfer_queue.memory import memfd
+from transfer_queue.memory.private_map import map_private
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Opaque = Annotated[bytes, msgspec.Meta(min_length=1, max_length=4096)]  # base64 in JSON
 
 
@@ -69,9 +70,7 @@ def device_of(uuid: str) -> torch.device:
     for index in range(torch.cuda.device_count()):
         if uuid_of(torch.device("cuda", index)) == uuid:
             return torch.device("cuda", index)
-    raise NotSupported(
-        f"the trainer's memory is on the GPU {uuid}, which this process does not see: use another engine"
-    )
+    raise NotSupported(f"the memory is on the GPU {uuid}, which this process does not see: use another engine")
 
 
 class Shared:
@@ -81,9 +80,9 @@ class Shared:
         self.name = secrets.token_hex(16)
         self._fd = -1
         if device.type == "cpu":
-            self._fd = os.memfd_create(self.name, os.MFD_CLOEXEC)
+            self._fd = memfd.create(None, self.name)
             os.ftruncate(self._fd, max(nbytes, 1))
-            self.data = torch.frombuffer(mmap.mmap(self._fd, max(nbytes, 1)), dtype=torch.uint8)
+            self.data = torch.frombuffer(memfd.map_shared(self._fd, max(nbytes, 1)), dtype=torch.uint8)
         else:
             self.data = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
 
@@ -105,7 +104,7 @@ class Shared:
 
 
 def opened(handle: Handle) -> torch.Tensor:
-    """Somebody's memory, as flat bytes; it is let go of with the last tensor over it.
+    """Memory of another process, as flat bytes; it is let go of with the last tensor over it.
 
     `NotSupported` for that of a GPU that is not here, `ServiceUnavailable` when it cannot be mapped (any more)."""
     try:
@@ -113,7 +112,7 @@ def opened(handle: Handle) -> torch.Tensor:
     except (RuntimeError, OSError, ValueError) as error:
         if isinstance(error, NotSupported):
             raise
-        raise ServiceUnavailable(f"the trainer's memory cannot be mapped: {error}") from error
+        raise ServiceUnavailable(f"the memory cannot be mapped: {error}") from error
 
 
 def _opened_file(handle: HostHandle) -> torch.Tensor:
@@ -121,8 +120,7 @@ def _opened_file(handle: HostHandle) -> torch.Tensor:
     try:
         if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{handle.name} "):
             raise ServiceUnavailable("that memory is gone, there is other memory in its place")
-        # Private, so that nothing can be written; pages show what the trainer writes.
-        mapped = mmap.mmap(fd, handle.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        mapped = map_private(fd, handle.nbytes)  # nothing can be written; pages show what the trainer writes
     finally:
         os.close(fd)
     return torch.frombuffer(mapped, dtype=torch.uint8)
