@@ -30,8 +30,8 @@ from transfer_queue.weights import (
     StateDictSource,
     Swap,
 )
-from transfer_queue.weights.engines.base import parse
 from transfer_queue.weights.engines.cuda_ipc import CudaIpcEngine, CudaIpcTrainer, CudaIpcUpdate
+from transfer_queue.weights.engines.info import parse
 from transfer_queue.weights.sources import WeightSource
 
 CPU = torch.device("cpu")

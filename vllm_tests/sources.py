@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from transfer_queue.weights import ModuleSource
-from transfer_queue.weights.engines.base import key_of
+from transfer_queue.weights.engines.info import key_of
 from transfer_queue.weights.engines.shm import ShmTrainer
 from transfer_queue.weights.engines.tcp import TcpTrainer
 from transfer_queue.weights.sources import TensorMeta

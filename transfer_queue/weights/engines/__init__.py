@@ -5,6 +5,8 @@ trainer         makes versions and leads receivers through the update
 pending         a version that is about to be sent, and what is reported of one that was
 version_store   which versions a server keeps
 clients         the calls that bring updates to servers
+info            what a trainer tells receivers, and how an update went there
+faults          faults of the system as typed errors
 base            the same calls at a receiver: fetches, stages, verifies, commits
 fetching        the manifest from the trainer, buckets from as many as have them
 reports         what receivers report to their trainer

@@ -15,16 +15,13 @@ import logging
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import msgspec
 from msgspec.structs import replace
 
 from transfer_queue.errors import (
-    InternalError,
-    InvalidInput,
     NotInitialized,
     NotOpen,
     ServiceUnavailable,
@@ -35,85 +32,19 @@ from transfer_queue.errors import (
     error_from_code,
 )
 from transfer_queue.weights.engines.deadline import Deadline
+from transfer_queue.weights.engines.faults import as_typed, system_faults
+from transfer_queue.weights.engines.fetching import TrainerLink
+from transfer_queue.weights.engines.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
+from transfer_queue.weights.engines.protocol import address_of
 from transfer_queue.weights.manifest import Manifest, expand, root_of
 from transfer_queue.weights.receiver import Receiver, VersionInfo
 from transfer_queue.weights.update_session import Phase, UpdateEnd, run_of
 
 if TYPE_CHECKING:
-    from transfer_queue.weights.engines.fetching import TrainerLink
     from transfer_queue.weights.engines.trainer import TrainerEngine
 
 log = logging.getLogger("transfer_queue.weights")
-INIT_TIMEOUT_S = 60.0
 REPORT_S = 0.5  # of waiting for the trainer to hear of a fault
-Info = Mapping[str, Any]
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-class InitInfo(msgspec.Struct, kw_only=True):
-    """`run_id`: whose updates are taken from now on; it has `begun` then, by the trainer's clock. `replica`: what a
-    fleet calls this server; its outcomes carry it. `report_to`: where outcomes are reported, with this token, by
-    transports that have no way of their own."""
-
-    run_id: str = ""
-    begun: float = 0.0
-    replica: str = ""
-    timeout_s: float = INIT_TIMEOUT_S
-    report_to: str = ""
-    report_token: str = ""
-
-
-class UpdateInfo(msgspec.Struct, kw_only=True):
-    """Which version, of which run (one that was not introduced last is refused), and how long the update may take.
-    `key` names the manifest (`key_of`). `abort`: drop the update that was started, as another replica cannot take it.
-    `newest`: whichever version is the newest, for a replica that comes late; nothing else is needed then."""
-
-    version: int = 0
-    run_id: str = ""
-    key: str = ""
-    timeout_s: float = 300.0
-    abort: bool = False
-    newest: bool = False
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How an update went at one replica. `code` and `text` describe the fault, "" when there was none.
-
-    `key` names the version's manifest, `who` the engine (ranks of several servers have the same numbers). `silent`: its
-    calls never raise, so only a report says that they were done.
-    """
-
-    rank: int
-    replica: str = ""
-    version: int | None = None
-    run_id: str = ""
-    installed: bool = False
-    code: str = ""
-    text: str = ""
-    key: str = ""
-    who: str = ""
-    silent: bool = False
-
-
-def parse(info: object, form: type[S]) -> S:
-    """The info as `form`; `InvalidInput` for any other. Unknown keys are ignored: later releases add some."""
-    if isinstance(info, Mapping) and "epoch" in info and "run_id" not in info:
-        info = {**info, "run_id": info["epoch"]}
-    try:
-        return msgspec.convert(info, form)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"{form.__name__}: {error}") from None
-
-
-@contextmanager
-def system_faults() -> Iterator[None]:
-    """What the system raises within, or in a function that this decorates, is raised as one of our errors."""
-    try:
-        yield
-    except TransferQueueError:
-        raise
-    except OSError as error:
-        raise as_typed(error) from error
 
 
 class Engine(ABC):
@@ -285,9 +216,6 @@ class Engine(ABC):
         return self.receiver.installed()
 
     def _report_to(self, info: InitInfo) -> None:
-        from transfer_queue.weights.engines.fetching import TrainerLink
-        from transfer_queue.weights.engines.protocol import address_of
-
         if self._reports is not None:
             self._reports.close()
         self._reports = TrainerLink() if info.report_to else None
@@ -373,20 +301,6 @@ class Engine(ABC):
             self._tell(self.outcome, deadline)
         except (TransferQueueError, OSError) as error:
             log.info("rank %s: the trainer could not be told how it went: %s", self.rank, error)
-
-
-def key_of(manifest: Manifest) -> str:
-    """Names the manifest: the content, its packing and what it is called."""
-    return manifest.key
-
-
-def as_typed(error: Exception) -> TransferQueueError:
-    """The error itself, or one of ours that says the same."""
-    if isinstance(error, TransferQueueError):
-        return error
-    if isinstance(error, OSError):
-        return ServiceUnavailable(str(error))
-    return InternalError(repr(error))
 
 
 def whole_of(before: Manifest | None, new: Manifest) -> Manifest | None:

@@ -23,9 +23,10 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     TransferQueueError,
 )
-from transfer_queue.weights.engines.base import Engine, InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.engines.base import Engine
 from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.deadline import Deadline, TimedCall
+from transfer_queue.weights.engines.info import InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.engines.pending import PendingVersion
 from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.manifest import MAX_NBYTES, Manifest

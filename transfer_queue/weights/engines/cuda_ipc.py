@@ -28,9 +28,10 @@ from transfer_queue.memory.handles import (
 )
 from transfer_queue.weights.device import digest_at
 from transfer_queue.weights.digest import DEVICE_ALGO, byte_view
-from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
+from transfer_queue.weights.engines.base import Engine
 from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.deadline import Deadline, TimedCall
+from transfer_queue.weights.engines.info import InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.pending import PendingVersion
 from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.manifest import Count, Manifest

@@ -22,8 +22,8 @@ from transfer_queue.errors import (
     WrongEpoch,
 )
 from transfer_queue.weights.engines import protocol as p
-from transfer_queue.weights.engines.base import Outcome, key_of
 from transfer_queue.weights.engines.deadline import Deadline
+from transfer_queue.weights.engines.info import Outcome, key_of
 from transfer_queue.weights.engines.protocol import Peer
 from transfer_queue.weights.manifest import MAX_NBYTES, Manifest
 from transfer_queue.weights.staging_memory import room

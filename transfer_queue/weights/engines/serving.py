@@ -15,7 +15,8 @@ import msgspec
 from transfer_queue.errors import AccessDenied, InvalidInput, ProtocolError, TransferQueueError, VersionGone
 from transfer_queue.weights.digest import Buffer, host_bytes
 from transfer_queue.weights.engines import protocol as p
-from transfer_queue.weights.engines.base import Outcome, as_typed
+from transfer_queue.weights.engines.faults import as_typed
+from transfer_queue.weights.engines.info import Outcome
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, advertised, tune

@@ -31,10 +31,11 @@ from transfer_queue.memory.private_map import (
     map_private,
 )
 from transfer_queue.weights.engines import protocol as p
-from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
+from transfer_queue.weights.engines.base import Engine
 from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.deadline import Deadline
 from transfer_queue.weights.engines.fetching import TrainerLink
+from transfer_queue.weights.engines.info import InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.pending import PendingVersion
 from transfer_queue.weights.engines.serving import WeightServer, listen_unix
 from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo

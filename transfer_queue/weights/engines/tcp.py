@@ -16,10 +16,11 @@ import torch
 from transfer_queue.errors import DigestMismatch, InvalidInput
 from transfer_queue.weights.digest import byte_view, copy_and_digest
 from transfer_queue.weights.engines import protocol as p
-from transfer_queue.weights.engines.base import Engine, InitInfo, Outcome, UpdateInfo, key_of
+from transfer_queue.weights.engines.base import Engine
 from transfer_queue.weights.engines.clients import Client
 from transfer_queue.weights.engines.deadline import Deadline
 from transfer_queue.weights.engines.fetching import STALL_S, TrainerLink, fetch, newest_of
+from transfer_queue.weights.engines.info import InitInfo, Outcome, UpdateInfo, key_of
 from transfer_queue.weights.engines.pending import PendingVersion
 from transfer_queue.weights.engines.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.engines.trainer import TrainerEngine, TrainerInfo

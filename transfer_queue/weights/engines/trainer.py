@@ -26,9 +26,10 @@ from transfer_queue.errors import (
     VersionGone,
     WrongEpoch,
 )
-from transfer_queue.weights.engines.base import INIT_TIMEOUT_S, Info, key_of, parse, system_faults
 from transfer_queue.weights.engines.clients import Client, Partial
 from transfer_queue.weights.engines.deadline import Deadline, TimedCall
+from transfer_queue.weights.engines.faults import system_faults
+from transfer_queue.weights.engines.info import INIT_TIMEOUT_S, Info, key_of, parse
 from transfer_queue.weights.engines.pending import PendingAdapter, PendingBase, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.engines.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
 from transfer_queue.weights.manifest import Manifest

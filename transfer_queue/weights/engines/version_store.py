@@ -6,7 +6,7 @@ import threading
 from typing import Generic, TypeVar
 
 from transfer_queue.errors import InvalidInput
-from transfer_queue.weights.engines.base import key_of
+from transfer_queue.weights.engines.info import key_of
 from transfer_queue.weights.engines.pending import label_of
 from transfer_queue.weights.engines.serving import gone
 from transfer_queue.weights.manifest import Manifest

@@ -18,9 +18,9 @@ from transfer_queue.errors import (
     WrongEpoch,
     error_from_code,
 )
-from transfer_queue.weights.engines.base import as_typed
 from transfer_queue.weights.engines.clients import Member as Member
 from transfer_queue.weights.engines.deadline import Deadline, TimedCall
+from transfer_queue.weights.engines.faults import as_typed
 from transfer_queue.weights.engines.reports import UNKNOWN, relabel, silent_workers
 from transfer_queue.weights.engines.trainer import TrainerEngine
 from transfer_queue.weights.gate import Mode
