@@ -44,7 +44,7 @@ def pack(num: int) -> float:
     import torch
 
     from transfer_queue.weights import StateDictSource, plan, seal
-    from transfer_queue.weights.packing import pack_into
+    from transfer_queue.weights.version.packing import pack_into
 
     values = torch.zeros(num, 64)
     source = StateDictSource({f"layers.{index}.weight": values[index] for index in range(num)})

@@ -15,8 +15,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from transfer_queue.errors import InternalError, ServiceUnavailable, TransferQueueError, error_from_code
-from transfer_queue.weights.gate import Mode
-from transfer_queue.weights.status import ServerStatus, decode, encode
+from transfer_queue.weights.receive.gate import Mode
+from transfer_queue.weights.receive.status import ServerStatus, decode, encode
 
 _CALLS = (
     "init_weight_transfer_engine",

@@ -16,9 +16,9 @@ from demo.settings import Settings
 from demo.tables import REPLICAS
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.weights import ModuleSource
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines.trainer import TrainerEngine
 from transfer_queue.weights.fleet import Fleet
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.trainer import TrainerEngine
 
 _DEADLINE_S = 60.0
 _CALL_S = 30.0

@@ -14,8 +14,8 @@ from torch import Tensor
 from demo.line import Line
 from demo.model import Cache, Generation, Policy, Shape, generate
 from transfer_queue.weights import Control, Gate, Receiver, Spans, Swap
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.receiver import VersionInfo
+from transfer_queue.weights.receive.receiver import VersionInfo
+from transfer_queue.weights.transport import registry
 
 _PAUSE_TIMEOUT_S = 30.0
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import transfer_queue as tq
 from transfer_queue.errors import AccessDenied, NotInitialized, NotOpen, TransferQueueError
 from transfer_queue.weights import Control, ModuleSource, Receiver, Spans, Swap
-from transfer_queue.weights.engines import registry
 from transfer_queue.weights.http import WeightSyncClient, serve
+from transfer_queue.weights.transport import registry
 
 ROWS, LENGTH = 64, 16
 VOCABULARY = 16

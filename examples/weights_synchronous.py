@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import transfer_queue as tq
 from transfer_queue.weights import Control, ModuleSource, Receiver, Spans, Swap
-from transfer_queue.weights.engines import registry
+from transfer_queue.weights.transport import registry
 
 ROWS, LENGTH = 64, 8
 VOCABULARY = 16

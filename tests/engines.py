@@ -20,9 +20,9 @@ from weights import Net, Weights, copy_of, drawn, lora, merged, root
 
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, error_from_code
 from transfer_queue.weights import InPlace, Receiver, StateDictSource, Swap
-from transfer_queue.weights.adapters import Lora
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines import trainer as trainer_module
+from transfer_queue.weights.receive.adapters import Lora
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport import trainer as trainer_module
 
 Hook = Callable[[str, str], None]
 REMOTE = {
@@ -35,7 +35,7 @@ BUCKET_NBYTES = 128
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["first"], "lora_dropout": 0.05}
 GIVEN = torch.arange(8.0)
 NAMES = ("shm", "tcp", "disk", "collective", "cuda_ipc")
-PRELOADED = ["engines", *(f"transfer_queue.weights.engines.{name}" for name in NAMES)]
+PRELOADED = ["engines", *(f"transfer_queue.weights.transport.{name}" for name in NAMES)]
 
 
 @contextlib.contextmanager

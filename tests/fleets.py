@@ -11,9 +11,9 @@ from weights import Net, copy_of, drawn, root
 
 from transfer_queue.errors import ServiceUnavailable
 from transfer_queue.weights import Control, Gate, InPlace, Receiver, StateDictSource
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines.trainer import TrainerEngine
 from transfer_queue.weights.fleet import Fleet
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.trainer import TrainerEngine
 
 SEND_S = 10.0
 

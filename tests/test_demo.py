@@ -46,7 +46,7 @@ from demo.tables import CLAIMS, REPLICAS, train_partition
 from demo.view import dashboard, plain_line
 from transfer_queue.errors import ServiceUnavailable, StaleVersion
 from transfer_queue.weights import ModuleSource
-from transfer_queue.weights.engines import registry
+from transfer_queue.weights.transport import registry
 
 ROOT = Path(__file__).parent.parent
 _DEADLINE_S = 300.0  # of a run that takes seconds on a quiet machine

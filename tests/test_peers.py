@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import transfer_queue as tq
+from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.session import Session
-from transfer_queue.client.transfer.arenas import MappedArenas
 from transfer_queue.errors import AccessDenied, ConfigError, ServiceUnavailable
 from transfer_queue.launch import local
 from transfer_queue.wire import messages as m

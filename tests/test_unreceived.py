@@ -19,7 +19,7 @@ from tables import Box, indexes
 import transfer_queue as tq
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.effects import Call
-from transfer_queue.client.transfer.views import BlockView
+from transfer_queue.client.views import BlockView
 from transfer_queue.memory.bytes import Anchor, address_of
 from transfer_queue.sampler import GRPOGroupNSampler
 from transfer_queue.wire import messages as m

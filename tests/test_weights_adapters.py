@@ -28,8 +28,8 @@ from transfer_queue.errors import (
     UnknownTensor,
 )
 from transfer_queue.weights import Control, Flip, InPlace, Receiver, StateDictSource, Swap, Target
-from transfer_queue.weights.adapters import Lora, load, save
-from transfer_queue.weights.engines.shm import ShmEngine, ShmTrainer
+from transfer_queue.weights.receive.adapters import Lora, load, save
+from transfer_queue.weights.transport.shm import ShmEngine, ShmTrainer
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["first"]}
 GIVEN = torch.arange(16.0).reshape(2, 8)

@@ -27,7 +27,7 @@ from transfer_queue.errors import (
     UpdateInProgress,
 )
 from transfer_queue.weights import AsyncControl, Control, Flip, Receiver, State
-from transfer_queue.weights.control_async import NUM_THREADS
+from transfer_queue.weights.control.control_async import NUM_THREADS
 
 ROOM_S = 20.0
 

@@ -30,9 +30,9 @@ from transfer_queue.weights import (
     StateDictSource,
     Swap,
 )
-from transfer_queue.weights.engines.cuda_ipc import CudaIpcEngine, CudaIpcTrainer, CudaIpcUpdate
-from transfer_queue.weights.engines.info import parse
-from transfer_queue.weights.sources import WeightSource
+from transfer_queue.weights.transport.cuda_ipc import CudaIpcEngine, CudaIpcTrainer, CudaIpcUpdate
+from transfer_queue.weights.transport.info import parse
+from transfer_queue.weights.version.sources import WeightSource
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,8 +11,8 @@ from weights import Net, Tied, delta, drawn, full, install, receiver_of, root, s
 
 from transfer_queue.errors import ProtocolError, ShapeMismatch, StaleBase, UnknownTensor
 from transfer_queue.weights import Manifest, ModuleSource
-from transfer_queue.weights.delta import DeltaSource, decode, encode
-from transfer_queue.weights.digest import byte_view
+from transfer_queue.weights.version.delta import DeltaSource, decode, encode
+from transfer_queue.weights.version.digest import byte_view
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,

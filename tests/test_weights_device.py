@@ -26,8 +26,8 @@ from transfer_queue.weights import (
     plan,
     seal,
 )
-from transfer_queue.weights.adapters import Lora
-from transfer_queue.weights.device import digest_at, mix64x2
+from transfer_queue.weights.receive.adapters import Lora
+from transfer_queue.weights.version.device import digest_at, mix64x2
 
 MASK = 2**64 - 1
 quiet = settings(max_examples=100, derandomize=True, deadline=None, database=None)

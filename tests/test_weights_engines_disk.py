@@ -23,11 +23,11 @@ from transfer_queue.errors import (
     VersionGone,
 )
 from transfer_queue.weights import InPlace, ModuleSource, Receiver, SafetensorsSource, StateDictSource, Swap
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines.base import Engine
-from transfer_queue.weights.engines.disk import DiskEngine, DiskTrainer, DiskTrainerInfo
-from transfer_queue.weights.engines.shm import ShmEngine, ShmTrainer
-from transfer_queue.weights.engines.tcp import TcpEngine
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.base import Engine
+from transfer_queue.weights.transport.disk import DiskEngine, DiskTrainer, DiskTrainerInfo
+from transfer_queue.weights.transport.shm import ShmEngine, ShmTrainer
+from transfer_queue.weights.transport.tcp import TcpEngine
 
 ROOM_S = 20.0
 
@@ -239,8 +239,8 @@ def test_engines_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match="already"):
         registry.register("tcp", "elsewhere:Engine")
     monkeypatch.setattr(registry, "_places", dict(registry._places))
-    registry.register("mine", "transfer_queue.weights.engines.tcp:TcpEngine")
-    registry.register("mine", "transfer_queue.weights.engines.tcp:TcpEngine")
+    registry.register("mine", "transfer_queue.weights.transport.tcp:TcpEngine")
+    registry.register("mine", "transfer_queue.weights.transport.tcp:TcpEngine")
     assert registry.engine("mine") is TcpEngine
     registry.register("broken", "no_such_module:Engine")
     with pytest.raises(InvalidInput, match="cannot be loaded"):
@@ -252,7 +252,7 @@ def test_engines_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_engines_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     brought = [
-        EntryPoint("theirs", "transfer_queue.weights.engines.disk:DiskEngine", registry.GROUP),
+        EntryPoint("theirs", "transfer_queue.weights.transport.disk:DiskEngine", registry.GROUP),
         EntryPoint("twice", "one:Engine", registry.GROUP),
         EntryPoint("twice", "two:Engine", registry.GROUP),
     ]

@@ -22,9 +22,9 @@ from transfer_queue.errors import (
     WrongEpoch,
 )
 from transfer_queue.weights import State, StateDictSource
-from transfer_queue.weights.engines import registry
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
+from transfer_queue.weights.transport import registry
 
 Start = Callable[..., Site]
 
@@ -303,7 +303,7 @@ REPLICA = """
     torch.set_num_threads(1)
     from weights import Net, copy_of, root
     from transfer_queue.weights import Control, Receiver, Swap
-    from transfer_queue.weights.engines import registry
+    from transfer_queue.weights.transport import registry
     from transfer_queue.weights.http import serve
     module = Net()
     receiver = Receiver(Swap(module))

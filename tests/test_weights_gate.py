@@ -11,7 +11,7 @@ from conftest import until
 
 from transfer_queue.errors import Aborted, DeadlineExceeded, GenerationPaused, InvalidInput, UnknownMode
 from transfer_queue.weights import Gate
-from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.receive.gate import Mode
 
 ROOM_S = 20.0
 

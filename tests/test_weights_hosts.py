@@ -13,16 +13,16 @@ from weights import Net
 
 from tools.netns import allowed
 from transfer_queue.weights import Control, InPlace, ModuleSource, Receiver, http
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines.collective import CollectiveTrainer, CollectiveTrainerInfo
-from transfer_queue.weights.engines.reports import Reports
-from transfer_queue.weights.engines.tcp import TcpEngine
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.collective import CollectiveTrainer, CollectiveTrainerInfo
+from transfer_queue.weights.transport.reports import Reports
+from transfer_queue.weights.transport.tcp import TcpEngine
 from transfer_queue.wire.address import advertised, is_everywhere, is_here
 
 TRAINER = """
 import threading
 from transfer_queue.weights import StateDictSource
-from transfer_queue.weights.engines import registry
+from transfer_queue.weights.transport import registry
 class Nobody:
     init_weight_transfer_engine = start_weight_update = update_weights = finish_weight_update = lambda self, *_: None
 source = StateDictSource({{"weight": torch.full((2, 3), 7.0)}})
@@ -32,7 +32,7 @@ result = trainer.receivers_info()
 """
 RECEIVER = """
 from transfer_queue.weights import InPlace, Receiver
-from transfer_queue.weights.engines.tcp import TcpEngine
+from transfer_queue.weights.transport.tcp import TcpEngine
 module = torch.nn.Linear(3, 2, bias=False)
 engine = TcpEngine(Receiver(InPlace(module)))
 engine.init_transfer_engine({info!r})

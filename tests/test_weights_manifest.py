@@ -13,7 +13,7 @@ from weights import Net, Tied, drawn, full
 
 from transfer_queue.errors import BadManifest
 from transfer_queue.weights import Manifest, ModuleSource, TensorSpec
-from transfer_queue.weights.manifest import Entry, Stored, root_of
+from transfer_queue.weights.version.manifest import Entry, Stored, root_of
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(),

@@ -11,10 +11,10 @@ import torch
 from test_weights_sources import Direct
 
 from transfer_queue.weights import InPlace, Manifest, ModuleSource, Receiver, StateDictSource, pack, plan, seal
-from transfer_queue.weights.engines import cuda_ipc, registry
-from transfer_queue.weights.engines.tcp import Installed
-from transfer_queue.weights.packing import Plan, digests, pack_into
-from transfer_queue.weights.sources import Once, weights_called
+from transfer_queue.weights.transport import cuda_ipc, registry
+from transfer_queue.weights.transport.tcp import Installed
+from transfer_queue.weights.version.packing import Plan, digests, pack_into
+from transfer_queue.weights.version.sources import Once, weights_called
 
 NUM = 400
 SOURCE = StateDictSource({f"{number:04}.weight": torch.full((3,), float(number)) for number in range(NUM)})

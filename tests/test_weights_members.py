@@ -28,14 +28,14 @@ from transfer_queue.errors import (
     WrongEpoch,
 )
 from transfer_queue.weights import Control, Gate, InPlace, Receiver, StateDictSource, VersionInfo
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines.clients import Member
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, control_app
 from transfer_queue.weights.http.serving import HttpServer
-from transfer_queue.weights.receiver import AdapterInfo
-from transfer_queue.weights.spans import Spans
-from transfer_queue.weights.status import OpenUpdate, ServerStatus, decode, encode
+from transfer_queue.weights.receive.receiver import AdapterInfo
+from transfer_queue.weights.receive.status import OpenUpdate, ServerStatus, decode, encode
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.clients import Member
+from transfer_queue.weights.version.spans import Spans
 
 TOKEN, SEND_S = "t", 20.0
 CALLS = [name for name in dir(Member) if not name.startswith("_")]

@@ -24,8 +24,9 @@ from transfer_queue.errors import (
     UpdateInProgress,
     WrongEpoch,
 )
-from transfer_queue.weights import Flip, InPlace, Receiver, State, Swap, stand_ins, targets
-from transfer_queue.weights.targets import Target
+from transfer_queue.weights import Flip, InPlace, Receiver, State, Swap
+from transfer_queue.weights.receive import stand_ins, targets
+from transfer_queue.weights.receive.targets import Target
 
 MODES: dict[str, Callable[[], Target]] = {
     "in place": lambda: InPlace(Net()),

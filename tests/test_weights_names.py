@@ -15,7 +15,7 @@ from weights import Net, Tied, copy_of, drawn, full, install, same
 
 from transfer_queue.errors import InvalidInput, UnknownTensor
 from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, SafetensorsSource, StateDictSource, Swap
-from transfer_queue.weights.sources import named_weights
+from transfer_queue.weights.version.sources import named_weights
 
 PLAIN = list(named_weights(Net()))
 

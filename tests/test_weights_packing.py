@@ -26,8 +26,8 @@ from transfer_queue.weights import (
     seal,
     unpack,
 )
-from transfer_queue.weights.digest import digest_tensor
-from transfer_queue.weights.sources import TensorMeta
+from transfer_queue.weights.version.digest import digest_tensor
+from transfer_queue.weights.version.sources import TensorMeta
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex128, torch.int64]
 ODD = {

@@ -23,7 +23,7 @@ from transfer_queue.errors import (
     WrongEpoch,
 )
 from transfer_queue.weights import InPlace, Receiver, State, Swap
-from transfer_queue.weights.receiver import AdapterInfo, VersionInfo
+from transfer_queue.weights.receive.receiver import AdapterInfo, VersionInfo
 
 
 @pytest.fixture

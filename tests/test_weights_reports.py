@@ -10,9 +10,9 @@ import torch
 
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError, UnknownTensor, VersionGone
 from transfer_queue.weights import InPlace, Receiver, StateDictSource
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines.base import Engine
-from transfer_queue.weights.engines.trainer import TrainerEngine
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.base import Engine
+from transfer_queue.weights.transport.trainer import TrainerEngine
 
 TRANSPORTS = ["shm", "tcp", "disk"]
 

@@ -12,8 +12,8 @@ from weights import Net, drawn
 
 from transfer_queue.errors import InvalidInput, NotSupported, TransferQueueError
 from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource
-from transfer_queue.weights.engines.disk import DiskEngine, DiskTrainer
 from transfer_queue.weights.http import WeightSyncClient, serve
+from transfer_queue.weights.transport.disk import DiskEngine, DiskTrainer
 
 ROOM_S = 20.0
 Start = Callable[..., WeightSyncClient]

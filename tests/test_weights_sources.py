@@ -12,10 +12,10 @@ import torch
 from weights import Net, copy_of, drawn, same
 
 from transfer_queue.weights import InPlace, Receiver, StateDictSource, pack, plan
-from transfer_queue.weights.engines import collective, registry
-from transfer_queue.weights.engines.deadline import Deadline, TimedCall
-from transfer_queue.weights.engines.pending import PendingVersion
-from transfer_queue.weights.packing import pack_into
+from transfer_queue.weights.transport import collective, registry
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall
+from transfer_queue.weights.transport.pending import PendingVersion
+from transfer_queue.weights.version.packing import pack_into
 
 DEADLINE_S = 30.0
 ENGINES: dict[str, dict[str, Any]] = {

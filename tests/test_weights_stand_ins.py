@@ -14,7 +14,7 @@ from weights import Net, Tied, copy_of, drawn, full, install, same
 
 from transfer_queue.errors import CommitFailed
 from transfer_queue.weights import ModuleSource, Receiver, State, Swap
-from transfer_queue.weights.stand_ins import Exchange
+from transfer_queue.weights.receive.stand_ins import Exchange
 
 GIVEN = torch.arange(8.0)
 

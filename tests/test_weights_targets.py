@@ -10,8 +10,9 @@ import torch
 from weights import Net, Tied, copy_of, delta, drawn, full, install, same
 
 from transfer_queue.errors import CommitFailed, DeadlineExceeded, Incomplete, InvalidInput, ShapeMismatch, UnknownTensor
-from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, State, Swap, stand_ins, targets
-from transfer_queue.weights.targets import Target
+from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, State, Swap
+from transfer_queue.weights.receive import stand_ins, targets
+from transfer_queue.weights.receive.targets import Target
 
 MODES = {"in place": InPlace, "swap": Swap, "flip": lambda module, **more: Flip(module, type(module)(), **more)}
 Make = Callable[..., Target]

@@ -16,10 +16,10 @@ from conftest import until
 from safetensors.torch import save_file
 
 from transfer_queue.errors import Incomplete, ShapeMismatch, TransferQueueError, UnknownTensor
+from transfer_queue.integrations.vllm import plugin
+from transfer_queue.integrations.vllm.model import in_layers
 from transfer_queue.weights import StateDictSource, digests, plan, seal
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.vllm import plugin
-from transfer_queue.weights.vllm.model import in_layers
+from transfer_queue.weights.transport import registry
 
 
 class Factory:
@@ -91,7 +91,7 @@ def config(folder: Path, tied: bool = False) -> Any:
 
 
 def worker(folder: Path) -> Any:
-    from transfer_queue.weights.vllm.engine import ShmWorker
+    from transfer_queue.integrations.vllm.engine import ShmWorker
 
     return ShmWorker(SimpleNamespace(backend="tq_shm"), config(folder), torch.device("cpu"), Model())
 
@@ -99,7 +99,7 @@ def worker(folder: Path) -> Any:
 def test_a_worker_takes_folders_below_the_root_of_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transfer_queue.weights.vllm.engine import DiskWorker
+    from transfer_queue.integrations.vllm.engine import DiskWorker
 
     monkeypatch.delenv("TQ_WEIGHTS_ROOT", raising=False)
     inside, outside = tmp_path / "root" / "run", tmp_path / "other"
@@ -152,7 +152,7 @@ def test_the_plug_in_registers_once_and_never_raises(monkeypatch: pytest.MonkeyP
     plugin.register()
     assert set(Factory._registry) == {"nccl", *plugin.ENGINES}
     for name, place in plugin.ENGINES.items():
-        assert Factory._registry[name] == ("transfer_queue.weights.vllm.engine", place)
+        assert Factory._registry[name] == ("transfer_queue.integrations.vllm.engine", place)
     Factory._registry = {}
     monkeypatch.setattr(Factory, "register_engine", lambda *_: 1 / 0)
     plugin.register()
@@ -161,7 +161,7 @@ def test_the_plug_in_registers_once_and_never_raises(monkeypatch: pytest.MonkeyP
 
 
 def test_it_is_made_by_position_and_by_keyword(tmp_path: Path) -> None:
-    from transfer_queue.weights.vllm import engine as workers
+    from transfer_queue.integrations.vllm import engine as workers
 
     for name in set(plugin.ENGINES.values()):
         kind = getattr(workers, name)
@@ -204,7 +204,7 @@ def test_an_update_a_failed_load_and_a_trainer_that_left_an_update_open(
 
 
 def test_buckets_in_mapped_memory_come_one_by_one_and_a_fault_in_them_is_heard(tmp_path: Path) -> None:
-    from transfer_queue.weights.vllm.engine import CudaIpcWorker
+    from transfer_queue.integrations.vllm.engine import CudaIpcWorker
 
     made = CudaIpcWorker(None, config(tmp_path), torch.device("cpu"), Model())
     told: list[tuple[int, str]] = []  # what has come when each call is answered
@@ -254,7 +254,7 @@ def contents(tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def test_the_headers_tell_what_is_taken(tmp_path: Path) -> None:
-    from transfer_queue.weights.vllm.checkpoint import Checkpoint
+    from transfer_queue.integrations.vllm.checkpoint import Checkpoint
 
     found = config(tmp_path, tied=True)
     save_file({**weights(1.0), "embed_tokens.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")

@@ -10,9 +10,10 @@ import pytest
 import torch
 from test_weights_sources import Direct
 
-from transfer_queue.weights import ModuleSource, Receiver, Swap, staging_memory
-from transfer_queue.weights.engines import registry, shm, tcp
-from transfer_queue.weights.targets import Target
+from transfer_queue.weights import ModuleSource, Receiver, Swap
+from transfer_queue.weights.receive.targets import Target
+from transfer_queue.weights.transport import registry, shm, tcp
+from transfer_queue.weights.version import tensor_memory
 
 DEADLINE_S = 30.0
 WIDTH = 1024  # 4 MiB: what is smaller needs no pool
@@ -73,19 +74,19 @@ def test_memory_for_tcp_is_touched_at_the_start_on_both_sides_once(monkeypatch: 
 
 
 def test_pieces_that_were_made_ready_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging_memory._pool.clear()
-    staging_memory.warm([4 << 20] * 3, 2)
-    mapped = counted(monkeypatch, staging_memory._pool, "_map")
-    held = [staging_memory.room(4 << 20) for _ in range(6)]
+    tensor_memory._pool.clear()
+    tensor_memory.warm([4 << 20] * 3, 2)
+    mapped = counted(monkeypatch, tensor_memory._pool, "_map")
+    held = [tensor_memory.room(4 << 20) for _ in range(6)]
     assert not mapped
     del held
-    staging_memory._pool.clear()
+    tensor_memory._pool.clear()
 
 
 def test_no_more_is_made_ready_than_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_memory, "KEEP_NBYTES", 16 << 20)
-    staging_memory._pool.clear()
-    mapped = counted(monkeypatch, staging_memory._pool, "_map")
-    staging_memory.warm([4 << 20] * 3, 100)
+    monkeypatch.setattr(tensor_memory, "KEEP_NBYTES", 16 << 20)
+    tensor_memory._pool.clear()
+    mapped = counted(monkeypatch, tensor_memory._pool, "_map")
+    tensor_memory.warm([4 << 20] * 3, 100)
     assert mapped == [4 << 20] * 4
-    staging_memory._pool.clear()
+    tensor_memory._pool.clear()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from transfer_queue.weights import InPlace, Manifest, Receiver, StateDictSource, WeightSource, pack, plan, seal
-from transfer_queue.weights.delta import DeltaSource
-from transfer_queue.weights.manifest import root_of
-from transfer_queue.weights.receiver import CommitInfo
-from transfer_queue.weights.sources import named_weights
+from transfer_queue.weights.receive.receiver import CommitInfo
+from transfer_queue.weights.version.delta import DeltaSource
+from transfer_queue.weights.version.manifest import root_of
+from transfer_queue.weights.version.sources import named_weights
 
 Weights = dict[str, torch.Tensor]
 ROOM_S = 30.0

@@ -17,10 +17,10 @@ from weights import Net, copy_of, root
 
 from transfer_queue.errors import DeadlineExceeded, TransferQueueError
 from transfer_queue.weights import Control, Gate, Receiver, Swap
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines.trainer import TrainerEngine
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.trainer import TrainerEngine
 
 TOKEN = "t"
 ENGINE = "tcp"

@@ -139,7 +139,7 @@ CHILDREN = Zygote(
     "transfer_queue.dataloader",
     "transfer_queue.cli",
     "transfer_queue.weights.http",
-    "transfer_queue.weights.engines.tcp",
+    "transfer_queue.weights.transport.tcp",
     "transfer_queue.weights.fleet",
 )
 

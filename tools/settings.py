@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from transfer_queue import config  # noqa: E402
 from transfer_queue.server.settings import ServerConfig  # noqa: E402
-from transfer_queue.weights.engines import registry  # noqa: E402
+from transfer_queue.weights.transport import registry  # noqa: E402
 
 PAGE = ROOT / "docs" / "settings.md"
 SOURCE = Path(config.__file__).with_name("config.yaml")

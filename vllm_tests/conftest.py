@@ -13,9 +13,9 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from transfer_queue.weights import ModuleSource
-from transfer_queue.weights.engines import registry
-from transfer_queue.weights.engines.pending import SyncReport
-from transfer_queue.weights.engines.trainer import TrainerEngine
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.pending import SyncReport
+from transfer_queue.weights.transport.trainer import TrainerEngine
 from vllm_tests.models import answer, drawn, save
 from vllm_tests.servers import Server
 

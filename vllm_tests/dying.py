@@ -8,8 +8,8 @@ import threading
 from typing import Any
 
 from transfer_queue.weights import ModuleSource
-from transfer_queue.weights.engines import registry
 from transfer_queue.weights.http import WeightSyncClient
+from transfer_queue.weights.transport import registry
 from vllm_tests.models import drawn
 
 POINTS = ("introduced", "started", "fetching", "verified", "finished")

@@ -9,7 +9,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
 from transfer_queue.errors import UnknownTensor
-from transfer_queue.weights.engines.collective import CollectiveTrainer
+from transfer_queue.weights.transport.collective import CollectiveTrainer
 from vllm_tests.models import NUM_TOKENS, PROMPT, answer, drawn
 from vllm_tests.sources import Odd
 

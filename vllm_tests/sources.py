@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from transfer_queue.weights import ModuleSource
-from transfer_queue.weights.engines.info import key_of
-from transfer_queue.weights.engines.shm import ShmTrainer
-from transfer_queue.weights.engines.tcp import TcpTrainer
-from transfer_queue.weights.sources import TensorMeta
+from transfer_queue.weights.transport.info import key_of
+from transfer_queue.weights.transport.shm import ShmTrainer
+from transfer_queue.weights.transport.tcp import TcpTrainer
+from transfer_queue.weights.version.sources import TensorMeta
 
 NORM = "model.layers.1.input_layernorm.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"

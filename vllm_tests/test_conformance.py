@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from transfer_queue.weights.engines.shm import ShmTrainer
+from transfer_queue.weights.transport.shm import ShmTrainer
 from vllm_tests.models import constant, drawn, save
 from vllm_tests.servers import ROOT, Server
 from vllm_tests.sources import Nobody, Odd

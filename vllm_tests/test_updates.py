@@ -22,10 +22,10 @@ from transfer_queue.errors import (
     UnknownTensor,
 )
 from transfer_queue.weights import StateDictSource, digests, plan, seal
-from transfer_queue.weights.engines.deadline import Deadline
-from transfer_queue.weights.engines.pending import PendingBase, PendingVersion
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.pending import PendingBase, PendingVersion
 from vllm_tests.conftest import Site, note
 from vllm_tests.dying import POINTS
 from vllm_tests.models import answer, drawn, save

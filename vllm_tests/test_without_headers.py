@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from transfer_queue.errors import CommitFailed, DigestMismatch, Incomplete, ShapeMismatch, UnknownTensor
-from transfer_queue.weights.engines.disk import DiskTrainer
+from transfer_queue.weights.transport.disk import DiskTrainer
 from vllm_tests.conftest import Site
 from vllm_tests.models import answer, drawn, save
 from vllm_tests.servers import Server

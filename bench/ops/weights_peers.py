@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from bench.session import Session
-from transfer_queue.weights.sources import ModuleSource
+from transfer_queue.weights.version.sources import ModuleSource
 
 BUFFER_NBYTES = 1 << 30  # vLLM's and verl's
 TIMEOUT_S = 300

@@ -6,7 +6,9 @@
          ├─ tracing             a line of the debug log for each
          └─ drivers             run it: blocking, or on an asyncio event loop
              ├─ session         connections, arenas, memory; one server, many threads and event loops
-             │   └─ connection  one blocking connection: one request at a time
+             │   ├─ connection  one blocking connection: one request at a time
+             │   ├─ arenas      the server's shared memory in this process
+             │   └─ views       zero-copy reads: pins, and what undoes them
              ├─ transfer        the bytes of rows, between the caller and where they lie
              └─ retry           how long a lost call is sent again
     describing, remarks         from the server's view of rows to metadata; what it remarks on a call

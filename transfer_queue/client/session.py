@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
 from transfer_queue.client.listing import Listings
 from transfer_queue.client.retry import Retry, nobody_listens
-from transfer_queue.client.transfer.arenas import MappedArenas
-from transfer_queue.client.transfer.views import Views
+from transfer_queue.client.views import Views
 from transfer_queue.errors import (
     DeadlineExceeded,
     ServiceRestarted,

@@ -2,8 +2,6 @@
 
 write        a planned batch: allocate, copy, commit
 read         one round trip that locates and pins, then views or gathers
-arenas       the server's shared memory in this process
-views        zero-copy reads: pins, and what undoes them
 allocation   tensors that already lie in the store, filled by the caller
 remote       blocks of other hosts
 snapshots    everything at once, for `transfer_queue.checkpoint`

@@ -15,13 +15,13 @@ from transfer_queue.errors import (
     TransferQueueError,
     WrongEpoch,
 )
-from transfer_queue.weights.engines.deadline import Deadline
-from transfer_queue.weights.engines.trainer import Follower, TrainerEngine
 from transfer_queue.weights.fleet.monitor import PROBE_TIMEOUT_S, ReplicaMonitor
 from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, at_once, gathered
 from transfer_queue.weights.fleet.rounds import Round, RoundPause
-from transfer_queue.weights.gate import Mode
-from transfer_queue.weights.update_session import run_of
+from transfer_queue.weights.receive.gate import Mode
+from transfer_queue.weights.receive.update_session import run_of
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.trainer import Follower, TrainerEngine
 
 CALL_TIMEOUT_S = 30.0
 HEARTBEAT_S = 2.0

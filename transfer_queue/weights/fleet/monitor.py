@@ -7,11 +7,11 @@ import threading
 from typing import Any, Protocol
 
 from transfer_queue.errors import NotSupported, TransferQueueError, VersionGone
-from transfer_queue.weights.engines.deadline import Deadline
-from transfer_queue.weights.engines.reports import forget_caches
-from transfer_queue.weights.engines.trainer import TrainerEngine
 from transfer_queue.weights.fleet.replica import Decided, Replica, Serving
-from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.receive.gate import Mode
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.reports import forget_caches
+from transfer_queue.weights.transport.trainer import TrainerEngine
 
 log = logging.getLogger("transfer_queue.weights")
 MAX_REST_S = 30.0

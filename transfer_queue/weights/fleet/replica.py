@@ -18,13 +18,13 @@ from transfer_queue.errors import (
     WrongEpoch,
     error_from_code,
 )
-from transfer_queue.weights.engines.clients import Member as Member
-from transfer_queue.weights.engines.deadline import Deadline, TimedCall
-from transfer_queue.weights.engines.faults import as_typed
-from transfer_queue.weights.engines.reports import UNKNOWN, relabel, silent_workers
-from transfer_queue.weights.engines.trainer import TrainerEngine
-from transfer_queue.weights.gate import Mode
-from transfer_queue.weights.status import ServerStatus
+from transfer_queue.weights.receive.gate import Mode
+from transfer_queue.weights.receive.status import ServerStatus
+from transfer_queue.weights.transport.clients import Member as Member
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall
+from transfer_queue.weights.transport.faults import as_typed
+from transfer_queue.weights.transport.reports import UNKNOWN, relabel, silent_workers
+from transfer_queue.weights.transport.trainer import TrainerEngine
 
 
 class Decided(NamedTuple):

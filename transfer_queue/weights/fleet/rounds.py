@@ -8,14 +8,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError, UpdateInProgress
-from transfer_queue.weights.engines.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE
-from transfer_queue.weights.engines.deadline import Deadline
-from transfer_queue.weights.engines.reports import forget_caches
 from transfer_queue.weights.fleet.replica import Replica, at_once, gathered
-from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.receive.gate import Mode
+from transfer_queue.weights.transport.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.reports import forget_caches
 
 if TYPE_CHECKING:
-    from transfer_queue.weights.engines.trainer import TrainerEngine
+    from transfer_queue.weights.transport.trainer import TrainerEngine
 
 log = logging.getLogger("transfer_queue.weights")
 SLACK_S = 0.5  # beyond the replicas' own deadlines

@@ -31,13 +31,13 @@ from transfer_queue.errors import (
     WrongEpoch,
     error_from_code,
 )
-from transfer_queue.weights.checker import Comparison
-from transfer_queue.weights.control import UpdateInfo
-from transfer_queue.weights.engines.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE, Partial
-from transfer_queue.weights.gate import Mode
+from transfer_queue.weights.control.control import UpdateInfo
 from transfer_queue.weights.http.bodies import check_token, run_header
-from transfer_queue.weights.status import ServerStatus, decode
-from transfer_queue.weights.update_session import run_of
+from transfer_queue.weights.receive.checker import Comparison
+from transfer_queue.weights.receive.gate import Mode
+from transfer_queue.weights.receive.status import ServerStatus, decode
+from transfer_queue.weights.receive.update_session import run_of
+from transfer_queue.weights.transport.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE, Partial
 
 _REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenied, WrongEpoch)
 MAX_ANSWER_NBYTES = 256 << 20  # checksums of a million tensors

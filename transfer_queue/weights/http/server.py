@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, InvalidInput, NotSupported
-from transfer_queue.weights.control import Control
-from transfer_queue.weights.control_async import AsyncControl
+from transfer_queue.weights.control.control import Control
+from transfer_queue.weights.control.control_async import AsyncControl
 from transfer_queue.weights.http import bodies
 from transfer_queue.weights.http.extra import lacking
-from transfer_queue.weights.status import encode
+from transfer_queue.weights.receive.status import encode
 
 try:
     from starlette.applications import Starlette

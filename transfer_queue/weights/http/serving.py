@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from transfer_queue.errors import ConfigError, DeadlineExceeded
-from transfer_queue.weights.control import Control
-from transfer_queue.weights.control_async import AsyncControl
+from transfer_queue.weights.control.control import Control
+from transfer_queue.weights.control.control_async import AsyncControl
 from transfer_queue.weights.http.extra import lacking
 from transfer_queue.weights.http.server import control_app
 from transfer_queue.wire.address import advertised

@@ -1,0 +1,4 @@
+"""Parts of other frameworks that run ours.
+
+vllm    receivers inside vLLM's workers
+"""

@@ -1,0 +1,158 @@
+"""A model in a vLLM worker as a target. Versions are whole checkpoints; the model's loaders cut out what belongs here.
+
+Loading goes through vLLM's layerwise reload, which keeps addresses (CUDA graphs) and repacks, but leaves the model
+unusable when it fails. So nothing is loaded before it was checked, and after a failure the version before is loaded
+again, from its host copy, which is kept anyway: differences apply to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from transfer_queue.errors import CommitFailed, NotSupported, StaleBase
+from transfer_queue.integrations.vllm.checkpoint import Checkpoint
+from transfer_queue.weights.receive.targets import Broken, Live, Pause, Target, Tensors
+from transfer_queue.weights.version.manifest import Contents
+
+log = logging.getLogger("transfer_queue.weights")
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Loading(NamedTuple):
+    """What is to be loaded, and the same on the host (the very same tensors where they came there)."""
+
+    tensors: dict[str, torch.Tensor]
+    copies: dict[str, torch.Tensor]
+
+
+class LoadedModel(Target):
+    """`agree` tells whether the other workers of this server took the version too: all commit, or all go back. It is
+    called once in every commit (`voted`). Commits run in the thread that runs the forward passes."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, agree: Callable[[bool], bool]) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+        self._model_config = vllm_config.model_config
+        self._agree = agree
+        self._checkpoint = Checkpoint(vllm_config, self._model_config)
+        self._held: dict[str, torch.Tensor] | None = None  # what is installed
+        self._names: list[str] = []
+        self.voted = False
+
+    def check(self, contents: Contents) -> None:
+        self._checkpoint.check(contents)
+        self._names = list(contents)
+
+    def bases(self) -> Tensors:
+        if self._held is None:
+            raise StaleBase("nothing was installed here yet: send a full version")
+        return self._held
+
+    def prepare(self, staged: Tensors) -> Loading:
+        held = self._held or {}
+        new = {name: staged[name] if name in staged else held[name] for name in in_layers(self._names)}
+        return Loading(new, {name: tensor.cpu() for name, tensor in new.items()})
+
+    def commit(self, prepared: Loading, tag: Any, timeout_s: float) -> Pause:
+        start = time.monotonic()
+        fault: Exception | None = None
+        try:
+            self._load(prepared.tensors.items())
+        except Exception as error:  # loaders raise whatever they run into
+            log.exception("loading failed")
+            fault = error
+        self.voted = True
+        if not self._agree(fault is None):
+            self._go_back(repr(fault) if fault else "another worker of this server could not load it")
+        self._held, self.tag, self.broken = prepared.copies, tag, False
+        return Pause(time.monotonic() - start, 0.0)
+
+    def _go_back(self, why: str) -> None:
+        """Load what was there before, and raise."""
+        self.broken = True
+        before: Named | None = self._held.items() if self._held is not None else self._checkpoint.tensors()
+        if before is None:
+            raise Broken(f"loading failed, and there is no copy of what was there before: {why}")
+        try:
+            self._load(before)
+        except Exception as worse:  # as above
+            log.exception("loading the version before failed")
+            raise Broken(f"loading failed ({why}), and so did going back: {worse!r}") from worse
+        self.broken = False
+        raise CommitFailed(f"loading failed, the version before was loaded again: {why}")
+
+    def _load(self, tensors: Named) -> None:
+        """All of it, through the model's loader. On an error the model has tensors, of whichever version."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        with set_current_vllm_config(self._vllm_config), _some_modules_may_lack():
+            initialize_layerwise_reload(self._model)
+            try:
+                load: Any = self._model.load_weights
+                load(iter(tensors))
+                finalize_layerwise_reload(self._model, self._model_config)
+            except BaseException:  # an interrupt must not leave layers without tensors
+                _forget_what_came(self._model)
+                finalize_layerwise_reload(self._model, self._model_config)
+                raise
+        if any(tensor.device.type not in ("cpu", "meta") for tensor in self._model.parameters()):
+            torch.accelerator.synchronize()
+
+    # readers: the worker's own thread, which commits too
+
+    @contextmanager
+    def reading(self, timeout_s: float) -> Iterator[Live]:
+        if self.broken:
+            raise CommitFailed("the weights are a mixture since a commit failed: commit a whole version")
+        yield Live(self._model, self.tag)
+
+    @contextmanager
+    def exclusive(self, timeout_s: float) -> Iterator[float]:
+        yield 0.0
+
+    def scramble(self, timeout_s: float) -> None:
+        raise NotSupported("vLLM's own /weight_checker overwrites weights")
+
+    @contextmanager
+    def inspecting(self, timeout_s: float) -> Iterator[torch.nn.Module]:
+        yield self._model
+
+
+def in_layers(names: list[str]) -> list[str]:
+    """What is not in a numbered layer in its place, and the others by layer: vLLM repacks a layer, and frees what was
+    gathered for it, when its last tensor has come."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+        key = (name, -1) if at is None else (".".join(parts[:at]), int(parts[at]))
+        groups.setdefault(key, []).append(name)
+    return [name for group in groups.values() for name in group]
+
+
+def _forget_what_came(model: torch.nn.Module) -> None:
+    """Have vLLM put the tensors from before back in place, in layers that are not finished."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
+def _some_modules_may_lack() -> Any:
+    """vLLM's check for draft layers does not hold for checkpoints from trainers."""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    except ImportError:
+        return contextlib.nullcontext()
+    return disable_mtp_completeness_check()

@@ -1,0 +1,40 @@
+"""The entry point, which vLLM calls in its server, its core and every worker. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+log = logging.getLogger("transfer_queue.weights")
+_HOME = "transfer_queue.integrations.vllm.engine"
+ENGINES = {
+    "transfer_queue": "ShmWorker",
+    "tq_shm": "ShmWorker",
+    "tq_tcp": "TcpWorker",
+    "tq_disk": "DiskWorker",
+    "tq_collective": "CollectiveWorker",
+    "tq_cuda_ipc": "CudaIpcWorker",
+}
+
+
+def register() -> None:
+    """Make the engines known to vLLM, for `--weight-transfer-config '{"backend": "transfer_queue"}'`. Repeatable; never
+    raises: a vLLM without weight transfer serves as before."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except Exception as error:  # noqa: BLE001 whatever another release has there
+        log.warning("this vLLM takes no weight-transfer engines: %r", error)
+        return
+    for name, attribute in ENGINES.items():
+        _register(WeightTransferEngineFactory, name, attribute)
+
+
+def _register(factory: Any, name: str, attribute: str) -> None:
+    if name in getattr(factory, "_registry", {}):
+        return
+    try:
+        factory.register_engine(name, _HOME, attribute)
+    except ValueError:
+        log.debug("there is an engine %s already", name)
+    except Exception as error:  # noqa: BLE001
+        log.warning("the engine %s could not be registered: %r", name, error)

@@ -1,0 +1,59 @@
+"""Whether a version fits a model, and its tensors in the model's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from transfer_queue.codec.dtypes import dtype_name, torch_dtype
+from transfer_queue.errors import Incomplete, ShapeMismatch, UnknownTensor
+from transfer_queue.weights.version.manifest import Contents
+from transfer_queue.weights.version.sources import ties
+
+
+def check_fits(contents: Contents, slots: Mapping[str, torch.Tensor], strict: bool, cast: bool) -> None:
+    """Raise unless it does: `UnknownTensor`, `ShapeMismatch` (also of ties), and, if `strict`, `Incomplete`. `cast`:
+    floating dtypes may differ."""
+    same = ties(slots)
+    _check_known(contents, slots, cast)
+    held: dict[str, tuple[str, str]] = {}
+    for name, entry in contents.items():
+        first, digest = held.setdefault(same.get(name, name), (name, entry.digest))
+        if digest != entry.digest:
+            raise ShapeMismatch(f"{first!r} and {name!r} differ, and the model has one tensor for both")
+    missing = {same.get(name, name) for name in slots} - set(held)
+    if strict and missing:
+        raise Incomplete(f"the version lacks {len(missing)} tensors of the model, such as {min(missing)!r}")
+
+
+def once(staged: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:
+    """The staged tensors under the first name that the model has for each."""
+    return {same.get(name, name): tensor for name, tensor in staged.items()}
+
+
+def alike(live: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new` on the device, in the dtype and with the strides of `live`."""
+    moved = new.to(live.device, live.dtype)
+    if moved.stride() == live.stride():
+        return moved
+    return torch.empty_like(live.detach()).copy_(moved)
+
+
+def kinds(slots: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (slot.dtype, slot.shape) for name, slot in slots.items()}
+
+
+def _check_known(contents: Contents, slots: Mapping[str, torch.Tensor], cast: bool) -> None:
+    for name, entry in contents.items():
+        if name not in slots:
+            raise UnknownTensor(f"the model has no {name!r}")
+        live = slots[name]
+        fits = entry.dtype == dtype_name(live.dtype)
+        if not fits and cast:
+            fits = live.is_floating_point() and torch_dtype(entry.dtype).is_floating_point
+        if not fits or entry.shape != tuple(live.shape):
+            raise ShapeMismatch(
+                f"{name!r} is {entry.dtype} {list(entry.shape)}, the model's is {live.dtype} {list(live.shape)}"
+            )

@@ -1,0 +1,361 @@
+"""How verified tensors become the live weights of a torch module: copied in place, swapped in, or by changing modules.
+
+    InPlace   under the lock, bytes are copied into the live tensors: addresses stay (CUDA graphs, compiled code, views)
+    Swap      under the lock, tensors are given other memory: the pause does not depend on the size; addresses change
+    Flip      a second module takes the bytes, then a reference changes: readers never wait; twice the memory
+
+`prepare` does all that can be done, and can fail, while the old weights serve. `commit` is all or nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from transfer_queue.errors import (
+    CommitFailed,
+    DeadlineExceeded,
+    InvalidInput,
+    NotSupported,
+    ShapeMismatch,
+)
+from transfer_queue.weights.receive.compatibility import alike, check_fits, kinds, once
+from transfer_queue.weights.receive.lock import SharedLock
+from transfer_queue.weights.receive.stand_ins import Exchange
+from transfer_queue.weights.version.delta import Patch
+from transfer_queue.weights.version.manifest import Contents
+from transfer_queue.weights.version.sources import named_weights, ties
+from transfer_queue.weights.version.tensor_memory import copies, write
+
+READ_TIMEOUT_S = 60.0
+Tensors = Mapping[str, torch.Tensor]
+Staged: TypeAlias = "torch.Tensor | Patch"
+
+
+class Live(NamedTuple):
+    """What a reader sees while it reads: the module, and the tag that its weights were committed with."""
+
+    module: torch.nn.Module
+    tag: Any
+
+
+class Pause(NamedTuple):
+    """`pause_s`: how long no forward pass could run. `drain_s`: how long new ones waited for others to end before."""
+
+    pause_s: float
+    drain_s: float
+
+
+class Broken(CommitFailed):
+    """The live weights are a mixture now."""
+
+
+class Target(ABC):
+    """A module whose weights are replaced as a whole. Anything but `reading` and `tag` is for one thread at a time."""
+
+    tag: Any = None
+    takes_patches = False  # `prepare` may be given differences for tensors on the CPU
+    broken = False  # the live weights are a mixture
+
+    @abstractmethod
+    def check(self, contents: Contents) -> None:
+        """Raise unless this content fits the model: `UnknownTensor`, `ShapeMismatch`, `Incomplete`."""
+
+    @abstractmethod
+    def bases(self) -> Tensors:
+        """The live tensors, which differences apply to. `ShapeMismatch` when their bytes may not be those received."""
+
+    @abstractmethod
+    def prepare(self, staged: Mapping[str, Any]) -> Any:
+        """What `commit` needs. Nothing live changes."""
+
+    @abstractmethod
+    def commit(self, prepared: Any, tag: Any, timeout_s: float) -> Pause:
+        """Make it live, together with `tag`. `DeadlineExceeded` (nothing changed) when readers do not leave in time,
+        `CommitFailed` when it failed and was undone, `Broken` when it could not be undone."""
+
+    @abstractmethod
+    def reading(self, timeout_s: float) -> AbstractContextManager[Live]:
+        """Within it the weights do not change. `CommitFailed` while they are a mixture, `DeadlineExceeded` when they
+        are being written for longer than `timeout_s`."""
+
+    @abstractmethod
+    def exclusive(self, timeout_s: float) -> AbstractContextManager[float]:
+        """Within it nobody reads."""
+
+    @abstractmethod
+    def scramble(self, timeout_s: float) -> None:
+        """Overwrite the live weights with noise; they are `broken` then. `NotSupported` where a commit may not write
+        all of them."""
+
+    @abstractmethod
+    def inspecting(self, timeout_s: float) -> AbstractContextManager[torch.nn.Module]:
+        """The live module, for a look at weights that do not change meanwhile and may be a mixture."""
+
+
+class _ModuleTarget(Target):
+    """What the modes share: one lock, and names resolved against the module.
+
+    `strict`: a version has to carry every tensor of the model; otherwise those that it lacks keep their values. A
+    tensor the model does not have is always refused. `cast`: floating tensors are converted to the model's dtype; the
+    receiver takes no deltas then.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, strict: bool = True, cast: bool = False) -> None:
+        self._module = module
+        self._strict = strict
+        self._cast = cast
+        self._lock = SharedLock()
+
+    def check(self, contents: Contents) -> None:
+        check_fits(contents, named_weights(self._module), self._strict, self._cast)
+
+    def bases(self) -> Tensors:
+        if self._cast:
+            raise ShapeMismatch("a target that casts has no base for differences: send a full version")
+        return named_weights(self._module)
+
+    def reading(self, timeout_s: float) -> AbstractContextManager[Live]:
+        return self._reading(timeout_s)
+
+    @contextmanager
+    def _reading(self, timeout_s: float) -> Iterator[Live]:
+        with self._lock.reading(timeout_s):
+            if self.broken:
+                raise CommitFailed("the weights are a mixture since a commit failed: commit a whole version")
+            yield Live(self._module, self.tag)
+
+    def exclusive(self, timeout_s: float) -> AbstractContextManager[float]:
+        return self._lock.writing(timeout_s)
+
+    def scramble(self, timeout_s: float) -> None:
+        with self.exclusive(timeout_s):
+            self.broken = True
+            for tensor in named_weights(self._module).values():
+                top = 2 if tensor.dtype is torch.bool else 256
+                noise = torch.randint(top, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8)
+                _put(tensor.detach(), noise.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
+
+    @contextmanager
+    def inspecting(self, timeout_s: float) -> Iterator[torch.nn.Module]:
+        with self._lock.reading(timeout_s):
+            yield self._module
+
+
+class _Change(NamedTuple):
+    """New bytes for a live tensor, and what takes them back."""
+
+    live: torch.Tensor
+    new: Staged
+    old: Staged | None
+
+    def write(self) -> None:
+        _put(self.live, self.new)
+
+    def take_back(self) -> None:
+        assert self.old is not None
+        _put(self.live, self.old)
+
+
+class InPlace(_ModuleTarget):
+    """Copies into the live tensors: the pause is a memcpy of what changed.
+
+    A copy that fails in the middle is done again from the start; when that fails too the receiver is dirty. `undo`: the
+    old values are copied before the pause (as much memory again as changes, until the commit ends), and put back.
+    """
+
+    takes_patches = True
+
+    def __init__(self, module: torch.nn.Module, *, strict: bool = True, cast: bool = False, undo: bool = False) -> None:
+        super().__init__(module, strict=strict, cast=cast)
+        self._undo = undo
+
+    def prepare(self, staged: Mapping[str, Any]) -> list[_Change]:
+        slots = named_weights(self._module)
+        new = once(staged, ties(slots))
+        whole = [name for name, value in new.items() if isinstance(value, torch.Tensor)]
+        lives = [slots[name].detach() for name in whole]
+        old: list[Any] = copies(lives) if self._undo else [None] * len(lives)
+        found = [
+            _Change(live, new[name].to(live.device, live.dtype), before)
+            for name, live, before in zip(whole, lives, old, strict=True)
+        ]
+        for name, patch in new.items():
+            if isinstance(patch, Patch):
+                live = slots[name].detach()
+                found.append(_Change(live, patch, patch.before(live) if self._undo else None))
+        return found
+
+    def commit(self, prepared: list[_Change], tag: Any, timeout_s: float) -> Pause:
+        with self._lock.writing(timeout_s) as drain_s:
+            start = time.monotonic()
+            interrupt: BaseException | None = None
+            _synchronize(change.live for change in prepared)
+            try:
+                self._write(prepared)
+            except BaseException as error:  # noqa: BLE001 an interrupt is raised once the weights are whole
+                self._mend(prepared, error)
+                interrupt = error if not isinstance(error, Exception) else None
+            self.tag, self.broken = tag, False
+            pause = Pause(time.monotonic() - start, drain_s)
+        if interrupt is not None:
+            raise interrupt
+        return pause
+
+    def _write(self, prepared: list[_Change]) -> None:
+        for change in prepared:
+            change.write()
+        _synchronize(change.live for change in prepared)
+
+    def _mend(self, prepared: list[_Change], error: BaseException) -> None:
+        """Return with the new bytes in place, or raise: with the old ones there, or `Broken`."""
+        was_broken, self.broken = self.broken, True
+        try:
+            if self._undo:
+                for change in prepared:
+                    change.take_back()
+                _synchronize(change.live for change in prepared)
+            else:
+                self._write(prepared)
+        except BaseException as worse:
+            raise Broken(f"copying failed ({error!r}) and could not be mended: {worse!r}") from worse
+        self.broken = was_broken
+        if self._undo:
+            if not isinstance(error, Exception):
+                raise error
+            raise CommitFailed(f"copying failed and was undone: {error!r}") from error
+
+
+class Swap(_ModuleTarget):
+    """Gives parameters and buffers other memory, whatever their size: a tenth of a microsecond for each parameter that
+    only modules hold, one for each other tensor (`stand_ins`).
+
+    Addresses change: not for CUDA graphs, nor for tensors that others hold views of (`InPlace` is). The parameters stay
+    the same objects. Staged memory becomes the model's.
+    """
+
+    def prepare(self, staged: Tensors) -> Exchange:
+        slots = named_weights(self._module)
+        same = ties(slots)
+        new: dict[str, torch.Tensor] = {}
+        used: set[int] = set()
+        for name, tensor in once(staged, same).items():
+            moved = alike(slots[name], tensor)
+            new[name] = moved.clone() if moved.data_ptr() in used else moved  # tied there, but not in this model
+            used.add(new[name].data_ptr())
+        objects = {
+            id(slot): (slot, new[same.get(name, name)]) for name, slot in slots.items() if same.get(name, name) in new
+        }
+        return Exchange(self._module, list(objects.values()))
+
+    def commit(self, prepared: Exchange, tag: Any, timeout_s: float) -> Pause:
+        _wait_for(prepared.devices)
+        prepared.ready()
+        with self._lock.writing(timeout_s) as drain_s:
+            start = time.monotonic()
+            _wait_for(prepared.devices)  # kernels that read the old memory, which may be freed now
+            try:
+                prepared.turn()
+            except BaseException as error:
+                prepared.undo()
+                if not isinstance(error, Exception):
+                    raise
+                raise CommitFailed(f"swapping failed and was undone: {error!r}") from error
+            self.tag, self.broken = tag, False
+            pause = Pause(time.monotonic() - start, drain_s)
+        prepared.put_back()
+        return pause
+
+
+class Flip(_ModuleTarget):
+    """Two modules of one architecture: one serves while the other takes the next version, then they change roles.
+
+    Readers never wait, and those that are in the old module go on there; a commit waits for those that are still in the
+    module it is about to write. `spare` may have any weights at first.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, spare: torch.nn.Module, *, strict: bool = True, cast: bool = False
+    ) -> None:
+        super().__init__(module, strict=strict, cast=cast)
+        mine, other = named_weights(module), named_weights(spare)
+        if {tensor.data_ptr() for tensor in mine.values()} & {tensor.data_ptr() for tensor in other.values()} - {0}:
+            raise InvalidInput("the two modules share weights")
+        if ties(mine) != ties(other) or kinds(mine) != kinds(other):
+            raise InvalidInput("the two modules differ in names, dtypes, shapes or ties of their weights")
+        self._spare = spare
+        self._behind = set(mine) - set(ties(mine))  # tensors whose values the spare may not have
+        self._entered = threading.Condition()
+        self._num_readers = {id(module): 0, id(spare): 0}
+
+    def prepare(self, staged: Tensors) -> dict[str, torch.Tensor]:
+        return once(staged, ties(named_weights(self._module)))
+
+    def commit(self, prepared: Any, tag: Any, timeout_s: float) -> Pause:
+        with self._entered:  # nobody enters the spare, so it stays empty
+            if not self._entered.wait_for(lambda: not self._num_readers[id(self._spare)], timeout_s):
+                raise DeadlineExceeded(f"forward passes in the module to write did not end within {timeout_s} s")
+        live, spare = named_weights(self._module), named_weights(self._spare)
+        _synchronize(spare.values())  # forward passes that left it may have kernels in a queue that read it still
+        behind = self._behind - set(prepared)
+        self._behind |= set(prepared)
+        try:
+            for name in behind:
+                _put(spare[name].detach(), live[name].detach())
+            for name, tensor in prepared.items():
+                _put(spare[name].detach(), tensor)
+            _synchronize(spare.values())
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                raise
+            raise CommitFailed(f"writing the spare module failed, the live one is as it was: {error!r}") from error
+        start = time.monotonic()
+        with self._entered:
+            self._module, self._spare, self.tag = self._spare, self._module, tag
+        self._behind = set(prepared)
+        return Pause(time.monotonic() - start, 0.0)
+
+    def scramble(self, timeout_s: float) -> None:
+        raise NotSupported("two modules in turn: the next version may be one that changes little of the other module")
+
+    @contextmanager
+    def inspecting(self, timeout_s: float) -> Iterator[torch.nn.Module]:
+        with self._reading(timeout_s) as live:
+            yield live.module
+
+    @contextmanager
+    def _reading(self, timeout_s: float) -> Iterator[Live]:
+        with self._lock.reading(timeout_s):
+            with self._entered:
+                live = Live(self._module, self.tag)
+                self._num_readers[id(live.module)] += 1
+            try:
+                yield live
+            finally:
+                with self._entered:
+                    self._num_readers[id(live.module)] -= 1
+                    self._entered.notify_all()
+
+
+def _put(live: torch.Tensor, new: Staged) -> None:
+    if isinstance(new, Patch):
+        new.apply(live)
+    else:
+        write(live, new)
+
+
+def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for the devices of these tensors: a lock holds off threads, not kernels that they left in a queue."""
+    _wait_for({tensor.device for tensor in tensors})
+
+
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)

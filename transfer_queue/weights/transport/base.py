@@ -1,0 +1,320 @@
+"""The receivers' side of a transport, in vLLM's shape: four calls, driven by a trainer through a control plane.
+
+    init_transfer_engine(info)   where the trainer is
+    start_weight_update()        a new update; drops what an earlier one left
+    update_weights(info)         fetches, stages and verifies; the old weights serve meanwhile
+    finish_weight_update()       commits, or, after a fault or an abort, does nothing
+
+All infos are JSON. Where nothing may raise (inside workers whose calls have to stay in step) `on_fault="record"` only
+records; the trainer sees it in the outcome that the engine reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from msgspec.structs import replace
+
+from transfer_queue.errors import (
+    NotInitialized,
+    NotOpen,
+    ServiceUnavailable,
+    StaleVersion,
+    TransferQueueError,
+    UpdateInProgress,
+    WrongEpoch,
+    error_from_code,
+)
+from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
+from transfer_queue.weights.receive.update_session import Phase, UpdateEnd, run_of
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.fetching import TrainerLink
+from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
+from transfer_queue.weights.transport.protocol import address_of
+from transfer_queue.weights.version.manifest import Manifest, expand, root_of
+
+if TYPE_CHECKING:
+    from transfer_queue.weights.transport.trainer import TrainerEngine
+
+log = logging.getLogger("transfer_queue.weights")
+REPORT_S = 0.5  # of waiting for the trainer to hear of a fault
+
+
+class Engine(ABC):
+    """Brings versions to one `Receiver`. One control call at a time; forward passes go on in other threads.
+
+    The receiver's session says whether an update is open, whose it is, and until when. `rank` tells replicas of one
+    trainer apart. No call waits longer than the `timeout_s` of its info.
+    """
+
+    trainer: ClassVar[type[TrainerEngine]]
+    init_form: ClassVar[type[InitInfo]] = InitInfo
+    update_form: ClassVar[type[UpdateInfo]] = UpdateInfo
+
+    def __init__(self, receiver: Receiver, *, rank: int = 0, on_fault: Literal["raise", "record"] = "raise") -> None:
+        self.receiver = receiver
+        self.rank = rank
+        self._records = on_fault == "record"
+        self._blank = Outcome(rank, who=secrets.token_hex(8), silent=self._records)
+        self.outcome = self._blank
+        self._reports: TrainerLink | None = None
+        self._busy = threading.Lock()
+        self._whole: Manifest | None = None  # what is installed, as a full version
+
+    def confine(self, root: str = "") -> None:
+        """From now on infos come over a network: they may name nothing on this host's file system that is not
+        below `root` ("": nothing at all, unless the engine was made with a root).
+        """
+        del root  # most engines' infos name nothing there
+
+    # vLLM's calls
+
+    def init_transfer_engine(self, init_info: Info) -> None:
+        """Meet the trainer. May be repeated, also with another trainer: the update that is open ends (what waits for
+        the trainer before is woken up), and its run is over. `WrongEpoch` for a run that is over itself."""
+        info: Any = None
+        with self._fault():
+            info = parse(init_info, self.init_form)
+        if info is None or self._is_refused(lambda: self.receiver.introduce(info.run_id, info.timeout_s, info.begun)):
+            return
+        if not self._busy.acquire(timeout=info.timeout_s):
+            raise UpdateInProgress("an earlier call has not ended")
+        try:
+            if self._is_refused(lambda: self.receiver.expect_run(info.run_id)):
+                return
+            with self._fault():
+                self.receiver.end("the trainer was introduced again")
+                self._blank = replace(self._blank, replica=info.replica)
+                self.outcome = self._blank
+                self._report_to(info)
+                self._connect(info)
+                if self._records:
+                    self._report(Deadline(info.timeout_s))
+        finally:
+            self._busy.release()
+
+    def start_weight_update(self) -> None:
+        with self._busy, self._fault():
+            self.receiver.begin()
+            self._ended()
+            self.outcome = self._blank
+
+    def update_weights(self, update_info: Info) -> None:
+        """Returns when the version is verified and only has to be committed. Whatever is wrong leaves the old one. An
+        info of another run is refused (`WrongEpoch`, `NotInitialized`), and harms nobody's update."""
+        if self._is_refused(lambda: self.receiver.expect_run(run_of(update_info))):
+            return
+        with self._busy, self._fault():
+            if self.outcome.code and not update_info.get("abort"):
+                raise error_from_code(self.outcome.code, self.outcome.text)
+            info = parse(update_info, self.update_form)
+            if info.abort:
+                self._drop("the trainer gave it up")
+                self.outcome = self._blank
+                return
+            session = self.receiver.session
+            if session is None:
+                raise self._not_open()
+            self.outcome = replace(self._blank, version=info.version, run_id=info.run_id, key=info.key)
+            with session.interrupting(self._interrupt):
+                self._receive(info, Deadline(info.timeout_s))
+        if not self.outcome.code:
+            self._report(Deadline(5 * REPORT_S))
+
+    def finish_weight_update(self) -> None:
+        """Commit what was received. Does nothing after an abort, nor, when faults are recorded, after a fault."""
+        with self._busy, self._fault():
+            session, last = self.receiver.session, self.receiver.last_session
+            failed = last is not None and last.end in (None, UpdateEnd.FAILED, UpdateEnd.LATE)
+            if failed and self.outcome.code:
+                raise error_from_code(self.outcome.code, self.outcome.text)
+            if session is None:
+                return
+            if session.phase is not Phase.READY or session.manifest is None:
+                raise NotOpen("nothing was received since the update was started")
+            self._commit(session.manifest)
+        if self._records and self.outcome.installed:
+            self._report(Deadline(5 * REPORT_S))
+
+    def shutdown(self) -> None:
+        """Drop what is open and leave the trainer. The installed weights stay. Repeatable."""
+        with self._busy:
+            self._drop("shut down")
+            if self._reports is not None:
+                self._reports.leave()
+            self._close()
+
+    @property
+    def ready(self) -> str:
+        """Names the manifest (`key_of`) of the version that `finish_weight_update` would commit; "" for none."""
+        session = self.receiver.session
+        manifest = session.manifest if session is not None and session.phase is Phase.READY else None
+        return key_of(manifest) if manifest is not None and not self.outcome.code else ""
+
+    def refuse(self, error: TransferQueueError) -> None:
+        """End the update with this fault, as if it had been met here."""
+        with self._busy, self._fault():
+            raise error
+
+    def join(self, *, timeout_s: float, label: str = "") -> VersionInfo:
+        """Install the newest version there is, of the weights or of the adapter called `label`, without a trainer's
+        call: for a replica that comes late."""
+        with self._busy:
+            return self._install(lambda deadline: self._newest(deadline, label), Deadline(timeout_s))
+
+    # for transports
+
+    @abstractmethod
+    def _connect(self, info: Any) -> None: ...
+
+    @abstractmethod
+    def _find(self, info: Any, deadline: Deadline) -> Manifest:
+        """The manifest of the version that the trainer named."""
+
+    @abstractmethod
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest: ...
+
+    @abstractmethod
+    def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
+        """Bring these buckets to `receiver.stage`."""
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
+        """Report to the trainer, where there is a way."""
+        if self._reports is not None:
+            self._reports.tell(outcome, deadline)
+
+    def _ended(self) -> None:
+        """The update is over: let go of what only it needed."""
+        return
+
+    def _interrupt(self) -> None:
+        """Another thread ended the update: wake up what waits for the trainer. Never blocks."""
+        return
+
+    # steps
+
+    @system_faults()
+    def _install(self, find: Callable[[Deadline], Manifest], deadline: Deadline) -> VersionInfo:
+        self._drop("joining")
+        try:
+            manifest = find(deadline)
+            self._stage(manifest, deadline)
+            self._commit(manifest)
+        except BaseException:  # an interrupt must not leave it open
+            self._drop("joining failed")
+            raise
+        return self.receiver.installed()
+
+    def _report_to(self, info: InitInfo) -> None:
+        if self._reports is not None:
+            self._reports.close()
+        self._reports = TrainerLink() if info.report_to else None
+        if self._reports is not None:
+            self._reports.address = address_of(info.report_to, info.report_token)
+
+    def _receive(self, info: Any, deadline: Deadline) -> None:
+        if info.newest:
+            manifest = self._newest(deadline)
+            version, key = manifest.version, key_of(manifest)
+            self.outcome = replace(self.outcome, version=version, run_id=manifest.epoch, key=key)
+            self._stage(manifest, deadline)
+            return
+        manifest = self._find(info, deadline)
+        if (manifest.version, manifest.epoch) != (info.version, info.run_id):
+            raise StaleVersion(f"asked for {info.version} of {info.run_id!r}, found {manifest.version}")
+        self._stage(manifest, deadline)
+
+    def _stage(self, manifest: Manifest, deadline: Deadline) -> None:
+        wanted = self.receiver.open(manifest, deadline.left())
+        if wanted:
+            self._fetch(manifest, wanted, deadline)
+        self._verify(manifest, deadline)
+
+    def _verify(self, manifest: Manifest, deadline: Deadline) -> None:
+        self.receiver.verify()
+        deadline.left()
+
+    def _commit(self, manifest: Manifest) -> None:
+        self.receiver.commit()
+        version, key = manifest.version, key_of(manifest)
+        self.outcome = replace(self._blank, version=version, run_id=manifest.epoch, key=key, installed=True)
+        self._whole = whole_of(self._whole, manifest)
+        self._ended()
+
+    def _drop(self, reason: str) -> None:
+        self.receiver.end(reason)
+        self._ended()
+
+    def _is_refused(self, check: Callable[[], None]) -> bool:
+        """Raise what a trainer whose time is over is told; where nothing may raise, it is left without an answer. The
+        update that is open is somebody else's: it goes on."""
+        try:
+            check()
+        except (WrongEpoch, NotInitialized, UpdateInProgress) as error:
+            log.warning("rank %s: %s", self.rank, error)
+            if not self._records:
+                raise
+            return True
+        return False
+
+    def _not_open(self) -> TransferQueueError:
+        """Why there is no update: who ended the last one."""
+        last = self.receiver.last_session
+        return (
+            last.error() if last is not None and last.end is UpdateEnd.TAKEN_OVER else NotOpen("no update was started")
+        )
+
+    @contextmanager
+    def _fault(self) -> Iterator[None]:
+        """Whatever is raised within ends the update and is recorded, as a typed error. When somebody else ended it, it
+        says who."""
+        session = self.receiver.session
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 where faults are recorded nothing may leave
+            typed = as_typed(error)
+            if session is not None and session.end in (UpdateEnd.ABORTED, UpdateEnd.TAKEN_OVER):
+                typed = session.error()
+            if not self.outcome.code:
+                log.warning("rank %s: %s", self.rank, str(typed))  # records that are kept would keep staged memory
+            self.outcome = replace(self.outcome, code=typed.code, text=str(typed))
+            if not isinstance(typed, UpdateInProgress):
+                self.receiver.end(str(typed), failed=True, only=session)
+            self._ended()
+            if not isinstance(typed, ServiceUnavailable):
+                self._report(Deadline(REPORT_S))
+            if not self._records:
+                raise typed from (None if typed is error else error)
+
+    def _report(self, deadline: Deadline) -> None:
+        try:
+            self._tell(self.outcome, deadline)
+        except (TransferQueueError, OSError) as error:
+            log.info("rank %s: the trainer could not be told how it went: %s", self.rank, error)
+
+
+def whole_of(before: Manifest | None, new: Manifest) -> Manifest | None:
+    """What is installed after `new`, as a full version laid out like the last full one was: replicas that took other
+    ways to it make the same bytes. None when that is not known."""
+    if new.kind == "full":
+        return new
+    if new.kind == "adapter" or before is None:
+        return before
+    changed = {spec.name: spec.digest for spec in new.tensors}
+    tensors = tuple(replace(spec, digest=changed.get(spec.name, spec.digest)) for spec in before.tensors)
+    root = root_of(expand({spec.name: spec.entry for spec in tensors}, before.aliases))
+    if root != new.root:
+        return None  # names of tied tensors differ: nothing to serve until the next full version
+    return replace(
+        before, version=new.version, epoch=new.epoch, label=new.label, meta=new.meta, tensors=tensors, root=root
+    )

@@ -1,0 +1,74 @@
+"""The calls that bring updates to servers: what a trainer makes, and what a server answers.
+
+Client    vLLM's four calls, to every receiver: all that a trainer needs
+ ├─ Partial    of several servers: those that do not answer are left out of an update, and come back by themselves
+ └─ Member     one server, as a fleet wants it: it also has a status, pauses and aborts
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from transfer_queue.errors import TransferQueueError
+from transfer_queue.weights.receive.gate import Mode
+from transfer_queue.weights.receive.status import ServerStatus
+
+# Parts of the time left for an update that a server may take for a call, before the others go on without it.
+START_SHARE, UPDATE_SHARE, FINISH_SHARE = 0.3, 0.8, 0.8
+START_S = 10.0  # at most: nothing is moved
+
+
+class Client(Protocol):
+    """The way to the receivers (vLLM's `VLLMWeightSyncClient`). Each call goes to all of them; infos are JSON."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> object: ...
+
+    def start_weight_update(self) -> object: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> object: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> object: ...
+
+
+class Partial(ABC):
+    """A client of several servers, called by name here, that goes on without some of them."""
+
+    @abstractmethod
+    def allow(self, timeout_s: float | None) -> None:
+        """All calls of an update that begins now have this long, together; None: it is over. In between, a server that
+        does not answer its part in time is left out, as long as another one is left."""
+
+    @abstractmethod
+    def missed(self) -> dict[str, str]:
+        """Who was left out since `allow`, and why."""
+
+    @abstractmethod
+    def unmet(self) -> list[str]:
+        """Who has refused to start, as no trainer was introduced there, or an update is open."""
+
+    @abstractmethod
+    def member(self, name: str) -> Any:
+        """That server alone."""
+
+    @abstractmethod
+    def leave_out(self, name: str, error: TransferQueueError) -> None:
+        """Go on without it, until the next `allow`. Raises `error` when nobody is left."""
+
+
+class Member(Client, Protocol):
+    """One server: a `WeightSyncClient` with one URL, or a `Control` of this process."""
+
+    def get_weight_version(self) -> str: ...
+
+    def status(self) -> ServerStatus: ...
+
+    def pause_generation(
+        self, mode: Mode = "abort", clear_cache: bool = True, owner: str = "", lease_s: float | None = None
+    ) -> object:
+        """`owner`: the run that it is for; it ends by itself after `lease_s`, or when another run takes over. A server
+        that knows neither ignores both (vLLM)."""
+
+    def resume_generation(self) -> object: ...
+
+    def abort_weight_update(self) -> object: ...

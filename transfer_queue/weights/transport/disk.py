@@ -1,0 +1,389 @@
+"""One folder per version, as safetensors loaders read it, on a file system that trainer and receivers share.
+
+    v000000000007-EPOCH/  model-00001-of-00003.safetensors ..., model.safetensors.index.json, manifest.json, lease
+    LATEST                the name of the newest one that every receiver verified
+    adapter-LABEL/        the same, for the versions of an adapter
+
+A version is written to a folder called `.tmp-...`, synced, and renamed: it is there whole or not at all. Readers hold a
+shared lock on `lease` (flock(2)); versions beyond `keep` are deleted once nobody holds theirs.
+
+A receiver that was given a root (TQ_WEIGHTS_ROOT, or by who serves it) takes folders below it only, whatever a trainer
+says; one that is called over a network takes none without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import math
+import mmap
+import os
+import secrets
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+
+from transfer_queue.errors import (
+    BadManifest,
+    DigestMismatch,
+    InvalidInput,
+    NotSupported,
+    ServiceUnavailable,
+    StaleVersion,
+    StoreFull,
+    TransferQueueError,
+    VersionGone,
+)
+from transfer_queue.weights.receive.receiver import Receiver
+from transfer_queue.weights.transport.base import Engine
+from transfer_queue.weights.transport.clients import Client
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.info import InitInfo, UpdateInfo, key_of
+from transfer_queue.weights.transport.pending import PendingVersion, label_of
+from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
+from transfer_queue.weights.version.manifest import Manifest
+from transfer_queue.weights.version.packing import Placement, Plan, pack, plan
+from transfer_queue.weights.version.sources import _SAFETENSORS, INDEX, TensorMeta, WeightSource
+
+LATEST, LEASE, MANIFEST, TEMPORARY = "LATEST", "lease", "manifest.json", ".tmp-"
+_SPELLED = {dtype: spelled for spelled, dtype in _SAFETENSORS.items()}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+LENGTH = struct.Struct("<Q")
+ROOT_VARIABLE = "TQ_WEIGHTS_ROOT"
+
+
+class DiskTrainerInfo(TrainerInfo, kw_only=True):
+    """`sync=False` leaves writing out to the kernel: a version may be lost when the machine stops."""
+
+    folder: str
+    keep: int = 2
+    sync: bool = True
+
+
+class DiskInfo(InitInfo, kw_only=True):
+    folder: str
+
+
+class Aligned:
+    """A source with its tensors ordered so that all are aligned without gaps: those of the size of elements that most
+    bytes have, then the others, larger elements first. Others that came before are held until then."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._specs = source.specs()
+        nbytes: Counter[int] = Counter()
+        for _, dtype, shape in self._specs:
+            nbytes[dtype.itemsize] += math.prod(shape) * dtype.itemsize
+        self._main = max(nbytes, key=lambda size: nbytes[size], default=1)
+        self._sizes = [self._main, *sorted(set(nbytes) - {self._main}, reverse=True)]
+
+    def specs(self) -> list[TensorMeta]:
+        return sorted(self._specs, key=lambda spec: self._sizes.index(spec.dtype.itemsize))
+
+    def plan(self, bucket_nbytes: int) -> Plan:
+        """Without gaps; the others have buckets of their own."""
+        specs = self.specs()
+        num = sum(spec.dtype.itemsize == self._main for spec in specs)
+        main, rest = (plan(part, bucket_nbytes, align=1) for part in (specs[:num], specs[num:]))
+        moved = (place._replace(bucket=place.bucket + len(main.buckets)) for place in rest.placements)
+        return Plan((*main.placements, *moved), main.buckets + rest.buckets)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        held: dict[int, list[tuple[str, torch.Tensor]]] = {size: [] for size in self._sizes}
+        for name, tensor in self._source.tensors():
+            if tensor.dtype.itemsize == self._main:
+                yield name, tensor
+            else:
+                held.setdefault(tensor.dtype.itemsize, []).append((name, tensor))
+        for found in held.values():
+            yield from found
+
+    def aliases(self) -> dict[str, str]:
+        return self._source.aliases()
+
+
+def shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def _header(places: list[Placement]) -> bytes:
+    """The beginning of a safetensors file (its length is a multiple of 64, so the tensors are aligned in the file)."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for place in places:
+        if place.dtype not in _SPELLED:
+            raise InvalidInput(f"{place.name!r} is {place.dtype}, which safetensors files do not have")
+        span = [place.offset, place.offset + place.nbytes]
+        entries[place.name] = {"dtype": _SPELLED[place.dtype], "shape": list(place.shape), "data_offsets": span}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + LENGTH.size) % 64)
+    return LENGTH.pack(len(text)) + text
+
+
+class DiskTrainer(TrainerEngine):
+    init_form = DiskTrainerInfo
+
+    def __init__(self, info: DiskTrainerInfo, client: Client, source: WeightSource) -> None:
+        if info.anchor_every > 1:
+            raise InvalidInput("versions on disk are full ones: other loaders could not read differences")
+        super().__init__(info, client, source)
+        self.root = Path(info.folder)
+        with _writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            for place in (self.root, *self.root.glob("adapter-*")):
+                _remove_leftovers(place)
+
+    def receivers_info(self) -> dict[str, Any]:
+        return {"folder": str(self.root.resolve())}
+
+    def folder_of(self, version: int, label: str = "") -> Path:
+        return place_of(self.root, label) / f"v{version:012}-{self.run_id}"
+
+    def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
+        return {**super().update_info(manifest, deadline), "name": self.folder_of(manifest.version).name}
+
+    def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        final = self.folder_of(draft.version, draft.label)
+        temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
+        with _writing(self.root):
+            final.parent.mkdir(exist_ok=True)
+            if os.sep in self.run_id or final.exists():
+                raise StaleVersion(f"{final} exists already")
+            try:
+                temporary.mkdir()
+                with _leased(temporary, fcntl.LOCK_EX):
+                    manifest = self._write(draft, temporary, deadline)
+                    os.rename(temporary, final)
+                self._sync(final.parent)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                _remove(final)
+                raise
+        return manifest
+
+    def _decide(self, manifest: Manifest) -> None:
+        final = self.folder_of(manifest.version, label_of(manifest))
+        self._point(final)
+        _retain(final.parent, self.info.keep)
+
+    def _withdraw(self, manifest: Manifest) -> None:
+        _remove(self.folder_of(manifest.version, label_of(manifest)))
+
+    def _write(self, draft: PendingVersion, folder: Path, deadline: Deadline) -> Manifest:
+        source = Aligned(draft.source)
+        where = source.plan(self.info.bucket_nbytes)
+        digests: dict[str, str] = {}
+        by_bucket = where.by_bucket()
+        for packed in pack(source, where):
+            deadline.left("writing the version")
+            with open(folder / shard_name(packed.bucket, len(where.buckets)), "wb") as file:
+                file.write(_header(by_bucket[packed.bucket]))
+                file.write(packed.data.numpy().data)
+                self._flush(file)
+            digests.update(packed.digests)
+        manifest = draft.seal(where, digests)
+        for name, body in ((MANIFEST, manifest.encode()), (INDEX, _index(where, manifest))):
+            with open(folder / name, "wb") as file:
+                file.write(body)
+                self._flush(file)
+        self._sync(folder)
+        return manifest
+
+    def _point(self, final: Path) -> None:
+        """Have LATEST name it."""
+        temporary = self.root / f"{TEMPORARY}{LATEST}"
+        with _writing(self.root):
+            try:
+                with open(temporary, "wb") as file:
+                    file.write(final.name.encode())
+                    self._flush(file)
+                os.rename(temporary, final.parent / LATEST)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._sync(final.parent)
+
+    def _flush(self, file: Any) -> None:
+        file.flush()
+        if self.info.sync:
+            os.fsync(file.fileno())
+
+    def _sync(self, folder: Path) -> None:
+        if self.info.sync:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _close(self) -> None:
+        """Versions stay on the disk."""
+
+
+def place_of(root: Path, label: str) -> Path:
+    """The folder with the versions of the weights (""), or of an adapter."""
+    return root / f"adapter-{quote(label, safe='')}" if label else root
+
+
+def _index(where: Plan, manifest: Manifest) -> bytes:
+    files = {place.name: shard_name(place.bucket, len(where.buckets)) for place in where.placements}
+    return json.dumps({"metadata": {"total_size": manifest.nbytes}, "weight_map": files}, indent=1).encode()
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the file system refuses within is raised as `StoreFull` where room is missing, else `ServiceUnavailable`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TransferQueueError):
+            raise
+        if error.errno in FULL:
+            raise StoreFull(f"the file system of {folder} is full, no version was left there: {error}") from error
+        raise ServiceUnavailable(f"nothing can be written to {folder}: {error}") from error
+
+
+@contextlib.contextmanager
+def _leased(folder: Path, kind: int) -> Iterator[None]:
+    """Hold the lease of a version while within; `VersionGone` when it is being deleted, or was."""
+    flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
+    try:
+        fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise VersionGone(f"no version in {folder}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise VersionGone(f"{folder} is in use, or being deleted") from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def _retain(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` versions, as far as nobody reads them."""
+    found = sorted((path for path in root.glob("v*-*") if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+    for folder in found[: -max(keep, 1)]:
+        _remove(folder)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Delete what writers that died have left, and nothing of those that live."""
+    for folder in root.glob(f"{TEMPORARY}*"):
+        if folder.is_dir():
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    if not folder.exists():
+        return
+    with contextlib.suppress(VersionGone), _leased(folder, fcntl.LOCK_EX):
+        doomed = folder.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+        os.rename(folder, doomed)  # nobody opens it half deleted
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+class DiskUpdate(UpdateInfo, kw_only=True):
+    name: str = ""
+    label: str = ""
+
+
+class DiskEngine(Engine):
+    trainer = DiskTrainer
+    init_form = DiskInfo
+    update_form = DiskUpdate
+
+    def __init__(self, receiver: Receiver, *, root: str | os.PathLike[str] = "", **more: Any) -> None:
+        super().__init__(receiver, **more)
+        self._allowed = os.fspath(root) or os.environ.get(ROOT_VARIABLE, "")
+        self._is_remote = False
+        self._root: Path | None = None
+        self._folder: Path | None = None
+        self._leases = contextlib.ExitStack()
+
+    def confine(self, root: str = "") -> None:
+        self._allowed = root or self._allowed
+        self._is_remote = True
+
+    def _connect(self, info: DiskInfo) -> None:
+        if self._is_remote and not self._allowed:
+            raise NotSupported(
+                f"this server was started without a folder for weights: weights_root, or {ROOT_VARIABLE}"
+            )
+        root = self._permitted(Path(self._allowed, info.folder))
+        if not root.is_dir():
+            raise InvalidInput(f"there is no folder {info.folder}")
+        self._root = root
+
+    def _permitted(self, path: Path) -> Path:
+        """`path` where it really is, if it is below the root; without a root as it came."""
+        if not self._allowed:
+            return path
+        found = path.resolve()
+        if not found.is_relative_to(Path(self._allowed).resolve()):
+            raise InvalidInput(f"{path} is not below {self._allowed}, the only place this server takes weights from")
+        return found
+
+    def _find(self, info: DiskUpdate, deadline: Deadline) -> Manifest:
+        manifest = self._open(info.name, info.label)
+        if key_of(manifest) != info.key:
+            raise DigestMismatch(f"the manifest in {info.name} is not the one that was announced")
+        return manifest
+
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
+        try:
+            name = self._permitted(place_of(self._root or Path(), label) / LATEST).read_text()
+        except OSError as error:
+            raise VersionGone(f"no version there yet: {error}") from None
+        return self._open(name, label)
+
+    def _open(self, name: str, label: str) -> Manifest:
+        """Lease a version's folder until the update ends."""
+        if self._root is None:
+            raise InvalidInput("the folder is not known: init_transfer_engine first")
+        if Path(name).name != name or not name.startswith("v"):
+            raise InvalidInput(f"{name!r} is no version's folder")
+        self._leases.close()
+        folder = self._permitted(place_of(self._root, label) / name)
+        self._leases.enter_context(_leased(folder, fcntl.LOCK_SH))
+        self._folder = folder
+        try:
+            return Manifest.decode(self._permitted(folder / MANIFEST).read_bytes())
+        except OSError as error:  # deleted just before we had the lease
+            raise VersionGone(f"no version in {folder}: {error.strerror}") from None
+
+    def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
+        assert self._folder is not None
+        for index in wanted:
+            deadline.left()
+            path = self._permitted(self._folder / shard_name(index, len(manifest.buckets)))
+            read_shard(path, manifest.buckets[index], functools.partial(self.receiver.stage, index))
+
+    def _ended(self) -> None:
+        self._leases.close()
+
+    def _close(self) -> None:
+        self._root = None
+
+
+def read_shard(path: Path, nbytes: int, take: Callable[[Any], None]) -> None:
+    """Give the tensors' bytes, all of them, to `take`, straight from the page cache. They may be damaged."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < LENGTH.size:
+            raise BadManifest(f"{path} is no safetensors file")
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)  # unmapped with the last array over it
+    start = LENGTH.size + LENGTH.unpack_from(mapped)[0]
+    if len(mapped) - start != nbytes:
+        raise DigestMismatch(f"{path} has {len(mapped) - start} bytes of tensors instead of {nbytes}")
+    take(np.frombuffer(mapped, np.uint8)[start:])

@@ -1,0 +1,226 @@
+"""Fetching versions from servers: the manifest from the trainer, buckets from as many as have them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    DigestMismatch,
+    Incomplete,
+    InvalidInput,
+    NotOpen,
+    ProtocolError,
+    ServiceUnavailable,
+    TransferQueueError,
+    WrongEpoch,
+)
+from transfer_queue.weights.receive.update_session import UpdateSession
+from transfer_queue.weights.transport import protocol as p
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.info import Outcome, key_of
+from transfer_queue.weights.transport.protocol import Peer
+from transfer_queue.weights.version.manifest import MAX_NBYTES, Manifest
+from transfer_queue.weights.version.tensor_memory import room
+from transfer_queue.wire.address import Address
+from transfer_queue.wire.blocking import at_most
+
+STALL_S = 10.0  # a bucket that has not come by then, and by its bytes at `SLOWEST`, is asked for elsewhere
+SLOWEST = 20e6
+MAX_FAULTS = 3  # of one peer in one fetch
+
+
+class TrainerLink:
+    """The connection to the trainer for what is small; made anew after it broke. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.address: Address | None = None
+        self._peer: Peer | None = None
+        self._lock = threading.RLock()
+
+    def ask(self, message: Any, deadline: Deadline, limit: int = 0) -> memoryview:
+        with self._lock:
+            return self._ask(message, deadline, limit)
+
+    def _ask(self, message: Any, deadline: Deadline, limit: int) -> memoryview:
+        if self.address is None:
+            raise NotOpen("the trainer's address is not known: init_transfer_engine first")
+        for last in (False, True):
+            fresh = self._peer is None
+            try:
+                self._peer = self._peer or p.Peer(self.address, deadline.left())
+                return self._peer.ask(message, deadline.left(), at_most(limit))
+            except (ServiceUnavailable, DeadlineExceeded, ProtocolError) as error:
+                self.close()
+                if fresh or last or not isinstance(error, ServiceUnavailable):
+                    raise
+        raise AssertionError
+
+    def manifest(self, key: str, deadline: Deadline) -> Manifest:
+        return Manifest.decode(bytes(self.ask(p.GetManifest(key), deadline, MAX_NBYTES)))
+
+    def tell(self, outcome: Outcome, deadline: Deadline) -> None:
+        if self.address is not None:
+            self.ask(p.OutcomeMessage(msgspec.json.encode(outcome)), deadline)
+
+    def interrupt(self) -> None:
+        """Wake up who waits for the trainer. Never blocks."""
+        peer = self._peer
+        if peer is not None:
+            peer.interrupt()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._peer is not None:
+                self._peer.close()
+                self._peer = None
+
+    def leave(self) -> None:
+        """Nothing is asked any more, until there is another address."""
+        with self._lock:
+            self.close()
+            self.address = None
+
+
+def newest_of(peers: list[Address], deadline: Deadline, stall_s: float) -> tuple[Manifest, list[Address]]:
+    """The newest version among the peers, and who has it."""
+    found: list[tuple[Manifest, Address]] = []
+    last: TransferQueueError = InvalidInput("no peers to join from")
+    for address in peers:
+        try:
+            peer = Peer(address, min(stall_s, deadline.left()))
+            try:
+                body = peer.ask(p.GetManifest(""), min(stall_s, deadline.left()), at_most(MAX_NBYTES))
+            finally:
+                peer.close()
+            found.append((Manifest.decode(bytes(body)), address))
+        except TransferQueueError as error:
+            last = error
+    if not found:
+        raise ServiceUnavailable(f"none of {len(peers)} peers has a version: {last}") from last
+    run_id = Counter(manifest.epoch for manifest, _ in found).most_common(1)[0][0]
+    newest = max((one for one, _ in found if one.epoch == run_id), key=lambda one: one.version)
+    return newest, [address for manifest, address in found if manifest == newest]
+
+
+def fetch(
+    manifest: Manifest,
+    wanted: list[int],
+    sources: Sequence[Address],
+    stage: Callable[..., None],
+    deadline: Deadline,
+    stall_s: float = STALL_S,
+    session: UpdateSession | None = None,
+) -> None:
+    """Every wanted bucket, from any of the sources (one connection each), into `stage`. Ends with `session`.
+
+    Raises the last fault when no source is left that has not failed too often.
+    """
+    work = _Work(manifest, wanted, stage, deadline, stall_s)
+    threads = [
+        threading.Thread(target=work.run, args=(address,), name="tq-weights-fetch", daemon=True)
+        for address in sources[: max(1, len(wanted))]
+    ]
+    with session.interrupting(work.stop) if session is not None else nullcontext():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if work.stopped is not None:
+        raise work.stopped
+    if work.num_left:
+        raise work.last or Incomplete(f"{work.num_left} buckets did not come")
+
+
+class _Work:
+    """The buckets that are still to be fetched, which connections take in turn."""
+
+    def __init__(
+        self, manifest: Manifest, wanted: list[int], stage: Callable[..., None], deadline: Deadline, stall_s: float
+    ) -> None:
+        self._stall_s = stall_s
+        self._manifest = manifest
+        self._key = key_of(manifest)
+        self._stage = stage
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._todo = list(wanted)
+        self._faults: Counter[Address] = Counter()
+        self._peers: list[Peer] = []
+        self.num_left = len(wanted)
+        self.last: TransferQueueError | None = None
+        self.stopped: TransferQueueError | None = None
+
+    def run(self, address: Address) -> None:
+        """Fetch from one source until nothing is left to do, or it failed too often."""
+        peer: Peer | None = None
+        while (index := self._take(address)) is not None:
+            try:
+                peer = peer or self._met(address)
+                self._bring(peer, index)
+            except (TransferQueueError, OSError) as error:
+                self._leave(peer)
+                peer = None
+                self._failed(address, index, error)
+        self._leave(peer)
+
+    def stop(self) -> None:
+        """The update is over: nobody is waited for any more. Never blocks."""
+        with self._changed:
+            self.stopped = self.stopped or NotOpen("the update is over")
+            for peer in self._peers:
+                peer.interrupt()
+            self._changed.notify_all()
+
+    def _met(self, address: Address) -> Peer:
+        peer = Peer(address, min(self._stall_s, self._deadline.left()))
+        with self._changed:
+            self._peers.append(peer)
+        return peer
+
+    def _leave(self, peer: Peer | None) -> None:
+        if peer is not None:
+            with self._changed:
+                self._peers.remove(peer)
+            peer.close()
+
+    def _take(self, address: Address) -> int | None:
+        """A bucket to fetch; waits while others fetch the last ones, which may fail."""
+        with self._changed:
+            while self.num_left and not self._todo and self.stopped is None and self._faults[address] < MAX_FAULTS:
+                self._changed.wait()
+            if not self._todo or self.stopped is not None or self._faults[address] >= MAX_FAULTS:
+                return None
+            return self._todo.pop(0)
+
+    def _bring(self, peer: Peer, index: int) -> None:
+        nbytes = self._manifest.buckets[index]
+        timeout_s = min(self._stall_s + nbytes / SLOWEST, self._deadline.left())
+        place = room(nbytes)
+        got = peer.ask(p.GetBucket(self._key, index), timeout_s, p.exactly(place.numpy()))
+        if len(got) != nbytes:
+            raise DigestMismatch(f"bucket {index} came with {len(got)} bytes instead of {nbytes}")
+        self._stage(index, place, lend=True)
+        with self._changed:
+            self.num_left -= 1
+            self._changed.notify_all()
+
+    def _failed(self, address: Address, index: int, error: TransferQueueError | OSError) -> None:
+        typed = error if isinstance(error, TransferQueueError) else ServiceUnavailable(str(error))
+        with self._changed:
+            self._todo.append(index)
+            self._faults[address] += 1
+            self.last = typed
+            if isinstance(typed, (NotOpen, WrongEpoch)):
+                self.stopped = typed  # the update is over, whoever ended it
+            try:
+                self._deadline.left()
+            except DeadlineExceeded as late:
+                self.stopped = late
+            self._changed.notify_all()

@@ -1,0 +1,75 @@
+"""What a trainer tells its receivers, and how an update went at each: all of it is JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from transfer_queue.errors import InvalidInput
+from transfer_queue.weights.version.manifest import Manifest
+
+INIT_TIMEOUT_S = 60.0
+Info = Mapping[str, Any]
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class InitInfo(msgspec.Struct, kw_only=True):
+    """`run_id`: whose updates are taken from now on; it has `begun` then, by the trainer's clock. `replica`: what a
+    fleet calls this server; its outcomes carry it. `report_to`: where outcomes are reported, with this token, by
+    transports that have no way of their own."""
+
+    run_id: str = ""
+    begun: float = 0.0
+    replica: str = ""
+    timeout_s: float = INIT_TIMEOUT_S
+    report_to: str = ""
+    report_token: str = ""
+
+
+class UpdateInfo(msgspec.Struct, kw_only=True):
+    """Which version, of which run (one that was not introduced last is refused), and how long the update may take.
+    `key` names the manifest (`key_of`). `abort`: drop the update that was started, as another replica cannot take it.
+    `newest`: whichever version is the newest, for a replica that comes late; nothing else is needed then."""
+
+    version: int = 0
+    run_id: str = ""
+    key: str = ""
+    timeout_s: float = 300.0
+    abort: bool = False
+    newest: bool = False
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How an update went at one replica. `code` and `text` describe the fault, "" when there was none.
+
+    `key` names the version's manifest, `who` the engine (ranks of several servers have the same numbers). `silent`: its
+    calls never raise, so only a report says that they were done.
+    """
+
+    rank: int
+    replica: str = ""
+    version: int | None = None
+    run_id: str = ""
+    installed: bool = False
+    code: str = ""
+    text: str = ""
+    key: str = ""
+    who: str = ""
+    silent: bool = False
+
+
+def parse(info: object, form: type[S]) -> S:
+    """The info as `form`; `InvalidInput` for any other. Unknown keys are ignored: later releases add some."""
+    if isinstance(info, Mapping) and "epoch" in info and "run_id" not in info:
+        info = {**info, "run_id": info["epoch"]}
+    try:
+        return msgspec.convert(info, form)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"{form.__name__}: {error}") from None
+
+
+def key_of(manifest: Manifest) -> str:
+    """Names the manifest: the content, its packing and what it is called."""
+    return manifest.key

@@ -1,0 +1,100 @@
+"""What receivers report to their trainer, and what silent ones need: workers whose calls never raise (vLLM's).
+
+A silent worker answers at once, whatever happens. Only a report says that it has done a step, or why not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from typing import Any
+
+from transfer_queue.errors import TransferQueueError, error_from_code
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.serving import Empty, WeightServer, listen_tcp
+
+log = logging.getLogger("transfer_queue.weights")
+UNKNOWN = "unknown"  # the label of a server that may have weights other than it says
+
+
+class Reports:
+    """Taken by the transport's own server, or, once somebody silent is met, by one that does nothing else."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._server: WeightServer | None = None
+        self._own: WeightServer | None = None
+        self._info: dict[str, Any] = {}
+        self.committed: set[str] = set()  # replicas of which some worker reported to have committed, since `forget`
+
+    def come_to(self, server: WeightServer) -> None:
+        """The transport has a way for them."""
+        self._server = server
+
+    def info(self, silent: int) -> dict[str, Any]:
+        """What `silent` workers have to be told besides; nothing where the transport has a way."""
+        if silent and self._server is None:
+            token = secrets.token_urlsafe(24)
+            listening, address = listen_tcp(self._host, 0)
+            self._server = self._own = WeightServer(listening, token, Empty())
+            self._info = {"report_to": address, "report_token": token}
+        return self._info
+
+    def forget(self, replica: str) -> None:
+        """What has come from it so far is about earlier steps."""
+        self.committed.discard(replica)
+        if self._server is not None:
+            self._server.outcomes(replica)
+
+    def hear(
+        self, replica: str, version: int | None, key: str, silent: int, deadline: Deadline, installed: bool = False
+    ) -> None:
+        """Wait until all `silent` workers of the replica have reported this step of the version (None: the meeting).
+        Raises what anybody reports instead."""
+        well: set[tuple[str, int]] = set()
+        wait_s = 0.0
+        while self._server is not None:
+            came = [one for one in self._server.outcomes(replica, wait_s) if one.version in (version, None)]
+            came = [one for one in came if one.key in ("", key)]  # others were given up
+            if any(outcome.installed for outcome in came):
+                self.committed.add(replica)
+            for outcome in came:
+                if outcome.code:
+                    raise error_from_code(outcome.code, f"rank {outcome.rank}: {outcome.text}")
+                if outcome.silent and (outcome.version, outcome.installed) == (version, installed):
+                    well.add((outcome.who, outcome.rank))
+            if len(well) >= silent:
+                return
+            wait_s = deadline.left(f"waiting for the reports of {silent - len(well)} of {silent} workers")
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+            self._server = self._own = None
+
+
+def has(client: object, method: str) -> bool:
+    """Whether its class has it: proxies answer to every name."""
+    return callable(getattr(type(client), method, None))
+
+
+def silent_workers(client: Any) -> int:
+    """How many workers behind it never raise."""
+    return int(client.silent_workers()) if has(client, "silent_workers") else 0
+
+
+def relabel(client: Any, label: str) -> None:
+    """Silent workers took the label of a version and may not have taken its weights."""
+    if has(client, "update_weight_version"):
+        with contextlib.suppress(Exception):
+            client.update_weight_version(label)
+
+
+def forget_caches(client: Any) -> None:
+    """Have servers drop what they computed with the weights before."""
+    if has(client, "reset_prefix_cache"):
+        try:
+            client.reset_prefix_cache()
+        except TransferQueueError as error:  # the version is committed all the same
+            log.warning("caches of the weights before may be in use still: %s", error)

@@ -1,0 +1,235 @@
+"""A server of weights: a thread for each peer, who knows the token or is shown out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from transfer_queue.errors import AccessDenied, InvalidInput, ProtocolError, TransferQueueError, VersionGone
+from transfer_queue.weights.transport import protocol as p
+from transfer_queue.weights.transport.faults import as_typed
+from transfer_queue.weights.transport.info import Outcome
+from transfer_queue.weights.version.digest import Buffer, host_bytes
+from transfer_queue.wire import handshake
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address, advertised, tune
+from transfer_queue.wire.blocking import FrameSocket
+from transfer_queue.wire.peer import peer_uid
+
+log = logging.getLogger("transfer_queue.weights")
+HELLO_TIMEOUT_S = 5.0
+SEND_TIMEOUT_S = 60.0  # for a message or a bucket, to a peer that reads slowly
+MAX_PEERS = 512
+MAX_OUTCOMES = 4096
+
+
+class VersionSource(Protocol):
+    """What a server gives. Called by several threads; `VersionGone` for what is not there."""
+
+    def manifest(self, key: str) -> bytes: ...
+
+    def bucket(self, key: str, index: int) -> Buffer: ...
+
+    def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        """A descriptor of the memory with all buckets, and what to call once the borrower has left."""
+
+
+class Empty:
+    """The store of a server that only takes reports."""
+
+    def manifest(self, key: str) -> bytes:
+        raise gone(key)
+
+    def bucket(self, key: str, index: int) -> Buffer:
+        raise gone(key)
+
+    def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        raise gone(key)
+
+
+class WeightServer:
+    """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`."""
+
+    def __init__(self, listening: socket.socket, token: str, store: VersionSource) -> None:
+        if not token:
+            raise InvalidInput("a server of weights needs a token")
+        self._listening = listening
+        self._token = token
+        self._store = store
+        self._lock = threading.Lock()
+        self._noted = threading.Condition()
+        self._peers: dict[threading.Thread, socket.socket] = {}
+        self._outcomes: list[Outcome] = []
+        self._closed = False
+        self._accepting = threading.Thread(target=self._accept, name="tq-weights-accept", daemon=True)
+        self._accepting.start()
+
+    def outcomes(self, replica: str, timeout_s: float = 0.0) -> list[Outcome]:
+        """The last report of each rank of a replica that came since this was asked last. Waits for one, at most
+        `timeout_s`."""
+        with self._noted:
+            self._noted.wait_for(lambda: any(one.replica == replica for one in self._outcomes), timeout_s)
+            found = {(one.who, one.rank): one for one in self._outcomes if one.replica == replica}
+            self._outcomes = [one for one in self._outcomes if one.replica != replica]
+        return list(found.values())
+
+    def close(self) -> None:
+        """Show everybody out and wait for the threads. Repeatable."""
+        with self._lock:
+            self._closed = True
+            peers = dict(self._peers)
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listening.close()
+        for sock in peers.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in peers:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listening.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue
+            thread = threading.Thread(target=self._serve, args=(sock,), name="tq-weights-serve", daemon=True)
+            with self._lock:
+                if self._closed or len(self._peers) >= MAX_PEERS:
+                    sock.close()
+                    continue
+                self._peers[thread] = sock
+                thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        visit = _Visit(p.stream_over(sock, p.decode_client, "a peer"), self._store)
+        try:
+            if sock.family == socket.AF_UNIX:
+                if peer_uid(sock) not in (os.getuid(), 0):
+                    raise AccessDenied("a peer of another user")
+            else:
+                tune(sock)
+            visit.greet(self._token)
+            while True:
+                message, _ = visit.stream.receive(None)
+                if isinstance(message, p.OutcomeMessage):
+                    self._note(message)
+                visit.answer(message)
+        except (TransferQueueError, OSError) as error:
+            log.debug("a peer left: %s", error)
+        finally:
+            visit.end()
+            with self._lock:
+                self._peers.pop(threading.current_thread(), None)
+
+    def _note(self, message: p.OutcomeMessage) -> None:
+        try:
+            found = msgspec.json.decode(message.body, type=Outcome)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"not a report: {error}") from None
+        with self._noted:
+            self._outcomes = [*self._outcomes, found][-MAX_OUTCOMES:]
+            self._noted.notify_all()
+
+
+class _Visit:
+    """One connection, and what its peer borrowed."""
+
+    def __init__(self, stream: FrameSocket[m.Message], store: VersionSource) -> None:
+        self.stream = stream
+        self._store = store
+        self._give_back: list[Callable[[], None]] = []
+
+    def greet(self, token: str) -> None:
+        def token_of(role: int) -> str:
+            if role != handshake.CLIENT:
+                raise AccessDenied(f"there is no role {role}")
+            return token
+
+        reception = handshake.Reception(p.PROTOCOL, token_of)
+        try:
+            while (challenge := reception.take(self.stream.receive(HELLO_TIMEOUT_S)[0])) is not None:
+                self.stream.send(challenge, HELLO_TIMEOUT_S)
+        except AccessDenied as error:
+            self.stream.send(m.Failed(0, error.code, str(error)), HELLO_TIMEOUT_S)
+            raise
+        self.stream.send(m.Welcome(os.getpid(), "", b""), HELLO_TIMEOUT_S)
+
+    def answer(self, message: m.Message) -> None:
+        payload: memoryview | bytes = b""
+        fd = None
+        try:
+            if isinstance(message, p.GetManifest):
+                payload = self._store.manifest(message.key)
+            elif isinstance(message, p.GetBucket):
+                payload = host_bytes(self._store.bucket(message.key, message.bucket)).data
+            elif isinstance(message, p.GetMemory):
+                fd, give_back = self._store.lend(message.key)
+                self._give_back.append(give_back)
+            elif not isinstance(message, p.OutcomeMessage):
+                raise ProtocolError(f"{type(message).__name__} is no request")
+        except ProtocolError:
+            raise
+        except Exception as error:  # noqa: BLE001 the peer is told, and goes elsewhere
+            typed = as_typed(error)
+            self.stream.send(m.Failed(0, typed.code, str(typed)), SEND_TIMEOUT_S)
+            return
+        self.stream.send(p.Sent(), SEND_TIMEOUT_S, payload, fd)
+
+    def end(self) -> None:
+        self.stream.close()
+        for give_back in self._give_back:
+            give_back()
+
+
+def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
+    """A listening socket and the address to tell others (`wire.address.advertised`); port 0 takes a free one."""
+    sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
+    return sock, str(Address(host=advertised(host), port=sock.getsockname()[1]))
+
+
+def listen_unix(name: str) -> tuple[socket.socket, str]:
+    """`@NAME` leaves nothing behind whatever happens; a path has mode 0600 and is replaced when nobody listens."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if name.startswith("@"):
+            sock.bind("\0" + name[1:])
+        else:
+            _remove_stale(name)
+            before = os.umask(0o177)
+            try:
+                sock.bind(name)
+            finally:
+                os.umask(before)
+        sock.listen(128)
+    except BaseException:  # an interrupt must not leave the socket
+        sock.close()
+        raise
+    return sock, f"unix:{name}"
+
+
+def _remove_stale(path: str) -> None:
+    if not os.path.exists(path):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise InvalidInput(f"somebody listens at {path} already")
+
+
+def gone(key: str) -> VersionGone:
+    return VersionGone(f"no version with manifest {key}" if key else "no version yet")

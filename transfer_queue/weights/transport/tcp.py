@@ -1,0 +1,218 @@
+"""Buckets over TCP, from the trainer or from replicas that have installed the version.
+
+A replica that comes late loads from all peers at once: it asks each for what it has, takes the newest version, and
+fetches every bucket from whoever is free. Bytes are received straight into staging memory and checked there; damaged or
+late buckets are asked for elsewhere. Nobody has to trust a peer's bytes, but whoever knows the token may serve.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from transfer_queue.errors import DigestMismatch, InvalidInput
+from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
+from transfer_queue.weights.transport import protocol as p
+from transfer_queue.weights.transport.base import Engine
+from transfer_queue.weights.transport.clients import Client
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.fetching import STALL_S, TrainerLink, fetch, newest_of
+from transfer_queue.weights.transport.info import InitInfo, Outcome, UpdateInfo, key_of
+from transfer_queue.weights.transport.pending import PendingVersion
+from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
+from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
+from transfer_queue.weights.transport.version_store import VersionStore, newest_key
+from transfer_queue.weights.version.digest import byte_view, copy_and_digest
+from transfer_queue.weights.version.manifest import Count, Manifest
+from transfer_queue.weights.version.packing import pack_into, plan
+from transfer_queue.weights.version.sources import WeightSource, weights_called
+from transfer_queue.weights.version.tensor_memory import room, warm
+from transfer_queue.wire.address import Address
+
+NUM_STREAMS = 2
+
+
+class TcpTrainerInfo(TrainerInfo, kw_only=True):
+    """`keep`: versions held in memory. `token`: made up when empty; the control plane brings it to the receivers.
+
+    `warm`: memory is touched when the two meet, up to 1 GiB on each side, not by the first updates."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str = ""
+    keep: int = 2
+    warm: bool = True
+
+
+class TcpInfo(InitInfo, kw_only=True):
+    """`address` may be empty for a replica that only joins through peers. A bucket that stalls for `stall_s` is asked
+    for again, elsewhere if there is another peer. `buckets`: sizes to have memory ready for."""
+
+    address: str = ""
+    token: str
+    streams: int = NUM_STREAMS
+    stall_s: float = STALL_S
+    buckets: tuple[Count, ...] = ()
+
+
+class TensorStore(VersionStore[list[torch.Tensor]]):
+    """The newest versions, packed, in this process's memory."""
+
+    def bucket(self, key: str, index: int) -> torch.Tensor:
+        buckets = self.content(key)
+        if not 0 <= index < len(buckets):
+            raise InvalidInput(f"bucket {index} of {len(buckets)}")
+        return buckets[index]
+
+    def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        raise InvalidInput("memory is not lent over TCP")
+
+
+class TcpTrainer(TrainerEngine):
+    init_form = TcpTrainerInfo
+
+    def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
+        super().__init__(info, client, source)
+        self.token = info.token or secrets.token_urlsafe(24)
+        self.store = TensorStore(info.keep)
+        listening, self.address = listen_tcp(info.host, info.port)
+        self._server = WeightServer(listening, self.token, self.store)
+        self.reports.come_to(self._server)
+        self._expected = plan(source.specs(), info.bucket_nbytes).buckets if info.warm else ()
+        warm(self._expected, info.keep + 1)
+
+    def receivers_info(self) -> dict[str, Any]:
+        return {"address": self.address, "token": self.token, "buckets": list(self._expected)}
+
+    def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        where = plan(draft.source.specs(), self.info.bucket_nbytes)
+        buckets = [room(nbytes) for nbytes in where.buckets]
+        manifest = draft.seal(where, pack_into(draft.source, where, buckets))
+        self.store.add(manifest, buckets)
+        return manifest
+
+    def _decide(self, manifest: Manifest) -> None:
+        self.store.decide(manifest)
+
+    def _withdraw(self, manifest: Manifest) -> None:
+        self.store.withdraw(manifest)
+
+    def _close(self) -> None:
+        self._server.close()
+
+
+class TcpEngine(Engine):
+    trainer = TcpTrainer
+    init_form = TcpInfo
+
+    def __init__(self, receiver: Receiver, **more: Any) -> None:
+        super().__init__(receiver, **more)
+        self._control = TrainerLink()
+        self._token = ""
+        self._streams, self._stall_s = NUM_STREAMS, STALL_S
+        self._sources: list[Address] = []
+        self._expected: tuple[int, ...] = ()  # sizes of buckets that memory was made ready for
+        self._serving: WeightServer | None = None
+
+    def _connect(self, info: TcpInfo) -> None:
+        self._control.close()
+        self._token, self._streams, self._stall_s = info.token, info.streams, info.stall_s
+        if info.buckets != self._expected:
+            self._expected = info.buckets
+            warm(info.buckets, 2)  # one that is live and one that comes
+        self._control.address = p.address_of(info.address, info.token) if info.address else None
+        if info.address:
+            p.Peer(p.address_of(info.address, info.token), info.timeout_s).close()
+
+    def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
+        manifest = self._control.manifest(info.key, deadline)
+        assert self._control.address is not None
+        self._sources = [self._control.address]
+        return manifest
+
+    def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
+        manifest = self._control.manifest(newest_key(label), deadline)
+        assert self._control.address is not None
+        self._sources = [self._control.address]
+        return manifest
+
+    def join_peers(self, peers: Sequence[str], *, timeout_s: float) -> VersionInfo:
+        """Install the newest version that these replicas (`serve_installed`) have, whether the trainer lives or not.
+
+        Of several runs, the one that most of them have. `ServiceUnavailable` when none has a version."""
+        addresses = [p.address_of(one, self._token) for one in peers]
+
+        def find(deadline: Deadline) -> Manifest:
+            manifest, self._sources = newest_of(addresses, deadline, self._stall_s)
+            return manifest
+
+        with self._busy:
+            return self._install(find, Deadline(timeout_s))
+
+    def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
+        sources, session = self._sources * self._streams, self.receiver.session
+        fetch(manifest, wanted, sources, self.receiver.stage, deadline, self._stall_s, session)
+
+    def _interrupt(self) -> None:
+        self._control.interrupt()
+
+    def _tell(self, outcome: Outcome, deadline: Deadline) -> None:
+        self._control.tell(outcome, deadline)
+
+    def serve_installed(self, host: str = "127.0.0.1", port: int = 0, token: str = "") -> str:
+        """Give what is installed, now and later, to other replicas, until `shutdown`; the address to give them.
+
+        A bucket is copied out of the live weights between commits, and checked: weights that were changed since are
+        not sent."""
+        if self._serving is None:
+            self._token = token or self._token
+            listening, self._served_at = listen_tcp(host, port)
+            self._serving = WeightServer(listening, self._token, Installed(self))
+        return self._served_at
+
+    def _close(self) -> None:
+        self._control.leave()
+        if self._serving is not None:
+            self._serving.close()
+            self._serving = None
+
+
+class Installed:
+    """The live weights of an engine, packed when asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def _whole(self, key: str) -> Manifest:
+        found = self._engine._whole
+        info = self._engine.receiver.installed()
+        if found is None or info.dirty or (found.version, found.root) != (info.version, info.root):
+            raise gone(key)
+        if key not in ("", key_of(found)):
+            raise gone(key)
+        return found
+
+    def manifest(self, key: str) -> bytes:
+        return self._whole(key).encode()
+
+    def bucket(self, key: str, index: int) -> torch.Tensor:
+        manifest = self._whole(key)
+        if not 0 <= index < len(manifest.buckets):
+            raise InvalidInput(f"bucket {index} of {len(manifest.buckets)}")
+        place = room(manifest.buckets[index])
+        with self._engine.receiver.reading() as live:
+            if live.tag.root != manifest.root:
+                raise gone(key)
+            weights = weights_called(live.module, [spec.name for spec in manifest.in_bucket(index)])
+            for spec in manifest.in_bucket(index):
+                source = byte_view(weights[spec.name].detach().contiguous().cpu()).numpy()
+                into = place[spec.offset : spec.offset + spec.nbytes].numpy()
+                if source.nbytes != spec.nbytes or copy_and_digest(into, source) != spec.digest:
+                    raise DigestMismatch(f"{spec.name!r} is not what was installed any more")
+        return place
+
+    def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        raise InvalidInput("memory is not lent over TCP")

@@ -1,0 +1,486 @@
+"""The trainer's side: makes a version, puts it where receivers find it, and leads them through the four calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    NotInitialized,
+    StaleBase,
+    StaleVersion,
+    TransferQueueError,
+    UpdateInProgress,
+    VersionGone,
+    WrongEpoch,
+)
+from transfer_queue.weights.transport.clients import Client, Partial
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall
+from transfer_queue.weights.transport.faults import system_faults
+from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, key_of, parse
+from transfer_queue.weights.transport.pending import PendingAdapter, PendingBase, PendingVersion, SyncReport, label_of
+from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
+from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
+from transfer_queue.weights.version.packing import BUCKET_NBYTES
+from transfer_queue.weights.version.sources import Once, StateDictSource, WeightSource
+
+log = logging.getLogger("transfer_queue.weights")
+MAX_LABEL = 80  # characters: labels become file names, percent-encoded
+ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
+Self = TypeVar("Self", bound="TrainerEngine")
+
+
+class TrainerInfo(msgspec.Struct, kw_only=True):
+    """`run_id`: a name for this life of the trainer (made up when empty). Receivers take updates of the run that was
+    introduced to them last, and none of a run before. `anchor_every`: how many versions from one
+    full one to the next; those between are differences, which takes a copy of the weights here.
+
+    `silent`: how many workers record faults instead of raising them (vLLM's do); each has to report every step.
+    Default: what the client's `silent_workers()` says, or none. `report_host`: where transports without a way of their
+    own for reports listen for them. `caches`: whether servers forget, after a commit, what they cached with the weights
+    before (vLLM's prefixes; running requests are computed anew then); with "keep" that is left to a pause."""
+
+    run_id: str = ""
+    bucket_nbytes: int = BUCKET_NBYTES
+    anchor_every: int = 1
+    timeout_s: float = INIT_TIMEOUT_S
+    silent: int | None = None
+    report_host: str = "127.0.0.1"
+    caches: Literal["clear", "keep"] = "clear"
+
+
+class Follower(ABC):
+    """A client that looks after its receivers: it judges what they report, and brings late ones up by itself."""
+
+    @abstractmethod
+    def follow(self, publisher: TrainerEngine) -> None:
+        """The trainer engine whose versions these are."""
+
+    @abstractmethod
+    def allow(self, timeout_s: float | None) -> None:
+        """All calls of the update that begins now have this long, together; None: it is over."""
+
+
+class TrainerEngine(ABC):
+    """Sends the versions of one source, by one thread at a time."""
+
+    init_form: ClassVar[type[TrainerInfo]] = TrainerInfo
+    _can_join: ClassVar[bool] = True  # one server may be met without the others
+
+    def __init__(self, info: Any, client: Client, source: WeightSource) -> None:
+        if info.anchor_every < 1:
+            raise InvalidInput(f"a full version every {info.anchor_every}")
+        self.info = info
+        self.run_id: str = info.run_id or secrets.token_hex(8)
+        self._begun = time.time()
+        self._numbers: dict[str, int] = {}  # the last versions of the weights ("") and of adapters, taken or not
+        self._taken: dict[str, int] = {}  # of those, the last that somebody may have
+        self._root: str | None = None  # of the weights that all receivers committed last
+        self._adapters: dict[str, str | None] = {}  # label -> base_root, of those that all receivers have
+        self._client = client
+        self._source = source
+        self._busy = threading.Lock()
+        self._base: PendingBase | None = None
+        self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
+        self._num_deltas = 0
+        self.reports = Reports(info.report_host)
+        self._num_silent = 0
+        self._label = ""  # of the servers, as far as it is known
+        self._estranged = False  # somebody may have an update open that could not be called off
+        self._lacking: set[str] = set()  # servers of a plain client that missed something
+
+    @classmethod
+    @system_faults()
+    def trainer_init(cls: type[Self], init_info: Info, *, client: Client, source: WeightSource) -> Self:
+        """Open the transport and introduce the receivers to it, within the `timeout_s` of `init_info`."""
+        made = cls(parse(init_info, cls.init_form), client, source)
+        try:
+            deadline = Deadline(made.info.timeout_s)
+            if isinstance(client, Follower):
+                client.follow(made)
+            elif made.info.silent is None:
+                made._num_silent = silent_workers(client)
+            else:
+                made._num_silent = made.info.silent
+            made._allow(deadline)
+            made._meet(deadline)
+            made._lacking |= set(made._missed())
+            made._allow(None)
+            made._hear(None, deadline)
+            if made._num_silent and has(client, "get_weight_version"):
+                made._label = str(client.get_weight_version())  # type: ignore[attr-defined]
+        except BaseException:  # an interrupt must not leave its sockets
+            made.shutdown()
+            raise
+        return made
+
+    def send_weights(self, version: int | None = None, *, deadline_s: float, full: bool = False) -> SyncReport:
+        """Bring the weights as they are now to every receiver, as `version` (default: the next number).
+
+        Returns once all have committed; raises what went wrong, at most 2 s after `deadline_s` (packing is not
+        interrupted), and then none has unless `finish` itself failed: `version` may be sent again. Receivers without
+        the base of a difference are sent a full version. One that was started anew is introduced again. Of several
+        servers behind a `WeightSyncClient`, those that do not answer do not keep the others: see `SyncReport.missed`.
+        """
+        with self._busy:
+            deadline = Deadline(deadline_s)
+            number = self._number("", version)
+            base = None if full or self._num_deltas + 1 >= self.info.anchor_every else self._base
+            source = Once(self._source) if self.info.anchor_every > 1 else self._source
+            try:
+                return self._send_version(number, source, base, deadline)
+            except StaleBase:
+                if base is None:
+                    raise
+                return self._send_version(number, source, None, deadline)
+
+    def send_adapter(
+        self,
+        label: str,
+        source: WeightSource,
+        config: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        for_base: bool = True,
+        deadline_s: float,
+    ) -> SyncReport:
+        """Bring an adapter to every receiver, as `version` of `label` (default: the next number of that label).
+
+        Until all have committed, and when anything fails, the one before serves, as with `send_weights`. `config` is
+        JSON, such as PEFT's adapter_config.json. `for_base`: it is for the weights that were sent last, and no others
+        (`InvalidInput` when none were); else receivers take it whatever their weights are.
+        """
+        if for_base and self._root is None:
+            raise InvalidInput("no weights were sent that the adapter could be for: for_base=False")
+        try:
+            meta = {ADAPTER_CONFIG: json.dumps(dict(config), sort_keys=True)}
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"the adapter's configuration is not JSON: {error}") from None
+        if not source.specs():
+            raise InvalidInput(f"the adapter {label!r} has no tensors")
+        return self._send_adapter(
+            source, PendingAdapter(label, self._root if for_base else None, meta), version, deadline_s
+        )
+
+    def remove_adapter(self, label: str, *, version: int | None = None, deadline_s: float) -> SyncReport:
+        """Have every receiver drop it: a version of it without tensors. Receivers that have none take that too."""
+        return self._send_adapter(StateDictSource({}), PendingAdapter(label, None, {}), version, deadline_s)
+
+    def catch_up_infos(self, timeout_s: float) -> list[dict[str, Any]]:
+        """The `update_info`s, to be gone through in order, with which a receiver that has other weights or none comes
+        to the newest version, and to the adapters that are there.
+
+        Waits for a version that is being sent. `VersionGone` when there is none; `DeadlineExceeded`.
+        """
+        deadline = Deadline(timeout_s)
+        if not self._busy.acquire(timeout=timeout_s):
+            raise DeadlineExceeded(f"another version was being sent for {timeout_s} s")
+        try:
+            return self._infos(deadline)
+        finally:
+            self._busy.release()
+
+    def _infos(self, deadline: Deadline) -> list[dict[str, Any]]:
+        newest = self._newest.get("")
+        if newest is None:
+            raise VersionGone("no version was sent yet")
+        if newest.kind == "delta":
+            if self._base is None:
+                raise VersionGone("the newest version is a difference: wait for the next one")
+            newest = self._publish(PendingVersion(self._base, newest.version, self.run_id), deadline)
+            self._decide(newest)
+            self._newest[""] = newest
+        adapters = [one for label, one in self._newest.items() if label and one.tensors]
+        wanted = [one for one in adapters if one.base_root in (None, newest.root)]
+        return [self.update_info(one, deadline) for one in (newest, *wanted)]
+
+    def join(self, client: Client, *, deadline_s: float) -> int:
+        """Bring the newest version, and its adapters, to one server that comes late; the number. `VersionGone` before
+        the first one. Raises what went wrong there."""
+        deadline = Deadline(deadline_s)
+        silent = silent_workers(client)
+        infos = self.catch_up_infos(deadline.left())
+        told = {**self.introduction(silent, deadline), "replica": (name := secrets.token_hex(8))}
+        self._call(client.init_weight_transfer_engine, deadline, told)
+        self.reports.hear(name, None, "", silent, deadline)
+        self._bring(client, name, silent, infos, deadline)
+        if silent:
+            self._call(forget_caches, deadline, client)
+        return int(infos[0]["version"])
+
+    def _bring(self, client: Client, name: str, silent: int, infos: list[dict[str, Any]], deadline: Deadline) -> None:
+        """Have one server install these, one after the other."""
+        for info in infos:
+            step = (name, info["version"], info["key"], silent, deadline)
+            self._call(client.start_weight_update, deadline)
+            self._call(client.update_weights, deadline, info)
+            self.reports.hear(*step)
+            self._call(client.finish_weight_update, deadline, *([] if info["label"] else [str(info["version"])]))
+            self.reports.hear(*step, installed=True)
+
+    def shutdown(self) -> None:
+        """Free what the transport holds. Receivers keep their weights. Repeatable."""
+        self._base = None
+        self._close()
+        self.reports.close()
+
+    # for transports
+
+    @abstractmethod
+    def receivers_info(self) -> dict[str, Any]:
+        """The `init_info` of receivers: also for those that come later."""
+
+    @abstractmethod
+    def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        """Put it where receivers can fetch it."""
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    def _decide(self, manifest: Manifest) -> None:
+        """The receivers have verified it: from now on it is what late ones get."""
+        return
+
+    def _withdraw(self, manifest: Manifest) -> None:
+        """It was given up: nobody is to get it."""
+        return
+
+    def _meet(self, deadline: Deadline) -> None:
+        told = self.introduction(self._num_silent, deadline)
+        self._call(self._client.init_weight_transfer_engine, deadline, told)
+
+    def introduction(self, silent: int, deadline: Deadline | None = None) -> dict[str, Any]:
+        """`receivers_info`, whose updates they are, and where to report, for servers with `silent` workers."""
+        told = {**self.receivers_info(), "run_id": self.run_id, "begun": self._begun, **self.reports.info(silent)}
+        return told if deadline is None else {**told, "timeout_s": min(deadline.left(), INIT_TIMEOUT_S)}
+
+    def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
+        """Have every receiver fetch and verify it."""
+        self._call(self._client.update_weights, deadline, info)
+
+    # steps
+
+    @property
+    def version(self) -> int:
+        """The last number that was given to weights."""
+        return self._numbers.get("", 0)
+
+    @property
+    def epoch(self) -> str:
+        """The run, by its older name."""
+        return self.run_id
+
+    def _number(self, label: str, asked: int | None) -> int:
+        """A number that was given up may be asked for again: nobody has that version."""
+        last = self._taken.get(label, 0)
+        if asked is not None and asked <= last:
+            raise StaleVersion(f"version {asked} after {last}")
+        return self._numbers.get(label, 0) + 1 if asked is None else asked
+
+    def _send_version(
+        self, number: int, source: WeightSource, base: PendingBase | None, deadline: Deadline
+    ) -> SyncReport:
+        report, manifest = self._send(PendingVersion(source, number, self.run_id, base), deadline)
+        self._num_deltas = self._num_deltas + 1 if base else 0
+        self._root = manifest.root
+        outdated = [label for label, root in self._adapters.items() if root not in (None, self._root)]
+        return replace(report, outdated=tuple(outdated))
+
+    def _send_adapter(
+        self, source: WeightSource, adapter: PendingAdapter, version: int | None, deadline_s: float
+    ) -> SyncReport:
+        label = adapter.label
+        if not 0 < len(label) <= MAX_LABEL:
+            raise InvalidInput(f"an adapter's label of {len(label)} characters, at most {MAX_LABEL}")
+        with self._busy:
+            draft = PendingVersion(source, self._number(label, version), self.run_id, adapter=adapter)
+            report, manifest = self._send(draft, Deadline(deadline_s))
+            self._adapters.pop(label, None)
+            if manifest.tensors:
+                self._adapters[label] = adapter.base_root
+            return report
+
+    @system_faults()
+    def _send(self, draft: PendingVersion, deadline: Deadline) -> tuple[SyncReport, Manifest]:
+        times = [time.monotonic()]
+        number = draft.version
+        self._allow(deadline)
+        if self._estranged:
+            self._meet(deadline)
+            self._hear(None, deadline)
+            self._estranged = False
+        self.reports.forget("")
+        manifest = self._publish(draft, deadline)
+        self._numbers[draft.label] = max(number, self._numbers.get(draft.label, 0))
+        times.append(time.monotonic())
+        earlier, self._base = self._base, (self._base if draft.adapter else None)  # until all have it
+        is_open: bool | None = None  # at the receivers; None when only they know
+        try:
+            rejoined = self._start(draft, deadline)
+            self._lead(manifest, self.update_info(manifest, deadline), deadline)
+            is_open = True
+            self._hear(manifest, deadline)
+            self._decide(manifest)  # where this fails nobody has the version
+            # From here on somebody may have it: the number is taken, and late ones are given this version.
+            self._newest[draft.label] = manifest
+            self._taken[draft.label] = number
+            times.append(time.monotonic())
+            is_open = None
+            self._call(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
+            is_open = False
+            self._hear(manifest, deadline, installed=True)
+        except BaseException:  # an interrupt must not leave it open at the receivers
+            self._retreat(draft, manifest, earlier, is_open)
+            raise
+        times.append(time.monotonic())
+        if draft.adapter is None:
+            self._keep(draft, manifest, earlier)
+            self._label = str(number)
+            self._bring_adapters(rejoined, manifest, deadline)
+        if self.info.caches == "clear" and self._num_silent:
+            self._call(forget_caches, deadline, self._client)
+        missed = self._missed()
+        self._lacking = set(missed)
+        self._allow(None)
+        pack_s, update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
+        told = (number, self.run_id, manifest.root, manifest.kind, manifest.nbytes)
+        return SyncReport(*told, pack_s, update_s, commit_s, missed=missed), manifest
+
+    # servers of a plain client that were away
+
+    def _allow(self, deadline: Deadline | None) -> None:
+        """Tell the client how long its calls have together; None: the update is over."""
+        if isinstance(self._client, Follower) or (isinstance(self._client, Partial) and not self._num_silent):
+            self._client.allow(None if deadline is None else deadline.left())
+
+    def _missed(self) -> dict[str, str]:
+        found = self._client.missed() if isinstance(self._client, Partial) else {}
+        for name, why in found.items():
+            log.warning("%s did not take part in the update: %s", name, why)
+        return found
+
+    def _start(self, draft: PendingVersion, deadline: Deadline) -> list[str]:
+        """Start the update everywhere. A server that was started anew, or has an update open that was left there, is
+        introduced again, and sent what it lacks. Returns the names of those that may lack adapters."""
+        try:
+            self._call(self._client.start_weight_update, deadline)
+        except (NotInitialized, UpdateInProgress):
+            if not isinstance(self._client, Partial):
+                self._meet(deadline)
+                self._call(self._client.start_weight_update, deadline)
+                return []
+            unmet = self._client.unmet()
+            if not unmet:
+                raise
+        else:
+            unmet = self._client.unmet() if isinstance(self._client, Partial) else []
+        if not isinstance(self._client, Partial):
+            return []
+        again = list(dict.fromkeys([*unmet, *self._lacking]))
+        again = [name for name in again if name not in self._client.missed()]
+        if again and not self._can_join:
+            self._meet(deadline)
+            self._call(self._client.start_weight_update, deadline)
+            return []
+        return [name for name in again if self._rejoin(self._client, name, draft, deadline)]
+
+    def _rejoin(self, client: Partial, name: str, draft: PendingVersion, deadline: Deadline) -> bool:
+        """Whether that server takes part in this update again."""
+        one = client.member(name)
+        try:
+            self._call(one.init_weight_transfer_engine, deadline, self.introduction(0, deadline))
+            if draft.adapter is not None and "" in self._newest:
+                self._bring(one, "", 0, self._infos(deadline), deadline)
+            self._call(one.start_weight_update, deadline)
+        except WrongEpoch:
+            raise
+        except TransferQueueError as error:
+            client.leave_out(name, error)
+            return False
+        return True
+
+    def _bring_adapters(self, names: list[str], newest: Manifest, deadline: Deadline) -> None:
+        """Servers that lost what they had, or missed it, have the new weights now, and no adapters."""
+        if not names or not isinstance(self._client, Partial):
+            return
+        adapters = [one for label, one in self._newest.items() if label and one.tensors]
+        wanted = [one for one in adapters if one.base_root in (None, newest.root)]
+        for name in names:
+            try:
+                infos = [self.update_info(one, deadline) for one in wanted]
+                self._bring(self._client.member(name), "", 0, infos, deadline)
+            except TransferQueueError as error:
+                self._client.leave_out(name, error)
+
+    def _retreat(
+        self, draft: PendingVersion, manifest: Manifest, earlier: PendingBase | None, is_open: bool | None
+    ) -> None:
+        """Nobody is to commit it later, or to be given it; unless it was decided."""
+        self._estranged = not self._call_off(draft.version, is_open)
+        self._allow(None)
+        if is_open is False and self._num_silent:
+            relabel(self._client, UNKNOWN if "" in self.reports.committed else self._label or UNKNOWN)
+        if self._newest.get(draft.label) is not manifest:
+            self._withdraw(manifest)
+            self._base = earlier
+        elif draft.adapter is None:
+            self._keep(draft, manifest, earlier)
+
+    def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
+        """What receivers are told of a version."""
+        return {
+            "version": manifest.version, "run_id": manifest.epoch, "epoch": manifest.epoch, "label": label_of(manifest),
+            "for_base": manifest.base_root is not None,
+            "removed": manifest.kind == "adapter" and not manifest.tensors, "key": key_of(manifest),
+            "timeout_s": deadline.left(),
+        }  # fmt: skip
+
+    def _keep(self, draft: PendingVersion, manifest: Manifest, earlier: PendingBase | None) -> None:
+        if self.info.anchor_every <= 1:
+            return
+        if earlier is None:
+            earlier = PendingBase(manifest, draft.read)
+        else:
+            earlier.follow(manifest, draft.read)
+        self._base = earlier
+
+    def _hear(self, manifest: Manifest | None, deadline: Deadline, *, installed: bool = False) -> None:
+        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself."""
+        if not isinstance(self._client, Follower):
+            version, key = (manifest.version, key_of(manifest)) if manifest is not None else (None, "")
+            self.reports.hear("", version, key, self._num_silent, deadline, installed)
+
+    def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
+        what = getattr(function, "__name__", "the call")
+        return TimedCall(function, *args).result(deadline, what)
+
+    def _call_off(self, version: int, is_open: bool | None) -> bool:
+        """Make sure that nobody commits it later; whether all could be told.
+
+        vLLM refuses these calls when no update is open there, which puts several workers of one server out of step:
+        when that is not certain it is told by `init`, before the next update.
+        """
+        if self._num_silent and not is_open:
+            return is_open is False
+        deadline = Deadline(ABORT_S)
+        try:
+            self._call(
+                self._client.update_weights, deadline, {"version": version, "run_id": self.run_id, "abort": True}
+            )
+            self._call(self._client.finish_weight_update, deadline)
+        except (TransferQueueError, OSError, RuntimeError) as error:  # the fault that led here is the one to raise
+            log.info("version %s could not be called off: %s", version, error)
+            return not self._num_silent
+        return True

@@ -1,0 +1,79 @@
+"""Which versions a server keeps: the newest ones of the weights, and of each adapter."""
+
+from __future__ import annotations
+
+import threading
+from typing import Generic, TypeVar
+
+from transfer_queue.errors import InvalidInput
+from transfer_queue.weights.transport.info import key_of
+from transfer_queue.weights.transport.pending import label_of
+from transfer_queue.weights.transport.serving import gone
+from transfer_queue.weights.version.manifest import Manifest
+
+T = TypeVar("T")
+
+
+def newest_key(label: str) -> str:
+    """What to ask for to get the newest version: of the weights (""), or of an adapter."""
+    return f"@{label}" if label else ""
+
+
+class VersionStore(Generic[T]):
+    """What a trainer gives to receivers, by the keys of manifests. Thread-safe.
+
+    Those that come late are given the newest that was decided: not one that some receiver has refused.
+    """
+
+    def __init__(self, keep: int) -> None:
+        if keep < 1:
+            raise InvalidInput(f"{keep} versions to keep")
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._held: dict[str, dict[str, tuple[bytes, T]]] = {}  # by `newest_key`, then by key, oldest first
+        self._newest: dict[str, str] = {}  # by `newest_key`
+
+    def add(self, manifest: Manifest, content: T) -> None:
+        with self._lock:
+            held = self._held.setdefault(newest_key(label_of(manifest)), {})
+            held[key_of(manifest)] = (manifest.encode(), content)
+
+    def decide(self, manifest: Manifest) -> list[T]:
+        """This is the newest of its label from now on. Returns what is not to be fetched any more."""
+        name = newest_key(label_of(manifest))
+        with self._lock:
+            self._newest[name] = key_of(manifest)
+            held = self._held[name]
+            return [held.pop(key)[1] for key in list(held)[: -self._keep]]
+
+    def withdraw(self, manifest: Manifest) -> list[T]:
+        """Nobody is to have it. Returns its content, if it was there."""
+        with self._lock:
+            found = self._held[newest_key(label_of(manifest))].pop(key_of(manifest), None)
+        return [] if found is None else [found[1]]
+
+    def manifest(self, key: str) -> bytes:
+        return self._find(key)[0]
+
+    def content(self, key: str) -> T:
+        return self._find(key)[1]
+
+    def contents(self) -> list[T]:
+        with self._lock:
+            return [content for held in self._held.values() for _, content in held.values()]
+
+    def clear(self) -> list[T]:
+        """Keep nothing. Returns what was there."""
+        found = self.contents()
+        with self._lock:
+            self._held.clear()
+        return found
+
+    def _find(self, key: str) -> tuple[bytes, T]:
+        """By its key, or by a `newest_key`."""
+        with self._lock:
+            wanted = self._newest.get(key, key)
+            for held in self._held.values():
+                if wanted in held:
+                    return held[wanted]
+        raise gone(key)
