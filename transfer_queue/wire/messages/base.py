@@ -1,4 +1,4 @@
-"""What the messages of `messages` and of `checkpoints` are made of."""
+"""What messages are made of, and the answers that any request may get."""
 
 from __future__ import annotations
 
@@ -51,3 +51,18 @@ class Piece(msgspec.Struct, array_like=True, gc=False):
     nbytes: int = 0
     layout: int = 0
     location: Location = REMOTE
+
+
+class Done(Reply):
+    note: str = ""  # a remark for the caller's log
+
+
+class Failed(Reply):
+    code: str
+    text: str
+
+
+class Waiting(Reply):
+    """Not the answer yet: the request stays parked, and `text` says what is missing."""
+
+    text: str

@@ -51,3 +51,7 @@ class PartitionDescription(Reply):
     keys: list[str | None] = []  # noqa: RUF012
     tags: list[Tags] | None = None
     consumed: dict[str, bytes] = {}  # noqa: RUF012
+
+
+class ListPartitions(Request):
+    pass

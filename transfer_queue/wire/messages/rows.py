@@ -1,0 +1,107 @@
+"""Rows that are made, named, changed and removed."""
+
+from __future__ import annotations
+
+from transfer_queue.schema import FieldSchema
+from transfer_queue.wire.messages.base import Reply, Request, Tags
+
+DONE = -1  # the lease of an empty `RowSet`: nothing is left to wait for
+PASSED = -2  # likewise: nothing is left of this batch of a rank, whose next one may be asked for
+
+
+class Commit(Request):
+    """Publish one block as cells of `fields` on some rows, merge `tags`, and wake waiters: one atomic step.
+
+    Rows are named by `keys` (upsert), by `rows` (existing indexes), or by neither (`count` new rows).
+    `block` is 0 when the payload rides inline, -1 when there are only tags. `strict`: refused when a field holds
+    another dtype, rank or kind. `expected`, int64 (field, row), names the block that each of these cells lies in now
+    (0: not written): where one is another, `CellsChanged` and no effect.
+    """
+
+    partition: str
+    count: int
+    keys: list[str] | None
+    rows: bytes | None
+    fields: list[FieldSchema]
+    block: int
+    layout: bytes
+    tags: list[Tags] | None
+    timeout_s: float
+    replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones instead of merging
+    service: bytes = b""
+    strict: bool = False
+    expected: bytes | None = None
+
+
+class Committed(Reply):
+    """`tags` are the merged tags of the rows (None: all empty), `fields` those every row now has. `loads`: see
+    `lives`. `note`: a remark for the writer."""
+
+    rows: bytes
+    tags: list[Tags] | None
+    fields: list[str]
+    loads: int = 0
+    note: str = ""
+
+
+class Insert(Request):
+    """Reserve `count` rows, creating the partition."""
+
+    partition: str
+    count: int
+    fields: list[str]
+    timeout_s: float
+
+
+class Find(Request):
+    """Rows of `keys`; unknown keys are created or dropped."""
+
+    partition: str
+    keys: list[str]
+    create: bool
+    timeout_s: float
+
+
+class NameRows(Request):
+    """Keys of `rows` (None where a row has none)."""
+
+    partition: str
+    rows: bytes
+
+
+class Names(Reply):
+    names: list[str | None]
+
+
+class Clear(Request):
+    """Remove rows (`keys`, `rows`, or the whole partition when both are None). Unknown ones are ignored."""
+
+    partition: str
+    keys: list[str] | None
+    rows: bytes | None
+    service: bytes = b""
+
+
+class SetTags(Request):
+    partition: str
+    rows: bytes
+    tags: list[Tags]
+    replace: bool
+    service: bytes = b""
+
+
+class RowSet(Reply):
+    """Rows with what metadata needs. `ready` is None when all are, else one byte per row (or row and field).
+
+    `lease` is the number of the lease they are held on, 0 for none; `DONE` in the empty answer to a fetch `until_done`.
+    `loads`: see `lives`. `repeated`: how many at the end are rows of this or of other ranks' shares once more, so that
+    all ranks get the same number.
+    """
+
+    rows: bytes
+    tags: list[Tags] | None
+    schema: list[FieldSchema]
+    ready: bytes | None
+    lease: int = 0
+    loads: int = 0
+    repeated: int = 0
