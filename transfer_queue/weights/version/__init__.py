@@ -4,7 +4,7 @@ sources        where weights come from: a module, a state dict, a folder of safe
 packing        tensors into buckets and back
 delta          the exact difference to an earlier version
 manifest       a version as canonical JSON: tensors, their digests, the root that names the content
-digest, device digests of bytes, on the host and where a GPU has them
+digest, device  digests of bytes, on the host and where a GPU has them
 tensor_memory  memory for buckets and staged tensors, and fast copies into it
 spans          which versions made which tokens of a sample
 """
