@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
 
-# Without ARGS the whole suite in parallel, a file at a time; `make test ARGS="tests/test_kv.py -k put"` in one process.
+# Without ARGS the whole suite in parallel, a file at a time; `make test ARGS="tests/process/test_kv.py -k put"` in one process.
 test: $(STAMP)
 	$(RUN) -m pytest $(if $(ARGS),$(ARGS),--numprocesses auto --dist loadfile --no-loadscope-reorder)
 
@@ -32,7 +32,7 @@ docs:
 test-frameworks:
 	$(PYTHON) -m frameworks $(ARGS)
 
-# Every Python and both ends of tensordict: minutes and gigabytes for each. ARGS="--python 3.12 --tensordict newest tests/test_kv.py".
+# Every Python and both ends of tensordict: minutes and gigabytes for each. ARGS="--python 3.12 --tensordict newest tests/process/test_kv.py".
 matrix: $(STAMP)
 	$(RUN) tools/matrix.py $(ARGS)
 

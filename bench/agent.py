@@ -28,11 +28,12 @@ def find_packages(system: str) -> None:
     The peers' own transfer_queue must win over the repository's, so the root goes last for them, and the directory of
     this script, which holds modules of other names' sakes, goes altogether.
     """
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "bench")]
+    sys.path[:] = [
+        entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "src", ROOT / "bench")
+    ]
     if system in FROM_REPOSITORY:
-        sys.path.insert(0, str(ROOT))
-    else:
-        sys.path.append(str(ROOT))
+        sys.path.insert(0, str(ROOT / "src"))
+    sys.path.append(str(ROOT))
 
 
 def perform(session: Any, op: str, args: dict[str, Any]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ class Fleet:
         if system in ("ours", "plain"):
             return kept
         if system == "ours-ray":
-            kept["PYTHONPATH"] = str(ROOT)  # for the workers of Ray
+            kept["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT)))  # for the workers of Ray
         return kept | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,

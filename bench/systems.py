@@ -73,7 +73,7 @@ class TransferQueueApi:
     def _check_origin(self, from_repository: bool) -> None:
         """Raise ImportError when this interpreter found the other implementation."""
         origin = Path(self.tq.__file__).resolve()
-        if origin.is_relative_to(ROOT / "transfer_queue") != from_repository:
+        if origin.is_relative_to(ROOT / "src" / "transfer_queue") != from_repository:
             raise ImportError(f"the wrong transfer_queue was imported: {origin}")
 
     def batch(self, columns: Columns) -> Any:

@@ -59,7 +59,7 @@ def pack(num: int) -> float:
 def measured(tree: Path, what: str, num: int) -> float:
     """In a process that imports the package from `tree`."""
     code = f"import runpy; print(runpy.run_path({__file__!r})[{what!r}]({num}))"
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tree / "src"), str(tree)))}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tree, env=environment, check=True, capture_output=True, text=True
     )

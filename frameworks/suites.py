@@ -44,7 +44,7 @@ def with_verl(arguments: Sequence[str]) -> int:
 
 
 def with_tensordict(name: str, arguments: Sequence[str]) -> int:
-    files = [f"tests/{test}.py" for test in TENSORDICT_TESTS]
+    files = [str(path) for test in TENSORDICT_TESTS for path in sorted(Path("tests").glob(f"*/{test}.py"))]
     return run([python(name), "-m", "pytest", "-W", "default", *files, *arguments])
 
 

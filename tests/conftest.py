@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from hosts import Host
+from paths import SOURCES
 from zygote import CHILDREN, SERVERS, Forked
 
 import transfer_queue as tq
@@ -160,7 +161,7 @@ def shared() -> Iterator[tq.TransferQueueClient]:
 
 @pytest.fixture(scope="module")
 def context() -> Iterator[Any]:
-    """What starts the processes of `tests/engines.py`."""
+    """What starts the processes of `helpers/engines.py`."""
     from engines import processes
 
     with processes() as found:
@@ -189,8 +190,7 @@ class Child:
 
     def __init__(self, code: str, fresh: bool = False) -> None:
         """`fresh`: it starts from nothing, for tests of what is imported and of who started whom."""
-        root = str(Path(__file__).parent.parent)
-        environment = {**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONPATH": SOURCES, "PYTHONUNBUFFERED": "1"}
         arguments = ["-c", textwrap.dedent(code)]
         self.process: Any
         if fresh:

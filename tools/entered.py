@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "transfer_queue"
+PACKAGE = ROOT / "src" / "transfer_queue"
 PROFILED = Path(__file__).resolve().parent / "profiled"
 MIN_BRANCHES = 4
 NUM_ROWS, ROW_NBYTES, NUM_PUTS = 64, 1 << 20, 4

@@ -21,7 +21,7 @@ NAME, VERSION = "TransferQueue", "0.1.11"
 def write_tree(folder: Path, version: str) -> str:
     """What the wheel is built from, in `folder`: these sources with other metadata. Returns the version with its local
     part."""
-    own = (ROOT / "transfer_queue" / "version" / "version").read_text(encoding="utf-8").strip()
+    own = (ROOT / "src" / "transfer_queue" / "version" / "version").read_text(encoding="utf-8").strip()
     full = f"{version}+tq.{own}"
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     changes = {
@@ -34,9 +34,9 @@ def write_tree(folder: Path, version: str) -> str:
         if count != 1:
             raise SystemExit(f"wheel-compat: pyproject.toml has {count} of {pattern}")
     (folder / "pyproject.toml").write_text(text, encoding="utf-8")
-    for name in ("README.md", "LICENSE", "transfer_queue_doctor.py"):
+    for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "transfer_queue", folder / "transfer_queue", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     return full
 
 

@@ -1,0 +1,370 @@
+"""What lies on the disk, the registry, and engines in one process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import HELPERS
+from safetensors.torch import load_file
+from weights import Net, Tied, copy_of, drawn, same
+
+from transfer_queue.errors import (
+    DigestMismatch,
+    InvalidInput,
+    NotOpen,
+    StaleVersion,
+    VersionGone,
+)
+from transfer_queue.weights import InPlace, ModuleSource, Receiver, SafetensorsSource, StateDictSource, Swap
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.base import Engine
+from transfer_queue.weights.transport.disk import DiskEngine, DiskTrainer, DiskTrainerInfo
+from transfer_queue.weights.transport.shm import ShmEngine, ShmTrainer
+from transfer_queue.weights.transport.tcp import TcpEngine
+
+ROOM_S = 20.0
+
+
+class Direct:
+    """The control plane to engines of this process. `info` is that of the last update."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self.engines = engines
+        self.info: dict[str, Any] = {}
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        for one in self.engines:
+            one.init_transfer_engine(json.loads(json.dumps(init_info)))
+
+    def start_weight_update(self) -> None:
+        for one in self.engines:
+            one.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.info = json.loads(json.dumps(update_info))
+        for one in self.engines:
+            one.update_weights(self.info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        for one in self.engines:
+            one.finish_weight_update()
+
+
+class Setup:
+    """A disk trainer with one receiver. `weights` are changed in place."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        self.folder = folder
+        self.module = Net()
+        self.weights = drawn(Net(), 1)
+        self.engine = DiskEngine(Receiver(InPlace(self.module)))
+        self.client = Direct(self.engine)
+        info = {"folder": str(folder), "bucket_nbytes": 128, "epoch": "e", "sync": False, **more}
+        self.trainer = DiskTrainer.trainer_init(info, client=self.client, source=StateDictSource(self.weights))
+
+    def send(self, seed: int) -> int:
+        for name, tensor in drawn(Net(), seed).items():
+            self.weights[name].copy_(tensor)
+        return self.trainer.send_weights(deadline_s=ROOM_S).version
+
+    def versions(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("v*"))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Setup]:
+    found = Setup(tmp_path / "versions")
+    yield found
+    found.trainer.shutdown()
+    found.engine.shutdown()
+
+
+def test_a_version_is_a_folder_that_other_loaders_read(disk: Setup) -> None:
+    disk.send(1)
+    folder = disk.folder / (disk.folder / "LATEST").read_text()
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    found = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert same(found, drawn(Net(), 1))
+    assert same(dict(SafetensorsSource(folder).tensors()), drawn(Net(), 1))
+    assert same(copy_of(disk.module), drawn(Net(), 1))
+
+
+def test_versions_beyond_those_to_keep_are_deleted_unless_somebody_reads_them(disk: Setup) -> None:
+    disk.send(1)
+    reader = os.open(disk.folder / disk.versions()[0] / "lease", os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    for seed in (2, 3, 4):
+        disk.send(seed)
+    assert disk.versions() == ["v000000000001-e", "v000000000003-e", "v000000000004-e"]
+    os.close(reader)
+    disk.send(5)
+    assert disk.versions() == ["v000000000004-e", "v000000000005-e"]
+    assert {path.name for path in disk.folder.iterdir()} == {*disk.versions(), "LATEST"}
+
+
+def test_what_a_dead_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    dead, alive = tmp_path / ".tmp-dead", tmp_path / ".tmp-alive"
+    for folder in (dead, alive):
+        folder.mkdir()
+        (folder / "lease").touch()
+        (folder / "model-00001-of-00001.safetensors").write_bytes(b"half")
+    writer = os.open(alive / "lease", os.O_RDWR)
+    fcntl.flock(writer, fcntl.LOCK_EX)
+    trainer = DiskTrainer(DiskTrainerInfo(folder=str(tmp_path)), Direct(), ModuleSource(Net()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-alive"]
+    os.close(writer)
+    trainer.shutdown()
+
+
+def test_a_damaged_shard_and_a_deleted_version(disk: Setup) -> None:
+    disk.send(1)
+    before = copy_of(disk.module)
+    real = disk.engine._find
+
+    def damage(info: Any, deadline: Any) -> Any:
+        shard = sorted((disk.folder / info.name).glob("*.safetensors"))[1]
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+        return real(info, deadline)
+
+    disk.engine._find = damage  # type: ignore[method-assign]
+    with pytest.raises(DigestMismatch):
+        disk.send(2)
+    disk.engine._find = real  # type: ignore[method-assign]
+    assert same(copy_of(disk.module), before)
+    disk.engine.start_weight_update()
+    with pytest.raises(VersionGone):
+        disk.engine.update_weights({**disk.client.info, "abort": False, "version": 9, "name": "v9-e"})
+    with pytest.raises(VersionGone):  # the same fault, until the next start
+        disk.engine.finish_weight_update()
+    for name in ("../v1", "LATEST", ""):
+        disk.engine.start_weight_update()
+        with pytest.raises(InvalidInput):
+            disk.engine.update_weights({"version": 3, "epoch": "e", "name": name})
+    disk.send(3)
+    assert same(copy_of(disk.module), drawn(Net(), 3))
+
+
+def test_version_numbers_rise(disk: Setup) -> None:
+    disk.trainer.send_weights(7, deadline_s=ROOM_S)
+    for version in (7, 3):
+        with pytest.raises(StaleVersion):
+            disk.trainer.send_weights(version, deadline_s=ROOM_S)
+    assert disk.send(8) == 8
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    module = Tied()
+    engine = DiskEngine(Receiver(Swap(module)))
+    source = ModuleSource(Tied())
+    trainer = DiskTrainer.trainer_init({"folder": str(tmp_path)}, client=Direct(engine), source=source)
+    trainer.send_weights(deadline_s=ROOM_S)
+    assert same(copy_of(module), {**dict(source.tensors()), "head.weight": dict(source.tensors())["embed.weight"]})
+    trainer.shutdown()
+    engine.shutdown()
+
+
+def test_calls_out_of_order_are_refused() -> None:
+    engine = TcpEngine(Receiver(InPlace(Net())))
+    with pytest.raises(NotOpen, match="no update was started"):
+        engine.update_weights({"version": 1})
+    engine.finish_weight_update()
+    engine.start_weight_update()
+    with pytest.raises(NotOpen, match="nothing was received"):
+        engine.finish_weight_update()
+    engine.start_weight_update()
+    with pytest.raises(NotOpen, match="init_transfer_engine first"):
+        engine.update_weights({"version": 1})
+    for info in ({"token": 1}, [], {}):
+        with pytest.raises(InvalidInput):
+            engine.init_transfer_engine(info)  # type: ignore[arg-type]
+    engine.shutdown()
+    engine.shutdown()
+
+
+def test_shared_memory_over_a_socket_with_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "weights.sock"
+    module = Net()
+    for _ in range(2):
+        engine = ShmEngine(Receiver(InPlace(module)))
+        info = {"socket": str(path)}
+        trainer = ShmTrainer.trainer_init(info, client=Direct(engine), source=StateDictSource(drawn(Net(), 1)))
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(InvalidInput, match="somebody listens"):
+            ShmTrainer.trainer_init(info, client=Direct(), source=StateDictSource({}))
+        trainer.send_weights(deadline_s=ROOM_S)
+        assert same(copy_of(module), drawn(Net(), 1))
+        engine.shutdown()
+        trainer.shutdown()
+        assert not path.exists()
+
+
+def test_a_receiver_cannot_change_what_others_see() -> None:
+    modules = [Net(), Net()]
+    engines = [ShmEngine(Receiver(Swap(module)), rank=rank) for rank, module in enumerate(modules)]
+    trainer = ShmTrainer.trainer_init({}, client=Direct(*engines), source=StateDictSource(drawn(Net(), 1)))
+    trainer.send_weights(deadline_s=ROOM_S)
+    with torch.no_grad():
+        modules[0].first.weight.fill_(7)
+    assert same(copy_of(modules[1]), drawn(Net(), 1))
+    late = Net()
+    third = ShmEngine(Receiver(InPlace(late)))
+    third.init_transfer_engine(trainer.receivers_info())
+    third.join(timeout_s=ROOM_S)
+    assert same(copy_of(late), drawn(Net(), 1))
+    del modules[:]
+    for one in (*engines, third):
+        one.shutdown()
+    trainer.shutdown()
+
+
+def test_engines_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert registry.names() == ["collective", "cuda_ipc", "disk", "shm", "tcp"]
+    assert registry.engine() is ShmEngine
+    assert registry.trainer("disk") is DiskTrainer
+    with pytest.raises(InvalidInput, match="no engine 'rdma'"):
+        registry.engine("rdma")
+    for place in ("somewhere", "a:b c", ":C"):
+        with pytest.raises(InvalidInput, match="module:Class"):
+            registry.register("mine", place)
+    with pytest.raises(InvalidInput, match="already"):
+        registry.register("tcp", "elsewhere:Engine")
+    monkeypatch.setattr(registry, "_places", dict(registry._places))
+    registry.register("mine", "transfer_queue.weights.transport.tcp:TcpEngine")
+    registry.register("mine", "transfer_queue.weights.transport.tcp:TcpEngine")
+    assert registry.engine("mine") is TcpEngine
+    registry.register("broken", "no_such_module:Engine")
+    with pytest.raises(InvalidInput, match="cannot be loaded"):
+        registry.engine("broken")
+    registry.register("other", "pathlib:Path")
+    with pytest.raises(InvalidInput, match="not an Engine"):
+        registry.engine("other")
+
+
+def test_engines_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    brought = [
+        EntryPoint("theirs", "transfer_queue.weights.transport.disk:DiskEngine", registry.GROUP),
+        EntryPoint("twice", "one:Engine", registry.GROUP),
+        EntryPoint("twice", "two:Engine", registry.GROUP),
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: brought if group == registry.GROUP else [])
+    assert {"theirs", "twice", "shm"} <= set(registry.names())
+    assert registry.engine("theirs") is DiskEngine
+    with pytest.raises(InvalidInput, match="several packages"):
+        registry.engine("twice")
+    with pytest.raises(InvalidInput, match="already"):
+        registry.register("theirs", "mine:Engine")
+
+
+FULL_DISK = """
+import ctypes, os, resource, sys
+import torch
+from tests_path import *
+from test_weights_engines_disk import Setup, copy_of, drawn, same, Net
+from pathlib import Path
+from transfer_queue.errors import StoreFull
+
+def refused(disk, seed):
+    before = sorted(os.listdir(disk.folder))
+    try:
+        disk.send(seed)
+    except StoreFull as error:
+        assert str(disk.folder) in str(error), error
+        assert sorted(os.listdir(disk.folder)) == before, os.listdir(disk.folder)
+        return True
+
+def go_on(disk):
+    assert same(copy_of(disk.module), drawn(Net(), 1))
+    assert disk.engine.receiver.installed().version == 1
+    disk.send(3)
+    assert same(copy_of(disk.module), drawn(Net(), 3))
+    assert sorted(os.listdir(disk.folder)) == sorted([*disk.versions(), "LATEST"])
+    print(disk.versions()[-1])
+    disk.trainer.shutdown()
+    disk.engine.shutdown()
+""".replace("from tests_path import *", f"sys.path.insert(0, {str(HELPERS)!r})")
+
+
+def test_a_version_that_may_not_be_as_large_is_refused_by_type_and_leaves_nothing(child: Any, tmp_path: Path) -> None:
+    steps = f"""
+disk = Setup(Path({str(tmp_path / "versions")!r}))
+disk.send(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+assert refused(disk, 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+go_on(disk)
+"""
+    assert child(FULL_DISK + steps).finish() == "v000000000002-e"
+
+
+SMALL = """
+libc, where = ctypes.CDLL(None, use_errno=True), {where!r}
+if (
+    libc.unshare(0x20000)
+    or libc.mount(b"none", b"/", None, 0x4000 | 1 << 18, None)
+    or libc.mount(b"tmpfs", where.encode(), b"tmpfs", 0, b"size=256k")
+):
+    print("not permitted", flush=True)
+    sys.exit()
+
+def fill():
+    with open(os.path.join(where, "ballast"), "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+disk = Setup(Path(where) / "versions")
+disk.send(1)
+"""
+
+
+def on_a_small_disk(child: Any, tmp_path: Path, steps: str) -> str:
+    """What the steps print on a file system of 256 KiB with one version on it."""
+    found: str = child(FULL_DISK + SMALL.format(where=str(tmp_path)) + steps).finish()
+    if found == "not permitted":
+        pytest.skip("only root may mount a small file system")
+    return found
+
+
+def test_a_full_disk_gives_up_the_version_and_the_next_one_is_taken_once_there_is_room(
+    child: Any, tmp_path: Path
+) -> None:
+    steps = """
+fill()
+assert refused(disk, 2)
+assert refused(disk, 2)
+os.unlink(os.path.join(where, "ballast"))
+go_on(disk)
+"""
+    assert on_a_small_disk(child, tmp_path, steps) == "v000000000002-e"
+
+
+def test_a_disk_that_is_full_when_the_version_is_decided_gives_it_up_everywhere(child: Any, tmp_path: Path) -> None:
+    steps = """
+update = disk.engine.update_weights
+
+def and_then_full(info):
+    update(info)
+    if not info.get("abort"):
+        fill()
+
+disk.client.update_weights = lambda info: and_then_full(info)
+assert refused(disk, 2)
+assert disk.engine.receiver.state.value == "installed"
+del disk.client.update_weights
+os.unlink(os.path.join(where, "ballast"))
+go_on(disk)
+"""
+    assert on_a_small_disk(child, tmp_path, steps) == "v000000000003-e"

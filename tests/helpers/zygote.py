@@ -1,0 +1,245 @@
+"""A process that has imported what children need, and forks them: an import of torch takes seconds, a fork does not.
+
+Such a child is a process like any other, with a pid, environment, working directory and standard streams of its own.
+It runs its code as `python` does and ends as an interpreter does. Its parent is the zygote, which collects it and
+passes on its exit status. The zygote has no thread and no session that a fork could break.
+
+Run as a script, `zygote.py SOCKET OWNER MODULE...` prints a line when it is ready, and ends with its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib.util
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from importlib.abc import InspectLoader
+from pathlib import Path
+from typing import Any
+
+from paths import SOURCES_AND_HELPERS
+
+MESSAGE_NBYTES, MAX_DESCRIPTORS = 1 << 17, 16
+Ended = subprocess.CompletedProcess[str]
+
+
+class Zygote:
+    """Forks children. It is started with the first of them, and `close` ends it; children that live then go on."""
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = ""
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(
+        self, arguments: list[str], environment: Mapping[str, str], *, cwd: str = "", stderr: int = 2,
+        own_session: bool = False, pass_fds: Sequence[int] = (),
+    ) -> Forked:  # fmt: skip
+        """What `subprocess.Popen` does for `python ARGUMENTS`: `-c CODE ...`, `-m MODULE ...` or `SCRIPT ...`.
+
+        Standard input and output are pipes of bytes. The child has the descriptors `pass_fds` under the same numbers.
+        """
+        if self._process is None:
+            self._begin()
+        conn = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        conn.connect(self._socket)
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        job = {"arguments": arguments, "environment": dict(environment), "cwd": cwd or os.getcwd(), "own": own_session}
+        job["numbers"] = [0, 1, 2, *pass_fds]
+        socket.send_fds(conn, [json.dumps(job).encode()], [theirs_in, theirs_out, stderr, *pass_fds])
+        os.close(theirs_in)
+        os.close(theirs_out)
+        return Forked(conn, ours_in, ours_out)
+
+    def run(self, arguments: list[str], environment: Mapping[str, str], cwd: str = "") -> Ended:
+        """What `subprocess.run` does, with the output as text. The test's own timeout ends it."""
+        with tempfile.TemporaryFile("w+") as errors:
+            child = self.start(arguments, environment, cwd=cwd, stderr=errors.fileno())
+            child.stdin.close()
+            try:
+                with child.stdout:
+                    out = child.stdout.read().decode()
+                code = child.wait()
+            finally:
+                child.send_signal(signal.SIGKILL)
+            errors.seek(0)
+            return Ended(arguments, code, out, errors.read())
+
+    def _begin(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tq-zygote-")
+        self._socket = os.path.join(self._folder.name, "zygote.sock")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no thread that a fork would leave behind
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, self._socket, str(os.getpid()), *self._modules],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**environment, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        with self._process.stdout as out:
+            assert out.readline() == b"ready\n", "the zygote did not start"
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+            self._folder.cleanup()
+
+
+class Forked:
+    """The part of `subprocess.Popen` that tests and `launch.local` use, for a child of a zygote."""
+
+    def __init__(self, conn: socket.socket, stdin: int, stdout: int) -> None:
+        self._conn = conn  # closed when the status has come
+        self.stdin = os.fdopen(stdin, "wb")
+        self.stdout = os.fdopen(stdout, "rb")
+        self.returncode: int | None = None
+        self.pid = int(conn.recv(MESSAGE_NBYTES))
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, once nothing is left of the child. Raises `subprocess.TimeoutExpired`."""
+        if self.returncode is None:
+            if not select.select([self._conn], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"child {self.pid}", timeout or 0)
+            with self._conn:
+                self.returncode = int(self._conn.recv(MESSAGE_NBYTES))
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Does nothing to a child that has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+SERVERS = Zygote("transfer_queue.server.process")
+CHILDREN = Zygote(
+    "torch",
+    "tensordict",
+    "transfer_queue.interface",
+    "transfer_queue.dataloader",
+    "transfer_queue.cli",
+    "transfer_queue.weights.http",
+    "transfer_queue.weights.transport.tcp",
+    "transfer_queue.weights.fleet",
+)
+
+
+# in the zygote
+
+
+def serve(listener: socket.socket, owner: int) -> dict[str, Any] | None:
+    """Fork a child for every request. Returns None when the owner has ended, and in a child what it has to do."""
+    ended = os.pidfd_open(owner)
+    waiting = selectors.DefaultSelector()
+    waiting.register(listener, selectors.EVENT_READ)
+    waiting.register(ended, selectors.EVENT_READ)
+    children: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        for key, _ in waiting.select():
+            if key.fd == ended:
+                return None
+            if key.fileobj is not listener:
+                pid, conn = children.pop(key.fd)
+                waiting.unregister(key.fd)
+                os.close(key.fd)
+                _, status = os.waitpid(pid, 0)
+                with conn, contextlib.suppress(BrokenPipeError):
+                    conn.send(b"%d" % os.waitstatus_to_exitcode(status))
+                continue
+            conn, _ = listener.accept()
+            message, streams, _, _ = socket.recv_fds(conn, MESSAGE_NBYTES, MAX_DESCRIPTORS)
+            pid = os.fork()
+            if not pid:
+                waiting.close()
+                for descriptor in (ended, *children):
+                    os.close(descriptor)
+                for open_socket in (listener, conn, *(other for _, other in children.values())):
+                    open_socket.close()
+                return {**json.loads(message), "streams": streams}
+            for descriptor in streams:
+                os.close(descriptor)
+            watch = os.pidfd_open(pid)
+            children[watch] = (pid, conn)
+            waiting.register(watch, selectors.EVENT_READ)
+            conn.send(b"%d" % pid)
+
+
+def become(job: dict[str, Any], path: list[str]) -> None:
+    """Run the code of a child, as a fresh interpreter would."""
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 512) for descriptor in job["streams"]]  # out of each other's way
+    for descriptor in job["streams"]:
+        os.close(descriptor)
+    for number, descriptor in zip(job["numbers"], moved, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if job["own"]:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    what, *more = job["arguments"]
+    first = {"-c": "", "-m": os.getcwd()}.get(what, os.path.dirname(os.path.abspath(what)))
+    sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # multiprocessing knows it by both names
+    if what == "-m":
+        spec = importlib.util.find_spec(more[0])
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{more[0]}.__main__")
+        assert spec is not None
+        assert isinstance(spec.loader, InspectLoader)
+        code = spec.loader.get_code(spec.name)
+        vars(main).update(__spec__=spec, __file__=spec.origin, __package__=spec.parent, __loader__=spec.loader)
+        sys.argv = [str(spec.origin), *more[1:]]
+    elif what == "-c":
+        code = compile(more[0], "<string>", "exec", dont_inherit=True)
+        sys.argv = [what, *more[1:]]
+    else:
+        vars(main)["__file__"] = os.path.abspath(what)
+        code = compile(Path(what).read_text(), os.path.abspath(what), "exec", dont_inherit=True)
+        sys.argv = [what, *more]
+    assert code is not None
+    exec(code, vars(main))
+
+
+def main(where: str, owner: str, *modules: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: the owner ends this process
+    path = sys.path[1:]
+    sys.path[:] = [*SOURCES_AND_HELPERS.split(os.pathsep), *path]
+    for module in modules:
+        __import__(module)
+    gc.collect()
+    gc.freeze()  # what is imported stays: no child looks through it
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(where)
+        listener.listen(64)
+        print("ready", flush=True)
+        job = serve(listener, int(owner))
+    if job is not None:
+        become(job, path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

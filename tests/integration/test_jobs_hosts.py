@@ -1,0 +1,61 @@
+"""torchrun on two hosts with addresses of their own: nothing is configured, and there is one service."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import until
+from paths import SOURCES
+
+from tools.netns import Switch, allowed
+
+pytestmark = pytest.mark.skipif(not allowed(), reason="making network namespaces needs root")
+
+RANK = """
+import os, pathlib, sys, threading, torch, transfer_queue as tq
+conf = tq.init()
+rank, client = os.environ["RANK"], tq.get_client()
+client.put({"x": torch.full((1, 4), float(rank))}, partition_id="p")
+rows = client.get_meta(["x"], 2, "p", task_name=f"t{rank}", timeout_s=60)
+total = float(client.get_data(rows)["x"].sum()) / 4
+said = pathlib.Path(sys.argv[1])
+while rank == "0" and not (said / "1").exists():  # the service ends with the first host's torchrun
+    threading.Event().wait(0.05)
+tq.close()
+(said / rank).write_text(f"{total:g} {conf is not None}")
+"""
+
+
+@pytest.fixture
+def switch() -> Iterator[Switch]:
+    made = Switch()
+    yield made
+    made.close()
+
+
+def test_torchrun_on_two_hosts_has_one_service_with_a_unit_on_each(switch: Switch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANK)
+    unset = ("TQ_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    with tempfile.TemporaryDirectory(prefix="tq-test-", dir="/tmp") as run_dir:
+        agents = []
+        for node in range(2):
+            (own := Path(run_dir, str(node))).mkdir()
+            command = [
+                "ip", "netns", "exec", switch.plug_in(node + 1), sys.executable, "-m", "torch.distributed.run",
+                "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr", "10.77.0.1",
+                "--master-port", "29500", "train.py", str(tmp_path),
+            ]  # fmt: skip
+            own_environment = {**environment, "PYTHONPATH": SOURCES, "XDG_RUNTIME_DIR": str(own)}
+            agents.append(subprocess.Popen(command, cwd=tmp_path, env=own_environment))
+        assert [agent.wait(100) for agent in agents] == [0, 0]
+        until(
+            lambda: not any(True for node in range(2) for _ in Path(run_dir, str(node)).iterdir()), "both servers' end"
+        )
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["1 True"] * 2

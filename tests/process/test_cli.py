@@ -1,0 +1,56 @@
+"""The command `tq`, as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import SOURCES
+from zygote import CHILDREN
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")} | {
+    "PYTHONPATH": SOURCES
+}
+
+
+def tq(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return CHILDREN.run(["-c", "from transfer_queue.cli import main; main()", *arguments], ENVIRONMENT)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    """The run directory of a standalone service, ended by SIGTERM."""
+    run_dir = str(tmp_path / "run")
+    command = [sys.executable, "-c", "from transfer_queue.cli import main; main()", "serve", "--run-dir", run_dir]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert json.loads(server.stdout.readline())["unix"] == f"{run_dir}/tq.sock"
+        yield run_dir
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+    assert not os.path.exists(run_dir)
+
+
+def test_a_standalone_service_keeps_rows_between_processes(served: str) -> None:
+    code = "import torch, transfer_queue as tq; tq.init(); tq.kv_put('a', 'p', {'x': torch.ones(3)}); tq.close()"
+    CHILDREN.run(["-c", code], {**ENVIRONMENT, "TQ_ADDRESS": served}).check_returncode()
+    shown = json.loads(tq("status", "--address", served, "--json").stdout)
+    assert shown["rows"] == 1
+    assert shown["partition"]["p"]["rows"] == 1
+    assert "arena_nbytes_budget" in tq("status", "--address", served).stdout
+
+
+def test_errors_are_one_line_without_a_traceback() -> None:
+    missing = tq("status", "--address", "unix:/nowhere/tq.sock")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("tq: no server at unix:/nowhere/tq.sock")
+    open_port = tq("serve", "--host", "127.0.0.1")
+    assert open_port.returncode == 1
+    assert "token" in open_port.stderr
+    assert "Traceback" not in missing.stderr + open_port.stderr

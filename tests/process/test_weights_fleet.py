@@ -1,0 +1,333 @@
+"""Fleets: two phases, fences, and catching up."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import until
+from fleets import Server, Site, expected
+
+from transfer_queue.errors import (
+    CommitFailed,
+    DeadlineExceeded,
+    DigestMismatch,
+    InvalidInput,
+    ServiceUnavailable,
+    StaleVersion,
+    UnknownTensor,
+    WrongEpoch,
+)
+from transfer_queue.weights import State, StateDictSource
+from transfer_queue.weights.fleet import Fleet
+from transfer_queue.weights.http import WeightSyncClient, serve
+from transfer_queue.weights.transport import registry
+
+Start = Callable[..., Site]
+
+
+@pytest.fixture
+def site() -> Iterator[Start]:
+    made: list[Site] = []
+
+    def start(*args: Any, **more: Any) -> Site:
+        made.append(Site(*args, **more))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def test_all_replicas_commit_a_version_together(site: Start) -> None:
+    here = site(3)
+    assert here.fleet.ready() == []
+    for seed in (1, 2, 3):
+        here.send(seed)
+        assert here.fleet.ready() == ["a", "b", "c"]
+        assert set(here.roots().values()) == {expected(seed)}
+    report = here.fleet.last
+    assert report is not None
+    assert (report.version, report.committed, report.missed, report.pause_s) == (3, ("a", "b", "c"), {}, 0.0)
+    assert [(one.version, one.label, one.reason) for one in here.fleet.status()] == [(3, "3", "")] * 3
+
+
+def test_no_replica_commits_before_all_that_will_have_verified(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    seen: list[str] = []
+    here.servers["b"].hooks["update_weights"] = lambda: seen.append(here.servers["a"].root())
+    b = here.servers["b"].receiver
+    verified: list[bool] = []
+    here.servers["a"].hooks["finish_weight_update"] = lambda: verified.append(
+        b.state in (State.READY, State.COMMITTING) or b.installed().version == 2
+    )
+    here.send(2)
+    assert (seen, verified) == ([expected(1)], [True])
+
+
+def test_a_replica_that_cannot_take_a_version_is_fenced_and_catches_up(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    fenced: list[list[str]] = []
+    here.servers["a"].hooks["finish_weight_update"] = lambda: fenced.append(here.fleet.ready())
+    here.servers["b"].faults["update_weights"] = DigestMismatch("bytes were damaged")
+    here.send(2)
+    assert fenced[0] == ["a"], "fenced before anybody has committed"
+    assert here.fleet.last is not None
+    assert here.fleet.last.missed == {"b": "bytes were damaged"}
+    here.fleet.wait_ready(["a", "b"], 10)
+    assert set(here.roots().values()) == {expected(2)}
+    assert not here.servers["b"].gate.is_paused()
+
+
+def test_a_fenced_replica_is_paused_until_it_is_ready(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    b = here.servers["b"]
+    paused: list[bool] = []
+    b.hooks["start_weight_update"] = lambda: paused.append(b.gate.is_paused())
+    b.faults["update_weights"] = DigestMismatch("once")
+    here.send(2)
+    here.fleet.wait_ready(["b"], 10)
+    assert paused == [False, True]
+    assert not b.gate.is_paused()
+
+
+def test_who_was_paused_by_a_fence_goes_on_with_the_next_version(site: Start) -> None:
+    here = site(1)
+    here.send(1)
+    a = here.servers["a"]
+
+    def refuse() -> None:
+        raise DigestMismatch("damaged every time")
+
+    a.hooks["update_weights"] = refuse
+    a.restart()
+    until(lambda: a.gate.is_paused(), "the pause of a replica that cannot catch up")
+    a.hooks.clear()
+    here.send(2)  # nobody is ready: it is for all
+    here.fleet.wait_ready(["a"], 10)
+    assert a.root() == expected(2)
+    assert not a.gate.is_paused()
+
+
+def test_a_version_that_nobody_can_take_is_given_up(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    for one in here.servers.values():
+        one.faults["update_weights"] = UnknownTensor("the model has no such thing")
+    with pytest.raises(UnknownTensor, match=r"0 of 2 replicas have verified it: a: .*; b: "):
+        here.send(2)
+    assert here.fleet.ready() == ["a", "b"]
+    assert set(here.roots().values()) == {expected(1)}
+    assert here.send(3).version == 3
+
+
+def test_with_min_ready_all_one_fault_is_enough_to_give_it_up(site: Start) -> None:
+    here = site(2, min_ready=None)
+    here.send(1)
+    here.servers["b"].faults["update_weights"] = DigestMismatch("damaged")
+    with pytest.raises(DigestMismatch):
+        here.send(2)
+    assert here.fleet.ready() == ["a", "b"]
+    assert set(here.roots().values()) == {expected(1)}
+    c = here.add("c")
+    assert c.root() == expected(1), "what was given up is not what late ones get"
+    here.send(3)
+    assert set(here.roots().values()) == {expected(3)}
+
+
+@pytest.mark.parametrize("anchor_every", [1, 10])
+@pytest.mark.parametrize("engine", ["shm", "tcp", "disk"])
+def test_a_late_replica_gets_the_newest_version(engine: str, anchor_every: int, site: Start, tmp_path: Any) -> None:
+    if engine == "disk" and anchor_every > 1:
+        return
+    info = {"folder": str(tmp_path / "v")} if engine == "disk" else {"anchor_every": anchor_every}
+    here = site(1, engine, info)
+    kinds = [here.send(seed).kind for seed in (1, 2, 3)]
+    assert kinds == ["full"] + (["delta"] * 2 if anchor_every > 1 else ["full"] * 2)
+    late = here.add("late")
+    assert late.root() == expected(3)
+    assert here.send(4).kind == kinds[1]
+    assert set(here.roots().values()) == {expected(4)}
+
+
+def test_a_replica_that_was_started_anew_is_found_out_and_caught_up(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    here.servers["b"].stop()
+    until(lambda: here.fleet.ready() == ["a"], "the fence")
+    here.send(2)
+    here.servers["b"].restart()
+    here.fleet.wait_ready(["b"], 10)
+    assert here.servers["b"].root() == expected(2)
+
+
+def test_a_commit_that_fails_at_one_replica_fences_it(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    here.servers["a"].faults["finish_weight_update"] = CommitFailed("copying failed")
+    here.send(2)
+    assert here.fleet.last is not None
+    assert (here.fleet.last.committed, list(here.fleet.last.missed)) == (("b",), ["a"])
+    here.fleet.wait_ready(["a", "b"], 10)
+    assert set(here.roots().values()) == {expected(2)}
+
+
+def test_a_commit_that_fails_everywhere_is_told_and_made_good(site: Start) -> None:
+    here = site(1)
+    here.send(1)
+    here.servers["a"].faults["finish_weight_update"] = CommitFailed("copying failed")
+    with pytest.raises(CommitFailed, match="nobody has committed"):
+        here.send(2)
+    here.fleet.wait_ready(["a"], 10)
+    assert here.servers["a"].root() == expected(2)
+
+
+def test_a_replica_that_hangs_costs_the_others_no_version(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    b = here.servers["b"]
+    b.hooks["update_weights"] = lambda: b.released.wait(30)
+    assert here.send(2, deadline_s=1.0).version == 2
+    assert here.fleet.ready() == ["a"]
+    b.hooks.clear()
+    b.released.set()
+    here.fleet.wait_ready(["b"], 10)
+    assert set(here.roots().values()) == {expected(2)}
+
+
+def test_versions_rise_within_an_epoch_and_epochs_end(site: Start) -> None:
+    here = site(1)
+    here.send(1)
+    first = here.trainer
+    assert first is not None
+    here.fleet.start_weight_update()
+    with pytest.raises(StaleVersion):
+        here.fleet.update_weights({"version": 1, "epoch": first.epoch})
+    here.start_trainer()
+    assert here.send(7).version == 1
+    here.fleet.start_weight_update()
+    with pytest.raises(WrongEpoch):
+        here.fleet.update_weights({"version": 9, "epoch": first.epoch})
+    here.fleet.update_weights({"version": 9, "abort": True})
+    assert here.servers["a"].root() == expected(7)
+
+
+def test_members_join_and_leave_at_any_time(site: Start) -> None:
+    here = site(0)
+    here.send(1)
+    assert here.add("x").root() == expected(1)
+    y = here.add("y", wait_s=None)
+    here.send(2)
+    here.fleet.wait_ready(["x", "y"], 10)
+    here.fleet.leave("x")
+    here.send(3)
+    assert (here.fleet.ready(), y.root()) == (["y"], expected(3))
+    assert here.servers["x"].root() == expected(2)
+    with pytest.raises(InvalidInput, match="member already"):
+        here.fleet.join("y", Server())
+    with pytest.raises(InvalidInput, match="no replica"):
+        here.fleet.leave("x")
+
+
+def test_waiting_for_a_replica_that_cannot_be_reached_says_why(site: Start) -> None:
+    here = site(1)
+    here.send(1)
+    dead = Server()
+    dead.stop()
+    here.servers["dead"] = dead
+    with pytest.raises(DeadlineExceeded, match="nobody listens"):
+        here.fleet.join("dead", dead, wait_s=0.2)
+    lonely = Fleet({"dead": dead})
+    with pytest.raises(ServiceUnavailable, match="nobody met the trainer"):
+        registry.trainer("shm").trainer_init({}, client=lonely, source=here.source)
+    lonely.close()
+
+
+def test_requests_see_one_version_over_a_pause(site: Start) -> None:
+    here = site(1, pause="keep")
+    here.send(1)
+    a = here.servers["a"]
+    states: list[bool] = []
+    a.hooks["finish_weight_update"] = lambda: states.append(a.gate.is_paused())
+    here.send(2)
+    assert states == [True]
+    assert not a.gate.is_paused()
+    assert here.fleet.last is not None
+    assert here.fleet.last.pause_s > 0
+
+
+def test_adapters_are_versions_of_the_fleet_too(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    trainer = here.trainer
+    assert trainer is not None
+    for label, for_base in (("bound", True), ("free", False)):
+        trainer.send_adapter(label, StateDictSource({"x": torch.ones(2)}), {}, for_base=for_base, deadline_s=10)
+    assert here.fleet.ready() == ["a", "b"]
+    late = here.add("late")
+    assert sorted(late.receiver.installed().adapters) == ["bound", "free"]
+    here.send(2)
+    later = here.add("later")
+    assert sorted(later.receiver.installed().adapters) == ["free"], "the other is for weights that are gone"
+    here.servers["a"].faults["update_weights"] = DigestMismatch("damaged")
+    trainer.remove_adapter("free", deadline_s=10)
+    here.fleet.wait_ready(["a", "b", "late", "later"], 10)
+    assert here.add("last").receiver.installed().adapters == {}
+
+
+def test_over_http(site: Start) -> None:
+    here = site(0)
+    one, two = Server(), Server()
+    here.servers.update(one=one, two=two)
+    with serve(one.control, token="t") as first, serve(two.control, token="t") as second:
+        here.fleet.join("one", WeightSyncClient(first.url, "t"))
+        here.send(1)
+        here.fleet.join("two", WeightSyncClient(second.url, "t"), wait_s=10)
+        here.send(2)
+        assert here.fleet.ready() == ["one", "two"]
+        assert set(here.roots().values()) == {expected(2)}
+        assert [found.label for found in here.fleet.status()] == ["2", "2"]
+        here.fleet.close()
+
+
+REPLICA = """
+    import sys
+    sys.path.insert(0, "tests/helpers")
+    import torch
+    torch.set_num_threads(1)
+    from weights import Net, copy_of, root
+    from transfer_queue.weights import Control, Receiver, Swap
+    from transfer_queue.weights.transport import registry
+    from transfer_queue.weights.http import serve
+    module = Net()
+    receiver = Receiver(Swap(module))
+    with serve(Control(registry.engine("tcp")(receiver), receiver), token="t") as server:
+        print(server.url)
+        while input():
+            print(root(copy_of(module)))
+"""
+
+
+def test_killed_and_frozen_processes(site: Start, child: Callable[[str], Any]) -> None:
+    here = site(0, "tcp", call_timeout_s=4.0)
+    processes = {name: child(REPLICA) for name in ("killed", "frozen", "well")}
+    for name, process in processes.items():
+        here.fleet.join(name, WeightSyncClient(process.line(), "t", timeout_s=3.0))
+    here.send(1)
+    assert here.fleet.ready() == ["killed", "frozen", "well"]
+    processes["killed"].kill()
+    processes["frozen"].process.send_signal(signal.SIGSTOP)
+    here.send(2, deadline_s=30.0)
+    assert here.fleet.ready() == ["well"]
+    processes["frozen"].process.send_signal(signal.SIGCONT)
+    here.fleet.wait_ready(["frozen", "well"], 30)
+    for name in ("frozen", "well"):
+        processes[name].say("?")
+        assert processes[name].line() == expected(2)
+    here.fleet.close()

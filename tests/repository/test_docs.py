@@ -1,0 +1,99 @@
+"""The documentation is complete: every setting, every error, every public name and every package has its place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+import transfer_queue as tq
+from tools import settings as page
+from transfer_queue import config, errors, weights
+from transfer_queue.errors import TransferQueueError
+
+PACKAGE = Path(tq.__file__).parent
+FOUND = [one for one in page.settings(page.SOURCE.read_text(encoding="utf-8")) if not one.is_kept]
+UNCHECKED = {  # any text is one, or the service fills it in
+    "metrics.host", "metrics.endpoint", "controller.zmq_info", "backend.SimpleStorage.arena_dir", "server.host",
+    "run_dir", "address",
+}  # fmt: skip
+WRONG = {"server.token_file": "/nowhere", "server.unit_token_file": "/nowhere", "server.join": "unix:/nowhere"}
+
+
+def of_docs(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_the_page_of_settings_is_what_the_settings_say() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run tools/settings.py"
+
+
+def test_every_setting_has_a_type_and_a_meaning() -> None:
+    assert {one.name for one in FOUND} == set(page.KINDS)
+    assert [one.name for one in FOUND if not one.meaning] == []
+
+
+@pytest.mark.parametrize("name", sorted(page.KINDS.keys() - UNCHECKED))
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_setting(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "server.unit_token_file":  # it is looked at where a server listens
+        monkeypatch.setenv("TQ_TOKEN", "0123456789abcdef")
+    conf = config.merged({"server": {"join": "tcp:127.0.0.1:1"}} if "token" in name else None)
+    *sections, last = name.split(".")
+    section = conf
+    for one in sections:
+        section = section[one]
+    section[last] = WRONG.get(name, -1.5)
+    with pytest.raises(TransferQueueError, match=last):
+        config.server_config(conf, "", 0)
+
+
+def test_every_environment_variable_of_the_package_is_on_the_page() -> None:
+    read = {
+        name
+        for file in PACKAGE.rglob("*.py")
+        for name in re.findall(r'["\'](TQ_[A-Z_]+)["\']', file.read_text(encoding="utf-8"))
+    }
+    told = set(re.findall(r"^\| `(TQ_[A-Z_]+)`", of_docs("settings.md"), re.MULTILINE))
+    assert told - {"TQ_TOKEN_FILE", "TQ_UNIT_TOKEN_FILE"} == read
+
+
+def test_every_error_has_an_entry_in_troubleshooting() -> None:
+    headings = re.findall(r"^### (\w+)", of_docs("troubleshooting.md"), re.MULTILINE)
+    classes = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, TransferQueueError)]
+    assert sorted(headings) == sorted({one.__name__ for one in classes})
+
+
+def test_the_messages_in_troubleshooting_are_those_of_the_package() -> None:
+    source = "\n".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
+    rows = re.findall(r"^\| (`.*?`) \|", of_docs("troubleshooting.md"), re.MULTILINE)
+    told = [part for row in rows for part in re.findall(r"`(.*?)`", row)]
+    assert len(told) > 30
+    assert [part for part in told if part not in source] == []
+
+
+def test_every_entry_of_troubleshooting_says_what_it_means_why_it_comes_and_what_to_do() -> None:
+    entries = re.split(r"^### ", of_docs("troubleshooting.md"), flags=re.MULTILINE)[1:]
+    for entry in entries:
+        for part in ("**Means.**", "**Cause.**", "**Do.**"):
+            assert part in entry, entry.splitlines()[0]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    shown = set(re.findall(r"^::: transfer_queue\.(\w+)$", pages, re.MULTILINE))
+    whole = {name for name in tq.__all__ if hasattr(errors, name)}
+    assert shown | whole >= set(tq.__all__)
+    assert "::: transfer_queue.errors" in pages
+    assert "::: transfer_queue.weights\n" in pages  # all of its names
+    assert weights.__all__
+
+
+@pytest.mark.parametrize("place", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_package_is_on_the_map(place: str) -> None:
+    text = (ROOT / place).read_text(encoding="utf-8")
+    packages = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/__init__.py")}
+    assert [name for name in sorted(packages) if f"`{name}" not in text] == []
