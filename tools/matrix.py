@@ -1,7 +1,7 @@
 """Runs the tests under every Python and both ends of tensordict that the package takes, each with its own environment.
 
-`make matrix` runs the whole suite under each pair, and with `ARGS="--python 3.12 --tensordict newest tests/unit"` a part of
-it under one. What is none of this tool's options goes to pytest. Prints a table as `docs/status.md` has it.
+`make matrix` runs the whole suite under each pair; `ARGS="--python 3.12 --tensordict newest tests/unit"` a part of it
+under one. What is none of this tool's options goes to pytest. Prints a table as `docs/status.md` has it.
 """
 
 from __future__ import annotations

@@ -30,15 +30,20 @@ WORKERS = ("vllm.v1.worker.gpu_worker",)  # those for other devices are its subc
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+def _attempt(what: str, call: Callable[[], object]) -> None:
+    """What raises puts the workers out of step: it is only logged."""
+    try:
+        call()
+    except Exception:
+        log.exception("%s failed", what)
+
+
 def _silent(method: Method) -> Method:
     """Nothing leaves it."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **more: Any) -> None:
-        try:
-            method(self, *args, **more)
-        except Exception:  # what raises puts the workers out of step
-            log.exception("%s failed", method.__name__)
+        _attempt(method.__name__, lambda: method(self, *args, **more))
 
     return call  # type: ignore[return-value]
 
@@ -84,10 +89,7 @@ class Lane:
                     self._changed.notify_all()
                     return
                 call = self._calls.popleft()
-            try:
-                call()
-            except Exception:  # what raises puts the workers out of step
-                log.exception("a call of the weights' lane failed")
+            _attempt("a call of the weights' lane", call)
             with self._changed:
                 self._num_left -= 1
                 self._changed.notify_all()

@@ -22,11 +22,11 @@ def register() -> None:
     raises: a vLLM without weight transfer serves as before."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        for name, attribute in ENGINES.items():
+            _register(WeightTransferEngineFactory, name, attribute)
     except Exception as error:  # noqa: BLE001 whatever another release has there
         log.warning("this vLLM takes no weight-transfer engines: %r", error)
-        return
-    for name, attribute in ENGINES.items():
-        _register(WeightTransferEngineFactory, name, attribute)
 
 
 def _register(factory: Any, name: str, attribute: str) -> None:
@@ -36,5 +36,3 @@ def _register(factory: Any, name: str, attribute: str) -> None:
         factory.register_engine(name, _HOME, attribute)
     except ValueError:
         log.debug("there is an engine %s already", name)
-    except Exception as error:  # noqa: BLE001
-        log.warning("the engine %s could not be registered: %r", name, error)

@@ -93,10 +93,8 @@ class AsyncControl:
             failed: Exception | None = None
             try:
                 result = call()
-            except Exception as error:  # noqa: BLE001  it is the caller's, who waits in the loop
-                failed = error
-            except BaseException as error:  # noqa: BLE001  it would end the loop
-                failed = InternalError(f"the call ended with {error!r}")
+            except BaseException as error:  # noqa: BLE001  it is the caller's, who waits in the loop; others end the loop
+                failed = error if isinstance(error, Exception) else InternalError(f"the call ended with {error!r}")
             finally:
                 self._free.release()
             with suppress(RuntimeError):  # the loop is closed: nobody waits
