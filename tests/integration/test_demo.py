@@ -431,6 +431,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import sys
 from dataclasses import replace
 from pathlib import Path
+from demo.fleet import import_ahead
+
+import_ahead([f"demo.{{kind}}" for kind in ("trainer", "rollout", "reward", "reference")])
 from demo.command import run
 from demo.interrupts import Interrupts
 from demo.settings import Kill, smoke
