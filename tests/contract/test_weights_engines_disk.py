@@ -292,7 +292,7 @@ def go_on(disk):
     print(disk.versions()[-1])
     disk.trainer.shutdown()
     disk.engine.shutdown()
-""".replace("from tests_path import *", f"sys.path.insert(0, {str(HELPERS)!r})")
+""".replace("from tests_path import *", f"sys.path[:0] = [{os.path.dirname(__file__)!r}, {str(HELPERS)!r}]")
 
 
 def test_a_version_that_may_not_be_as_large_is_refused_by_type_and_leaves_nothing(child: Any, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import transfer_queue as tq
 from transfer_queue.controller import Controller
 from transfer_queue.errors import ConfigError, DeadlineExceeded, InvalidInput, StoreFull
 from transfer_queue.sampler import GRPOGroupNSampler, SequentialSampler
+from transfer_queue.schema import FieldSchema
 from transfer_queue.server.service import Service
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wait_queue import AT_ONCE
@@ -168,7 +169,7 @@ def test_a_commit_that_waits_keeps_its_block() -> None:
     session = service.sessions.attach(b"client", local=True)
 
     def commit(rid: int) -> Any:
-        field = m.FieldSchema("x", "dense", "uint8", ())
+        field = FieldSchema("x", "dense", "uint8", ())
         message = m.Commit(rid, "p", 1, None, None, [field], 0, b"layout", None, 100.0)
         return service.handle(message, memoryview(b"abcd"), session, ("link", rid), 0.0)
 

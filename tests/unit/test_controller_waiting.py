@@ -7,7 +7,7 @@ from tables import Box, indexes
 
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaConflict, StoreFull
 from transfer_queue.sampler import GRPOGroupNSampler
-from transfer_queue.wire import messages as m
+from transfer_queue.schema import FieldSchema
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_a_waiting_put_that_no_longer_fits_the_schema_is_refused_when_its_turn_c
     box.put(["c"], ["y"], timeout_s=9, ticket="w", strict=True)
     box.put(["a"], ["y"])
     table = box.controller.tables["p"]
-    table.fields["y"] = table.fields["y"]._replace(schema=m.FieldSchema("y", "dense", "int64", (2,)))
+    table.fields["y"] = table.fields["y"]._replace(schema=FieldSchema("y", "dense", "int64", (2,)))
     box.clear(["b"])
     ((ticket, error),) = box.answers()
     assert ticket == "w"

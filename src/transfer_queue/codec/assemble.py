@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
@@ -29,11 +29,21 @@ from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.layout import Column
 from transfer_queue.codec.nested import Offsets, jagged, nested
-from transfer_queue.codec.rows import BlockBytes, Copier, Run, gather_dense, gather_ragged, gather_varied, take_dense
+from transfer_queue.codec.rows import (
+    BlockBytes,
+    Copier,
+    Run,
+    gather_dense,
+    gather_ragged,
+    gather_varied,
+    take_dense,
+    take_ragged,
+)
+from transfer_queue.codec.stacks import stack
 from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
 from transfer_queue.memory.bytes import Bytes, Ints
-from transfer_queue.schema import DENSE, NESTED, OBJECTS, FieldSchema
+from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, FieldSchema
 
 Located = Sequence[tuple[BlockBytes, int, int]]  # (block, first row, number of rows), in result order
 
@@ -60,11 +70,14 @@ class Assembler:
         if rows is not None and not self.out:
             block = located[0][0]
             column = block.layout.column(schema.name)
-            if column is not None and column.kind == DENSE and column.shape == schema.shape:
+            if column is not None and column.shape == schema.shape and column.ragged < 1:
                 if rows.min() < 0 or rows.max() >= block.layout.rows:
                     raise ProtocolError(f"field {schema.name!r}: rows that are not in their block")
-                dtype = _dtype(column)
-                return self._dense(take_dense(block, column, rows, self.copier), dtype, len(rows), column.shape)
+                if column.kind == DENSE:
+                    data = take_dense(block, column, rows, self.copier)
+                    return self._dense(data, _dtype(column), len(rows), column.shape)
+                if column.kind == RAGGED:
+                    return self._jagged(*take_ragged(block, column, rows, self.copier), _dtype(column), column.shape, 0)
         runs = []
         for block, start, count in located:
             column = block.layout.column(schema.name)
@@ -94,15 +107,20 @@ class Assembler:
         if len(ragged) > 1:
             return self._varied(runs, dtype)
         if ragged:
-            data, offsets = gather_ragged(runs, ragged[0], self.copier)
-            values = _typed(data, dtype, (*merged[: ragged[0]], int(offsets[-1]), *merged[ragged[0] + 1 :]))
-            place = offsets.tobytes()
-            if place not in self._offsets:
-                self._offsets[place] = Offsets.of(offsets)
-            return jagged(values, self._offsets[place], ragged[0] + 1)
+            return self._jagged(*gather_ragged(runs, ragged[0], self.copier), dtype, merged, ragged[0])
         count = sum(run.rows for run in runs)
         data = gather_dense(runs, self.copier)
         return self._dense(data, dtype, count, merged) if inner is None else _typed(data, dtype, (count, *merged))
+
+    def _jagged(
+        self, data: Bytes, offsets: Ints, dtype: torch.dtype, shape: tuple[int, ...], ragged: int
+    ) -> torch.Tensor:
+        """Rows joined along their dimension `ragged`. Fields of equal offsets share them."""
+        place = offsets.tobytes()
+        if place not in self._offsets:
+            self._offsets[place] = Offsets.of(offsets)
+        values = _typed(data, dtype, (*shape[:ragged], int(offsets[-1]), *shape[ragged + 1 :]))
+        return jagged(values, self._offsets[place], ragged + 1)
 
     def _objects(self, runs: list[Run], inner: tuple[int, ...] | None) -> Any:
         rows = self.objects(runs)
@@ -207,27 +225,28 @@ class Assembler:
         """The Python values of an objects column."""
         values: list[Any] = []
         readers: dict[tuple[int, str], BufferReader] = {}  # blocks of equal layout share their columns
+        unpack = Lifting(BufferReader(_no_buffer).lift, self.allow_pickle).unpack
         for run in runs:
-            column = run.column
-            place = (id(run.block), column.name)
-            reader = readers.get(place)
-            if reader is None:
-                reader = readers[place] = BufferReader(self._span_of(run.block, column))
+            block, column, start, count = run
             try:
-                values += self._decoded(run, reader)
+                if len(column.parts) == 2 and count == 1:
+                    values.append(unpack(block.message(column, start)))
+                elif len(column.parts) == 2:
+                    values += map(unpack, _messages(run))
+                else:
+                    place = (id(block), column.name)
+                    if place not in readers:
+                        readers[place] = BufferReader(self._span_of(block, column))
+                    values += self._decoded(run, readers[place])
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"field {column.name!r}: a damaged value: {error}") from None
         return values
 
     def _decoded(self, run: Run, reader: BufferReader) -> Iterable[Any]:
+        """The values of a column that has buffers."""
         block, column, start, count = run
-        data = block.part(column, 0)
-        marks = block.offsets(column, 1, len(data))[start : start + count + 1].tolist()
-        message = memoryview(data)  # type: ignore[arg-type]
-        spans = [message[a:b] for a, b in itertools.pairwise(marks)]
+        spans = _messages(run)
         unpack = Lifting(reader.lift, self.allow_pickle).unpack
-        if len(column.parts) == 2:
-            return map(unpack, spans)
         buffers = block.buffers(column)
         ends = buffers.ends[start : start + count + 1].tolist()
         values = []
@@ -252,6 +271,19 @@ class Assembler:
         return span
 
 
+def _messages(run: Run) -> list[memoryview]:
+    """The data of each row of an objects column."""
+    block, column, start, count = run
+    data = block.part(column, 0)
+    marks = block.offsets(column, 1, len(data))[start : start + count + 1].tolist()
+    message = memoryview(data)  # type: ignore[arg-type]
+    return [message[a:b] for a, b in itertools.pairwise(marks)]
+
+
+def _no_buffer(number: int) -> Bytes:
+    raise ProtocolError(f"buffer {number} of a column that has none")
+
+
 def _dtype(column: Column) -> torch.dtype:
     """The dtype of a column of tensors."""
     dtype = torch_dtype(column.dtype)
@@ -273,15 +305,6 @@ def merged_shape(shape: tuple[int, ...], runs: Sequence[Run]) -> tuple[int, ...]
     if len(shape) == len(merged) and shape.count(-1) == 1 and merged.count(-1) == 0:
         return tuple(-1 if known == -1 else size for known, size in zip(shape, merged, strict=True))
     return merged
-
-
-def stack(values: list[Any], inner: tuple[int, ...] = ()) -> NonTensorStack:
-    """The values as a stack; rows are lists nested as deep as `inner`, the batch shape beyond the rows, is long."""
-    if not inner:
-        return NonTensorStack(*[NonTensorData(v.tolist() if type(v) is NonTensorStack else v) for v in values])
-    if any(type(row) is not list or len(row) != inner[0] for row in values):
-        raise ProtocolError(f"rows that are not {inner[0]} values each")
-    return NonTensorStack(*[stack(row, inner[1:]) for row in values])
 
 
 def _typed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,8 +17,12 @@ import numpy as np
 
 from transfer_queue.codec.layout import ALIGN, MAX_ELEMENTS, Column, Layout, checked_offsets
 from transfer_queue.errors import ProtocolError
-from transfer_queue.memory.bytes import Bytes, Ints
+from transfer_queue.memory.bytes import Bytes, Ints, address_of
+from transfer_queue.memory.copy import carry_out, moves_into
 from transfer_queue.schema import DENSE, VARIED
+
+PAIR = struct.Struct("<qq")
+MANY = 8  # runs from which on a plan of addresses costs less than arrays
 
 
 class BlockBytes:
@@ -30,14 +35,26 @@ class BlockBytes:
         if layout.nbytes > len(data):
             raise ProtocolError(f"a block of {len(data)} bytes with a layout of {layout.nbytes}")
         self.data = data  # uint8, at least layout.nbytes
+        self.address = address_of(data)
         self.layout = layout
         self.view_nbytes = view_nbytes
+        self._memory: memoryview | None = None
         self._checked: dict[tuple[int, int, int], Ints] = {}
         self._buffers: dict[int, ColumnBuffers] = {}
 
     def part(self, column: Column, number: int) -> Bytes:
         offset, nbytes = column.parts[number]
         return self.data[offset : offset + nbytes]
+
+    def message(self, column: Column, row: int) -> memoryview:
+        """The data of one row, which is there, of an objects column; its two offsets are read once and checked."""
+        if self._memory is None:
+            self._memory = memoryview(self.data)  # type: ignore[arg-type]
+        (start, nbytes), (offsets, _) = column.parts[:2]
+        first, last = PAIR.unpack_from(self._memory, offsets + 8 * row)
+        if not 0 <= first <= last <= nbytes:
+            raise ProtocolError(f"column {column.name!r}: offsets do not ascend within 0..{nbytes}")
+        return self._memory[start + first : start + last]
 
     def may_view(self, nbytes: int) -> bool:
         return 0 <= self.view_nbytes <= nbytes
@@ -96,11 +113,14 @@ class Run(NamedTuple):
 
 
 class Copier(NamedTuple):
-    """Where joined rows get their memory, and how bytes are copied into it."""
+    """Where joined rows get their memory, and how bytes are copied into it. `collect` is `Copies.collect`."""
 
     allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
     copy: Callable[[Bytes, Bytes], None] = np.copyto
     take: Callable[[Bytes, Bytes, Ints], None] = lambda into, source, rows: _take(into, source, rows)
+    collect: Callable[[Bytes, Sequence[int], Sequence[int], object], None] = lambda into, sources, sizes, owners: (
+        carry_out(moves_into(into, sources, sizes), ())
+    )
 
 
 def _take(into: Bytes, source: Bytes, rows: Ints) -> None:
@@ -125,6 +145,10 @@ def _viewable(runs: Sequence[Run], nbytes: int) -> bool:
 
 def gather_dense(runs: Sequence[Run], copier: Copier) -> Bytes:
     """Values of the rows, (rows x shape) as bytes. All columns are dense and of one shape."""
+    if len(runs) >= MANY:
+        row = runs[0].column.row_nbytes()
+        sources = [block.address + column.parts[0][0] + start * row for block, column, start, _ in runs]
+        return _collected(sources, [run.rows * row for run in runs], runs, copier)
     spans = []
     for block, column, start, count in runs:
         row = column.row_nbytes()
@@ -139,6 +163,35 @@ def take_dense(block: BlockBytes, column: Column, rows: Ints, copier: Copier) ->
     out = copier.allocate(len(rows) * row)
     if row:
         copier.take(out.reshape(-1, row), block.part(column, 0).reshape(-1, row), rows)
+    return out
+
+
+def take_ragged(block: BlockBytes, column: Column, rows: Ints, copier: Copier) -> tuple[Bytes, Ints]:
+    """`gather_ragged` of scattered rows of one block. The column is ragged in its first dimension."""
+    step = column.row_nbytes()
+    offsets = _step_offsets(block, column, step)
+    first = offsets[rows]
+    lengths = offsets[rows + 1] - first
+    marks = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(lengths, out=marks[1:])
+    sources = first * step + (block.address + column.parts[0][0])
+    return _collected(sources.tolist(), (lengths * step).tolist(), block, copier), marks
+
+
+def _step_offsets(block: BlockBytes, column: Column, step: int) -> Ints:
+    """The offsets of a column that is ragged in its first dimension, whose steps of `step` bytes fill its values."""
+    nbytes = column.parts[0][1]
+    sizes = math.prod(max(size, 1) for size in column.shape) * column.itemsize
+    limit = nbytes // step if step else MAX_ELEMENTS // sizes
+    if step * limit != (nbytes if step else 0):
+        raise ProtocolError(f"column {column.name!r}: {nbytes} bytes of values")
+    return block.offsets(column, 1, limit)
+
+
+def _collected(sources: Sequence[int], sizes: Sequence[int], owners: object, copier: Copier) -> Bytes:
+    """The bytes at these addresses, one after the other. `owners` keep them alive."""
+    out = copier.allocate(sum(sizes))
+    copier.collect(out, sources, sizes, owners)
     return out
 
 
@@ -158,6 +211,8 @@ def gather_ragged(runs: Sequence[Run], ragged: int, copier: Copier) -> tuple[Byt
 
     The columns are ragged along that dimension, or dense, and agree in all other dimensions.
     """
+    if not ragged and len(runs) >= MANY:
+        return _gather_many(runs, copier)
     spans: list[Bytes] = []
     pieces = []
     for run in runs:
@@ -176,6 +231,33 @@ def gather_ragged(runs: Sequence[Run], ragged: int, copier: Copier) -> tuple[Byt
         copier.copy(into[:, at : at + span.shape[1]], span)
         at += span.shape[1]
     return out, offsets
+
+
+def _gather_many(runs: Sequence[Run], copier: Copier) -> tuple[Bytes, Ints]:
+    """`gather_ragged` along the first dimension, of runs so many that a few calls of NumPy for each would be most of
+    the cost."""
+    step = math.prod(runs[0].column.shape[1:]) * runs[0].column.itemsize
+    sources, sizes = [], []
+    lengths: list[int] = []
+    for block, column, start, count in runs:
+        if column.kind == DENSE:
+            length = column.shape[0]
+            first, last = start * length, (start + count) * length
+            if count == 1:
+                lengths.append(length)
+            else:
+                lengths += [length] * count
+        else:
+            if column.ragged:
+                raise ProtocolError(f"column {column.name!r}: ragged dimension {column.ragged}, expected 0")
+            marks = _step_offsets(block, column, step)[start : start + count + 1].tolist()
+            first, last = marks[0], marks[-1]
+            lengths += [b - a for a, b in itertools.pairwise(marks)]
+        sources.append(block.address + column.parts[0][0] + first * step)
+        sizes.append((last - first) * step)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return _collected(sources, sizes, runs, copier), offsets
 
 
 def _steps(run: Run, ragged: int) -> tuple[Bytes, tuple[Ints, int, int]]:

@@ -39,13 +39,13 @@ class Mover:
         large = [move for move in moves if move[2] >= DIRECT_NBYTES]
         total = sum(nbytes for _, _, nbytes in large) + sum(into.nbytes for into, _, _ in takes)
         if total < THREADED_NBYTES or not self._helpers:
-            return _carry_out(moves, takes)
+            return carry_out(moves, takes)
         num_shares = self._helpers + 1
         shares = _split(large, num_shares)
         parts = [[_rows_of(take, share, num_shares) for take in takes] for share in range(num_shares)]
-        others = [self._helper().submit(_carry_out, *share) for share in zip(shares[1:], parts[1:], strict=True)]
+        others = [self._helper().submit(carry_out, *share) for share in zip(shares[1:], parts[1:], strict=True)]
         small = [move for move in moves if move[2] < DIRECT_NBYTES] if len(large) < len(moves) else []
-        _carry_out([*small, *shares[0]], parts[0])
+        carry_out([*small, *shares[0]], parts[0])
         for other in others:
             other.result()
         return None
@@ -89,6 +89,7 @@ class Copies:
         self._mover = mover
         self._moves: list[Move] = []
         self._takes: list[Take] = []
+        self._alive: list[object] = []
 
     def copy(self, into: Bytes, source: Bytes) -> None:
         """`into[...] = source` for arrays of one shape, by the end of `run`; both must stay alive until then."""
@@ -97,16 +98,29 @@ class Copies:
         else:
             self._moves.append((address_of(into), address_of(source), source.nbytes))
 
+    def collect(self, into: Bytes, sources: Sequence[int], sizes: Sequence[int], owners: object) -> None:
+        """Bytes from many addresses, one after the other, fill `into` by the end of `run`. `owners` keep them alive."""
+        self._moves += moves_into(into, sources, sizes)
+        self._alive.append((into, owners))
+
     def take(self, into: Bytes, source: Bytes, rows: Ints) -> None:
         """`into[i] = source[rows[i]]` for 2-D arrays, by the end of `run`."""
         self._takes.append((into, source, rows))
 
     def run(self) -> None:
         self._mover.move(self._moves, self._takes)
-        self._moves, self._takes = [], []
+        self._moves, self._takes, self._alive = [], [], []
 
 
-def _carry_out(moves: Sequence[Move], takes: Sequence[Take]) -> None:
+def moves_into(into: Bytes, sources: Sequence[int], sizes: Sequence[int]) -> list[Move]:
+    """The moves that fill `into` with `sizes` bytes from each address, one after the other."""
+    if sum(sizes) > into.nbytes:
+        raise ValueError(f"{sum(sizes)} bytes into {into.nbytes}")
+    starts = itertools.accumulate(sizes, initial=address_of(into))
+    return [move for move in zip(starts, sources, sizes, strict=False) if move[2]]
+
+
+def carry_out(moves: Sequence[Move], takes: Sequence[Take]) -> None:
     for into, source, nbytes in moves:
         (ctypes.memmove if nbytes >= DIRECT_NBYTES else _memmove_held)(into, source, nbytes)
     for target, lying, rows in takes:

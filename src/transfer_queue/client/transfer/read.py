@@ -193,7 +193,7 @@ def _assembled(
     name_row: Callable[[int], str],
 ) -> TensorDict:
     copies = Copies(session.mover)
-    copier = Copier(session.pool.allocate, copies.copy, copies.take)
+    copier = Copier(session.pool.allocate, copies.copy, copies.take, copies.collect)
     assembler = Assembler(copier, session.allow_pickle, out, name_row)
     schema = {field.name: field for field in replies[0][0].schema}
     if not schema:
