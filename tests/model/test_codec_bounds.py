@@ -70,6 +70,7 @@ def use(data: np.ndarray[Any, Any], layout: bytes, only: int | None = None, view
         for column in block.layout.columns if only is None else block.layout.columns[only : only + 1]:
             for picks in ([(0, ROWS)], [(1, 2)], [(2, 1), (0, 2), *[(row % ROWS, 1) for row in range(8)]]):
                 attempt(lambda column=column, picks=picks: read(block, column, picks))
+            attempt(lambda column=column: scatter(block, column))
             attempt(lambda column=column: fill(block, column.name))
         assert tracemalloc.get_traced_memory()[1] < 16 * len(data) + SLACK_NBYTES
     except TransferQueueError:
@@ -92,6 +93,12 @@ def read(block: BlockBytes, column: Column, picks: list[tuple[int, int]]) -> Non
         assert int(offsets.diff().min()) >= 0
     if value.numel() < 1 << 20 if isinstance(value, torch.Tensor) and not value.is_nested else True:
         touch(rows_of(value) if not isinstance(value, TensorDict) else list(value.values()))
+
+
+def scatter(block: BlockBytes, column: Column) -> None:
+    value = Assembler(Copier(), False).scattered(column.schema(), block, np.array([2, 0, *range(ROWS)]))
+    if value is not None:
+        touch(rows_of(value))
 
 
 def touch(value: Any) -> None:

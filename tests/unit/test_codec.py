@@ -10,8 +10,10 @@ import torch
 from blocks import assert_rows, block_of, compact, get, put, put_row, rows_of, same, schema_of
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.plan import plan_batch, plan_empty, plan_row
-from transfer_queue.errors import InvalidInput, SchemaConflict, UnsupportedValue
+from transfer_queue.codec.rows import Copier
+from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict, UnsupportedValue
 
 DTYPES = sorted(
     {d for d in vars(torch).values() if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")}, key=str
@@ -377,3 +379,42 @@ def test_the_schema_of_a_field_widens_over_its_blocks() -> None:
     blocks = two_blocks(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), (2, 2))
     assert schema_of(blocks, "x").shape == (3, -1)
     assert schema_of(blocks, "x").kind == "ragged"
+
+
+# ---- scattered rows ----
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        torch.arange(24.0).view(12, 2), torch.arange(12), [torch.arange(n) for n in range(12)],
+        [torch.ones(n, 3) * n for n in range(12)], [torch.empty(n, 0) for n in range(12)],
+        [f"row {n}" for n in range(12)], [{"n": n, "s": np.float32(n)} for n in range(12)],
+    ],
+    ids=["dense", "scalars", "ragged", "ragged of two dimensions", "ragged of no bytes", "strings", "values"],
+)  # fmt: skip
+def test_rows_from_anywhere_in_a_block_are_those_that_runs_give(column: Any) -> None:
+    block, rows = put({"x": column}, 12), [7, 0, 3, 3, 11, 4, 2, 9, 9, 1]
+    schema = schema_of([block], "x")
+    found = Assembler(Copier(), False).scattered(schema, block, np.array(rows))
+    assert_rows(found, [column[row] for row in rows])
+    assert_rows(get(block, "x", [(0, row, 1) for row in rows]), [column[row] for row in rows])
+
+
+def test_many_blocks_of_a_row_each_give_the_rows_of_a_list() -> None:
+    rows = [torch.arange(n % 5) + 100 * n for n in range(40)]
+    blocks = [put({"x": [row], "s": [f"row {n}"]}, 1) for n, row in enumerate(rows)]
+    assert_rows(get(blocks, "x"), rows)
+    assert_rows(get(blocks, "s"), [f"row {n}" for n in range(40)])
+    dense = [put({"x": torch.full((1, 3), float(n))}, 1) for n in range(40)]
+    assert_rows(get(dense, "x"), [torch.full((3,), float(n)) for n in range(40)])
+    mixed = [dense[0], *blocks[:1], *dense[1:9]]
+    with pytest.raises(SchemaConflict):
+        get(mixed, "x", schema=dense[0].layout.columns[0].schema())
+
+
+def test_rows_that_are_not_in_the_block_are_refused() -> None:
+    block = put({"x": torch.arange(4)}, 4)
+    for rows in ([4], [-1], [0, 9]):
+        with pytest.raises(ProtocolError, match="not in their block"):
+            Assembler(Copier(), False).scattered(schema_of([block], "x"), block, np.array(rows))

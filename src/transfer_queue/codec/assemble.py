@@ -15,7 +15,7 @@ A field of one run is a view of its block where the block allows it; every other
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from tensordict import TensorDict
 
 from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
+from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.layout import Column
@@ -45,6 +46,7 @@ from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, FieldSchema
 
+DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 Located = Sequence[tuple[BlockBytes, int, int]]  # (block, first row, number of rows), in result order
 
 
@@ -65,19 +67,23 @@ class Assembler:
         self.name_row = name_row
         self._offsets: dict[object, Offsets] = {}
 
-    def field(self, schema: FieldSchema, located: Located, rows: Ints | None = None) -> Any:
-        """The rows of one field. `rows`: their numbers where all lie in one block."""
-        if rows is not None and not self.out:
-            block = located[0][0]
-            column = block.layout.column(schema.name)
-            if column is not None and column.shape == schema.shape and column.ragged < 1:
-                if rows.min() < 0 or rows.max() >= block.layout.rows:
-                    raise ProtocolError(f"field {schema.name!r}: rows that are not in their block")
-                if column.kind == DENSE:
-                    data = take_dense(block, column, rows, self.copier)
-                    return self._dense(data, _dtype(column), len(rows), column.shape)
-                if column.kind == RAGGED:
-                    return self._jagged(*take_ragged(block, column, rows, self.copier), _dtype(column), column.shape, 0)
+    def scattered(self, schema: FieldSchema, block: BlockBytes, rows: Ints) -> Any:
+        """Rows of one field that lie anywhere in one block, in one pass; None where there is no such pass."""
+        column = block.layout.column(schema.name)
+        if self.out or column is None or column.shape != schema.shape or column.ragged > 0:
+            return None
+        if rows.min() < 0 or rows.max() >= block.layout.rows:
+            raise ProtocolError(f"field {schema.name!r}: rows that are not in their block")
+        if column.kind == DENSE:
+            return self._dense(take_dense(block, column, rows, self.copier), _dtype(column), len(rows), column.shape)
+        if column.kind == RAGGED:
+            return self._jagged(*take_ragged(block, column, rows, self.copier), _dtype(column), column.shape, 0)
+        if column.kind == OBJECTS and len(column.parts) == 2:
+            return self._scattered_objects(block, column, rows)
+        return None
+
+    def field(self, schema: FieldSchema, located: Located) -> Any:
+        """The rows of one field."""
         runs = []
         for block, start, count in located:
             column = block.layout.column(schema.name)
@@ -127,6 +133,19 @@ class Assembler:
         if inner is None and mixing.are_tensors(rows):
             return mixing.joined(self._now().objects(runs))
         return stack(rows, inner or ())
+
+    def _scattered_objects(self, block: BlockBytes, column: Column, rows: Ints) -> Any:
+        """The values of scattered rows of one block, in a column without buffers: none of them is a tensor."""
+        unpack = self._unpacking()
+        try:
+            with collector_pause:
+                return stack([unpack(block.message(column, row)) for row in rows.tolist()])
+        except DAMAGED as error:
+            raise damaged(column, error) from None
+
+    def _unpacking(self) -> Callable[[Any], Any]:
+        """Decodes values that refer to no buffer."""
+        return Lifting(BufferReader(_no_buffer).lift, self.allow_pickle).unpack
 
     def _now(self) -> Assembler:
         """One whose values can be looked at before `Copies.run`."""
@@ -225,21 +244,22 @@ class Assembler:
         """The Python values of an objects column."""
         values: list[Any] = []
         readers: dict[tuple[int, str], BufferReader] = {}  # blocks of equal layout share their columns
-        unpack = Lifting(BufferReader(_no_buffer).lift, self.allow_pickle).unpack
-        for run in runs:
-            block, column, start, count = run
-            try:
-                if len(column.parts) == 2 and count == 1:
-                    values.append(unpack(block.message(column, start)))
-                elif len(column.parts) == 2:
-                    values += map(unpack, _messages(run))
-                else:
-                    place = (id(block), column.name)
-                    if place not in readers:
-                        readers[place] = BufferReader(self._span_of(block, column))
-                    values += self._decoded(run, readers[place])
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise ProtocolError(f"field {column.name!r}: a damaged value: {error}") from None
+        unpack = self._unpacking()
+        with collector_pause:
+            for run in runs:
+                block, column, start, count = run
+                try:
+                    if len(column.parts) == 2 and count == 1:
+                        values.append(unpack(block.message(column, start)))
+                    elif len(column.parts) == 2:
+                        values += map(unpack, _messages(run))
+                    else:
+                        place = (id(block), column.name)
+                        if place not in readers:
+                            readers[place] = BufferReader(self._span_of(block, column))
+                        values += self._decoded(run, readers[place])
+                except DAMAGED as error:
+                    raise damaged(column, error) from None
         return values
 
     def _decoded(self, run: Run, reader: BufferReader) -> Iterable[Any]:
@@ -271,13 +291,17 @@ class Assembler:
         return span
 
 
-def _messages(run: Run) -> list[memoryview]:
-    """The data of each row of an objects column."""
+def damaged(column: Column, error: Exception) -> ProtocolError:
+    return ProtocolError(f"field {column.name!r}: a damaged value: {error}")
+
+
+def _messages(run: Run) -> Iterator[memoryview]:
+    """The data of each row of an objects column; never many at once, which the garbage collector would look at."""
     block, column, start, count = run
     data = block.part(column, 0)
     marks = block.offsets(column, 1, len(data))[start : start + count + 1].tolist()
     message = memoryview(data)  # type: ignore[arg-type]
-    return [message[a:b] for a, b in itertools.pairwise(marks)]
+    return (message[a:b] for a, b in itertools.pairwise(marks))
 
 
 def _no_buffer(number: int) -> Bytes:

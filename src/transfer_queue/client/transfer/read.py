@@ -212,19 +212,43 @@ def _fields(
     content: dict[str, Any] = dict.fromkeys(schema)
     for part in reply.parts:
         table = _runs(part, reply, blocks)
-        runs = table.tolist()
-        single = len(runs) == 1
-        scattered = not single and table[0, 0] == table[-1, 0] and bool((table[:, 0] == table[0, 0]).all())
-        rows = row_numbers(table[:, 1:]) if scattered else None
-        gathered = [] if single else [(blocks[p].gathered, first, n) for p, first, n in runs]
-        for name in part.fields:
-            located = gathered
-            if single or schema[name].kind == OBJECTS:
-                located = [(blocks[p].block_for(name, n, single), first, n) for p, first, n in runs]
-            content[name] = assembler.field(schema[name], located, rows)
+        if len(table) > 1 and table[0, 0] == table[-1, 0] and bool((table[:, 0] == table[0, 0]).all()):
+            block, rows = blocks[int(table[0, 0])].gathered, row_numbers(table[:, 1:])
+            found = {name: assembler.scattered(schema[name], block, rows) for name in part.fields}
+            content |= found
+            left = [name for name, value in found.items() if value is None]
+        else:
+            left = part.fields
+        if left:
+            _add_runs(assembler, schema, blocks, table, left, content)
     if any(value is None for value in content.values()):
         raise ProtocolError("a reply without some of its fields")
     return content
+
+
+def _add_runs(
+    assembler: Assembler,
+    schema: dict[str, FieldSchema],
+    blocks: list[LocatedBlock],
+    table: Numbers,
+    names: list[str],
+    content: dict[str, Any],
+) -> None:
+    """The fields `names`, run by run."""
+    runs = table.tolist()
+    single = len(runs) == 1
+    gathered = [] if single else [(blocks[p].gathered, first, n) for p, first, n in runs]
+    for name in names:
+        located = gathered
+        if single or (schema[name].kind == OBJECTS and _has_buffers(name, blocks, runs)):
+            located = [(blocks[p].block_for(name, n, single), first, n) for p, first, n in runs]
+        content[name] = assembler.field(schema[name], located)
+
+
+def _has_buffers(field: str, blocks: list[LocatedBlock], runs: list[list[int]]) -> bool:
+    """Whether some values of an objects column have bytes outside their messages, which may be worth a view."""
+    columns = (blocks[piece].layout.column(field) for piece in {piece for piece, _, _ in runs})
+    return any(column is not None and len(column.parts) == 6 for column in columns)
 
 
 def _runs(part: m.Part, reply: m.Located, blocks: list[LocatedBlock]) -> Numbers:
