@@ -2,8 +2,8 @@
 
     python -m bench.reads [--beside TREE] [--rounds 5] [--only alone,strings,...]
 
-`TREE` is another checkout. Each round runs every case in a process of its own for each tree, in turn. Printed are medians
-over all reads, p95, and how long the garbage collector ran within a read on average.
+`TREE` is another checkout. Each round runs every case in a process of its own for each tree, in turn. Printed are
+medians over all reads, p95, and how long the garbage collector ran within a read on average.
 """
 
 from __future__ import annotations
