@@ -9,17 +9,16 @@ from typing import Any
 import msgspec
 
 from transfer_queue.codec.values import Lifting
-from transfer_queue.errors import AccessDenied, ProtocolError, ServiceUnavailable
+from transfer_queue.errors import ProtocolError
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
-from transfer_queue.wire.blocking import MIN_WAIT_S, FrameSocket, within
+from transfer_queue.wire.blocking import MIN_WAIT_S, FrameSocket, dial, within
 
 log = logging.getLogger("transfer_queue")
 
 _lifting = Lifting()
 decode_reply = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
-NOTICE_S = 5.0  # for a message that nobody answers
 
 
 class Connection:
@@ -38,12 +37,7 @@ class Connection:
         life: handshake.Life = handshake.ANY,
     ) -> None:
         self.address = address
-        try:
-            sock = address.connect(timeout_s)
-        except AccessDenied:
-            raise
-        except (OSError, ValueError) as error:
-            raise ServiceUnavailable(f"no server at {address}: {error}") from error
+        sock = dial(address, timeout_s, f"server at {address}")
         try:
             self._frames = FrameSocket(sock, m.encode, decode_reply, f"the server at {address}", spin_s=spin_s)
             steps = handshake.greeting(address, m.PROTOCOL_VERSION, session, life)
@@ -90,7 +84,8 @@ class Connection:
         return reply, data
 
     def notify(self, message: m.Message) -> None:
-        self._frames.send(message, NOTICE_S)
+        """Send what nobody answers."""
+        self._frames.send(message, None)
 
     def shut(self) -> None:
         """End the call that another thread makes: it raises `ServiceUnavailable`."""

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeAlias
 
-from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable
-from transfer_queue.wire.address import TIMEVAL, timeval
+from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable
+from transfer_queue.wire.address import TIMEVAL, Address, timeval
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, M, frame
 
 JOIN_NBYTES = 256 << 10  # a payload up to this size is copied behind its header: that costs less than one more call
@@ -59,11 +59,13 @@ class FrameSocket(Generic[M]):
         sock.settimeout(None)
 
     def send(
-        self, message: M, timeout_s: float, payload: memoryview | bytes | None = None, fd: int | None = None
+        self, message: M, timeout_s: float | None, payload: memoryview | bytes | None = None, fd: int | None = None
     ) -> None:
+        """Takes at most `timeout_s` (None: as long as the call before might have)."""
         header, nbytes = self._encode(message), 0 if payload is None else len(payload)
         try:
-            self._limit(timeout_s)
+            if timeout_s is not None:
+                self._limit(timeout_s)
             if fd is not None:
                 socket.send_fds(self.socket, [frame(header, nbytes)], [fd])
             elif payload is None or nbytes > JOIN_NBYTES:
@@ -72,15 +74,15 @@ class FrameSocket(Generic[M]):
                 self.socket.sendall(b"".join((frame(header, nbytes), payload)))
                 return
             if payload is not None and nbytes:
-                self._send_long(payload, timeout_s)
+                self._send_long(payload)
         except (BlockingIOError, TimeoutError):
             raise DeadlineExceeded(f"{self.peer} does not read") from None
         except OSError as error:
             raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
 
-    def _send_long(self, payload: memoryview | bytes, timeout_s: float) -> None:
+    def _send_long(self, payload: memoryview | bytes) -> None:
         """With Python's deadline, which holds for the whole: the kernel's starts anew with every piece."""
-        self.socket.settimeout(timeout_s)
+        self.socket.settimeout(self._limit_s)
         self.socket.sendall(payload)
         self.socket.settimeout(None)
 
@@ -169,6 +171,16 @@ class FrameSocket(Generic[M]):
         for fd in self.fds:
             os.close(fd)
         self.fds = []
+
+
+def dial(address: Address, timeout_s: float, what: str) -> socket.socket:
+    """A connected socket. `ServiceUnavailable` where no `what` answers there, `AccessDenied` where it is not ours."""
+    try:
+        return address.connect(timeout_s)
+    except AccessDenied:
+        raise
+    except (OSError, ValueError) as error:
+        raise ServiceUnavailable(f"no {what}: {error}") from error
 
 
 def at_most(limit: int) -> Into:

@@ -1,6 +1,6 @@
 """What peers ask servers of weights, after the handshake.
 
-The peer proves that it knows the token (`wire.hello`), then asks one thing after another.
+The peer proves that it knows the token (`wire.handshake`), then asks one thing after another.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from transfer_queue.errors import AccessDenied, ProtocolError, ServiceUnavailable, error_from_code
+from transfer_queue.errors import ProtocolError, error_from_code
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, parse_address
-from transfer_queue.wire.blocking import FrameSocket, Into
+from transfer_queue.wire.blocking import FrameSocket, Into, dial
 
 PROTOCOL = 1
 MAX_HEADER_NBYTES = 64 << 10
@@ -71,12 +71,7 @@ class Peer:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
-        try:
-            sock = address.connect(timeout_s)
-        except AccessDenied:
-            raise
-        except (OSError, ValueError) as error:
-            raise ServiceUnavailable(f"no server of weights at {_shown(address)}: {error}") from error
+        sock = dial(address, timeout_s, f"server of weights at {_shown(address)}")
         try:
             self.stream = stream_over(sock, decode_server, f"the server of weights at {_shown(address)}")
             handshake.carry_out(
