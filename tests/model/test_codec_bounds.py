@@ -180,6 +180,30 @@ def test_changed_counts_of_a_layout_are_refused_or_stay_inside() -> None:
             use(ORIGINAL.data, with_change(CONTENT, path, value), view=0)
 
 
+def outcome(layout: bytes) -> Any:
+    try:
+        return decode_layout.__wrapped__(layout)
+    except ProtocolError as error:
+        return str(error)
+
+
+def test_the_quick_look_at_a_column_takes_what_the_whole_check_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = [with_change(CONTENT, path, value) for path in LEAVES for value in replacements(leaf(path))]
+    sizes = [0, 1, ROWS, 2**31, 2**55, 2**56, -1]
+    made = [
+        msgspec.msgpack.encode([rows, 64, [["x", kind, "int8", itemsize, shape, ragged, parts, []]]])
+        for rows in sizes
+        for kind, parts in (("dense", [[0, 8]]), ("dense", [[0, 0]]), ("objects", [[0, 8], [0, 8 * (ROWS + 1)]]))
+        for itemsize in (0, 1, 2, 33)
+        for shape in ([], [1], [2, 1], [0], [0, 2**56], [2**56, 2], [-1], [1] * 65)
+        for ragged in (-1, 0, 5)
+    ]
+    quick = [outcome(layout) for layout in (*changed, *made)]
+    monkeypatch.setattr("transfer_queue.codec.layout._is_plain", lambda *_: False)
+    assert quick == [outcome(layout) for layout in (*changed, *made)]
+    assert sum(not isinstance(found, str) for found in quick) > 100
+
+
 def test_every_cut_of_a_layout_is_refused() -> None:
     layout = PLAN.layout()
     for end in range(len(layout)):

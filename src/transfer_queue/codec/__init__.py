@@ -10,7 +10,7 @@
      └─ columns       a column as its rows, one by one
     assemble          from rows of blocks to the values that a caller gets
      ├─ stacks        Python values as a NonTensorStack that makes its members when they are looked at
-     ├─ collector     no garbage collection while many values are made
+     ├─ collector     no garbage collection while many values are made (by the client's reads)
      └─ mixing        rows of one field that were put as different things
     layout            where the columns of a block lie, and that they lie within it
     rows, select      rows and columns of blocks at the level of bytes: compaction in the server, reads in the client

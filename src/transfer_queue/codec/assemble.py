@@ -25,7 +25,6 @@ from tensordict import TensorDict
 
 from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
-from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.layout import Column
@@ -85,17 +84,22 @@ class Assembler:
     def field(self, schema: FieldSchema, located: Located) -> Any:
         """The rows of one field."""
         runs = []
+        name, place = schema.name, 0  # where the block before has the column
         for block, start, count in located:
-            column = block.layout.column(schema.name)
-            if column is None or start < 0 or count < 1 or start + count > block.layout.rows:
+            layout = block.layout
+            columns = layout.columns
+            column = columns[place] if place < len(columns) and columns[place].name == name else layout.column(name)
+            if column is None or start < 0 or count < 1 or start + count > layout.rows:
                 raise ProtocolError(f"field {schema.name!r}: rows {start}..{start + count} are not in their block")
+            if not runs and len(located) > 1:
+                place = columns.index(column)
             runs.append(Run(block, column, start, count))
         return self._value(schema.name, schema.shape, runs, None)
 
     def _value(self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None) -> Any:
         """The rows of one column. `inner`: it lies in a TensorDict of that batch shape beyond the rows."""
         column = runs[0].column
-        columns = list({id(run.column): run.column for run in runs}.values()) if len(runs) > 1 else [column]
+        columns = _distinct(runs) if len(runs) > 1 else [column]
         if not mixing.are_alike(columns):
             return self._mixed(name, runs, inner)
         if column.kind in (OBJECTS, NESTED):
@@ -138,8 +142,7 @@ class Assembler:
         """The values of scattered rows of one block, in a column without buffers: none of them is a tensor."""
         unpack = self._unpacking()
         try:
-            with collector_pause:
-                return stack([unpack(block.message(column, row)) for row in rows.tolist()])
+            return stack([unpack(block.message(column, row)) for row in rows.tolist()])
         except DAMAGED as error:
             raise damaged(column, error) from None
 
@@ -245,21 +248,20 @@ class Assembler:
         values: list[Any] = []
         readers: dict[tuple[int, str], BufferReader] = {}  # blocks of equal layout share their columns
         unpack = self._unpacking()
-        with collector_pause:
-            for run in runs:
-                block, column, start, count = run
-                try:
-                    if len(column.parts) == 2 and count == 1:
-                        values.append(unpack(block.message(column, start)))
-                    elif len(column.parts) == 2:
-                        values += map(unpack, _messages(run))
-                    else:
-                        place = (id(block), column.name)
-                        if place not in readers:
-                            readers[place] = BufferReader(self._span_of(block, column))
-                        values += self._decoded(run, readers[place])
-                except DAMAGED as error:
-                    raise damaged(column, error) from None
+        for run in runs:
+            block, column, start, count = run
+            try:
+                if len(column.parts) == 2 and count == 1:
+                    values.append(unpack(block.message(column, start)))
+                elif len(column.parts) == 2:
+                    values += map(unpack, _messages(run))
+                else:
+                    place = (id(block), column.name)
+                    if place not in readers:
+                        readers[place] = BufferReader(self._span_of(block, column))
+                    values += self._decoded(run, readers[place])
+            except DAMAGED as error:
+                raise damaged(column, error) from None
         return values
 
     def _decoded(self, run: Run, reader: BufferReader) -> Iterable[Any]:
@@ -293,6 +295,12 @@ class Assembler:
 
 def damaged(column: Column, error: Exception) -> ProtocolError:
     return ProtocolError(f"field {column.name!r}: a damaged value: {error}")
+
+
+def _distinct(runs: Sequence[Run]) -> list[Column]:
+    """A column of each kind, dtype and rank there is: rows that were put alone mostly differ in their lengths only."""
+    columns = [run.column for run in runs]
+    return list({(c.kind, c.dtype, c.itemsize, len(c.shape), c.weak): c for c in columns}.values())
 
 
 def _messages(run: Run) -> Iterator[memoryview]:

@@ -86,10 +86,38 @@ def decode_layout(data: bytes) -> Layout:
         if not 0 <= layout.rows < MAX_ELEMENTS or layout.nbytes < 0:
             raise ProtocolError(f"layout of {layout.rows} rows and {layout.nbytes} bytes")
         for column in layout.columns:
-            _check_column(column, layout)
+            if not _is_plain(column, layout):
+                _check_column(column, layout)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a layout: {error}") from None
     return layout
+
+
+def _is_plain(column: Column, layout: Layout) -> bool:
+    """Whether this is a column of tensors of one shape, or of values without buffers, that `_check_column` takes. It is
+    the same in a third of the time: each row that was put alone has a layout of its own."""
+    if column.children or column.ragged != -1:
+        return False
+    rows = layout.rows
+    if column.kind == OBJECTS:
+        if len(column.parts) != 2 or column.shape or column.parts[1][1] != 8 * (rows + 1):
+            return False
+    elif column.kind == DENSE:
+        if len(column.parts) != 1 or not 0 < column.itemsize <= 32 or len(column.shape) > MAX_DIMS:
+            return False
+        nbytes, elements = rows * column.itemsize, max(rows, 1)
+        for size in column.shape:
+            nbytes, elements = nbytes * size, elements * max(size, 1)
+            if not 0 <= size <= MAX_ELEMENTS:
+                return False
+        if elements > MAX_ELEMENTS or column.parts[0][1] != nbytes:
+            return False
+    else:
+        return False
+    for offset, nbytes in column.parts:
+        if offset < 0 or nbytes < 0 or offset % ALIGN or offset + nbytes > layout.nbytes:
+            return False
+    return True
 
 
 def _check_column(column: Column, layout: Layout) -> None:

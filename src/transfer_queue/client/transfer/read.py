@@ -16,6 +16,7 @@ from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.remote import inline_bytes, layout_of, received
 from transfer_queue.codec.assemble import Assembler
+from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.layout import Layout, decode_layout
 from transfer_queue.codec.rows import BlockBytes, Copier, row_numbers
 from transfer_queue.errors import ProtocolError, RowCleared
@@ -198,10 +199,11 @@ def _assembled(
     schema = {field.name: field for field in replies[0][0].schema}
     if not schema:
         return TensorDict({}, batch_size=[0])
-    if len(replies) == 1:
-        content = _fields(assembler, schema, *replies[0])
-    else:
-        content = _joined_fields(assembler, schema, replies)
+    with collector_pause:
+        if len(replies) == 1:
+            content = _fields(assembler, schema, *replies[0])
+        else:
+            content = _joined_fields(assembler, schema, replies)
     copies.run()
     return new_tensordict(content, sum(reply.count for reply, _ in replies))
 

@@ -13,7 +13,7 @@ class Hello(Message):
     nonce: bytes
     service: bytes = b""
     unit: bytes = b""
-    role: int = 0  # hello.CLIENT or hello.UNIT
+    role: int = 0  # handshake.CLIENT or handshake.UNIT
 
 
 class Proof(Message):
