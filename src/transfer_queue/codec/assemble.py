@@ -83,7 +83,7 @@ class Assembler:
 
     def field(self, schema: FieldSchema, located: Located) -> Any:
         """The rows of one field."""
-        runs = []
+        runs: list[Run] = []
         name, place = schema.name, 0  # where the block before has the column
         for block, start, count in located:
             layout = block.layout
