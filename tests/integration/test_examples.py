@@ -91,7 +91,7 @@ def test_a_worker_that_fails_ends_the_example_with_its_error(run: Run) -> None:
     done = run("single_controller", "--max-len", "0")
     assert done.returncode != 0
     assert "in rollout" in done.stderr
-    assert done.stderr.splitlines()[-1] == "EOFError"
+    assert "EOFError" in done.stderr.splitlines()  # other workers may have words of their own after it
 
 
 # The programs of docs/recipes
