@@ -15,7 +15,7 @@ from vllm_tests.models import constant, drawn, save
 from vllm_tests.servers import ROOT, Server
 from vllm_tests.sources import Nobody, Odd
 
-sys.path.append(str(ROOT / "tests" / "helpers"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 from weights_http_conformance import CASES, Said, Subject, Update
 
 FIRST, NUM_TOKENS = 10, 300  # tokens that stand for versions
