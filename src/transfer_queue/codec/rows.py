@@ -11,6 +11,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -35,12 +36,15 @@ class BlockBytes:
         if layout.nbytes > len(data):
             raise ProtocolError(f"a block of {len(data)} bytes with a layout of {layout.nbytes}")
         self.data = data  # uint8, at least layout.nbytes
-        self.address = address_of(data)
         self.layout = layout
         self.view_nbytes = view_nbytes
         self._memory: memoryview | None = None
         self._checked: dict[tuple[int, int, int], Ints] = {}
         self._buffers: dict[int, ColumnBuffers] = {}
+
+    @cached_property
+    def address(self) -> int:
+        return address_of(self.data)
 
     def part(self, column: Column, number: int) -> Bytes:
         offset, nbytes = column.parts[number]

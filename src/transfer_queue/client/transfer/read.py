@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from transfer_queue.wire.arrays import Numbers, numbers_of
 # Smaller reads are copied: they must not hold a whole block, and tidying up after a view costs the size of its block.
 VIEW_NBYTES, VIEW_SHARE, LARGE_VIEW_NBYTES = 64 << 10, 8, 32 << 20
 MAX_LOOKS = 3
+FEW_ROWS = 64  # make too few values for a collection to begin
 MAX_ARENAS = 1 << 16
 RUN_NBYTES = 24  # of one (piece, first row, number of rows)
 
@@ -199,13 +201,14 @@ def _assembled(
     schema = {field.name: field for field in replies[0][0].schema}
     if not schema:
         return TensorDict({}, batch_size=[0])
-    with collector_pause:
+    count = sum(reply.count for reply, _ in replies)
+    with collector_pause if count > FEW_ROWS else nullcontext():
         if len(replies) == 1:
             content = _fields(assembler, schema, *replies[0])
         else:
             content = _joined_fields(assembler, schema, replies)
     copies.run()
-    return new_tensordict(content, sum(reply.count for reply, _ in replies))
+    return new_tensordict(content, count)
 
 
 def _fields(
