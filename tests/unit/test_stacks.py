@@ -101,6 +101,27 @@ def test_no_values_make_an_empty_stack() -> None:
     assert stack([]).batch_size == NonTensorStack().batch_size == torch.Size([0])
 
 
+def test_a_member_is_there_though_another_thread_makes_all_of_them_meanwhile() -> None:
+    class Late(Members):
+        """Another thread makes all members between the two looks of `__getitem__`."""
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "_values" and not filling:
+                filling.append(True)
+                thread = threading.Thread(target=lambda: list(self))
+                thread.start()
+                thread.join()
+            return super().__getattribute__(name)
+
+    filling: list[bool] = []
+    late = Late.__new__(Late)
+    filling.append(True)
+    late.__init__(["a", "b"])  # type: ignore[misc]
+    filling.clear()
+    assert late[1].data == "b"
+    assert filling
+
+
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(st.lists(st.sampled_from(VALUES), min_size=1, max_size=6), st.data())
 def test_the_list_of_members_behaves_as_a_list(values: list[Any], data: st.DataObject) -> None:

@@ -74,7 +74,8 @@ class Members(list[NonTensorData]):
         self._values = None
 
     def __getitem__(self, at: Any) -> Any:
-        found, values = list.__getitem__(self, at), self._values
+        values = self._values  # before the place: another thread may make all members in between
+        found = list.__getitem__(self, at)
         if values is None:
             return found
         if found is None:
