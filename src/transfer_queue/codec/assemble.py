@@ -84,17 +84,17 @@ class Assembler:
     def field(self, schema: FieldSchema, located: Located) -> Any:
         """The rows of one field."""
         runs: list[Run] = []
-        name, place = schema.name, 0  # where the block before has the column
+        name, place = schema.name, 0  # where the first block has the column
         for block, start, count in located:
             layout = block.layout
             columns = layout.columns
             column = columns[place] if place < len(columns) and columns[place].name == name else layout.column(name)
             if column is None or start < 0 or count < 1 or start + count > layout.rows:
-                raise ProtocolError(f"field {schema.name!r}: rows {start}..{start + count} are not in their block")
+                raise ProtocolError(f"field {name!r}: rows {start}..{start + count} are not in their block")
             if not runs and len(located) > 1:
                 place = columns.index(column)
             runs.append(Run(block, column, start, count))
-        return self._value(schema.name, schema.shape, runs, None)
+        return self._value(name, schema.shape, runs, None)
 
     def _value(self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None) -> Any:
         """The rows of one column. `inner`: it lies in a TensorDict of that batch shape beyond the rows."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from transfer_queue.codec.arrays import Source
-from transfer_queue.codec.layout import Builder, Column, Layout, encode_layout
+from transfer_queue.codec.layout import Builder, Column, Layout, encode_layout, offsets_of
 from transfer_queue.memory.bytes import Bytes, Ints, address_of
 from transfer_queue.memory.copy import Move, Mover
 from transfer_queue.schema import FieldSchema
@@ -86,8 +86,7 @@ class BlockPlan:
         """
         lying = [utf8(text) for text in texts]
         sizes = np.array([nbytes for _, nbytes in lying], np.int64)
-        offsets = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum(sizes + TEXT_HEADER_NBYTES, out=offsets[1:])
+        offsets = offsets_of(sizes + TEXT_HEADER_NBYTES)
         part = self._builder.place(int(offsets[-1]))
         headers = np.empty((len(texts), TEXT_HEADER_NBYTES), np.uint8)
         headers[:, 0] = 0xDB

@@ -20,6 +20,8 @@ import math
 from functools import lru_cache
 
 import msgspec
+import numpy as np
+from numpy.typing import ArrayLike
 
 from transfer_queue.errors import ProtocolError
 from transfer_queue.memory.bytes import Ints
@@ -170,6 +172,13 @@ class Builder:
         offset = self.nbytes
         self.nbytes = -(-(offset + nbytes) // ALIGN) * ALIGN
         return offset, nbytes
+
+
+def offsets_of(lengths: ArrayLike) -> Ints:
+    """Where rows of these lengths begin, one after the other from 0, and where the last one ends: (n + 1,)."""
+    found = np.zeros(np.size(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=found[1:])
+    return found
 
 
 def checked_offsets(offsets: Ints, limit: int, what: str) -> Ints:

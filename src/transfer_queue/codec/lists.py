@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from transfer_queue.codec.layout import offsets_of
 from transfer_queue.memory.bytes import Ints
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -70,8 +71,7 @@ def _joined_as(rows: Sequence[list[Any]], kind: type) -> tuple[torch.Tensor, Int
 
 
 def _assemble(rows: Sequence[list[Any]], parts: list[bytearray], kind: type) -> tuple[torch.Tensor, Ints]:
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    offsets = offsets_of([len(row) for row in rows])
     data = bytearray().join(parts)
     dtype = _FORMATS[kind][1]
     return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)), offsets

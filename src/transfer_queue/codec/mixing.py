@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from transfer_queue.codec.dtypes import torch_dtype
-from transfer_queue.codec.layout import Column
+from transfer_queue.codec.layout import Column, offsets_of
 from transfer_queue.codec.nested import Offsets, jagged, nested
 from transfer_queue.codec.rows import Run
 from transfer_queue.errors import SchemaConflict
@@ -79,9 +78,7 @@ def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     differing = [dim for dim, at in enumerate(sizes) if len(set(at)) > 1] or [0]
     if len(differing) == 1:
         dim = differing[0]
-        marks = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(sizes[dim], out=marks[1:])
-        return jagged(torch.cat(list(rows), dim=dim), Offsets.of(marks), dim + 1)
+        return jagged(torch.cat(list(rows), dim=dim), Offsets.of(offsets_of(sizes[dim])), dim + 1)
     values = torch.cat([row.reshape(-1) for row in rows])
     shapes = torch.tensor([row.shape for row in rows])
     steps = torch.tensor([torch.empty(row.shape, device="meta").stride() for row in rows])

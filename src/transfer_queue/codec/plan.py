@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from transfer_queue.codec.arrays import BufferWriter, Source, check_jagged, chec
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import dtype_name
 from transfer_queue.codec.filling import BlockPlan
-from transfer_queue.codec.layout import Builder, Column
+from transfer_queue.codec.layout import Builder, Column, offsets_of
 from transfer_queue.codec.nested import trimmed
 from transfer_queue.codec.values import pack
 from transfer_queue.errors import InvalidInput, UnsupportedValue
@@ -206,23 +206,17 @@ def _rows(plan: BlockPlan, name: str, values: list[torch.Tensor]) -> Column:
     if len(differing) == 1 and differing[0]:
         joined = torch.cat(values, dim=differing[0])
         lengths = [value.shape[differing[0]] for value in values]
-        return _ragged(plan, name, joined, _offsets(lengths), differing[0])
+        return _ragged(plan, name, joined, offsets_of(lengths), differing[0])
     part = plan.add_all([(value, value.numel() * size) for value in values])
     if not differing:
         return Column(name, DENSE, dtype, size, shape, -1, [part], [])
     if differing == [0]:
-        offsets = _offsets([s[0] for s in shapes])
+        offsets = offsets_of([s[0] for s in shapes])
         return Column(name, RAGGED, dtype, size, shape, 0, [part, plan.add(offsets, offsets.nbytes)], [])
-    offsets = _offsets([value.numel() for value in values])
+    offsets = offsets_of([value.numel() for value in values])
     table = np.array(shapes, np.int64)
     parts = [part, plan.add(offsets, offsets.nbytes), plan.add(table, table.nbytes)]
     return Column(name, VARIED, dtype, size, shape, -1, parts, [])
-
-
-def _offsets(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
-    out = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=out[1:])
-    return out
 
 
 def _nested(plan: BlockPlan, name: str, value: TensorDictBase) -> Column:
@@ -255,7 +249,7 @@ def _objects(plan: BlockPlan, name: str, values: list[Any]) -> Column:
             raise UnsupportedValue(f"row {number}, field {name!r}: {error}") from None
         buffers.end_row()
         ref_ends.append(len(buffers.refs))
-    offsets = _offsets(list(map(len, messages)))
+    offsets = offsets_of(list(map(len, messages)))
     if offsets[-1] < JOIN_NBYTES * len(values):
         messages = [b"".join(messages)]
     parts = [plan.add_all([(message, len(message)) for message in messages]), plan.add(offsets, offsets.nbytes)]

@@ -30,7 +30,7 @@ from transfer_queue.wire.arrays import Numbers, numbers_of
 # Smaller reads are copied: they must not hold a whole block, and tidying up after a view costs the size of its block.
 VIEW_NBYTES, VIEW_SHARE, LARGE_VIEW_NBYTES = 64 << 10, 8, 32 << 20
 MAX_LOOKS = 3
-FEW_ROWS = 64  # make too few values for a collection to begin
+FEW_ROWS = 64  # up to so many seldom make the 700 objects after which Python begins a collection
 MAX_ARENAS = 1 << 16
 RUN_NBYTES = 24  # of one (piece, first row, number of rows)
 
