@@ -194,6 +194,19 @@ def test_ranks_of_another_number_take_over_what_a_late_one_never_asked_for() -> 
     assert box.rows(0, 0, session=b"alone") == [2, 3]
 
 
+def test_a_row_of_a_share_that_others_took_is_not_of_it_any_more_when_they_give_it_back() -> None:
+    box = Ranks(2, 1)
+    box.put(3)
+    box.rows(0, 0)
+    box.end_session(b"0")  # rank 1 never asked: everything that was dealt is on offer
+    strangers = [box.handle(m.Fetch(1, "p", ["a"], 1, "t", {}, 0.0, True, 99.0), None, b"stranger") for _ in range(2)]
+    assert [indexes(one) for one in strangers] == [[0], [1]]
+    assert box.rows(1, 0) == [2], "row 1 is replaced"
+    box.release(strangers[1].lease)
+    assert box.rows(1, 0, session=b"tp1") == [2], "a peer gets what the rank has"
+    assert box.rows(0, 0, session=b"another 0") == [1]
+
+
 def test_when_all_ranks_have_ended_everything_is_free() -> None:
     box = Ranks(3, 2)
     box.put(6)

@@ -225,9 +225,11 @@ class Dealing:
         free = alive.copy()
         free[alive] = ~task.consumed[slots[alive]] & np.isin(task.lease[slots[alive]], (0, DEALT))
         task.group.loose.difference_update(share.rows.tolist())
+        taken = share.rows[alive & ~free]
+        share.dealt = share.dealt[~np.isin(share.dealt, taken)]  # they may come back, and are not of it then
         share.rows = share.rows[free]
         share.is_torn = False
-        return int(np.count_nonzero(alive) - np.count_nonzero(free))
+        return len(taken)
 
     def replace(self, table: Table, message: Fetch, share: Share, rows: Sequence[int]) -> None:
         """Other rows in the place of those that are gone."""
