@@ -34,16 +34,22 @@ Deal: TypeAlias = "dict[int, Share]"  # by rank; without those that began with a
 
 class Share:
     """What one rank got of a deal, as global indexes in order: `dealt` is all of it, `rows` what it gets when it asks.
-    `size` is what the largest share of the deal has."""
+    `taken` were replaced, as others had taken them. `size` is what the largest share of the deal has."""
 
-    __slots__ = ("dealt", "is_cut", "is_torn", "rows", "size", "used")
+    __slots__ = ("dealt", "is_cut", "is_torn", "rows", "size", "taken", "used")
 
     def __init__(self, rows: Slots, size: int, used: int) -> None:
         self.rows = self.dealt = rows
+        self.taken = _NONE
         self.size = size
         self.used = used  # rows that the rank had used of this batch before it was dealt
         self.is_torn = False  # some rows came back, and were not asked for since: `rows` are those
         self.is_cut = False  # so it was once, and others were used before
+
+    @property
+    def own(self) -> Slots:
+        """What comes back to it when it is given back."""
+        return self.dealt[~np.isin(self.dealt, self.taken)] if len(self.taken) else self.dealt
 
     def wanted(self, used: int) -> int:
         """How many rows its rank is to get, which used so many already."""
@@ -226,7 +232,7 @@ class Dealing:
         free[alive] = ~task.consumed[slots[alive]] & np.isin(task.lease[slots[alive]], (0, DEALT))
         task.group.loose.difference_update(share.rows.tolist())
         taken = share.rows[alive & ~free]
-        share.dealt = share.dealt[~np.isin(share.dealt, taken)]  # they may come back, and are not of it then
+        share.taken = np.concatenate([share.taken, taken])
         share.rows = share.rows[free]
         share.is_torn = False
         return len(taken)
@@ -234,7 +240,9 @@ class Dealing:
     def replace(self, table: Table, message: Fetch, share: Share, rows: Sequence[int]) -> None:
         """Other rows in the place of those that are gone."""
         more = np.array(rows, np.int64)
-        share.rows, share.dealt = np.concatenate([share.rows, more]), np.concatenate([share.dealt, more])
+        share.rows = np.concatenate([share.rows, more])
+        share.dealt = np.concatenate([share.dealt[~np.isin(share.dealt, more)], more])  # one may be its own again
+        share.taken = share.taken[~np.isin(share.taken, more)]
         task = table.task(message.task)
         task.reserve(task.offered(table.slots_of(more)), DEALT)
 
@@ -269,13 +277,14 @@ class Dealing:
             return
         rows = table.index[slots]
         for share in list(group.shares()):
-            mine = share.dealt[np.isin(share.dealt, rows)]
+            own = share.own
+            mine = own[np.isin(own, rows)]
             if len(mine):
                 group.loose.update(mine.tolist())
                 back = np.union1d(mine, share.rows) if share.is_torn else mine
                 share.is_torn = True
-                share.rows = share.dealt[np.isin(share.dealt, back)]
-                share.is_cut = share.is_cut or len(share.rows) < len(share.dealt)
+                share.rows = own[np.isin(own, back)]
+                share.is_cut = share.is_cut or len(share.rows) < len(own)
 
     def end_session(self, session: bytes, tables: Mapping[str, Table]) -> None:
         """A member is gone: the shares that are kept for its rank, unless it has other members, are for everybody."""
