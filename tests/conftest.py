@@ -43,6 +43,18 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_
         threading.Event().wait(0.005)
 
 
+def freeze(pid: int) -> None:
+    """SIGSTOP, which takes effect in one thread after the other: return once all have stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = f"/proc/{pid}/task"
+    until(lambda: all(_is_stopped(f"{tasks}/{task}") for task in os.listdir(tasks)), "the stop of all threads")
+
+
+def _is_stopped(task: str) -> bool:
+    with open(f"{task}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
 def _open_files() -> set[str]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
@@ -204,6 +216,9 @@ class Child:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def freeze(self) -> None:
+        freeze(self.pid)
 
     def line(self) -> str:
         """The next line the child prints (blocks; the test's own timeout ends it)."""

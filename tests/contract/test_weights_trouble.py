@@ -15,7 +15,7 @@ from conftest import until
 from fleets import expected
 from weights_servers import CODE, METHODS, TOKEN, Leading, Local, Remote
 
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import DeadlineExceeded, TransferQueueError
 from transfer_queue.weights import StateDictSource
 from transfer_queue.weights.http import WeightSyncClient
 
@@ -82,10 +82,11 @@ def test_a_replica_in_trouble_costs_the_other_nothing_and_comes_back(
     b = here.servers[-1]
     if kind == "plain" and trouble == "stopped" and call in ("abort", "status", "pause", "resume"):
         leader.client._timeout_s = b.patience_s = 1.0  # calls of their own, with the client's time
-    leader.before[METHODS[call]] = lambda: b.trouble(trouble)
+    is_here = threading.Event()
+    leader.before[METHODS[call]] = lambda: (b.trouble(trouble), is_here.set())
     with contextlib.suppress(TransferQueueError):
         leader.provoke(call)
-    until(lambda: not leader.before, "the trouble")
+    assert is_here.wait(60), "the trouble"
     sent = call in ("init", "start", "update", "finish") or kind == "fleet"
     if sent and call not in ("abort",):
         for one in here.healthy(kind):
@@ -160,6 +161,23 @@ def test_a_trainer_that_wakes_after_another_took_over_harms_nothing(
     new.send(4)
     for one in here.in_use(kind):
         assert serves(one, 4)
+
+
+def test_calls_whose_caller_gave_them_up_while_the_server_was_stopped_are_not_made(
+    place: Callable[[str], Place],
+) -> None:
+    here = place("http")
+    here.leading("plain").send(1)
+    server = here.servers[0]
+    impatient, patient = (WeightSyncClient(server.url, TOKEN, timeout_s) for timeout_s in (0.2, 30.0))
+    calls: list[Callable[[], object]] = [impatient.start_weight_update, lambda: impatient.pause_generation("keep")]
+    for call in calls:
+        server.trouble("stopped")
+        with pytest.raises(DeadlineExceeded):
+            call()
+        server.mend("stopped")
+        found = patient.status()
+        assert (found.update, found.paused) == (None, False)
 
 
 def test_a_plain_client_says_who_missed_a_version(place: Callable[[str], Place]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import until
+from conftest import freeze
 from weights import Net, Weights, copy_of, drawn, lora, merged, root
 
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, error_from_code
@@ -91,10 +91,10 @@ class Process:
         return self.answer(self.send(command, *args), timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
-        if number == signal.SIGSTOP:  # takes effect in one thread after the other
-            tasks = f"/proc/{self.process.pid}/task"
-            until(lambda: all(_stopped(f"{tasks}/{task}") for task in os.listdir(tasks)), "the stop of all threads")
+        if number == signal.SIGSTOP:
+            freeze(self.process.pid)
+        else:
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """kill -9, and wait for the end. Repeatable."""
@@ -104,11 +104,6 @@ class Process:
             self.process.close()
             self.conn.close()
             self.calls.close()
-
-
-def _stopped(task: str) -> bool:
-    with open(f"{task}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "T"
 
 
 # in the children

@@ -103,7 +103,7 @@ class Remote:
 
     def trouble(self, kind: str) -> None:
         if kind == "stopped":
-            self.process.process.send_signal(signal.SIGSTOP)
+            self.process.freeze()
         else:
             self.process.kill()
         if kind == "restarted":

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from conftest import until
+from conftest import freeze, until
 from hosts import CLIENT, LARGE, Host, firsts, rows
 
 from transfer_queue.errors import DataLost, DeadlineExceeded, ServiceRestarted, ServiceUnavailable, TransferQueueError
@@ -64,7 +64,7 @@ def test_a_stopped_unit_delays_only_its_own_readers_and_until_their_deadline(sta
     unit = start_host(join=head.tcp)
     unit.kv_put(["far"], "p", rows(1, 1, LARGE))
     head.kv_put(["near"], "p", rows(2, 1, LARGE))
-    os.kill(unit.server.pid, signal.SIGSTOP)
+    freeze(unit.server.pid)
     try:
         with pytest.raises(TransferQueueError):
             head.kv_get(["far"], "p")
@@ -79,7 +79,7 @@ def test_a_commit_whose_answer_never_came_is_either_whole_or_leaves_nothing(star
     unit = start_host(join=head.tcp)
     unit.kv_put(["a"], "p", rows(1, 1))
     used = unit.used()
-    os.kill(head.server.pid, signal.SIGSTOP)
+    freeze(head.server.pid)
     try:
         with pytest.raises(DeadlineExceeded):
             unit.kv_put(["b"], "p", rows(2, 1, LARGE))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import until
+from conftest import freeze, until
 from hosts import CLIENT, LARGE, TOKEN, Host, firsts, rows
 from streams import dataset, numbers
 
@@ -364,7 +364,7 @@ def test_init_starts_a_service_where_its_own_died(service: Service) -> None:
 def test_init_does_not_take_a_frozen_service_for_a_dead_one(service: Service) -> None:
     client = service(client={"timeout_s": 0.5})
     pid = client.stats()["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         tq.init()
         assert tq.get_client() is client

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import freeze
 from tensordict import TensorDict
 
 import transfer_queue as tq
@@ -154,7 +155,7 @@ def test_a_frozen_consumer_is_fenced(client: tq.TransferQueueClient, child: Call
     put(client, 4)
     consumer = child(CONSUMER.format(lease_s=0.3))
     held = [int(row) for row in consumer.line().split()]
-    os.kill(consumer.pid, signal.SIGSTOP)
+    freeze(consumer.pid)
     meta = client.get_meta(["x"], 4, "p", task_name="t", timeout_s=10, lease_s=60)
     assert meta.global_indexes == held
     os.kill(consumer.pid, signal.SIGCONT)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import _children, until
+from conftest import _children, freeze, until
 from zygote import CHILDREN
 
 import transfer_queue as tq
@@ -231,7 +231,7 @@ def test_calls_to_a_stopped_server_raise_by_their_deadline_and_work_again_later(
     client = service(client={"timeout_s": 0.3})
     put("a", 1.0)
     pid = client.stats()["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     try:
         for name in ("large kv_put", "kv_batch_get", "async kv_put", "stats"):
             started = time.monotonic()
@@ -275,7 +275,7 @@ def test_a_client_killed_between_allocate_and_commit_leaves_nothing(
     )
     assert writer.line() == "allocated"
     assert used(client) >= 8 << 20
-    os.kill(writer.pid, signal.SIGSTOP)
+    freeze(writer.pid)
     assert used(client) >= 8 << 20
     writer.kill()
     until(lambda: used(client) == 0, "the release of the unfinished blocks")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from conftest import until
+from conftest import freeze, until
 from hosts import TOKEN, Host
 
 from transfer_queue.client.client import TransferQueueClient
@@ -175,7 +175,7 @@ def test_clients_connect_to_a_server_that_stands_still_for_a_second(host: Host, 
             outcomes.append(f"{type(error).__name__}: {error}"[-40:])
 
     threads = [threading.Thread(target=connect) for _ in range(250)]
-    os.kill(host.server.pid, signal.SIGSTOP)
+    freeze(host.server.pid)
     try:
         for thread in threads:
             thread.start()

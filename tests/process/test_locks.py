@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Child, until
+from conftest import Child, freeze, until
 
 import transfer_queue as tq
 from transfer_queue.client import locks
@@ -97,7 +97,7 @@ def test_the_keys_of_a_frozen_holder_are_free_after_its_lease_and_it_learns_so(
             print("exit", flush=True)
     """)
     fence = int(other.line())
-    other.process.send_signal(signal.SIGSTOP)
+    freeze(other.pid)
     with tq.kv_global_lock("k", P, timeout=20) as lease:
         assert lease.fence["k"] > fence
         other.process.send_signal(signal.SIGCONT)

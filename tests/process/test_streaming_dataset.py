@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import until
+from conftest import freeze, until
 from streams import dataset, numbers, put, used
 from tensordict import NonTensorStack, TensorDict
 
@@ -322,7 +322,7 @@ def test_a_frozen_consumer_learns_that_it_lost_its_batch(client: Client, child: 
     put(client, 4)
     consumer = child(CONSUMER.format(lease_s=0.5))
     assert consumer.line() == "0 1"
-    os.kill(consumer.pid, signal.SIGSTOP)
+    freeze(consumer.pid)
     assert numbers(dataset()) == [[0, 1], [2, 3]]
     os.kill(consumer.pid, signal.SIGCONT)
     consumer.say()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import until
+from conftest import freeze, until
 from fleets import Server, Site, expected
 
 from transfer_queue.errors import (
@@ -322,7 +322,7 @@ def test_killed_and_frozen_processes(site: Start, child: Callable[[str], Any]) -
     here.send(1)
     assert here.fleet.ready() == ["killed", "frozen", "well"]
     processes["killed"].kill()
-    processes["frozen"].process.send_signal(signal.SIGSTOP)
+    freeze(processes["frozen"].pid)
     here.send(2, deadline_s=30.0)
     assert here.fleet.ready() == ["well"]
     processes["frozen"].process.send_signal(signal.SIGCONT)

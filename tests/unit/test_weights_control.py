@@ -26,8 +26,9 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     UpdateInProgress,
 )
-from transfer_queue.weights import AsyncControl, Control, Flip, Receiver, State
+from transfer_queue.weights import AsyncControl, Control, Flip, ModuleSource, Receiver, State
 from transfer_queue.weights.control.control_async import NUM_THREADS
+from transfer_queue.weights.transport import registry
 
 ROOM_S = 20.0
 
@@ -73,6 +74,52 @@ def test_an_update_that_is_not_finished_ends_by_itself() -> None:
     control.start_weight_update()
     send(control, 2)
     assert control.get_weight_version() == "2"
+
+
+class Stuck:
+    """The way to a server on which the named call is stuck, once: it goes on when the trainer is here again."""
+
+    def __init__(self, control: Control, stuck: str) -> None:
+        self._control, self._stuck = control, stuck
+        self._is_here, self._has_started, self._is_over = threading.Event(), threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        inner = getattr(self._control, name)
+
+        def call(*args: Any) -> Any:
+            if name == self._stuck:
+                self._stuck = ""
+                assert self._is_here.wait(ROOM_S)
+                self._has_started.wait(0.5)
+                try:
+                    return inner(*args)
+                finally:
+                    self._is_over.set()
+            if name == "abort_weight_update" or (args and isinstance(args[0], dict) and args[0].get("abort")):
+                raise DeadlineExceeded("no answer")
+            result = inner(*args)
+            if name == "start_weight_update" and self._is_here.is_set():
+                self._has_started.set()
+                assert self._is_over.wait(ROOM_S)
+            if not self._stuck and name == "init_weight_transfer_engine":
+                self._is_here.set()
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("stuck", ["start_weight_update", "update_weights", "finish_weight_update"])
+def test_a_call_that_is_stuck_goes_on_before_the_next_update_and_not_in_it(stuck: str) -> None:
+    receiver = receiver_of(module := model())
+    control = Control(registry.engine("shm")(receiver), receiver)
+    way: Any = Stuck(control, stuck)
+    trainer = registry.trainer("shm").trainer_init({}, client=way, source=ModuleSource(module))
+    with pytest.raises(DeadlineExceeded):
+        trainer.send_weights(deadline_s=0.5)
+    trainer.send_weights(deadline_s=ROOM_S)
+    assert control.get_weight_version() == "2"
+    trainer.shutdown()
+    control.shutdown_weight_transfer_engine()
 
 
 def test_the_label_is_that_of_the_bytes() -> None:

@@ -90,7 +90,7 @@ class _Routes:
             "/get_world_size": self.world_size,
             "/tqw/status": self.status,
         }
-        posts = [Route(path, self._endpoint(call), methods=["POST"]) for path, call in post.items()]
+        posts = [Route(path, self._endpoint(self._with_body(call)), methods=["POST"]) for path, call in post.items()]
         return posts + [Route(path, self._endpoint(call), methods=["GET"]) for path, call in get.items()]
 
     def _endpoint(self, call: Callable[[Request], Awaitable[Answer]]) -> Callable[[Request], Awaitable[Response]]:
@@ -104,6 +104,18 @@ class _Routes:
                 return _refuse(_told(error, request))
 
         return answer
+
+    def _with_body(self, call: Callable[[Request, bytes], Awaitable[Answer]]) -> Callable[[Request], Awaitable[Answer]]:
+        """Calls that change something. One whose caller has hung up before it began is not made: a server that was
+        stopped finds it when it goes on, and by then the caller may be in another update."""
+
+        async def made(request: Request) -> Answer:
+            data = await self._body(request)
+            if await request.is_disconnected():
+                raise bodies.Refusal(DeadlineExceeded("the caller has gone before the call began"))
+            return await call(request, data)
+
+        return made
 
     async def _body(self, request: Request) -> bytes:
         async def read() -> bytes:
@@ -124,52 +136,51 @@ class _Routes:
 
     # updates
 
-    async def init(self, request: Request) -> Answer:
-        body = bodies.parse(await self._body(request), bodies.InitBody)
+    async def init(self, _request: Request, data: bytes) -> Answer:
+        body = bodies.parse(data, bodies.InitBody)
         await self._control.init_weight_transfer_engine(body.init_info)
         return {"message": "Weight transfer initialized"}
 
-    async def start(self, request: Request) -> Answer:
+    async def start(self, request: Request, _data: bytes) -> Answer:
         self._control.control.expect_run(bodies.run_of(request.headers))
         await self._control.start_weight_update()
         return {"message": "Weight update started"}
 
-    async def start_draft(self, _request: Request) -> Answer:
+    async def start_draft(self, _request: Request, _data: bytes) -> Answer:
         await self._control.start_draft_weight_update()
         return {"message": "Draft weight update started"}
 
-    async def update(self, request: Request) -> Answer:
-        body = bodies.parse(await self._body(request), bodies.UpdateBody)
+    async def update(self, _request: Request, data: bytes) -> Answer:
+        body = bodies.parse(data, bodies.UpdateBody)
         await self._control.update_weights(body.update_info)
         return {"message": "Weights updated"}
 
-    async def finish(self, request: Request) -> Answer:
-        data = await self._body(request)
+    async def finish(self, request: Request, data: bytes) -> Answer:
         body = bodies.parse(data, bodies.FinishBody) if data.strip() else bodies.FinishBody()
         self._control.control.expect_run(bodies.run_of(request.headers))
         await self._control.finish_weight_update(body.weight_version)
         return {"message": "Weight update finished"}
 
-    async def shutdown(self, _request: Request) -> Answer:
+    async def shutdown(self, _request: Request, _data: bytes) -> Answer:
         await self._control.shutdown_weight_transfer_engine()
         return {"message": "Weight transfer shut down"}
 
-    async def abort_update(self, request: Request) -> Answer:
+    async def abort_update(self, request: Request, _data: bytes) -> Answer:
         self._control.control.expect_run(bodies.run_of(request.headers))
         return {"aborted": await self._control.abort_weight_update("a client asked to")}
 
     # versions and checks
 
-    async def rename(self, request: Request) -> Answer:
-        body = bodies.parse(await self._body(request), bodies.VersionBody)
+    async def rename(self, _request: Request, data: bytes) -> Answer:
+        body = bodies.parse(data, bodies.VersionBody)
         await self._control.update_weight_version(body.new_version)
         return {"success": True, "new_version": body.new_version}
 
     async def info(self, _request: Request) -> Answer:
         return {"weight_version": await self._control.get_weight_version()}
 
-    async def check(self, request: Request) -> Answer:
-        body = bodies.parse(await self._body(request), bodies.CheckBody)
+    async def check(self, _request: Request, data: bytes) -> Answer:
+        body = bodies.parse(data, bodies.CheckBody)
         if body.action == "reset":
             await self._control.reset_weights()
             return {"status": "reset"}
@@ -188,7 +199,7 @@ class _Routes:
 
     # generation
 
-    async def pause(self, request: Request) -> Answer:
+    async def pause(self, request: Request, _data: bytes) -> Answer:
         query = request.query_params
         clear_cache = bodies.flag(query.get("clear_cache"), True, "clear_cache")
         waits = bodies.flag(query.get("wait_for_inflight_requests"), False, "wait_for_inflight_requests")
@@ -197,15 +208,15 @@ class _Routes:
         await self._control.pause_generation(mode, clear_cache, query.get("owner", ""), lease_s)
         return {"status": "paused"}
 
-    async def resume(self, _request: Request) -> Answer:
+    async def resume(self, _request: Request, _data: bytes) -> Answer:
         await self._control.resume_generation()
         return {"status": "resumed"}
 
     async def is_paused(self, _request: Request) -> Answer:
         return {"is_paused": await self._control.is_paused()}
 
-    async def abort_requests(self, request: Request) -> Answer:
-        body = bodies.parse(await self._body(request), bodies.AbortBody)
+    async def abort_requests(self, _request: Request, data: bytes) -> Answer:
+        body = bodies.parse(data, bodies.AbortBody)
         return {"status": "aborted", "aborted": await self._control.abort_requests(body.request_ids)}
 
 

@@ -100,6 +100,7 @@ class TrainerEngine(ABC):
         self._label = ""  # of the servers, as far as it is known
         self._estranged = False  # somebody may have an update open that could not be called off
         self._lacking: set[str] = set()  # servers of a plain client that missed something
+        self._late: list[TimedCall[object]] = []  # calls to the client that nobody waits for, and have not ended
 
     @classmethod
     @system_faults()
@@ -258,8 +259,17 @@ class TrainerEngine(ABC):
         return
 
     def _meet(self, deadline: Deadline) -> None:
+        """Introduce this run, which ends what is open there. Calls of updates before do not say whose they are: once
+        these are over, for the introduction wakes them up, nothing of them can meet the next update."""
+        late, self._late = self._late, []
         told = self.introduction(self._num_silent, deadline)
-        self._call(self._client.init_weight_transfer_engine, deadline, told)
+        try:
+            self._ask(self._client.init_weight_transfer_engine, deadline, told)
+        finally:
+            self._late += late
+        for call in late:
+            if not call.ended(deadline.left()):
+                raise DeadlineExceeded("a call of an update before has not ended")
 
     def introduction(self, silent: int, deadline: Deadline | None = None) -> dict[str, Any]:
         """`receivers_info`, whose updates they are, and where to report, for servers with `silent` workers."""
@@ -268,7 +278,7 @@ class TrainerEngine(ABC):
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
         """Have every receiver fetch and verify it."""
-        self._call(self._client.update_weights, deadline, info)
+        self._ask(self._client.update_weights, deadline, info)
 
     # steps
 
@@ -317,7 +327,8 @@ class TrainerEngine(ABC):
         times = [time.monotonic()]
         number = draft.version
         self._allow(deadline)
-        if self._estranged:
+        self._late = [call for call in self._late if not call.ended(0.0)]
+        if self._estranged or self._late:
             self._meet(deadline)
             self._hear(None, deadline)
             self._estranged = False
@@ -338,7 +349,7 @@ class TrainerEngine(ABC):
             self._taken[draft.label] = number
             times.append(time.monotonic())
             is_open = None
-            self._call(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
+            self._ask(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
             is_open = False
             self._hear(manifest, deadline, installed=True)
         except BaseException:  # an interrupt must not leave it open at the receivers
@@ -375,11 +386,11 @@ class TrainerEngine(ABC):
         """Start the update everywhere. A server that was started anew, or has an update open that was left there, is
         introduced again, and sent what it lacks. Returns the names of those that may lack adapters."""
         try:
-            self._call(self._client.start_weight_update, deadline)
+            self._ask(self._client.start_weight_update, deadline)
         except (NotInitialized, UpdateInProgress):
             if not isinstance(self._client, Partial):
                 self._meet(deadline)
-                self._call(self._client.start_weight_update, deadline)
+                self._ask(self._client.start_weight_update, deadline)
                 return []
             unmet = self._client.unmet()
             if not unmet:
@@ -392,7 +403,7 @@ class TrainerEngine(ABC):
         again = [name for name in again if name not in self._client.missed()]
         if again and not self._can_join:
             self._meet(deadline)
-            self._call(self._client.start_weight_update, deadline)
+            self._ask(self._client.start_weight_update, deadline)
             return []
         return [name for name in again if self._rejoin(self._client, name, draft, deadline)]
 
@@ -462,9 +473,14 @@ class TrainerEngine(ABC):
             version, key = (manifest.version, key_of(manifest)) if manifest is not None else (None, "")
             self.reports.hear("", version, key, self._num_silent, deadline, installed)
 
+    def _ask(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
+        """A call to the receivers. One that is late is remembered: it must not meet the next update."""
+        call = TimedCall(function, *args)
+        self._late.append(call)
+        return call.result(deadline, _name_of(function))
+
     def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
-        what = getattr(function, "__name__", "the call")
-        return TimedCall(function, *args).result(deadline, what)
+        return TimedCall(function, *args).result(deadline, _name_of(function))
 
     def _call_off(self, version: int, is_open: bool | None) -> bool:
         """Make sure that nobody commits it later; whether all could be told.
@@ -476,11 +492,13 @@ class TrainerEngine(ABC):
             return is_open is False
         deadline = Deadline(ABORT_S)
         try:
-            self._call(
-                self._client.update_weights, deadline, {"version": version, "run_id": self.run_id, "abort": True}
-            )
-            self._call(self._client.finish_weight_update, deadline)
+            self._ask(self._client.update_weights, deadline, {"version": version, "run_id": self.run_id, "abort": True})
+            self._ask(self._client.finish_weight_update, deadline)
         except (TransferQueueError, OSError, RuntimeError) as error:  # the fault that led here is the one to raise
             log.info("version %s could not be called off: %s", version, error)
             return not self._num_silent
         return True
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    return getattr(function, "__name__", "the call")
