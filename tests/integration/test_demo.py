@@ -52,6 +52,7 @@ from transfer_queue.weights import ModuleSource
 from transfer_queue.weights.transport import registry
 
 _DEADLINE_S = 300.0  # of a run that takes seconds on a quiet machine
+pytestmark = pytest.mark.timeout(_DEADLINE_S + 20)
 
 
 def _python(*args: str) -> subprocess.CompletedProcess[str]:
