@@ -13,7 +13,9 @@ import torch
 from tensordict import NonTensorStack, TensorDictBase
 
 from transfer_queue.codec.assemble import Assembler
-from transfer_queue.codec.layout import Layout, decode_layout, encode_layout
+from transfer_queue.codec.layout import Layout
+from transfer_queue.codec.layout_bytes import decode_layout, encode_layout, sizes_of
+from transfer_queue.codec.lone_rows import LoneRows
 from transfer_queue.codec.plan import BlockPlan, plan_batch, plan_row
 from transfer_queue.codec.rows import BlockBytes, Copier
 from transfer_queue.codec.select import selected
@@ -51,6 +53,22 @@ def schema_of(blocks: Sequence[BlockBytes], field: str) -> FieldSchema:
         found = new if found is None else found.merged(new)
     assert found is not None
     return found
+
+
+def alone(
+    blocks: Sequence[BlockBytes], layouts: Sequence[bytes] | None = None, order: Sequence[int] = ()
+) -> LoneRows | None:
+    """Blocks of one row each as a reader of many sees them: side by side in one memory, in this order."""
+    layouts = [encode_layout(block.layout) for block in blocks] if layouts is None else layouts
+    found = sizes_of(layouts)
+    if found is None:
+        return None
+    rows = list(order) or list(range(len(blocks)))
+    nbytes = np.array([len(block.data) for block in blocks], np.int64)
+    offsets = np.concatenate([[0], nbytes.cumsum()[:-1]])
+    memory = np.concatenate([block.data for block in blocks])
+    template, numbers = found
+    return LoneRows(template, numbers[rows], [memory], np.zeros(len(rows), np.int64), offsets[rows], nbytes[rows])
 
 
 def get(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import tracemalloc
 from collections.abc import Iterator
@@ -13,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from blocks import block_of, get, put, rows_of
-from hypothesis import HealthCheck, example, given, settings
+from damage import FUZZ, NUMBERS, attempt, touch
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue.codec.assemble import Assembler
-from transfer_queue.codec.layout import Column, Layout, decode_layout, encode_layout
+from transfer_queue.codec.layout import Column, Layout
+from transfer_queue.codec.layout_bytes import decode_layout, encode_layout
 from transfer_queue.codec.plan import plan_batch
 from transfer_queue.codec.rows import BlockBytes, Copier
 from transfer_queue.codec.select import selected
@@ -27,9 +28,6 @@ from transfer_queue.errors import ProtocolError, TransferQueueError
 
 ROWS = 4
 SLACK_NBYTES = 1 << 20
-NUMBERS = [0, 1, -1, 2, 3, 7, 8, 63, 64, 65, 2**16, 2**31, 2**40, 2**56, 2**62, 2**63 - 1, -(2**31), -(2**63)]
-FUZZ = settings(max_examples=250, derandomize=True, deadline=None, database=None,
-                suppress_health_check=list(HealthCheck))  # fmt: skip
 
 
 def sample() -> dict[str, Any]:
@@ -79,11 +77,6 @@ def use(data: np.ndarray[Any, Any], layout: bytes, only: int | None = None, view
         tracemalloc.stop()
 
 
-def attempt(work: Any) -> None:
-    with contextlib.suppress(TransferQueueError):
-        work()
-
-
 def read(block: BlockBytes, column: Column, picks: list[tuple[int, int]]) -> None:
     value = Assembler(Copier(), False).field(column.schema(), [(block, start, count) for start, count in picks])
     if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged:
@@ -99,22 +92,6 @@ def scatter(block: BlockBytes, column: Column) -> None:
     value = Assembler(Copier(), False).scattered(column.schema(), block, np.array([2, 0, *range(ROWS)]))
     if value is not None:
         touch(rows_of(value))
-
-
-def touch(value: Any) -> None:
-    """Read every byte of what came back."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            touch(list(value.unbind()))
-        elif value.numel():
-            value.contiguous().reshape(-1).view(torch.uint8).sum()
-    elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
-        value.tobytes()
-    elif isinstance(value, dict):
-        touch(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            touch(item)
 
 
 def fill(block: BlockBytes, name: str) -> None:

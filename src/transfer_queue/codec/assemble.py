@@ -27,7 +27,9 @@ from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
-from transfer_queue.codec.layout import Column
+from transfer_queue.codec.layout import Column, offsets_of
+from transfer_queue.codec.layout_bytes import ColumnTemplate
+from transfer_queue.codec.lone_rows import LoneColumn, LoneRows
 from transfer_queue.codec.nested import Offsets, jagged, nested
 from transfer_queue.codec.rows import (
     BlockBytes,
@@ -80,6 +82,24 @@ class Assembler:
         if column.kind == OBJECTS and len(column.parts) == 2:
             return self._scattered_objects(block, column, rows)
         return None
+
+    def lone(self, schema: FieldSchema, rows: LoneRows) -> Any:
+        """One field of rows that were put alone, in one pass; None where there is no such pass."""
+        column = None if self.out else rows.plain(schema.name)
+        if column is None:
+            return None
+        if column.template.kind == OBJECTS:
+            return self._lone_objects(schema.name, column)
+        sizes = column.shapes
+        merged = np.where((sizes == sizes[0]).all(axis=0), sizes[0], -1)
+        shape = _known_shape(schema.shape, tuple(merged.tolist()))
+        if -1 in shape[1:]:
+            return None
+        dtype = _dtype(column.template)
+        data = column.values(self.copier)
+        if shape and shape[0] == -1:
+            return self._jagged(data, offsets_of(sizes[:, 0]), dtype, shape, 0)
+        return self._dense(data, dtype, len(rows), shape)
 
     def field(self, schema: FieldSchema, located: Located) -> Any:
         """The rows of one field."""
@@ -144,7 +164,13 @@ class Assembler:
         try:
             return stack([unpack(block.message(column, row)) for row in rows.tolist()])
         except DAMAGED as error:
-            raise damaged(column, error) from None
+            raise damaged(column.name, error) from None
+
+    def _lone_objects(self, name: str, column: LoneColumn) -> Any:
+        try:
+            return stack(list(map(self._unpacking(), column.messages())))
+        except DAMAGED as error:
+            raise damaged(name, error) from None
 
     def _unpacking(self) -> Callable[[Any], Any]:
         """Decodes values that refer to no buffer."""
@@ -261,7 +287,7 @@ class Assembler:
                         readers[place] = BufferReader(self._span_of(block, column))
                     values += self._decoded(run, readers[place])
             except DAMAGED as error:
-                raise damaged(column, error) from None
+                raise damaged(column.name, error) from None
         return values
 
     def _decoded(self, run: Run, reader: BufferReader) -> Iterable[Any]:
@@ -293,8 +319,8 @@ class Assembler:
         return span
 
 
-def damaged(column: Column, error: Exception) -> ProtocolError:
-    return ProtocolError(f"field {column.name!r}: a damaged value: {error}")
+def damaged(field: str, error: Exception) -> ProtocolError:
+    return ProtocolError(f"field {field!r}: a damaged value: {error}")
 
 
 def _distinct(runs: Sequence[Run]) -> list[Column]:
@@ -316,7 +342,7 @@ def _no_buffer(number: int) -> Bytes:
     raise ProtocolError(f"buffer {number} of a column that has none")
 
 
-def _dtype(column: Column) -> torch.dtype:
+def _dtype(column: Column | ColumnTemplate) -> torch.dtype:
     """The dtype of a column of tensors."""
     dtype = torch_dtype(column.dtype)
     if column.itemsize != dtype.itemsize:
@@ -333,7 +359,10 @@ def merged_shape(shape: tuple[int, ...], runs: Sequence[Run]) -> tuple[int, ...]
     shapes = {run.column.shape for run in runs} if len(runs) > 1 else {runs[0].column.shape}
     if len({len(found) for found in shapes}) != 1:
         raise ProtocolError(f"field {runs[0].column.name!r}: rows of different rank")
-    merged = tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
+    return _known_shape(shape, tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True)))
+
+
+def _known_shape(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) == len(merged) and shape.count(-1) == 1 and merged.count(-1) == 0:
         return tuple(-1 if known == -1 else size for known, size in zip(shape, merged, strict=True))
     return merged

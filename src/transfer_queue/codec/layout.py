@@ -17,7 +17,6 @@ Buffers of an objects column: ref_offsets int64 (rows + 1) into refs; refs int64
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -73,26 +72,13 @@ class Layout(msgspec.Struct, array_like=True, dict=True):
         return by_name.get(name)
 
 
-encode_layout = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Layout).decode
-
-
-@lru_cache(maxsize=4096)
-def decode_layout(data: bytes) -> Layout:
-    """The layout in `data`, with every part inside the block and of the size its kind needs, or `ProtocolError`.
-
-    Cached: the result is shared and must not be changed.
-    """
-    try:
-        layout = _decode(data)
-        if not 0 <= layout.rows < MAX_ELEMENTS or layout.nbytes < 0:
-            raise ProtocolError(f"layout of {layout.rows} rows and {layout.nbytes} bytes")
-        for column in layout.columns:
-            if not _is_plain(column, layout):
-                _check_column(column, layout)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a layout: {error}") from None
-    return layout
+def check_layout(layout: Layout) -> None:
+    """`ProtocolError` unless every part is inside the block and of the size its kind needs."""
+    if not 0 <= layout.rows < MAX_ELEMENTS or layout.nbytes < 0:
+        raise ProtocolError(f"layout of {layout.rows} rows and {layout.nbytes} bytes")
+    for column in layout.columns:
+        if not _is_plain(column, layout):
+            _check_column(column, layout)
 
 
 def _is_plain(column: Column, layout: Layout) -> bool:
