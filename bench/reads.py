@@ -1,9 +1,10 @@
-"""Reads of rows as asynchronous rollouts write them, one version of the package beside another.
+"""Reads of rows as asynchronous rollouts write them, beside another version of the package and beside its peers.
 
-    python -m bench.reads [--beside TREE] [--rounds 5] [--only alone,strings,...]
+    python -m bench.reads [--beside TREE] [--peers] [--rounds 5] [--only alone,strings,...]
 
-`TREE` is another checkout. Each round runs every case in a process of its own for each tree, in turn. Printed are
-medians over all reads, p95, and how long the garbage collector ran within a read on average.
+`TREE` is another checkout. Peers: Ray's object store, TransferQueue 0.1.11, and `hand`, which makes the same TensorDict
+of rows that it holds itself. Each round runs every case in a process of its own for each of them, in turn. Printed are
+medians over all reads, p95, the first read, and how long the garbage collector ran within a read on average.
 """
 
 from __future__ import annotations
@@ -16,95 +17,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.environments import ROOT, peer_python
+from bench.read_cases import CASES
+from bench.read_systems import SYSTEMS
+
 NUM_READS = 12
-Case = Callable[[Any], Callable[[], Any]]
-
-
-def words(number: int, count: int) -> str:
-    return " ".join(f"w{number}-{word}" for word in range(count))
-
-
-def alone(tq: Any) -> Callable[[], Any]:
-    """1024 rows of 10 fields put one by one, read in random order."""
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(200, 4000, (1024,), generator=generator).tolist()
-    for number, length in enumerate(lengths):
-        row: dict[str, Any] = {f"t{field}": torch.arange(length, dtype=torch.int64) for field in range(3)}
-        row |= {f"f{field}": torch.arange(length, dtype=torch.float32) for field in range(3)}
-        row |= {
-            "prompt": words(number, 50),
-            "answer": words(number, 5),
-            "score": torch.tensor([1.0]),
-            "info": {"id": number},
-        }
-        tq.kv_put(key=f"k{number}", partition_id="alone", fields=row)
-    keys = [f"k{number}" for number in torch.randperm(1024, generator=generator).tolist()]
-    return lambda: tq.kv_batch_get(keys=keys, partition_id="alone")
-
-
-def ragged(tq: Any, step: int = 1) -> Callable[[], Any]:
-    """1024 ragged rows of 8 fields in one put, read in random order."""
-    import torch
-    from tensordict import TensorDict
-
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(200, 5000, (1024,), generator=generator)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    steps = torch.arange(int(offsets[-1]))
-    fields = {
-        f"f{field}": torch.nested.nested_tensor_from_jagged(steps.float() if field % 2 else steps, offsets)
-        for field in range(8)
-    }
-    keys = [f"k{number}" for number in range(1024)]
-    tq.kv_batch_put(keys=keys, partition_id="ragged", fields=TensorDict(fields, [1024]))
-    wanted = [keys[number] for number in torch.randperm(1024, generator=generator).tolist()[::step]]
-    return lambda: tq.kv_batch_get(keys=wanted, partition_id="ragged")
-
-
-def quarter(tq: Any) -> Callable[[], Any]:
-    """256 of them in random order."""
-    return ragged(tq, 4)
-
-
-def strings(tq: Any, step: int = 1) -> Callable[[], Any]:
-    """10,000 rows of 2 short strings."""
-    from tensordict import NonTensorStack, TensorDict
-
-    keys = [f"k{number}" for number in range(10_000)]
-    fields = {name: NonTensorStack(*[f"{name} {number}" for number in range(10_000)]) for name in "ab"}
-    tq.kv_batch_put(keys=keys, partition_id="strings", fields=TensorDict(fields, [10_000]))
-    wanted = keys[::step]
-    return lambda: tq.kv_batch_get(keys=wanted, partition_id="strings")
-
-
-def second(tq: Any) -> Callable[[], Any]:
-    """Every second of them."""
-    return strings(tq, 2)
-
-
-def traces(tq: Any) -> Callable[[], Any]:
-    """1024 tool traces of 12 turns, which are dicts."""
-    from tensordict import NonTensorStack, TensorDict
-
-    def turn(row: int, number: int) -> dict[str, Any]:
-        call = {"id": f"call_{row}_{number}", "function": {"name": "search", "arguments": "x" * 60}}
-        return {"role": "assistant", "content": f"c{row}-{number} " * 20, "tool_calls": [call]}
-
-    rows = [[turn(row, number) for number in range(12)] for row in range(1024)]
-    keys = [f"k{number}" for number in range(1024)]
-    tq.kv_batch_put(keys=keys, partition_id="traces", fields=TensorDict({"s": NonTensorStack(*rows)}, [1024]))
-    return lambda: tq.kv_batch_get(keys=keys, partition_id="traces")
-
-
-CASES: dict[str, Case] = {case.__name__: case for case in (alone, ragged, quarter, strings, second, traces)}
 
 
 @contextmanager
@@ -125,52 +47,69 @@ def collections() -> Iterator[list[float]]:
     gc.callbacks.remove(note)
 
 
-def measure(name: str) -> None:
+def measure(system: str, case: str) -> None:
     """Prints seconds of the first read, of the others, and of the collector within those."""
-    import transfer_queue as tq
-
-    tq.init()
-    read = CASES[name](tq)
+    read = SYSTEMS[system](case)
     taken: list[float] = []
+    total = 0.0
     for _ in range(NUM_READS + 1):
         with collections() as collected:
             started = time.perf_counter()
             found = read()
             taken.append(time.perf_counter() - started)
         del found
-        if len(taken) == 1:
-            total = 0.0
-        total += sum(collected)
-    tq.close()
-    print(json.dumps({"first": taken[0], "reads": taken[1:], "collected": total / len(taken)}))
+        total += sum(collected) if len(taken) > 1 else 0.0
+    print(json.dumps({"first": taken[0], "reads": taken[1:], "collected": total / NUM_READS}), flush=True)
+    if system == "queue":
+        sys.modules["transfer_queue"].close()
 
 
-def measured(tree: Path, name: str) -> dict[str, Any]:
-    sources = tree / "src" if (tree / "src").exists() else tree
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(sources), str(ROOT)))}
-    code = f"from bench.reads import measure; measure({name!r})"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+class Contender(NamedTuple):
+    """`system` in this interpreter, with the packages of `tree` before others."""
+
+    system: str
+    python: str = sys.executable
+    tree: Path | None = None
+
+    def measured(self, case: str) -> dict[str, Any]:
+        folders = [str(ROOT)]
+        if self.tree is not None:
+            folders.insert(0, str(self.tree / "src" if (self.tree / "src").exists() else self.tree))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+        code = f"from bench.reads import measure; measure({self.system!r}, {case!r})"
+        done = subprocess.run([self.python, "-c", code], env=environment, check=True, capture_output=True, text=True)
+        return next(json.loads(line) for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+
+
+def contenders(options: argparse.Namespace) -> dict[str, Contender]:
+    found = {"here": Contender("queue", tree=ROOT)}
+    if options.beside:
+        found["beside"] = Contender("queue", tree=options.beside.resolve())
+    if options.peers:
+        python = str(peer_python(None, ROOT / ".venv-peers.log"))
+        found |= {"ray": Contender("ray", python), "0.1.11": Contender("queue", python), "hand": Contender("hand")}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beside", type=Path)
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default=",".join(CASES))
     options = parser.parse_args()
-    trees = {"here": ROOT, **({"beside": options.beside.resolve()} if options.beside else {})}
-    for name in options.only.split(","):
-        found: dict[str, list[dict[str, Any]]] = {tree: [] for tree in trees}
+    systems = contenders(options)
+    for case in options.only.split(","):
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
         for _ in range(options.rounds):
-            for tree, path in trees.items():
-                found[tree].append(measured(path, name))
-        for tree, rounds in found.items():
+            for name, system in systems.items():
+                found[name].append(system.measured(case))
+        for name, rounds in found.items():
             reads = sorted(1e3 * seconds for one in rounds for seconds in one["reads"])
             first = 1e3 * statistics.median(one["first"] for one in rounds)
             collected = 1e3 * statistics.mean(one["collected"] for one in rounds)
             print(
-                f"{name:8} {tree:7} median {statistics.median(reads):7.2f} ms  p95 {reads[int(len(reads) * 0.95)]:7.2f}"
+                f"{case:8} {name:7} median {statistics.median(reads):7.2f} ms  p95 {reads[int(len(reads) * 0.95)]:7.2f}"
                 f" ms  first {first:7.2f} ms  collector {collected:6.2f} ms",
                 flush=True,
             )
