@@ -1,24 +1,26 @@
 """Reads of rows as asynchronous rollouts write them, beside another version of the package and beside its peers.
 
-    python -m bench.reads [--beside TREE] [--peers] [--rounds 5] [--only alone,strings,...]
+    python -m bench.reads [--beside TREE] [--peers ray,0.1.11,hand] [--rounds 5] [--only alone,strings,...]
 
-`TREE` is another checkout. Peers: Ray's object store, TransferQueue 0.1.11, and `hand`, which makes the same TensorDict
-of rows that it holds itself. Each round runs every case in a process of its own for each of them, in turn. Printed are
+`TREE` is another checkout. Peers: `ray`, its object store; `0.1.11`, the released TransferQueue; `hand`, which makes the
+same TensorDict of rows that it holds itself. Each round runs every case in a process of its own for each of them, in turn. Printed are
 medians over all reads, p95, the first read, and how long the garbage collector ran within a read on average.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import importlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +29,10 @@ from bench.read_cases import CASES
 from bench.read_systems import SYSTEMS
 
 NUM_READS = 12
+LIMIT_S = 60
 
 
-@contextmanager
+@contextlib.contextmanager
 def collections() -> Iterator[list[float]]:
     """Seconds of every run of the garbage collector within."""
     seconds: list[float] = []
@@ -49,6 +52,7 @@ def collections() -> Iterator[list[float]]:
 
 def measure(system: str, case: str) -> None:
     """Prints seconds of the first read, of the others, and of the collector within those."""
+    importlib.import_module("tensordict")  # no part of anybody's first read
     read = SYSTEMS[system](case)
     taken: list[float] = []
     total = 0.0
@@ -71,30 +75,40 @@ class Contender(NamedTuple):
     python: str = sys.executable
     tree: Path | None = None
 
-    def measured(self, case: str) -> dict[str, Any]:
+    def measured(self, case: str) -> dict[str, Any] | None:
+        """None for one that failed, or was not done within `LIMIT_S`."""
         folders = [str(ROOT)]
         if self.tree is not None:
             folders.insert(0, str(self.tree / "src" if (self.tree / "src").exists() else self.tree))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
         code = f"from bench.reads import measure; measure({self.system!r}, {case!r})"
-        done = subprocess.run([self.python, "-c", code], env=environment, check=True, capture_output=True, text=True)
-        return next(json.loads(line) for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+        command = [self.python, "-c", code]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+            try:
+                output, _ = process.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it started, such as a Ray cluster, ends with it
+        return next((json.loads(line) for line in reversed(output.splitlines()) if line.startswith("{")), None)
 
 
 def contenders(options: argparse.Namespace) -> dict[str, Contender]:
     found = {"here": Contender("queue", tree=ROOT)}
     if options.beside:
         found["beside"] = Contender("queue", tree=options.beside.resolve())
-    if options.peers:
-        python = str(peer_python(None, ROOT / ".venv-peers.log"))
-        found |= {"ray": Contender("ray", python), "0.1.11": Contender("queue", python), "hand": Contender("hand")}
-    return found
+    wanted = options.peers.split(",") if options.peers else []
+    python = str(peer_python(None, ROOT / ".venv-peers.log")) if {"ray", "0.1.11"} & set(wanted) else ""
+    peers = {"ray": Contender("ray", python), "0.1.11": Contender("queue", python), "hand": Contender("hand")}
+    return found | {name: peers[name] for name in wanted}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beside", type=Path)
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", default="")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default=",".join(CASES))
     options = parser.parse_args()
@@ -103,8 +117,12 @@ def main() -> None:
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
         for _ in range(options.rounds):
             for name, system in systems.items():
-                found[name].append(system.measured(case))
+                measured = system.measured(case)
+                found[name] += [measured] if measured is not None else []
         for name, rounds in found.items():
+            if not rounds:
+                print(f"{case:8} {name:7} not done within {LIMIT_S} s")
+                continue
             reads = sorted(1e3 * seconds for one in rounds for seconds in one["reads"])
             first = 1e3 * statistics.median(one["first"] for one in rounds)
             collected = 1e3 * statistics.mean(one["collected"] for one in rounds)
