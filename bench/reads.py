@@ -2,9 +2,10 @@
 
     python -m bench.reads [--beside TREE] [--peers ray,0.1.11,hand] [--rounds 5] [--only alone,strings,...]
 
-`TREE` is another checkout. Peers: `ray`, its object store; `0.1.11`, the released TransferQueue; `hand`, which makes the
-same TensorDict of rows that it holds itself. Each round runs every case in a process of its own for each of them, in turn. Printed are
-medians over all reads, p95, the first read, and how long the garbage collector ran within a read on average.
+`TREE` is another checkout. Peers: `ray`, its object store; `0.1.11`, the released TransferQueue; `hand`, which makes
+the same TensorDict of rows that it holds itself. Each round runs every case in a process of its own for each of them,
+in turn. Printed are medians over all reads, p95, the first read, and how long the garbage collector ran within a read
+on average.
 """
 
 from __future__ import annotations

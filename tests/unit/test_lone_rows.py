@@ -138,3 +138,29 @@ def test_random_bytes_in_a_layout_of_one_row_are_refused_or_stay_inside(data: st
         read_all(bytes(changed), 2)
     except TransferQueueError:
         return
+
+
+def test_values_that_are_damaged_or_deep_are_told_apart_though_they_are_decoded_together() -> None:
+    deep: list[Any] = []
+    for _ in range(60):
+        deep = [deep]
+    values = [{"n": number, "deep": deep if number == 5 else None} for number in range(20)]
+    blocks = [put_row({"x": value}) for value in values]
+    rows = alone(blocks)
+    assert rows is not None
+    schema = schema_of(blocks, "x")
+    one_by_one_found = attempted(lambda: rows_of(one_by_one(blocks, "x", list(range(20)))))
+    assert attempted(lambda: rows_of(Assembler(Copier(), False).lone(schema, rows))) == one_by_one_found
+    start, nbytes = blocks[7].layout.columns[0].parts[0]
+    blocks[7].data[start : start + nbytes] = 0xC1
+    damaged_rows = alone(blocks)
+    assert damaged_rows is not None
+    with pytest.raises(ProtocolError, match="damaged"):
+        Assembler(Copier(), False).lone(schema, damaged_rows)
+
+
+def attempted(work: Any) -> Any:
+    try:
+        return work()
+    except ProtocolError as error:
+        return str(error)

@@ -105,16 +105,14 @@ class Listings:
     def versions(self, partition: str | None) -> dict[str, tuple[int, int]]:
         """(table, version) known of one partition, or of all."""
         with self._lock:
-            return {
-                name: (known.table, known.version)
-                for name, known in self._known.items()
-                if partition is None or name == partition
-            }
+            names = self._known if partition is None else self._known.keys() & {partition}
+            return {name: (self._known[name].table, self._known[name].version) for name in names}
 
     def update(self, reply: Listing, partition: str | None) -> dict[str, dict[str, Tags]]:
         """Take up what changed; the listing as of now."""
         with self._lock:
-            for name in [n for n in self._known if n not in reply.partitions and partition in (None, n)]:
+            names = self._known if partition is None else self._known.keys() & {partition}
+            for name in [name for name in names if name not in reply.partitions]:
                 del self._known[name]
             return {name: TagsByKey(self._updated(name, changes)) for name, changes in reply.partitions.items()}
 

@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -42,12 +41,12 @@ from transfer_queue.codec.rows import (
     take_ragged,
 )
 from transfer_queue.codec.stacks import stack
-from transfer_queue.codec.values import Lifting
+from transfer_queue.codec.values import DAMAGED, Lifting
 from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, FieldSchema
 
-DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+FEW, SHORT_NBYTES = 8, 1024  # values fewer, or longer on average, are decoded one by one: joining them is a copy
 Located = Sequence[tuple[BlockBytes, int, int]]  # (block, first row, number of rows), in result order
 
 
@@ -160,21 +159,20 @@ class Assembler:
 
     def _scattered_objects(self, block: BlockBytes, column: Column, rows: Ints) -> Any:
         """The values of scattered rows of one block, in a column without buffers: none of them is a tensor."""
-        unpack = self._unpacking()
         try:
-            return stack([unpack(block.message(column, row)) for row in rows.tolist()])
+            return stack(_decoded_all(self._lifting(), block.messages(column, rows)))
         except DAMAGED as error:
             raise damaged(column.name, error) from None
 
     def _lone_objects(self, name: str, column: LoneColumn) -> Any:
         try:
-            return stack(list(map(self._unpacking(), column.messages())))
+            return stack(_decoded_all(self._lifting(), list(column.messages())))
         except DAMAGED as error:
             raise damaged(name, error) from None
 
-    def _unpacking(self) -> Callable[[Any], Any]:
+    def _lifting(self) -> Lifting:
         """Decodes values that refer to no buffer."""
-        return Lifting(BufferReader(_no_buffer).lift, self.allow_pickle).unpack
+        return Lifting(BufferReader(_no_buffer).lift, self.allow_pickle)
 
     def _now(self) -> Assembler:
         """One whose values can be looked at before `Copies.run`."""
@@ -273,14 +271,14 @@ class Assembler:
         """The Python values of an objects column."""
         values: list[Any] = []
         readers: dict[tuple[int, str], BufferReader] = {}  # blocks of equal layout share their columns
-        unpack = self._unpacking()
+        lifting = self._lifting()
         for run in runs:
             block, column, start, count = run
             try:
                 if len(column.parts) == 2 and count == 1:
-                    values.append(unpack(block.message(column, start)))
+                    values.append(lifting.unpack(block.message(column, start)))
                 elif len(column.parts) == 2:
-                    values += map(unpack, _messages(run))
+                    values += _decoded_run(lifting, run)
                 else:
                     place = (id(block), column.name)
                     if place not in readers:
@@ -327,6 +325,24 @@ def _distinct(runs: Sequence[Run]) -> list[Column]:
     """A column of each kind, dtype and rank there is: rows that were put alone mostly differ in their lengths only."""
     columns = [run.column for run in runs]
     return list({(c.kind, c.dtype, c.itemsize, len(c.shape), c.weak): c for c in columns}.values())
+
+
+def _decoded_all(lifting: Lifting, messages: list[memoryview]) -> list[Any]:
+    count, found = len(messages), None
+    if count > FEW and sum(map(len, messages)) <= SHORT_NBYTES * count:
+        found = lifting.unpack_all(messages, count)
+    return list(map(lifting.unpack, messages)) if found is None else found
+
+
+def _decoded_run(lifting: Lifting, run: Run) -> list[Any]:
+    """The values of rows that lie one after the other, in a column without buffers."""
+    block, column, start, count = run
+    data = block.part(column, 0)
+    first, last = block.offsets(column, 1, len(data))[[start, start + count]].tolist()
+    found = None
+    if count > FEW and last - first <= SHORT_NBYTES * count:
+        found = lifting.unpack_all([memoryview(data)[first:last]], count)  # type: ignore[arg-type]
+    return list(map(lifting.unpack, _messages(run))) if found is None else found
 
 
 def _messages(run: Run) -> Iterator[memoryview]:

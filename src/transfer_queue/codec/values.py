@@ -18,7 +18,7 @@ import sys
 import traceback
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -233,6 +233,10 @@ _RULES: dict[type, Callable[[Lowering, Any], Any]] = {
 }
 
 
+DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+ARRAY_HEADER = struct.Struct(">BI")  # msgpack's array 32
+
+
 class Lifting:
     """Decodes what `pack` made. `arrays` rebuilds the extensions of `ARRAY_CODES`."""
 
@@ -240,6 +244,15 @@ class Lifting:
         self._arrays = arrays
         self._allow_pickle = allow_pickle
         self.unpack: Callable[[Any], Any] = msgspec.msgpack.Decoder(ext_hook=self._lift).decode
+
+    def unpack_all(self, messages: Sequence[memoryview], count: int) -> list[Any] | None:
+        """The `count` values of short messages, which lie in these one after the other, in one call of the decoder: a
+        fifth of the time. None where they are damaged, or too deep: taken one by one they say which."""
+        try:
+            found: list[Any] = self.unpack(b"".join((ARRAY_HEADER.pack(0xDD, count), *messages)))
+        except DAMAGED:
+            return None
+        return found
 
     def _lift(self, code: int, data: memoryview) -> Any:
         if code in ARRAY_CODES:

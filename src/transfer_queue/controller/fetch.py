@@ -26,6 +26,7 @@ log = logging.getLogger("transfer_queue.controller")
 P = ParamSpec("P")
 T = TypeVar("T")
 MIN_WAITERS = 16
+_OF_EVERY_SAMPLER = (BaseSampler.least_ready, BaseSampler.has_cached_result)
 
 
 class SamplerView:
@@ -76,6 +77,8 @@ class Fetching:
         self._on_behalf: dict[bytes, list[Waiter[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Waiter[Fetch]]] = {}  # their partition does not exist (yet)
         self.outbox = outbox
+        kind = type(sampler)
+        self._samples_rows_only = (kind.least_ready, kind.has_cached_result) == _OF_EVERY_SAMPLER
         self._remembered = False  # the sampler remembers a result that others may wait for
 
     def fetch(self, request: Waiter[Fetch], table: Table | None) -> Reply | None:
@@ -146,12 +149,17 @@ class Fetching:
         """Cells of `fields` were written on `slots`: rows may be ready now."""
         touched = set(fields)
         self.staleness.written(table, slots, touched)
+        known: dict[tuple[str, ...], Any] = {}  # tasks mostly ask for the same few sets of fields
         for task in table.tasks.values():
             for view in list(task.views.values()):
-                if touched.isdisjoint(view.fields):
+                if view.fields not in known:
+                    known[view.fields] = None if touched.isdisjoint(view.fields) else table.ready(slots, view.fields)
+                ready = known[view.fields]
+                if ready is None:
                     continue
+                more = task.mark(view, slots, ready)
                 # of rows that were taken before, a remembered batch may be complete now
-                if task.refresh(view, table, slots) or (view.waiters and _any_taken(task, slots)):
+                if view.waiters and (more or _any_taken(task, slots)):
                     self.serve(table, task, (view,))
 
     def serve(self, table: Table, task: Task, views: Sequence[ReadyView]) -> None:
@@ -173,6 +181,9 @@ class Fetching:
         waiting, view.waiters = view.waiters, []
         kept = []
         for request in waiting:
+            if not view.count and self._needs_rows(request.message):
+                kept.append(request)  # many may wait for the same few rows
+                continue
             if not self.parked.holds(request):
                 continue
             reply: Reply | None
@@ -187,6 +198,10 @@ class Fetching:
                 self.outbox.append((request.ticket, reply))
                 self._rows_consumed(table, table.task(request.message.task))
         view.waiters = kept + view.waiters
+
+    def _needs_rows(self, message: Fetch) -> bool:
+        """Whether nothing but ready rows can answer it: no share that was dealt, nothing that the sampler remembers."""
+        return self._samples_rows_only and not message.sampling and not message.dp_size
 
     def _offered(self, table: Table, task: str, slots: Slots) -> None:
         """Rows that were lent are free again."""

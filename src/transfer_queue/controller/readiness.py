@@ -98,12 +98,26 @@ class Task:
 
     def refresh(self, view: ReadyView, table: Written, slots: Slots) -> bool:
         """Add those of `slots` that became ready; whether there were any."""
-        ready = table.ready(slots, view.fields)
+        return self.mark(view, slots, table.ready(slots, view.fields))
+
+    def mark(self, view: ReadyView, slots: Slots, ready: Flags | None) -> bool:
+        """Add those of `slots` that are `ready` (see `Written.ready`) and free; whether there were any."""
         if ready is None:
             return False
+        if len(slots) == 1:
+            return bool(ready[0]) and self._mark_one(view, int(slots[0]))
         new = slots[ready & ~self.consumed[slots] & (self.lease[slots] == 0) & ~view.ready[slots]]
         view.add(new)
         return len(new) > 0
+
+    def _mark_one(self, view: ReadyView, slot: int) -> bool:
+        """`mark` of one ready slot, in a tenth of the time: a put of one row asks every view."""
+        if self.consumed[slot] or self.lease[slot] or view.ready[slot]:
+            return False
+        view.ready[slot] = True
+        view.count += 1
+        view.low = min(view.low, slot)
+        return True
 
     def offered(self, slots: Slots) -> Slots:
         """Those of `slots` that are neither consumed nor lent, each once."""
