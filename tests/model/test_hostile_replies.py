@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from blocks import put_row
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tables import packed
@@ -23,6 +24,7 @@ from transfer_queue.client.effects import Together
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.remote import received
+from transfer_queue.codec.layout_bytes import encode_layout
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
@@ -131,7 +133,7 @@ def test_several_changes_are_read_or_refused(session: Session, data: st.DataObje
     attempt(session, located(msgspec.msgpack.encode(content), data.draw(st.sampled_from(RUNS))))
 
 
-HOSTILE = st.sampled_from([*NUMBERS, 5, 1000])
+HOSTILE = st.sampled_from([*NUMBERS, 5, 1000, 2**64 - 1])
 
 
 LOCATIONS = st.one_of(
@@ -144,6 +146,42 @@ def change(data: st.DataObject, piece: m.Piece) -> None:
     setattr(piece, field, data.draw(LOCATIONS if field == "location" else HOSTILE))
 
 
+ALONE = [put_row({"x": torch.arange(n), "y": torch.ones(2), "s": "a" * n, "o": {"n": torch.ones(n)}}) for n in range(9)]
+ENDS = np.cumsum([0, *(len(block.data) for block in ALONE)]).tolist()
+
+
+def changed_reply_of_rows_put_alone(data: st.DataObject) -> m.Located:
+    pieces = [m.Piece(n, len(block.data), n, m.Inline(ENDS[n])) for n, block in enumerate(ALONE)]
+    layouts = [encode_layout(block.layout) for block in ALONE]
+    runs = np.array([[n, 0, 1] for n in range(9)])
+    for _ in range(data.draw(st.integers(1, 3))):
+        what, number = data.draw(st.sampled_from(["piece", "runs", "layout"])), data.draw(st.integers(0, 8))
+        if what == "piece":
+            change(data, pieces[number])
+        elif what == "runs":
+            runs[number, data.draw(st.integers(0, 2))] = data.draw(st.sampled_from(NUMBERS))
+        else:
+            changed = bytearray(layouts[number])
+            changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+            layouts[number] = bytes(changed)
+    fields = [column.schema() for column in ALONE[0].layout.columns]
+    count = data.draw(st.sampled_from([9, 9, 9, 8, 0]))
+    return m.Located(1, count, pieces, layouts, [m.Part(list("xyso"), runs.tobytes())], fields)
+
+
+@FUZZ
+@given(data=st.data())
+def test_changed_replies_of_rows_put_alone_are_read_or_refused(session: Session, data: st.DataObject) -> None:
+    payload = bytearray(b"".join(block.data.tobytes() for block in ALONE))
+    request = m.Get(1, "p", None, b"", None, False)
+    with contextlib.suppress(TransferQueueError):
+        reply = changed_reply_of_rows_put_alone(data)
+        found = run(session, read(session, [request], located=(reply, memoryview(payload))))
+        for _, value in found.items():
+            if not isinstance(value, torch.Tensor) or value.numel() < 1 << 20:
+                touch(value)
+
+
 def changed_reply(data: st.DataObject) -> m.Located:
     """A reply with one to three of its parts changed."""
     reply = located(LAYOUT, data.draw(st.sampled_from(RUNS)))
@@ -154,7 +192,7 @@ def changed_reply(data: st.DataObject) -> m.Located:
             change(data, reply.pieces[0])
         elif what == "runs" and len(part.runs) >= 8:
             runs = np.frombuffer(part.runs[: len(part.runs) // 8 * 8], np.int64).copy()
-            runs[data.draw(st.integers(0, len(runs) - 1))] = data.draw(HOSTILE)
+            runs[data.draw(st.integers(0, len(runs) - 1))] = data.draw(st.sampled_from(NUMBERS))
             part.runs = runs.tobytes()
         elif what == "bytes":
             part.runs = data.draw(st.sampled_from([b"", b"1", part.runs[:-1], part.runs[8:], part.runs + b"12345678"]))

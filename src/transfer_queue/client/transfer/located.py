@@ -142,14 +142,11 @@ class LocatedRows:
         if found is None:
             return None
         template, numbers = found
-        if len(used) > 1 or len(wanted) > 1:
-            numbers = numbers[np.searchsorted(used, [piece.layout for piece in wanted])]
-        return self._lying(template, numbers, wanted)
+        return self._lying(template, numbers[np.searchsorted(used, [piece.layout for piece in wanted])], wanted)
 
     def _lying(self, template: Template, numbers: Numbers, pieces: list[m.Piece]) -> LoneRows | None:
         """Where these rows lie: all in arenas, or all in the payload."""
         lying = [(p.location.arena, p.location.offset) for p in pieces if isinstance(p.location, m.InArena)]
-        memories = [np.frombuffer(self._payload, np.uint8)]
         if lying:
             arenas = sorted({arena for arena, _ in lying})
             if arenas[0] < 0 or arenas[-1] >= MAX_ARENAS:
@@ -158,11 +155,15 @@ class LocatedRows:
             homes = {arena: home for home, arena in enumerate(arenas)}
             lying = [(homes[arena], offset) for arena, offset in lying]
         else:
+            memories = [np.frombuffer(self._payload, np.uint8)]
             lying = [(0, p.location.offset) for p in pieces if isinstance(p.location, m.Inline)]
         if len(lying) < len(pieces):
             return None
-        homes_of_rows, offsets = np.array(lying, np.int64).T
-        nbytes = np.array([piece.nbytes for piece in pieces], np.int64)
+        try:
+            homes_of_rows, offsets = np.array(lying, np.int64).T
+            nbytes = np.array([piece.nbytes for piece in pieces], np.int64)
+        except OverflowError:  # damaged: `blocks` says how
+            return None
         limits = np.array([len(memory) for memory in memories], np.int64)[homes_of_rows]
         if offsets.min() < 0 or nbytes.min() < 0 or bool((nbytes > limits).any() or (offsets > limits - nbytes).any()):
             return None
