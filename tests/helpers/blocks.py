@@ -13,8 +13,7 @@ import torch
 from tensordict import NonTensorStack, TensorDictBase
 
 from transfer_queue.codec.assemble import Assembler
-from transfer_queue.codec.layout import Layout
-from transfer_queue.codec.layout_bytes import decode_layout, encode_layout, sizes_of
+from transfer_queue.codec.layout import Layout, decode_layout, encode_layout, sizes_of
 from transfer_queue.codec.lone_rows import LoneRows
 from transfer_queue.codec.plan import BlockPlan, plan_batch, plan_row
 from transfer_queue.codec.rows import BlockBytes, Copier

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue.codec.assemble import Assembler
-from transfer_queue.codec.layout import Column, Layout
-from transfer_queue.codec.layout_bytes import decode_layout, encode_layout
+from transfer_queue.codec.layout import Column, Layout, decode_layout, encode_layout
 from transfer_queue.codec.plan import plan_batch
 from transfer_queue.codec.rows import BlockBytes, Copier
 from transfer_queue.codec.select import selected

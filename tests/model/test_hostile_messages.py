@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tables import packed
 
-from transfer_queue.codec.layout_bytes import encode_layout
+from transfer_queue.codec.layout import encode_layout
 from transfer_queue.controller import Controller
 from transfer_queue.errors import CallerError, InvalidInput, ProtocolError, ServiceError
 from transfer_queue.sampler import SequentialSampler

@@ -22,9 +22,10 @@ from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Together
 from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.located import MANY
 from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.remote import received
-from transfer_queue.codec.layout_bytes import encode_layout
+from transfer_queue.codec.layout import encode_layout
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
@@ -146,16 +147,50 @@ def change(data: st.DataObject, piece: m.Piece) -> None:
     setattr(piece, field, data.draw(LOCATIONS if field == "location" else HOSTILE))
 
 
-ALONE = [put_row({"x": torch.arange(n), "y": torch.ones(2), "s": "a" * n, "o": {"n": torch.ones(n)}}) for n in range(9)]
+NUM_ALONE = MANY + 1  # from so many on they are read as a matrix
+ALONE = [
+    put_row({"x": torch.arange(n), "y": torch.ones(2), "s": "a" * n, "o": {"n": torch.ones(n)}})
+    for n in range(NUM_ALONE)
+]
 ENDS = np.cumsum([0, *(len(block.data) for block in ALONE)]).tolist()
 
 
-def changed_reply_of_rows_put_alone(data: st.DataObject) -> m.Located:
+def reply_of_rows_put_alone() -> m.Located:
     pieces = [m.Piece(n, len(block.data), n, m.Inline(ENDS[n])) for n, block in enumerate(ALONE)]
     layouts = [encode_layout(block.layout) for block in ALONE]
-    runs = np.array([[n, 0, 1] for n in range(9)])
+    runs = np.array([[n, 0, 1] for n in range(NUM_ALONE)])
+    fields = [column.schema() for column in ALONE[0].layout.columns]
+    return m.Located(1, NUM_ALONE, pieces, layouts, [m.Part(list("xyso"), runs.tobytes())], fields)
+
+
+def attempt_alone(session: Session, reply: m.Located) -> None:
+    payload = memoryview(bytearray(b"".join(block.data.tobytes() for block in ALONE)))
+    found = run(session, read(session, [m.Get(1, "p", None, b"", None, False)], located=(reply, payload)))
+    for _, value in found.items():
+        if not isinstance(value, torch.Tensor) or value.numel() < 1 << 20:
+            touch(value)
+
+
+@pytest.mark.parametrize("location", [m.Inline(2**64 - 1), m.InArena(2**64 - 1, 0), m.InArena(0, 2**64 - 1)], ids=str)
+def test_a_place_that_no_array_holds_is_refused(session: Session, location: m.Location) -> None:
+    for number in range(NUM_ALONE):
+        for name, value in (("location", location), ("nbytes", 2**64 - 1), ("layout", 2**64 - 1)):
+            reply = reply_of_rows_put_alone()
+            setattr(reply.pieces[number], name, value)
+            with pytest.raises(TransferQueueError):
+                attempt_alone(session, reply)
+    for piece in (reply := reply_of_rows_put_alone()).pieces:
+        piece.location = location
+    with pytest.raises(TransferQueueError):
+        attempt_alone(session, reply)
+
+
+def changed_reply_of_rows_put_alone(data: st.DataObject) -> m.Located:
+    reply = reply_of_rows_put_alone()
+    pieces, layouts = reply.pieces, reply.layouts
+    runs = np.frombuffer(reply.parts[0].runs, np.int64).reshape(-1, 3).copy()
     for _ in range(data.draw(st.integers(1, 3))):
-        what, number = data.draw(st.sampled_from(["piece", "runs", "layout"])), data.draw(st.integers(0, 8))
+        what, number = data.draw(st.sampled_from(["piece", "runs", "layout"])), data.draw(st.integers(0, NUM_ALONE - 1))
         if what == "piece":
             change(data, pieces[number])
         elif what == "runs":
@@ -164,22 +199,16 @@ def changed_reply_of_rows_put_alone(data: st.DataObject) -> m.Located:
             changed = bytearray(layouts[number])
             changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
             layouts[number] = bytes(changed)
-    fields = [column.schema() for column in ALONE[0].layout.columns]
-    count = data.draw(st.sampled_from([9, 9, 9, 8, 0]))
-    return m.Located(1, count, pieces, layouts, [m.Part(list("xyso"), runs.tobytes())], fields)
+    reply.count = data.draw(st.sampled_from([NUM_ALONE, NUM_ALONE, NUM_ALONE, 8, 0]))
+    reply.parts[0].runs = runs.tobytes()
+    return reply
 
 
 @FUZZ
 @given(data=st.data())
 def test_changed_replies_of_rows_put_alone_are_read_or_refused(session: Session, data: st.DataObject) -> None:
-    payload = bytearray(b"".join(block.data.tobytes() for block in ALONE))
-    request = m.Get(1, "p", None, b"", None, False)
     with contextlib.suppress(TransferQueueError):
-        reply = changed_reply_of_rows_put_alone(data)
-        found = run(session, read(session, [request], located=(reply, memoryview(payload))))
-        for _, value in found.items():
-            if not isinstance(value, torch.Tensor) or value.numel() < 1 << 20:
-                touch(value)
+        attempt_alone(session, changed_reply_of_rows_put_alone(data))
 
 
 def changed_reply(data: st.DataObject) -> m.Located:

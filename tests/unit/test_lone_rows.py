@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue.codec.assemble import Assembler
-from transfer_queue.codec.layout import Column, Layout
-from transfer_queue.codec.layout_bytes import HEAD, decode_layout, encode_layout, sizes_of
+from transfer_queue.codec.layout import HEAD, Column, Layout, decode_layout, encode_layout, sizes_of
 from transfer_queue.codec.rows import BlockBytes, Copier
 from transfer_queue.errors import ProtocolError, TransferQueueError
 

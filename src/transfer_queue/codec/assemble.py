@@ -26,8 +26,7 @@ from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
-from transfer_queue.codec.layout import Column, offsets_of
-from transfer_queue.codec.layout_bytes import ColumnTemplate
+from transfer_queue.codec.layout import Column, ColumnTemplate, offsets_of
 from transfer_queue.codec.lone_rows import LoneColumn, LoneRows
 from transfer_queue.codec.nested import Offsets, jagged, nested
 from transfer_queue.codec.rows import (

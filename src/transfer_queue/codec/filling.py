@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from transfer_queue.codec.arrays import Source
-from transfer_queue.codec.layout import Builder, Column, Layout, offsets_of
-from transfer_queue.codec.layout_bytes import encode_layout
+from transfer_queue.codec.layout import Builder, Column, Layout, encode_layout, offsets_of
 from transfer_queue.memory.bytes import Bytes, Ints, address_of
 from transfer_queue.memory.copy import Move, Mover
 from transfer_queue.schema import FieldSchema

@@ -11,8 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from transfer_queue.codec.layout import ALIGN, MAX_ELEMENTS
-from transfer_queue.codec.layout_bytes import ColumnTemplate, Template
+from transfer_queue.codec.layout import ALIGN, MAX_ELEMENTS, ColumnTemplate, Template
 from transfer_queue.codec.rows import Copier
 from transfer_queue.memory.bytes import Bytes, Ints, address_of
 from transfer_queue.schema import DENSE, OBJECTS

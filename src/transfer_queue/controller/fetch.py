@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from transfer_queue.controller.dealing import Dealing, Share
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
-from transfer_queue.controller.readiness import ReadyView, Slots, Task
+from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import ConsumedGrant, Grant, LeaseGrant, Unreceived
@@ -149,18 +149,11 @@ class Fetching:
         """Cells of `fields` were written on `slots`: rows may be ready now."""
         touched = set(fields)
         self.staleness.written(table, slots, touched)
-        known: dict[tuple[str, ...], Any] = {}  # tasks mostly ask for the same few sets of fields
-        for task in table.tasks.values():
-            for view in list(task.views.values()):
-                if view.fields not in known:
-                    known[view.fields] = None if touched.isdisjoint(view.fields) else table.ready(slots, view.fields)
-                ready = known[view.fields]
-                if ready is None:
-                    continue
-                more = task.mark(view, slots, ready)
-                # of rows that were taken before, a remembered batch may be complete now
-                if view.waiters and (more or _any_taken(task, slots)):
-                    self.serve(table, task, (view,))
+        for task, view, ready in _views_of(table, slots, touched):
+            more = task.mark(view, slots, ready)
+            # of rows that were taken before, a remembered batch may be complete now
+            if view.waiters and (more or _any_taken(task, slots)):
+                self.serve(table, task, (view,))
 
     def serve(self, table: Table, task: Task, views: Sequence[ReadyView]) -> None:
         """Answer waiters of these views, in order of arrival, as far as the rows go.
@@ -451,6 +444,18 @@ class Fetching:
         except Exception as error:
             log.exception("%s failed", type(self.sampler).__name__)
             raise SamplerFailed(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
+
+
+def _views_of(table: Table, slots: Slots, touched: set[str]) -> Iterator[tuple[Task, ReadyView, Flags | None]]:
+    """The views that ask for some of the fields that were `touched`, and which of the slots are ready for each. Many
+    tasks ask for the same few sets of fields: each set is looked up once."""
+    known: dict[tuple[str, ...], Flags | None] = {}
+    for task in table.tasks.values():
+        for view in list(task.views.values()):
+            if view.fields not in known:
+                known[view.fields] = table.ready(slots, view.fields)
+            if not touched.isdisjoint(view.fields):
+                yield task, view, known[view.fields]
 
 
 def _any_taken(task: Task, slots: Slots) -> bool:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from transfer_queue.codec.layout_bytes import decode_layout, encode_layout
+from transfer_queue.codec.layout import decode_layout, encode_layout
 from transfer_queue.codec.select import selected
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.server.sessions import ServerSession

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from transfer_queue.codec.layout_bytes import decode_layout, encode_layout
+from transfer_queue.codec.layout import decode_layout, encode_layout
 from transfer_queue.codec.select import selected
 from transfer_queue.controller import Controller
 from transfer_queue.errors import ProtocolError, TransferQueueError

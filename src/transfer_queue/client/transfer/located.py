@@ -9,8 +9,7 @@ import numpy as np
 
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.remote import ReceivedBlock, inline_bytes, layout_of
-from transfer_queue.codec.layout import Layout
-from transfer_queue.codec.layout_bytes import Template, decode_layout, sizes_of
+from transfer_queue.codec.layout import Layout, Template, decode_layout, sizes_of
 from transfer_queue.codec.lone_rows import LoneRows
 from transfer_queue.codec.rows import BlockBytes
 from transfer_queue.errors import ProtocolError
@@ -22,7 +21,7 @@ from transfer_queue.wire.arrays import Numbers, numbers_of
 # Smaller reads are copied: they must not hold a whole block, and tidying up after a view costs the size of its block.
 VIEW_NBYTES, VIEW_SHARE, LARGE_VIEW_NBYTES = 64 << 10, 8, 32 << 20
 MAX_ARENAS = 1 << 16
-MANY = 8  # blocks of one row each, from which on they are worth a matrix of their numbers
+MANY = 16  # blocks of one row each, from which on a matrix of their numbers costs less than a look at each
 
 
 class LocatedBlock:

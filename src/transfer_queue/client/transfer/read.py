@@ -82,7 +82,7 @@ def _names(parts: Sequence[tuple[m.Get, int]]) -> Callable[[int], str]:
                 continue
             if request.keys is not None and len(request.keys) == count:
                 return f"row {request.keys[position]!r}"
-            if request.rows is not None:
+            if request.rows is not None and len(request.rows) == 8 * count:
                 return f"row {numbers_of(request.rows)[position]}"
             break
         return f"row {position} of the result"

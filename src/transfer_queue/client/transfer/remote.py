@@ -11,8 +11,7 @@ import numpy as np
 
 from transfer_queue.client.effects import Call, Notify, Operation, Together
 from transfer_queue.client.session import Session
-from transfer_queue.codec.layout import Layout
-from transfer_queue.codec.layout_bytes import decode_layout
+from transfer_queue.codec.layout import Layout, decode_layout
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.errors import ProtocolError
 from transfer_queue.memory.bytes import Bytes, Ints
