@@ -112,6 +112,9 @@ class Assembler:
             if not runs and len(located) > 1:
                 place = columns.index(column)
             runs.append(Run(block, column, start, count))
+        column = runs[0].column
+        if len(runs) == 1 and column.kind == DENSE and column.shape == schema.shape and not self.out:
+            return self._dense(gather_dense(runs, self.copier), _dtype(column), runs[0].rows, column.shape)
         return self._value(name, schema.shape, runs, None)
 
     def _value(self, name: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None) -> Any:

@@ -1,0 +1,64 @@
+"""Jagged tensors that are put together here are those that torch's constructor makes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from transfer_queue.codec import nested
+from transfer_queue.codec.nested import Offsets
+
+OFFSETS = Offsets.of(np.array([0, 2, 2, 6]))
+SHAPES = [((6,), 1), ((6, 4), 1), ((2, 6), 2), ((2, 6, 3), 2), ((6, 0), 1), ((3, 2, 6), 3)]
+
+
+def test_this_torch_is_known() -> None:
+    assert nested._is_known()
+
+
+@pytest.mark.parametrize(("shape", "ragged"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_it_is_made_as_torch_makes_it(shape: tuple[int, ...], ragged: int, dtype: torch.dtype) -> None:
+    values = torch.arange(6 if 0 not in shape else 0).repeat(24)[: int(np.prod(shape))].view(shape).to(dtype)
+    theirs, ours = (make(values, OFFSETS, ragged) for make in (nested._constructed, nested._put_together))
+    assert nested._described(ours) == nested._described(theirs)
+    assert all(torch.equal(one, other) for one, other in zip(ours.unbind(), theirs.unbind(), strict=True))
+
+
+def test_it_does_what_a_jagged_tensor_does() -> None:
+    values = torch.arange(12.0).view(6, 2)
+    theirs, ours = (make(values.clone(), OFFSETS, 1) for make in (nested._constructed, nested._put_together))
+    assert ours.shape == theirs.shape, "tensors of the same offsets combine"
+    assert torch.equal((ours + theirs).values(), 2 * values)
+    assert torch.equal(ours.to_padded_tensor(0.0), theirs.to_padded_tensor(0.0))
+    assert torch.equal(ours.sum(1), theirs.sum(1))
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours.clone(), ours.to(torch.float64).float()):  # noqa: S301
+        assert torch.equal(again.values(), values)
+    ours.values().mul_(2)
+    assert torch.equal(ours.values(), 2 * values)
+    learned = ours.detach().requires_grad_()
+    learned.values().square().sum().backward()  # type: ignore[no-untyped-call]
+    assert learned.grad is not None
+    assert torch.equal(learned.grad.values(), 4 * values)
+
+
+def test_another_torch_is_asked_to_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nested, "_is_known", lambda: False)
+    found = nested.jagged(torch.arange(6), OFFSETS, 1)
+    assert [row.tolist() for row in found.unbind()] == [[0, 1], [], [2, 3, 4, 5]]
+
+
+def test_a_torch_whose_tensors_have_another_attribute_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = nested._constructed
+
+    def newer(values: torch.Tensor, offsets: Offsets, ragged: int) -> torch.Tensor:
+        found = made(values, offsets, ragged)
+        found._something = 1  # type: ignore[attr-defined]
+        return found
+
+    monkeypatch.setattr(nested, "_constructed", newer)
+    assert not nested._is_known.__wrapped__()
