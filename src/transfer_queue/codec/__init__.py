@@ -14,6 +14,7 @@
      └─ mixing        rows of one field that were put as different things
     layout            where the columns of a block lie, and that they lie within it
     rows, select      rows and columns of blocks at the level of bytes: compaction in the server, reads in the client
+    lone_rows         rows that were put alone, as a matrix of the numbers of their layouts
     values            the safe encoding of Python values
      ├─ arrays        tensors and arrays inside them, as aligned buffers
      ├─ classes       enums, dataclasses and named tuples by name and fields
@@ -22,5 +23,5 @@
      └─ opaque        pickle, only where this process allows it
     dtypes            torch's dtypes by name
 
-`layout`, `rows` and `select` know no torch; `plan` and `assemble` run in clients only.
+`layout`, `rows`, `lone_rows` and `select` know no torch; `plan` and `assemble` run in clients only.
 """

@@ -2,6 +2,7 @@
 
 write        a planned batch: allocate, copy, commit
 read         one round trip that locates and pins, then views or gathers
+located      the blocks of an answer as memory of this process
 allocation   tensors that already lie in the store, filled by the caller
 remote       blocks of other hosts
 snapshots    everything at once, for `transfer_queue.checkpoint`
