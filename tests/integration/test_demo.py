@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -335,6 +336,7 @@ class _Demo:
 
     def __init__(self, tmp_path: Path, *arguments: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "TQ_ADDRESS"}
+        self._folder, self._stuck = tmp_path, ""  # what was found of a run that did not end
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed at the end
         self._process = CHILDREN.start(
             ["-m", "demo", "--smoke", "--out", str(tmp_path), *arguments], environment, cwd=str(ROOT),
@@ -355,13 +357,23 @@ class _Demo:
 
     def finish(self) -> tuple[int, str, str]:
         """Wait for the end: the exit status, the rest of the output, and the errors."""
-        overdue = threading.Timer(_DEADLINE_S, os.killpg, (self.pid, signal.SIGKILL))
+        overdue = threading.Timer(_DEADLINE_S, self._give_up)
         overdue.start()
         try:
             output = self._stdout.read()
-            return self._process.wait(), output, self._said()
+            return self._process.wait(), output, self._said() + self._stuck + (output[-3000:] if self._stuck else "")
         finally:
             overdue.cancel()
+
+    def _give_up(self) -> None:
+        """Note what each process is at, and what it printed; then end them."""
+        for one in psutil.Process(self.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                threads = [f"{thread.id}: {thread.user_time:.1f} s" for thread in one.threads()]
+                self._stuck += f"{one.pid} {one.status()} {one.name()} {len(one.net_connections('unix'))} {threads}\n"
+        for log in sorted(self._folder.rglob("*.log")):
+            self._stuck += f"{log.name}: {log.read_text(errors='replace')[-1000:]}\n"
+        os.killpg(self.pid, signal.SIGKILL)
 
     def _said(self) -> str:
         self._errors.seek(0)
