@@ -29,6 +29,7 @@ from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.snapshots import Refill, refill
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit
 from transfer_queue.codec.filling import BlockPlan
+from transfer_queue.codec.layout import DAMAGED
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.values import Lifting
@@ -227,7 +228,7 @@ def _opened(target: Path) -> tuple[DumpedRows, files.Metadata]:
     info = files._sealed(target / INFO, FORMAT)
     try:
         found = _decode(files._content(target / INDEX, info))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DAMAGED as error:
         raise CheckpointCorrupt(f"{target / INDEX} is damaged: {error}") from None
     for number, shard in enumerate(found.shards):
         path = target / SHARDS / SHARD.format(number)

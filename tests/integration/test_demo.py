@@ -367,8 +367,8 @@ class _Demo:
 
     def _give_up(self) -> None:
         """Note what each process is at, and what it printed; then end them."""
-        for one in psutil.Process(self.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # one may end meanwhile
+            for one in psutil.Process(self.pid).children(recursive=True):
                 threads = [f"{thread.id}: {thread.user_time:.1f} s" for thread in one.threads()]
                 self._stuck += f"{one.pid} {one.status()} {one.name()} {len(one.net_connections('unix'))} {threads}\n"
         for log in sorted(self._folder.rglob("*.log")):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from blocks import put_row
+from damage import NUMBERS, touch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tables import packed
-from test_codec_bounds import NUMBERS, ORIGINAL, PLAN, ROWS, places, touch, with_change
+from test_codec_bounds import ORIGINAL, PLAN, ROWS, places, with_change
 
 import transfer_queue as tq
 from transfer_queue.client.client import TransferQueueClient

@@ -7,7 +7,7 @@ is a dict of its own: the outer dict is copied at memory speed, a tag dict when 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from transfer_queue.metadata.merge import copy_dict
@@ -105,16 +105,18 @@ class Listings:
     def versions(self, partition: str | None) -> dict[str, tuple[int, int]]:
         """(table, version) known of one partition, or of all."""
         with self._lock:
-            names = self._known if partition is None else self._known.keys() & {partition}
+            names = self._names(partition)
             return {name: (self._known[name].table, self._known[name].version) for name in names}
 
     def update(self, reply: Listing, partition: str | None) -> dict[str, dict[str, Tags]]:
         """Take up what changed; the listing as of now."""
         with self._lock:
-            names = self._known if partition is None else self._known.keys() & {partition}
-            for name in [name for name in names if name not in reply.partitions]:
+            for name in self._names(partition) - reply.partitions.keys():
                 del self._known[name]
             return {name: TagsByKey(self._updated(name, changes)) for name, changes in reply.partitions.items()}
+
+    def _names(self, partition: str | None) -> Set[str]:
+        return self._known.keys() if partition is None else self._known.keys() & {partition}
 
     def _updated(self, name: str, changes: Changes) -> dict[str, Tags]:
         known = self._known.setdefault(name, Known())

@@ -26,8 +26,8 @@ from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
-from transfer_queue.codec.layout import Column, ColumnTemplate, offsets_of
-from transfer_queue.codec.lone_rows import LoneColumn, LoneRows
+from transfer_queue.codec.layout import DAMAGED, Column, ColumnTemplate, offsets_of
+from transfer_queue.codec.lone_rows import LoneRows
 from transfer_queue.codec.nested import Offsets, jagged, nested
 from transfer_queue.codec.rows import (
     BlockBytes,
@@ -40,12 +40,11 @@ from transfer_queue.codec.rows import (
     take_ragged,
 )
 from transfer_queue.codec.stacks import stack
-from transfer_queue.codec.values import DAMAGED, Lifting
+from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, FieldSchema
 
-FEW, SHORT_NBYTES = 8, 1024  # values fewer, or longer on average, are decoded one by one: joining them is a copy
 Located = Sequence[tuple[BlockBytes, int, int]]  # (block, first row, number of rows), in result order
 
 
@@ -78,7 +77,7 @@ class Assembler:
         if column.kind == RAGGED:
             return self._jagged(*take_ragged(block, column, rows, self.copier), _dtype(column), column.shape, 0)
         if column.kind == OBJECTS and len(column.parts) == 2:
-            return self._scattered_objects(block, column, rows)
+            return self._stacked(schema.name, block.messages(column, rows))
         return None
 
     def lone(self, schema: FieldSchema, rows: LoneRows) -> Any:
@@ -87,7 +86,7 @@ class Assembler:
         if column is None:
             return None
         if column.template.kind == OBJECTS:
-            return self._lone_objects(schema.name, column)
+            return self._stacked(schema.name, column.messages())
         sizes = column.shapes
         merged = np.where((sizes == sizes[0]).all(axis=0), sizes[0], -1)
         shape = _known_shape(schema.shape, tuple(merged.tolist()))
@@ -159,16 +158,12 @@ class Assembler:
             return mixing.joined(self._now().objects(runs))
         return stack(rows, inner or ())
 
-    def _scattered_objects(self, block: BlockBytes, column: Column, rows: Ints) -> Any:
-        """The values of scattered rows of one block, in a column without buffers: none of them is a tensor."""
+    def _stacked(self, name: str, messages: list[memoryview]) -> Any:
+        """The values of a column without buffers: none of them is a tensor."""
+        lifting = self._lifting()
         try:
-            return stack(_decoded_all(self._lifting(), block.messages(column, rows)))
-        except DAMAGED as error:
-            raise damaged(column.name, error) from None
-
-    def _lone_objects(self, name: str, column: LoneColumn) -> Any:
-        try:
-            return stack(_decoded_all(self._lifting(), list(column.messages())))
+            found = lifting.unpack_all(messages, len(messages))
+            return stack(list(map(lifting.unpack, messages)) if found is None else found)
         except DAMAGED as error:
             raise damaged(name, error) from None
 
@@ -329,21 +324,12 @@ def _distinct(runs: Sequence[Run]) -> list[Column]:
     return list({(c.kind, c.dtype, c.itemsize, len(c.shape), c.weak): c for c in columns}.values())
 
 
-def _decoded_all(lifting: Lifting, messages: list[memoryview]) -> list[Any]:
-    count, found = len(messages), None
-    if count > FEW and sum(map(len, messages)) <= SHORT_NBYTES * count:
-        found = lifting.unpack_all(messages, count)
-    return list(map(lifting.unpack, messages)) if found is None else found
-
-
 def _decoded_run(lifting: Lifting, run: Run) -> list[Any]:
     """The values of rows that lie one after the other, in a column without buffers."""
     block, column, start, count = run
     data = block.part(column, 0)
     first, last = block.offsets(column, 1, len(data))[[start, start + count]].tolist()
-    found = None
-    if count > FEW and last - first <= SHORT_NBYTES * count:
-        found = lifting.unpack_all([memoryview(data)[first:last]], count)  # type: ignore[arg-type]
+    found = lifting.unpack_all([memoryview(data)[first:last]], count)  # type: ignore[arg-type]
     return list(map(lifting.unpack, _messages(run))) if found is None else found
 
 

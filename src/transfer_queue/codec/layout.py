@@ -39,11 +39,12 @@ from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED, FieldS
 ALIGN = 64
 MAX_ELEMENTS = 1 << 56  # in bytes of the widest dtype still a 64-bit number
 MAX_DIMS = 64
+MAX_ITEMSIZE = 32
 MOST_PARTS = 6
-MARK = 0xC1
-HEAD = struct.Struct("<BBxxI")
+MARK = b"\xc1"
+HEAD = struct.Struct("<cBxxI")
 _LETTERS = {4: "i", 8: "q"}
-_DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 NUM_PARTS = {DENSE: (1,), RAGGED: (2,), VARIED: (3,), OBJECTS: (2, 6), NESTED: (0,)}
 
 
@@ -106,7 +107,7 @@ def _is_plain(column: Column, layout: Layout) -> bool:
         if len(column.parts) != 2 or column.shape or column.parts[1][1] != 8 * (rows + 1):
             return False
     elif column.kind == DENSE:
-        if len(column.parts) != 1 or not 0 < column.itemsize <= 32 or len(column.shape) > MAX_DIMS:
+        if len(column.parts) != 1 or not 0 < column.itemsize <= MAX_ITEMSIZE or len(column.shape) > MAX_DIMS:
             return False
         nbytes, elements = rows * column.itemsize, max(rows, 1)
         for size in column.shape:
@@ -130,7 +131,7 @@ def _check_column(column: Column, layout: Layout) -> None:
     for offset, nbytes in column.parts:
         if offset < 0 or nbytes < 0 or offset % ALIGN or offset + nbytes > layout.nbytes:
             raise ProtocolError(f"{where}: part at {offset} of {nbytes} bytes outside {layout.nbytes} bytes")
-    if column.kind in (DENSE, RAGGED, VARIED) and not 0 < column.itemsize <= 32:
+    if column.kind in (DENSE, RAGGED, VARIED) and not 0 < column.itemsize <= MAX_ITEMSIZE:
         raise ProtocolError(f"{where}: itemsize {column.itemsize}")
     if not _fits(column, layout.rows):
         raise ProtocolError(f"{where}: a {column.kind} column of row shape {column.shape}, dimension {column.ragged}")
@@ -188,7 +189,6 @@ class Template:
                 raise ProtocolError(f"column {column.name!r}: {column.num_dims} dimensions, {column.num_parts} parts")
             self.places[column.name] = column, self.size
             self.size += column.num_dims + 2 * column.num_parts
-
         self._numbers = struct.Struct(f"<{self.size}{_LETTERS[width]}")
 
     def filled(self, numbers: Sequence[int]) -> Layout:
@@ -236,8 +236,8 @@ def decode_layout(data: bytes) -> Layout:
     Cached: the result is shared and must not be changed.
     """
     try:
-        layout = _of_one_row(data) if data[:1] == b"\xc1" else _decode(data)
-    except _DAMAGED as error:
+        layout = _of_one_row(data) if data[:1] == MARK else _decode(data)
+    except DAMAGED as error:
         raise ProtocolError(f"not a layout: {error}") from None
     check_layout(layout)
     return layout
@@ -253,7 +253,7 @@ def sizes_of(layouts: Sequence[bytes]) -> tuple[Template, Ints] | None:
     """The template of all these rows, and their numbers (n, `size`), of which nothing is checked; None where they have
     several templates, or are not of rows that were put alone."""
     first = layouts[0]
-    if first[:1] != b"\xc1":
+    if first[:1] != MARK:
         return None
     head, size = _head(first), len(first)
     if not all(one.startswith(head) and len(one) == size for one in layouts):
@@ -280,7 +280,7 @@ def _template(head: bytes) -> Template:
         raise ProtocolError(f"not a layout: numbers of {width} bytes")
     try:
         return Template(_decode_template(head[HEAD.size :]), width)
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise ProtocolError(f"not a layout: {error}") from None
 
 

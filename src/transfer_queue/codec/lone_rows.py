@@ -6,17 +6,16 @@ A column is read here when it is *plain* in all of the rows: tensors of one dtyp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
-from transfer_queue.codec.layout import ALIGN, MAX_ELEMENTS, ColumnTemplate, Template
-from transfer_queue.codec.rows import Copier
+from transfer_queue.codec.layout import ALIGN, MAX_ELEMENTS, MAX_ITEMSIZE, ColumnTemplate, Template
+from transfer_queue.codec.rows import Copier, collected
 from transfer_queue.memory.bytes import Bytes, Ints, address_of
 from transfer_queue.schema import DENSE, OBJECTS
 
-MAX_ITEMSIZE = 32
 OFFSETS_NBYTES = 16  # of the values of one row
 
 
@@ -30,7 +29,7 @@ class LoneRows:
     ) -> None:
         self._template = template
         self._numbers = numbers
-        self._memories = memories
+        self.memories = memories
         self._homes = homes
         self._offsets = offsets
         self._limits = np.minimum(nbytes, numbers[:, 0])
@@ -58,21 +57,13 @@ class LoneRows:
     @cached_property
     def bases(self) -> Ints:
         """The address of the memory that each row lies in."""
-        return np.array([address_of(memory) for memory in self._memories], np.int64)[self._homes]
+        return np.array([address_of(memory) for memory in self.memories], np.int64)[self._homes]
 
-    def spans(self, starts: Ints, sizes: Ints) -> Iterator[memoryview]:
+    def spans(self, starts: Ints, sizes: Ints) -> list[memoryview]:
         """The bytes from `starts` on of each row's memory."""
-        views = [memoryview(memory) for memory in self._memories]  # type: ignore[arg-type]
-        ends = (starts + sizes).tolist()
-        if len(views) == 1:
-            (view,) = views
-            return (view[start:end] for start, end in zip(starts.tolist(), ends, strict=True))
-        lying = zip(self._homes.tolist(), starts.tolist(), ends, strict=True)
-        return (views[home][start:end] for home, start, end in lying)
-
-    @property
-    def owners(self) -> Sequence[Bytes]:
-        return self._memories
+        views = [memoryview(memory) for memory in self.memories]  # type: ignore[arg-type]
+        lying = zip(self._homes.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
+        return [views[home][start:end] for home, start, end in lying]
 
 
 class LoneColumn:
@@ -87,12 +78,10 @@ class LoneColumn:
 
     def values(self, copier: Copier) -> Bytes:
         """The bytes of all rows, one after the other."""
-        into = copier.allocate(int(self._sizes.sum()))
         sources = self._rows.bases + self._starts
-        copier.collect(into, sources.tolist(), self._sizes.tolist(), self._rows.owners)
-        return into
+        return collected(sources.tolist(), self._sizes.tolist(), self._rows.memories, copier)
 
-    def messages(self) -> Iterator[memoryview]:
+    def messages(self) -> list[memoryview]:
         """The data of each row of an objects column. It fills its part: there is no other row."""
         return self._rows.spans(self._starts, self._sizes)
 

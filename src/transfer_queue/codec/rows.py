@@ -183,7 +183,7 @@ def take_ragged(block: BlockBytes, column: Column, rows: Ints, copier: Copier) -
     first = offsets[rows]
     lengths = offsets[rows + 1] - first
     sources = first * step + (block.address + column.parts[0][0])
-    return _collected(sources.tolist(), (lengths * step).tolist(), block, copier), offsets_of(lengths)
+    return collected(sources.tolist(), (lengths * step).tolist(), block, copier), offsets_of(lengths)
 
 
 def _step_offsets(block: BlockBytes, column: Column, step: int) -> Ints:
@@ -197,7 +197,7 @@ def _step_offsets(block: BlockBytes, column: Column, step: int) -> Ints:
     return offsets
 
 
-def _collected(sources: Sequence[int], sizes: Sequence[int], owners: object, copier: Copier) -> Bytes:
+def collected(sources: Sequence[int], sizes: Sequence[int], owners: object, copier: Copier) -> Bytes:
     """The bytes at these addresses, one after the other. `owners` keep them alive."""
     out = copier.allocate(sum(sizes))
     copier.collect(out, sources, sizes, owners)
@@ -264,7 +264,7 @@ def _gather_many(runs: Sequence[Run], copier: Copier) -> tuple[Bytes, Ints]:
             lengths += [b - a for a, b in itertools.pairwise(marks)]
         sources.append(block.address + column.parts[0][0] + first * step)
         sizes.append((last - first) * step)
-    return _collected(sources, sizes, runs, copier), offsets_of(lengths)
+    return collected(sources, sizes, runs, copier), offsets_of(lengths)
 
 
 def _steps(run: Run, ragged: int) -> tuple[Bytes, tuple[Ints, int, int]]:

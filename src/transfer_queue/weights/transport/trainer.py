@@ -100,7 +100,7 @@ class TrainerEngine(ABC):
         self._label = ""  # of the servers, as far as it is known
         self._estranged = False  # somebody may have an update open that could not be called off
         self._lacking: set[str] = set()  # servers of a plain client that missed something
-        self._late: list[TimedCall[object]] = []  # calls to the client that nobody waits for, and have not ended
+        self._late: list[TimedCall[object]] = []  # calls to the client since the last update, which may not have ended
 
     @classmethod
     @system_faults()
@@ -261,12 +261,9 @@ class TrainerEngine(ABC):
     def _meet(self, deadline: Deadline) -> None:
         """Introduce this run, which ends what is open there. Calls of updates before do not say whose they are: once
         these are over, for the introduction wakes them up, nothing of them can meet the next update."""
-        late, self._late = self._late, []
+        late = list(self._late)
         told = self.introduction(self._num_silent, deadline)
-        try:
-            self._ask(self._client.init_weight_transfer_engine, deadline, told)
-        finally:
-            self._late += late
+        self._ask(self._client.init_weight_transfer_engine, deadline, told)
         for call in late:
             if not call.ended(deadline.left()):
                 raise DeadlineExceeded("a call of an update before has not ended")
