@@ -53,4 +53,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-docs site .venv-peers .venv-frameworks .venv-vllm .venv-matrix build dist *.egg-info demo-out bench-out
+	rm -rf $(VENV) .venv-docs site .venv-peers .venv-redis .venv-reverb .venv-frameworks .venv-vllm .venv-matrix build dist *.egg-info demo-out bench-out

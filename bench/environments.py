@@ -27,3 +27,21 @@ def peer_python(override: Path | None, log: Path) -> Path:
     if not has(override, PEERS.versions):
         raise EnvironmentUnavailable(f"{override} does not have TransferQueue 0.1.11 and ray")
     return override.absolute()
+
+
+REVERB = Environment(
+    folder=ROOT / ".venv-reverb",
+    steps=(("dm-reverb[tensorflow]==0.14.0",),),
+    versions=(("dm-reverb", "0.14.0"), ("numpy", "")),
+)
+REDIS = Environment(folder=ROOT / ".venv-redis", steps=(("numpy", "redis"),), versions=(("redis", ""), ("numpy", "")))
+
+
+def reverb_python(log: Path) -> Path:
+    """As `peer_python`: an interpreter that has Reverb, with the TensorFlow that it was built for (1.6 GB)."""
+    return made(REVERB, log)
+
+
+def redis_python(log: Path) -> Path:
+    """As `peer_python`: an interpreter that has the client of Redis. `redis-server` has to be on the PATH."""
+    return made(REDIS, log)

@@ -15,16 +15,14 @@ import contextlib
 import gc
 import importlib
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from bench.contenders import Contender
 from bench.environments import ROOT, peer_python
 from bench.read_cases import CASES
 from bench.read_systems import SYSTEMS
@@ -69,33 +67,6 @@ def measure(system: str, case: str) -> None:
         sys.modules["transfer_queue"].close()
 
 
-class Contender(NamedTuple):
-    """`system` in this interpreter, with the packages of `tree` before others."""
-
-    system: str
-    python: str = sys.executable
-    tree: Path | None = None
-
-    def measured(self, case: str) -> dict[str, Any] | None:
-        """None for one that failed, or was not done within `LIMIT_S`."""
-        folders = [str(ROOT)]
-        if self.tree is not None:
-            folders.insert(0, str(self.tree / "src" if (self.tree / "src").exists() else self.tree))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-        code = f"from bench.reads import measure; measure({self.system!r}, {case!r})"
-        command = [self.python, "-c", code]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
-            try:
-                output, _ = process.communicate(timeout=LIMIT_S)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it started, such as a Ray cluster, ends with it
-        return next((json.loads(line) for line in reversed(output.splitlines()) if line.startswith("{")), None)
-
-
 def contenders(options: argparse.Namespace) -> dict[str, Contender]:
     found = {"here": Contender("queue", tree=ROOT)}
     if options.beside:
@@ -118,7 +89,7 @@ def main() -> None:
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
         for _ in range(options.rounds):
             for name, system in systems.items():
-                measured = system.measured(case)
+                measured = system.measured("bench.reads", case, LIMIT_S)
                 found[name] += [measured] if measured is not None else []
         for name, rounds in found.items():
             if not rounds:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from transfer_queue.codec import nested
 from transfer_queue.codec.nested import Offsets
@@ -62,3 +65,48 @@ def test_a_torch_whose_tensors_have_another_attribute_is_not_known(monkeypatch: 
 
     monkeypatch.setattr(nested, "_constructed", newer)
     assert not nested._is_known.__wrapped__()
+
+
+@pytest.mark.parametrize(("shape", "ragged"), SHAPES)
+def test_a_row_by_its_number_is_the_row_that_torch_gives(shape: tuple[int, ...], ragged: int) -> None:
+    values = torch.arange(float(np.prod(shape))).view(shape)
+    theirs, ours = (make(values, OFFSETS, ragged) for make in (nested._constructed, nested._put_together))
+    for index in range(-3, 3):
+        found = ours[index]
+        assert torch.equal(found, theirs[index])
+        assert found.untyped_storage().data_ptr() == values.untyped_storage().data_ptr(), "a view, as torch's is"
+        assert torch.equal(TensorDict({"x": ours}, [3])[index]["x"], theirs[index])
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_a_row_that_is_not_there_is_an_index_error(index: int) -> None:
+    with pytest.raises(IndexError):
+        nested._put_together(torch.arange(6.0), OFFSETS, 1)[index]
+
+
+def test_a_row_of_what_learns_is_differentiated() -> None:
+    learned = nested._put_together(torch.arange(6.0), OFFSETS, 1).detach().requires_grad_()
+    again = nested._remade(nested.JaggedRows, learned)
+    for one in (learned, again):
+        one[2].sum().backward()
+        assert one.grad.values().tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_copies_are_plain_nested_tensors() -> None:
+    ours = nested._put_together(torch.arange(6.0), OFFSETS, 1)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    copies = [copy.copy(ours), copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), torch.load(file)]  # noqa: S301
+    for one in [*copies, ours.clone(), ours + 1, ours.detach()]:
+        assert type(one) is NestedTensor
+    assert copies[1].values().data_ptr() != ours.values().data_ptr()
+    twice = copy.deepcopy([ours, ours])
+    assert twice[0] is twice[1]
+
+
+def test_a_compiled_function_takes_it_as_any_nested_tensor() -> None:
+    ours = nested._put_together(torch.arange(6.0), OFFSETS, 1)
+    doubled = torch.compile(lambda rows: rows * 2, backend="eager", fullgraph=True)(ours)
+    assert type(doubled) is NestedTensor
+    assert doubled.values().tolist() == [0, 2, 4, 6, 8, 10]

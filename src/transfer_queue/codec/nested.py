@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -52,6 +53,46 @@ class Offsets:
         return found
 
 
+class JaggedRows(NestedTensor):
+    """A NestedTensor that gives one row without looking at the others.
+
+    torch takes all of them apart for `x[3]`, by way of its schemas: 100 microseconds and more, where this takes 3.
+    What an operation makes of it is a plain NestedTensor, and so is what pickle and `copy` make.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        if type(index) is int:
+            with torch._C.DisableTorchFunctionSubclass():
+                count = len(self._offsets) - 1
+                if -count <= index < count and not self.requires_grad:
+                    index %= count
+                    begin, end = self._offsets[index : index + 2].tolist()
+                    return self._values.narrow(self._ragged_idx - 1, begin, end - begin)
+        return super().__getitem__(index)  # also what differentiates, and what says how many rows there are
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        rebuild, (function, _, *rest) = super().__reduce_ex__(protocol)
+        return rebuild, (function, NestedTensor, *rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        found = memo[id(self)] = copy.deepcopy(_remade(NestedTensor, self), memo)
+        return found
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        """As torch.compile needs it: of the class that was taken apart."""
+        return _remade(JaggedRows, NestedTensor.__tensor_unflatten__(inner, meta, size, stride))
+
+
+def _remade(kind: type[NestedTensor], of: Any) -> Any:
+    """The same rows, in the same memory, as a `kind`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return kind(
+            of._values, offsets=of._offsets, lengths=of._lengths, requires_grad=of.requires_grad,
+            _ragged_idx=of._ragged_idx, _metadata_cache=of._metadata_cache,
+        )  # fmt: skip
+
+
 def jagged(values: torch.Tensor, offsets: Offsets, ragged: int) -> torch.Tensor:
     """The jagged NestedTensor over `values` whose dimension `ragged` (counted with the batch) differs.
 
@@ -75,7 +116,7 @@ def _put_together(values: torch.Tensor, offsets: Offsets, ragged: int) -> torch.
     size = (offsets.count, *shape[:at], offsets.size, *shape[ragged:])
     steps = (offsets.step(strides[at]), *strides)
     found: Any = torch.Tensor._make_wrapper_subclass(
-        NestedTensor, size, steps, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
+        JaggedRows, size, steps, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
         "sizes", False, True, _KEYS, storage_size=values.untyped_storage().size(),
     )  # fmt: skip
     found._size, found._strides, found._ragged_idx = size, steps, ragged
