@@ -157,7 +157,7 @@ def _place(length: int, size: int, padding: Padding) -> slice:
 
 def _filled(name: str, shape: tuple[int, ...], like: torch.Tensor, padding: Padding) -> torch.Tensor:
     """A tensor of the padding's value. Raises `InvalidInput` where the dtype would change it into another number."""
-    fill = torch.tensor(padding.value)
+    fill = torch.tensor(padding.value, device="cpu")
     inexact = like.dtype.is_floating_point or like.dtype.is_complex
     if not inexact and (not math.isfinite(padding.value) or fill.to(like.dtype).item() != padding.value):
         raise InvalidInput(f"field {name!r} is {like.dtype}, which has no {padding.value!r} to pad with")

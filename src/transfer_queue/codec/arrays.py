@@ -221,7 +221,7 @@ class BufferReader:
         name, shape, ref = content
         number = self._refs[ref]
         if 0 in shape:
-            return torch.empty(shape, dtype=torch_dtype(name))
+            return torch.empty(shape, dtype=torch_dtype(name), device="cpu")
         flat = self._tensors.get((number, name))
         if flat is None:
             flat = torch.from_numpy(self._bytes(ref)).view(torch_dtype(name))

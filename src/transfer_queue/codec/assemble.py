@@ -374,6 +374,6 @@ def _known_shape(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, 
 
 def _typed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.from_numpy(data).view(dtype)
     return flat if len(shape) == 1 else flat.view(shape)

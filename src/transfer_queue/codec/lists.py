@@ -74,7 +74,7 @@ def _assemble(rows: Sequence[list[Any]], parts: list[bytearray], kind: type) -> 
     offsets = offsets_of([len(row) for row in rows])
     data = bytearray().join(parts)
     dtype = _FORMATS[kind][1]
-    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)), offsets
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")), offsets
 
 
 def _kind_of_all(rows: Sequence[list[Any]]) -> type | None:

@@ -13,6 +13,7 @@ from torch.nested._internal.nested_tensor import NestedTensor, get_tensor_symint
 from transfer_queue.memory.bytes import Ints
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.NestedTensor).add(torch._C.DispatchKey.AutogradNestedTensor)
+MAX_SHARED, MAX_SHARED_ROWS = 512, 1024
 
 
 class Offsets:
@@ -25,7 +26,8 @@ class Offsets:
         self.marks = marks
         self.count = len(marks) - 1
         self._steps: dict[int, Any] = {}
-        self.lengths = {"min_seqlen": torch.empty(shortest, 0), "max_seqlen": torch.empty(longest, 0)}
+        extremes = {"min_seqlen": shortest, "max_seqlen": longest}
+        self.lengths = {name: torch.empty(length, 0, device="cpu") for name, length in extremes.items()}
         for length in self.lengths.values():
             length._dynamo_propagated_dynamic_indices = {0}  # type: ignore[attr-defined]
 
@@ -36,9 +38,18 @@ class Offsets:
 
     @classmethod
     def uniform(cls, count: int, length: int) -> Offsets:
-        total = (count + 1) * length
-        marks = torch.arange(0, total, length) if length else torch.zeros(count + 1, dtype=torch.int64)
-        return cls(marks, length, length)
+        """Of rows of one length. Reads of as many such rows share them."""
+        if count > MAX_SHARED_ROWS:
+            return cls(_steps(count, length), length, length)
+        found = _UNIFORM.get((count, length))
+        if found is None:
+            with torch.inference_mode(False):  # later reads may be of somebody who learns from them
+                found = cls(_steps(count, length), length, length)
+            _ = found.size  # two threads that ask torch for it get different ones
+            if len(_UNIFORM) >= MAX_SHARED:
+                _UNIFORM.clear()
+            found = _UNIFORM.setdefault((count, length), found)
+        return found
 
     @cached_property
     def size(self) -> Any:
@@ -47,10 +58,19 @@ class Offsets:
 
     def step(self, stride: int) -> Any:
         """`size * stride`, which takes torch 4 microseconds."""
-        found = self._steps.get(stride)
+        found = self.size if stride == 1 else self._steps.get(stride)
         if found is None:
             found = self._steps[stride] = self.size * stride
         return found
+
+
+_UNIFORM: dict[tuple[int, int], Offsets] = {}
+
+
+def _steps(count: int, length: int) -> torch.Tensor:
+    if not length:
+        return torch.zeros(count + 1, dtype=torch.int64, device="cpu")
+    return torch.arange(0, (count + 1) * length, length, device="cpu")
 
 
 class JaggedRows(NestedTensor):
@@ -133,7 +153,7 @@ def _is_known() -> bool:
     attributes of the same values, of the tensor and of what it holds."""
     offsets = Offsets.uniform(2, 3)
     try:
-        made = [make(torch.zeros(2, 6, 4), offsets, 2) for make in (_constructed, _put_together)]
+        made = [make(torch.zeros(2, 6, 4, device="cpu"), offsets, 2) for make in (_constructed, _put_together)]
         return _described(made[0]) == _described(made[1])
     except (TypeError, AttributeError, RuntimeError):
         return False

@@ -72,7 +72,7 @@ class Allocation(Mapping[str, torch.Tensor]):
             data = (
                 torch.from_numpy(memory[offset : offset + nbytes]).view(dtype)
                 if nbytes
-                else torch.empty(0, dtype=dtype)
+                else torch.empty(0, dtype=dtype, device="cpu")
             )
             self._tensors[column.name] = data.view(shape)
 

@@ -27,7 +27,7 @@ class Ranks:
         return self._lowest([int(well)])[0] == 1
 
     def _lowest(self, numbers: list[int]) -> list[int]:
-        found = torch.tensor(numbers, dtype=torch.int64)
+        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         try:
             for group in _groups():
                 work = dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group, async_op=True)

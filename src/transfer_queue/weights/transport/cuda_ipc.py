@@ -78,7 +78,7 @@ class CudaIpcTrainer(TrainerEngine):
         super().__init__(info, client, source)
         self._device = device_called(info.device)
         self._uuid = uuid_of(self._device)
-        digest_at(torch.empty(0), info.algo)
+        digest_at(torch.empty(0, device="cpu"), info.algo)
         self._buffers: list[Shared] = []
         self._handles: tuple[tuple[Handle, ...], ...] = ()
         self._draft: tuple[WeightSource, Plan] | None = None

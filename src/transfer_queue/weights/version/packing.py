@@ -84,7 +84,7 @@ def pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor] | No
     """
     largest = max(where.buckets, default=0)
     if buffers is None:
-        buffers = [torch.empty(largest, dtype=torch.uint8) for _ in where.buckets[:2]]
+        buffers = [torch.empty(largest, dtype=torch.uint8, device="cpu") for _ in where.buckets[:2]]
     if len(buffers) < min(2, len(where.buckets)) or any(len(buffer) < largest for buffer in buffers):
         raise InvalidInput(f"two buffers of {largest} bytes are needed")
     return _pack(source, where, buffers)
