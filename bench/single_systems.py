@@ -44,6 +44,7 @@ class QueueEnd:
 
     def __init__(self, address: Any) -> None:
         import torch
+
         import transfer_queue as tq
 
         tq.init()

@@ -55,6 +55,6 @@ def test_allocated_tensors_lie_in_the_memory_of_the_host(shared: tq.TransferQueu
         room = shared.allocate({"x": ((2, 3), torch.float32), "e": ((2, 0), torch.int8)})
         assert {one.device.type for one in (room["x"], room["e"])} == {"cpu"}
         room["x"][:] = torch.ones(2, 3, device="cpu")
-        meta = room.publish(partition_id="default device")
+        meta = room.commit("default device")
     assert shared.get_data(meta)["x"].values().tolist() == [1.0] * 6
     shared.clear_partition("default device")

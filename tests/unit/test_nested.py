@@ -27,14 +27,14 @@ def test_this_torch_is_known() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 def test_it_is_made_as_torch_makes_it(shape: tuple[int, ...], ragged: int, dtype: torch.dtype) -> None:
     values = torch.arange(6 if 0 not in shape else 0).repeat(24)[: int(np.prod(shape))].view(shape).to(dtype)
-    theirs, ours = (make(values, OFFSETS, ragged) for make in (nested._constructed, nested._put_together))
+    theirs, ours = (make(values, OFFSETS, ragged) for make in (nested.constructed, nested._put_together))
     assert nested._described(ours) == nested._described(theirs)
     assert all(torch.equal(one, other) for one, other in zip(ours.unbind(), theirs.unbind(), strict=True))
 
 
 def test_it_does_what_a_jagged_tensor_does() -> None:
     values = torch.arange(12.0).view(6, 2)
-    theirs, ours = (make(values.clone(), OFFSETS, 1) for make in (nested._constructed, nested._put_together))
+    theirs, ours = (make(values.clone(), OFFSETS, 1) for make in (nested.constructed, nested._put_together))
     assert ours.shape == theirs.shape, "tensors of the same offsets combine"
     assert torch.equal((ours + theirs).values(), 2 * values)
     assert torch.equal(ours.to_padded_tensor(0.0), theirs.to_padded_tensor(0.0))
@@ -56,21 +56,21 @@ def test_another_torch_is_asked_to_make_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_torch_whose_tensors_have_another_attribute_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = nested._constructed
+    made = nested.constructed
 
     def newer(values: torch.Tensor, offsets: Offsets, ragged: int) -> torch.Tensor:
         found = made(values, offsets, ragged)
         found._something = 1  # type: ignore[attr-defined]
         return found
 
-    monkeypatch.setattr(nested, "_constructed", newer)
+    monkeypatch.setattr(nested, "constructed", newer)
     assert not nested._is_known.__wrapped__()
 
 
 @pytest.mark.parametrize(("shape", "ragged"), SHAPES)
 def test_a_row_by_its_number_is_the_row_that_torch_gives(shape: tuple[int, ...], ragged: int) -> None:
     values = torch.arange(float(np.prod(shape))).view(shape)
-    theirs, ours = (make(values, OFFSETS, ragged) for make in (nested._constructed, nested._put_together))
+    theirs, ours = (make(values, OFFSETS, ragged) for make in (nested.constructed, nested._put_together))
     for index in range(-3, 3):
         found = ours[index]
         assert torch.equal(found, theirs[index])

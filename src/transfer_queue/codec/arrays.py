@@ -12,7 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue.codec import images
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.codec.layout import MAX_DIMS, checked_offsets
-from transfer_queue.codec.nested import Offsets, jagged, trimmed
+from transfer_queue.codec.nested import Offsets, constructed, trimmed
 from transfer_queue.codec.values import Ext, encode
 from transfer_queue.errors import ProtocolError, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes
@@ -250,7 +250,7 @@ class BufferReader:
         marks = checked_offsets(offsets.numpy(), values.shape[ragged - 1], "a jagged tensor")
         if marks[0] or marks[-1] != values.shape[ragged - 1]:
             raise ProtocolError("the offsets of a jagged tensor do not cover its values")
-        return jagged(values, Offsets.of(marks), ragged)
+        return constructed(values, Offsets.of(marks), ragged)
 
     def _stack(self, content: Any) -> NonTensorStack:
         if not content:
