@@ -31,7 +31,7 @@ class OwnSession:
 
     def __init__(self, tq: Any) -> None:
         shared = tq.get_client()
-        self._client = type(shared)(type(shared.session)(shared.session.address))
+        self._client = type(shared).of(type(shared.session)(shared.session.address))
 
     def _run(self, function: Any, *arguments: Any) -> Any:
         from transfer_queue.client.drivers import run

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from transfer_queue.client.arenas import MappedArenas
+from transfer_queue.client.carried import CHANGING, Carrying
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
 from transfer_queue.client.listing import Listings
@@ -109,6 +110,7 @@ class Session:
         self._helpers: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.listings = Listings()
+        self.carrying = Carrying()
         self._rids = itertools.count(1)
         self._deferred: list[tuple[m.Message, str]] = []
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
@@ -232,7 +234,7 @@ class Session:
             if pause_s:
                 select.select([], [], [], pause_s)
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
-        return self._checked(found)
+        return self._checked(effect, found)
 
     def _retry(self, effect: Call, deadline: float) -> Retry:
         m.check_request(effect.request)  # a server closes the connection over what it cannot read
@@ -244,8 +246,10 @@ class Session:
             self._end(str(error))
         self._check_open()
 
-    def _checked(self, found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
+    def _checked(self, effect: Call, found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
         reply = found[0]
+        if type(effect.request) in CHANGING:
+            self.carrying.changed()
         if type(reply) is m.Failed:
             if reply.code == ServiceRestarted.code:  # this host's unit came to serve another life
                 self._end(self._restarted(reply.text))
@@ -371,7 +375,7 @@ class Session:
             if pause_s:
                 await asyncio.sleep(pause_s)
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
-        return self._checked(found)
+        return self._checked(effect, found)
 
     def confirm_on_loop(self, rid: int, to: str = "") -> None:
         """Tell that the answer to a request was received: with what the running loop sends next, or in a moment."""
@@ -455,6 +459,7 @@ class Session:
 
     def _detach(self, reason: ServiceUnavailable) -> None:
         _SESSIONS.discard(self)
+        self.carrying.changed()
         for future in list(self._loops.values()):
             if future.done() and not future.cancelled() and not future.exception():
                 future.result().abandon(reason)

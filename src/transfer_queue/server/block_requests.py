@@ -71,6 +71,15 @@ class BlockRequests:
             _leave(here)
         return reply, payload
 
+    def carried(self, reply: m.Located, payload: Payload) -> Answer | None:
+        """A controller's reply with all that it names; None where some of it lies elsewhere, or is too much."""
+        missing = sum(piece.location == m.REMOTE for piece in reply.pieces)
+        here = self.unit.describe(reply.pieces, reply.layouts)
+        nbytes = _aligned_nbytes(here) + sum(len(part) for part in payload)
+        if len(here) < missing or nbytes > m.CARRIED_NBYTES:
+            return None
+        return reply, self._riding(here, payload)
+
     def _riding(self, pieces: list[m.Piece], payload: Payload) -> Payload:
         """`payload` with the bytes of `pieces` appended."""
         before = sum(len(part) for part in payload)

@@ -1,4 +1,4 @@
-"""Fetches that take the data along: the rows of a task and where their cells are in one answer (`Fetch.locate`)."""
+"""Fetches that take the data along: the rows of a task and their cells in one answer (`Fetch.locate`, `.carry`)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from typing import TypeAlias
 
 from transfer_queue.controller import Controller
 from transfer_queue.errors import TransferQueueError
+from transfer_queue.server.block_requests import Payload
 from transfer_queue.server.sessions import Answer, ServerSession
 from transfer_queue.wire import messages as m
 
+ROW_NBYTES = 8  # of a global index
 Present: TypeAlias = "Callable[[m.Located, memoryview, ServerSession], Answer]"
+Carried: TypeAlias = "Callable[[m.Located, Payload], Answer | None]"
 
 
 class DataFetches:
-    """`present` completes a location with what lies on this host. Where that fails the answer has the rows alone, and
-    the client asks for the data by itself."""
+    """`present` completes a location with what lies on this host, and `carried` gives it with all its bytes, or None.
 
-    def __init__(self, present: Present) -> None:
+    Where either fails the answer has the rows alone, and the client asks for the data by itself.
+    """
+
+    def __init__(self, present: Present, carried: Carried) -> None:
         self._present = present
+        self._carried = carried
         self._parked: dict[Hashable, tuple[m.Fetch, ServerSession]] = {}
 
     def park(self, message: m.Fetch, session: ServerSession, ticket: Hashable) -> None:
@@ -38,14 +44,25 @@ class DataFetches:
             rows, located = reply, None
         else:
             return reply, (payload,) if payload else ()
+        if message.carry and len(rows.rows) > m.CARRIED_ROWS * ROW_NBYTES:
+            return rows, ()
         try:
             if located is None:
                 get = m.Get(message.rid, message.partition, None, rows.rows, message.fields, True)
                 found = controller.handle(get, None, session.ident, 0.0)  # type: ignore[attr-defined]
                 assert isinstance(found, m.Located)
                 located = found
-            answer = self._present(located, payload, session)
+            answer = self._with_data(message, located, payload, session)
         except TransferQueueError:
+            answer = None
+        if answer is None:
             return rows, ()
         assert isinstance(answer[0], m.Located)
         return m.Handed(message.rid, rows, answer[0]), answer[1]
+
+    def _with_data(
+        self, message: m.Fetch, located: m.Located, payload: memoryview, session: ServerSession
+    ) -> Answer | None:
+        if message.carry:
+            return self._carried(located, (payload,) if payload else ())
+        return self._present(located, payload, session)

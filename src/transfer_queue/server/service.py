@@ -85,7 +85,7 @@ class Service:
         self.num_requests = 0
         self._held: dict[Hashable, list[HeldBlock]] = {}
         self._reading: dict[Hashable, Reading] = {}
-        self._data_fetches = DataFetches(self._present)
+        self._data_fetches = DataFetches(self._present, self.blocks.carried)
         self._rules: dict[type, Callable[[m.Request, ServerSession], Answer]] = {
             m.Read: self.blocks.read, m.Write: self.blocks.write, m.Take: self.blocks.take,
             m.Pin: self.blocks.pin, m.Adopt: self.blocks.adopt, m.Stats: self._stats,
@@ -227,7 +227,7 @@ class Service:
         if isinstance(message, m.Fetch) and message.holder and message.holder not in self.sessions.by_ident:
             raise LeaseExpired("the session that would hold the rows has ended")
         reply = self.controller.handle(message, ticket, session.ident, now)
-        if isinstance(message, m.Fetch) and message.locate:
+        if isinstance(message, m.Fetch) and (message.locate or message.carry):
             if reply is None:
                 self._data_fetches.park(message, session, ticket)
                 return None

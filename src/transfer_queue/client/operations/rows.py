@@ -95,20 +95,16 @@ def fetch(
     if lease_s:
         session.pin_connection()
     request = m.Fetch(
-        session.next_rid(),
-        partition_id,
-        data_fields,
-        _as_sent(batch_size),
-        task_name,
-        sampling,
-        wait_s,
-        empty_on_timeout,
-        lease_s,
-    )
-    reply = (yield Call(request, wait_s=wait_s))[0]
-    if not reply.rows:
+        session.next_rid(), partition_id, data_fields, _as_sent(batch_size), task_name, sampling, wait_s,
+        empty_on_timeout, lease_s,
+    )  # fmt: skip
+    request.carry, changes = session.carrying.wanted(request), session.carrying.changes
+    reply, payload = yield Call(request, wait_s=wait_s)
+    cells, rows = ((reply.located, payload), reply.rows) if isinstance(reply, m.Handed) else (None, reply)
+    if not rows.rows:
         return BatchMeta.empty()
-    meta = batch_meta(session.service_id, reply, partition_id)
+    meta = batch_meta(session.service_id, rows, partition_id)
+    session.carrying.fetched(meta, request, rows.rows, cells, changes)
     warn_repeated(meta)
     return meta
 
@@ -280,7 +276,8 @@ def get_data(
         m.Get(session.next_rid(), part.sole_partition, None, part.indexes.tobytes(), fields, True, life)
         for part in _segments(metadata)
     ]
-    return (yield from read(session, requests, copy=copy, out=out, device=device, dense=dense, pad=pad))
+    cells = session.carrying.read(metadata, requests)
+    return (yield from read(session, requests, copy=copy, out=out, device=device, dense=dense, pad=pad, located=cells))
 
 
 def _segments(meta: BatchMeta) -> list[BatchMeta]:

@@ -41,6 +41,8 @@ from transfer_queue.wire.messages.base import Reply as Reply
 from transfer_queue.wire.messages.base import Request as Request
 from transfer_queue.wire.messages.base import Tags as Tags
 from transfer_queue.wire.messages.base import Waiting as Waiting
+from transfer_queue.wire.messages.blocks import CARRIED_NBYTES as CARRIED_NBYTES
+from transfer_queue.wire.messages.blocks import CARRIED_ROWS as CARRIED_ROWS
 from transfer_queue.wire.messages.blocks import INLINE_NBYTES as INLINE_NBYTES
 from transfer_queue.wire.messages.blocks import UNIT_SHIFT as UNIT_SHIFT
 from transfer_queue.wire.messages.blocks import Allocate as Allocate
@@ -122,7 +124,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 ClientMessage: TypeAlias = (

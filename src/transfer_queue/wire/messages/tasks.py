@@ -14,7 +14,8 @@ class Fetch(Request):
 
     With `lease_s` the rows are lent to the session `holder` (b"": the asker's) until they are acknowledged. With
     `until_done` the answer is empty once every row is used or lent to that holder, and there are as many as declared.
-    With `locate` the answer is `Handed`: it has where the cells are as well.
+    With `locate` the answer is `Handed`: it has where the cells are as well. With `carry` it is where the cells are few
+    and ride with the answer; it pins nothing then.
 
     With `dp_size` the rows are dealt to that many ranks at once, `batch_size` to each, and `sampling` says whose share
     (`dp_rank`) of which batch (`batch_index`) this is. `used`: rows of that share that were used before and are not
@@ -36,6 +37,7 @@ class Fetch(Request):
     dp_size: int = 0
     used: int = 0
     until_cleared: bool = False
+    carry: bool = False
 
 
 class Handed(Reply):
