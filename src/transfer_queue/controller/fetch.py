@@ -428,12 +428,15 @@ class Fetching:
 
     def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: ReadyView) -> tuple[Slots, Slots]:
         """The slots to hand out and those used up, -1 for rows that do not exist."""
-        candidates = table.index[view.first(self.sampler.needs(batch_size), table.size)].tolist()
+        slots = view.first(self.sampler.needs(batch_size), table.size)
+        candidates = table.index[slots].tolist()  # the sampler's, which may change it
         config["partition"] = SamplerView(table)
         if config.get(BUDGET) is not None:
             config["production_done"] = _is_produced(table, config["task_name"], view)
         sampled, consumed = self.sampler.sample(candidates, batch_size, **config)
-        return table.slots_of(np.array(sampled, np.int64)), table.slots_of(np.array(consumed, np.int64))
+        chosen = _slots_of(sampled, slots, table)
+        same = type(consumed) is type(sampled) is list and consumed == sampled
+        return chosen, chosen if same else _slots_of(consumed, slots, table)
 
     def _ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the sampler. It may be anybody's code: whatever it raises becomes an error of the one who asked."""
@@ -444,6 +447,14 @@ class Fetching:
         except Exception as error:
             log.exception("%s failed", type(self.sampler).__name__)
             raise SamplerFailed(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
+
+
+def _slots_of(rows: Any, offered: Slots, table: Table) -> Slots:
+    """The slots of the rows that a sampler names; most name the first that they were offered."""
+    first = offered[: len(rows)]
+    if type(rows) is list and rows == table.index[first].tolist():
+        return first
+    return table.slots_of(np.array(rows, np.int64))
 
 
 def _views_of(table: Table, slots: Slots, touched: set[str]) -> Iterator[tuple[Task, ReadyView, Flags | None]]:

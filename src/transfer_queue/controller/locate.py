@@ -34,6 +34,10 @@ def _fields(message: Get, table: Table, slots: Slots) -> list[str]:
     wanted = message.fields
     if wanted is not None and len(set(wanted)) != len(wanted):
         raise InvalidInput(f"fields {wanted}: name each field once")
+    if wanted and not table.lost:
+        ready = table.ready(slots, wanted)
+        if ready is not None and ready.all():
+            return list(wanted)
     common = set(table.common_fields(slots))
     if table.lost and (wanted is None or not common.issuperset(wanted)):
         lost = sorted(table.lost.intersection(table.index[slots].tolist()))

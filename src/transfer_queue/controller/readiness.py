@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 Slots = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 SCAN_SLOTS = 4096
+FIRST_SLOTS = 64  # are looked at first, where few rows are wanted
 # In place of a lease: kept for a later request that the sampler already has rows for, or that they were dealt to.
 RESERVED, DEALT = -1, -2
 KEPT = frozenset((RESERVED, DEALT))
@@ -39,17 +40,25 @@ class ReadyView:
             self.low = min(self.low, int(slots.min()))
 
     def remove(self, slots: Slots) -> None:
+        if len(slots) == 1:
+            self._remove_one(int(slots[0]))
+            return
         held = slots[self.ready[slots]]
         if len(held):
             self.ready[held] = False
             self.count -= len(held)
+
+    def _remove_one(self, slot: int) -> None:
+        if self.ready[slot]:
+            self.ready[slot] = False
+            self.count -= 1
 
     def first(self, limit: int | None, size: int) -> Slots:
         """The first `limit` ready slots (None: all) in ascending order, of `size` slots in use."""
         if limit is None or limit >= self.count:
             limit = self.count
         found: list[Slots] = []
-        missing, at, step = limit, self.low, SCAN_SLOTS
+        missing, at, step = limit, self.low, SCAN_SLOTS if limit > FIRST_SLOTS // 2 else FIRST_SLOTS
         while missing > 0 and at < size:
             part = np.flatnonzero(self.ready[at : min(at + step, size)])[:missing] + at
             if len(part):

@@ -107,11 +107,20 @@ class Table:
 
     def slots_of(self, indexes: NDArray[np.int64]) -> Slots:
         """Slots of global indexes, -1 where there is no such live row."""
+        if len(indexes) == 1:
+            return self._slot_of(indexes)
         found = np.searchsorted(self.index[: self.size], indexes)
         found[found == self.size] = 0
         if not self.size:
             return np.full(len(indexes), -1)
         found[(self.index[found] != indexes) | ~self.alive[found]] = -1
+        return found
+
+    def _slot_of(self, index: NDArray[np.int64]) -> Slots:
+        found = np.searchsorted(self.index[: self.size], index)
+        at = int(found[0])
+        if at == self.size or self.index[at] != index[0] or not self.alive[at]:
+            found[0] = -1
         return found
 
     def live(self) -> Slots | slice:
@@ -249,6 +258,8 @@ class Table:
         """How many cells of each block lie under `slots` and `columns`."""
         if not len(columns):
             return []
+        if len(slots) == 1 and not self.cells[: len(self.fields), slots[0]].any():
+            return []  # a new row
         under = self.cells[np.array(columns)[:, None], slots]
         if not under.any():
             return []
@@ -276,6 +287,9 @@ class Table:
         """Sorted fields that every one of `slots` has."""
         if not len(slots):
             return []
+        if len(slots) == 1:
+            written = self.cells[: len(self.fields), slots[0]].tolist()
+            return sorted(name for name, field in self.fields.items() if written[field.number])
         have = (self.cells[: len(self.fields), slots] != 0).all(axis=1)
         return sorted(name for name, field in self.fields.items() if have[field.number])
 
