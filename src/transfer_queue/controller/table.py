@@ -258,8 +258,8 @@ class Table:
         """How many cells of each block lie under `slots` and `columns`."""
         if not len(columns):
             return []
-        if len(slots) == 1 and not self.cells[: len(self.fields), slots[0]].any():
-            return []  # a new row
+        if len(slots) == 1:
+            return self._release_one(int(slots[0]), columns)
         under = self.cells[np.array(columns)[:, None], slots]
         if not under.any():
             return []
@@ -271,6 +271,14 @@ class Table:
                 counts = np.bincount(inverse, weights=per_slot).astype(np.int64)
                 released += [(b, c) for b, c in zip(blocks.tolist(), counts.tolist(), strict=True) if c]
         return released
+
+    def _release_one(self, slot: int, columns: Sequence[int]) -> Released:
+        under = self.cells[: len(self.fields), slot].tolist()
+        counts: dict[int, int] = {}
+        for number in (under[column] for column in columns):
+            if number:
+                counts[number] = counts.get(number, 0) + 1
+        return [(int(self.groups[number].block[slot]), count) for number, count in counts.items()]
 
     def ready(self, slots: Slots, fields: Sequence[str]) -> Flags | None:
         """Which of `slots` are alive with all `fields` written; None when a field does not exist."""
