@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transfer_queue.wire.messages.base import Message, Reply, Request
 
-CARRIED_ROWS, CARRIED_NBYTES = 64, 128 << 10  # at most, of a fetch with `carry`
+CARRIED_ROWS, CARRIED_NBYTES = 256, 128 << 10  # at most, of a fetch with `carry`
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
 UNIT_SHIFT = 40  # the bits of a block number above these name its unit
 
