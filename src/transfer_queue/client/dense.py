@@ -65,6 +65,8 @@ def to_dense(data: TensorDict, pad: Pad | None = None) -> TensorDict:
     check_pad(pad)
     if isinstance(pad, Mapping) and not pad.keys() <= set(data.keys()):
         raise InvalidInput(f"pad names fields that are not there: {sorted(pad.keys() - set(data.keys()))}")
+    if not any(isinstance(value, torch.Tensor) and value.is_nested for value in data.values()):
+        return data
     found: dict[str, Any] = {}
     masks: dict[str, torch.Tensor] = {}
     for name in data.keys():  # noqa: SIM118  a TensorDict iterates over rows

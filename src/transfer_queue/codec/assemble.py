@@ -50,7 +50,7 @@ Located = Sequence[tuple[BlockBytes, int, int]]  # (block, first row, number of 
 
 class Assembler:
     """Turns runs into values; `out` maps fields to preallocated dense tensors (n, *row shape). `name_row` says what row
-    number so and so of the result is called."""
+    number so and so of the result is called. `plain`: rows of one shape become a plain tensor, (n, *row shape)."""
 
     def __init__(
         self,
@@ -58,11 +58,13 @@ class Assembler:
         allow_pickle: bool,
         out: Mapping[str, torch.Tensor] | None = None,
         name_row: Callable[[int], str] = "row {}".format,
+        plain: bool = False,
     ) -> None:
         self.copier = copier
         self.allow_pickle = allow_pickle
         self.out = out or {}
         self.name_row = name_row
+        self.plain = plain
         self._offsets: dict[object, Offsets] = {}
 
     def scattered(self, schema: FieldSchema, block: BlockBytes, rows: Ints) -> Any:
@@ -146,6 +148,8 @@ class Assembler:
         self, data: Bytes, offsets: Ints, dtype: torch.dtype, shape: tuple[int, ...], ragged: int
     ) -> torch.Tensor:
         """Rows joined along their dimension `ragged`. Fields of equal offsets share them."""
+        if self.plain and len(offsets) == 2:
+            return _typed(data, dtype, (1, *shape[:ragged], int(offsets[1]), *shape[ragged + 1 :]))
         place = offsets.tobytes()
         if place not in self._offsets:
             self._offsets[place] = Offsets.of(offsets)
@@ -214,8 +218,8 @@ class Assembler:
             )
 
     def _dense(self, data: Bytes, dtype: torch.dtype, count: int, shape: tuple[int, ...]) -> torch.Tensor:
-        if not shape:
-            return _typed(data, dtype, (count,))
+        if not shape or self.plain:
+            return _typed(data, dtype, (count, *shape))
         return jagged(_typed(data, dtype, (count * shape[0], *shape[1:])), self._uniform(count, shape[0]), 1)
 
     def _uniform(self, count: int, length: int) -> Offsets:

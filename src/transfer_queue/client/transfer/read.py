@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -57,7 +58,9 @@ def read(
     gathers = own or any(len(part.runs) > RUN_NBYTES for one in replies for part in one.reply.parts)
     nbytes = sum(piece.nbytes for one in replies for piece in one.reply.pieces)
     name_row = _names([(request, one.reply.count) for request, one in zip(requests, replies, strict=True)])
-    found: TensorDict = yield Offload(lambda: _assembled(session, replies, out, name_row), nbytes if gathers else 0)
+    plain = dense and pad is None
+    work = functools.partial(_assembled, session, replies, out, name_row, plain)
+    found: TensorDict = yield Offload(work, nbytes if gathers else 0)
     if device is not None:
         found = found.to(device)
     for one in replies:
@@ -119,10 +122,11 @@ def _assembled(
     replies: list[LocatedRows],
     out: Mapping[str, torch.Tensor] | None,
     name_row: Callable[[int], str],
+    plain: bool,
 ) -> TensorDict:
     copies = Copies(session.mover)
     copier = Copier(session.pool.allocate, copies.copy, copies.take, copies.collect)
-    assembler = Assembler(copier, session.allow_pickle, out, name_row)
+    assembler = Assembler(copier, session.allow_pickle, out, name_row, plain)
     schema = {field.name: field for field in replies[0].reply.schema}
     if not schema:
         return TensorDict({}, batch_size=[0])
