@@ -1,4 +1,4 @@
-"""One of several systems, measured in a process of its own."""
+"""Systems that are measured each in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.environments import ROOT
+from bench.environments import ROOT, EnvironmentUnavailable, peer_python, redis_python, reverb_python
+
+LOG = ROOT / ".venv-peers.log"
 
 
 class Contender(NamedTuple):
@@ -39,3 +42,26 @@ class Contender(NamedTuple):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # what it started, such as a Ray cluster, ends with it
         return next((json.loads(line) for line in reversed(output.splitlines()) if line.startswith("{")), None)
+
+
+PEERS: dict[str, tuple[str, Callable[[], Path]]] = {
+    "0.1.11": ("queue", lambda: peer_python(None, LOG)),
+    "ray": ("ray", lambda: peer_python(None, LOG)),
+    "hand": ("hand", lambda: Path(sys.executable)),
+    "redis": ("redis", lambda: redis_python(LOG)),
+    "reverb": ("reverb", lambda: reverb_python(LOG)),
+    "pipe": ("pipe", lambda: Path(sys.executable)),
+}
+"""By name: the system, and what makes or finds its interpreter."""
+
+
+def contenders(names: str, say: Callable[[str], None]) -> dict[str, Contender]:
+    """The peers of these names, which commas separate; `say` tells of those that cannot be installed here."""
+    found: dict[str, Contender] = {}
+    for name in names.split(",") if names else []:
+        system, python = PEERS[name]
+        try:
+            found[name] = Contender(system, str(python()))
+        except EnvironmentUnavailable as error:
+            say(f"{name} is left out: {error}")
+    return found

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.contenders import Contender
-from bench.environments import ROOT, peer_python
+from bench.contenders import Contender, contenders
+from bench.environments import ROOT
 from bench.read_cases import CASES
 from bench.read_systems import SYSTEMS
 
@@ -67,16 +67,6 @@ def measure(system: str, case: str) -> None:
         sys.modules["transfer_queue"].close()
 
 
-def contenders(options: argparse.Namespace) -> dict[str, Contender]:
-    found = {"here": Contender("queue", tree=ROOT)}
-    if options.beside:
-        found["beside"] = Contender("queue", tree=options.beside.resolve())
-    wanted = options.peers.split(",") if options.peers else []
-    python = str(peer_python(None, ROOT / ".venv-peers.log")) if {"ray", "0.1.11"} & set(wanted) else ""
-    peers = {"ray": Contender("ray", python), "0.1.11": Contender("queue", python), "hand": Contender("hand")}
-    return found | {name: peers[name] for name in wanted}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beside", type=Path)
@@ -84,7 +74,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default=",".join(CASES))
     options = parser.parse_args()
-    systems = contenders(options)
+    systems = {"here": Contender("queue", tree=ROOT)}
+    if options.beside:
+        systems["beside"] = Contender("queue", tree=options.beside.resolve())
+    systems |= contenders(options.peers, print)
     for case in options.only.split(","):
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
         for _ in range(options.rounds):

@@ -13,15 +13,14 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.contenders import Contender
-from bench.environments import ROOT, EnvironmentUnavailable, peer_python, redis_python, reverb_python
+from bench.contenders import Contender, contenders
+from bench.environments import ROOT
 from bench.single_systems import SYSTEMS, End, System
 
 LIMIT_S = 120
@@ -119,30 +118,6 @@ def _run(context: SpawnContext, system: System, address: Any, case: Case) -> lis
     return [one for one in found if one is not None]
 
 
-INTERPRETERS: dict[str, Callable[[Path], Path]] = {
-    "0.1.11": lambda log: peer_python(None, log),
-    "redis": redis_python,
-    "reverb": reverb_python,
-    "pipe": lambda _log: Path(sys.executable),
-}
-
-
-def contenders(options: argparse.Namespace) -> dict[str, Contender]:
-    found = {"here": Contender("queue", tree=ROOT), "take": Contender("take", tree=ROOT)}
-    if options.beside:
-        found["beside"] = Contender("queue", tree=options.beside.resolve())
-        found["beside take"] = Contender("take", tree=options.beside.resolve())
-    log = ROOT / ".venv-peers.log"
-    for name in options.peers.split(",") if options.peers else []:
-        try:
-            python = str(INTERPRETERS[name](log))
-        except EnvironmentUnavailable as error:
-            print(f"{name}: {error}")
-        else:
-            found[name] = Contender("queue" if name == "0.1.11" else name, python)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beside", type=Path)
@@ -150,7 +125,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default=",".join(CASES))
     options = parser.parse_args()
-    systems = contenders(options)
+    systems = {"here": Contender("queue", tree=ROOT), "take": Contender("take", tree=ROOT)}
+    if options.beside:
+        tree = options.beside.resolve()
+        systems |= {"beside": Contender("queue", tree=tree), "beside take": Contender("take", tree=tree)}
+    systems |= contenders(options.peers, print)
     for case in options.only.split(","):
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
         for _ in range(options.rounds):

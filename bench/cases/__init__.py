@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.cases import batches, calls, checkpoints, crowd, hosts, life, mixed, starting, streaming, weights
+from bench.cases import batches, calls, checkpoints, crowd, hosts, life, mixed, rows, starting, streaming, weights
 from bench.result import Row
 from bench.rounds import Bench
 
@@ -32,6 +32,8 @@ CASES: dict[int, Callable[[Bench], list[Row]]] = {
     24: weights.late,
     25: weights.difference,
     26: weights.recovery,
+    27: rows.reads,
+    28: rows.singles,
     11: life.cold_start,
     12: life.memory,
     16: starting.start_up,
@@ -65,4 +67,6 @@ TITLES: dict[int, str] = {
     24: "weights to a late server",
     25: "weights as differences",
     26: "recovery after a failed update of weights",
+    27: "rows as rollouts write them",
+    28: "rows one at a time",
 }
