@@ -98,7 +98,7 @@ def test_it_is_so_on_an_event_loop(shared: TransferQueueClient, part: str) -> No
 
     async def take() -> list[float]:
         meta = await shared.async_get_meta(["x"], 1, part, task_name=f"task of {part}")
-        assert meta.carried.cells is not None  # type: ignore[attr-defined]
+        assert meta._carried.cells is not None  # type: ignore[attr-defined]
         found: list[float] = (await shared.async_get_data(meta))["x"].values().tolist()
         return found
 
@@ -176,7 +176,7 @@ def test_only_the_metadata_of_the_fetch_itself_has_them(
     put(shared, part, 1.0, 2.0)
     fetched = fetch(shared, part, 2)
     derived = [fetched[:1], fetched.select_samples([1]), copy.copy(fetched), pickle.loads(pickle.dumps(fetched))]  # noqa: S301
-    assert all(one.carried is None for one in derived)
+    assert all(one._carried is None for one in derived)
     assert xs(other, fetched) == [1.0, 2.0], "another client asks"
     put(shared, part, 3.0)
     changed = fetch(shared, part)
@@ -186,13 +186,13 @@ def test_only_the_metadata_of_the_fetch_itself_has_them(
 
 def test_who_does_not_read_is_not_sent_them(shared: TransferQueueClient, part: str) -> None:
     put(shared, part, *map(float, range(60)))
-    assert fetch(shared, part).carried.cells is None  # type: ignore[attr-defined]
+    assert fetch(shared, part)._carried.cells is None  # type: ignore[attr-defined]
     shared.get_data(fetch(shared, part))
-    sent = [fetch(shared, part).carried.cells is not None for _ in range(40)]  # type: ignore[attr-defined]
+    sent = [fetch(shared, part)._carried.cells is not None for _ in range(40)]  # type: ignore[attr-defined]
     assert sent == [True] * carried.MAX_UNREAD + [False] * (40 - carried.MAX_UNREAD)
     shared.get_data(fetch(shared, part))
-    assert fetch(shared, part).carried.cells is not None  # type: ignore[attr-defined]
-    assert fetch(shared, part, task="another").carried.cells is None  # type: ignore[attr-defined]
+    assert fetch(shared, part)._carried.cells is not None  # type: ignore[attr-defined]
+    assert fetch(shared, part, task="another")._carried.cells is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 40_000), (257, 1)], ids=["many bytes", "many rows"])
@@ -202,7 +202,7 @@ def test_what_is_much_does_not_come_along_and_is_not_pinned(
     reading(shared, part)
     shared.put({"x": torch.ones(rows, width)}, partition_id=part)
     fetched = fetch(shared, part, rows)
-    assert fetched.carried.cells is None  # type: ignore[attr-defined]
+    assert fetched._carried.cells is None  # type: ignore[attr-defined]
     assert not shared.stats()["pinned_nbytes"]
     assert len(xs(shared, fetched)) == rows * width
 

@@ -62,14 +62,14 @@ class Carrying:
     def fetched(self, meta: BatchMeta, request: m.Fetch, rows: bytes, cells: Cells | None, changes: int) -> None:
         """`meta` is of the rows of a fetch that was sent after so many `changes`."""
         until = time.monotonic() + FRESH_S if cells is not None else 0.0
-        meta.carried = CarriedCells(self, request, rows, cells, until, changes)
+        meta._carried = CarriedCells(self, request, rows, cells, until, changes)
 
     def read(self, meta: BatchMeta, requests: list[m.Get]) -> Cells | None:
         """The cells of `meta`, which `requests` ask for, where they came along and are still good."""
-        carried = meta.carried
+        carried = meta._carried
         if not isinstance(carried, CarriedCells):
             return None
-        meta.carried = None
+        meta._carried = None
         if carried.owner is not self:
             return None
         if len(self._unread) >= MAX_READERS:

@@ -26,13 +26,13 @@ class BatchContents:
     """
 
     __slots__ = (
-        "_backend", "_ids", "_parts", "_schema", "_schema_shown", "_size", "_status", "_tags", "carried",
+        "_backend", "_ids", "_parts", "_schema", "_schema_shown", "_size", "_status", "_tags", "_carried",
         "extra_info", "lease", "service_id",
     )  # fmt: skip
 
     extra_info: dict[str, Any]
     lease: int  # the lease the rows are held on, 0 for none; parts share it
-    carried: object  # what the client that fetched the rows knows of them; no copy or part has it
+    _carried: object  # what the client that fetched the rows knows of them; no copy or part has it
     service_id: bytes  # the life of the service that named the rows, b"" when it is not known
     _ids: IntArray | list[int]  # a read-only array until it was shown as a list
     _parts: str | list[str]  # one partition for all rows until it was shown as a list
@@ -58,7 +58,7 @@ class BatchContents:
         self.extra_info = extra_info
         self.lease = 0
         self.service_id = b""
-        self.carried = None
+        self._carried = None
         self._tags = tags or DictColumn(self._size)
         self._backend = backend or DictColumn(self._size)
         return self
