@@ -66,6 +66,12 @@ def reading(client: TransferQueueClient, part: str) -> None:
     assert xs(client, fetch(client, part)) == [-1.0]
 
 
+def came(meta: BatchMeta) -> bool:
+    """Whether the cells came along."""
+    known: carried.CarriedCells = meta._carried  # type: ignore[assignment]
+    return bool(known.cells)
+
+
 def requests(client: TransferQueueClient) -> int:
     count: int = client.stats()["requests"]
     return count
@@ -98,8 +104,9 @@ def test_it_is_so_on_an_event_loop(shared: TransferQueueClient, part: str) -> No
 
     async def take() -> list[float]:
         meta = await shared.async_get_meta(["x"], 1, part, task_name=f"task of {part}")
-        assert meta._carried.cells is not None  # type: ignore[attr-defined]
+        before = (await shared.async_stats())["requests"]
         found: list[float] = (await shared.async_get_data(meta))["x"].values().tolist()
+        assert (await shared.async_stats())["requests"] == before + 1
         return found
 
     assert asyncio.run(take()) == [1.0]
@@ -118,6 +125,7 @@ def test_a_client_reads_what_it_wrote(shared: TransferQueueClient, part: str) ->
     reading(shared, part)
     meta = put(shared, part, 1.0)
     fetched = fetch(shared, part)
+    assert came(fetched)
     shared.put({"x": torch.tensor([[2.0]])}, meta)
     assert xs(shared, fetched) == [2.0]
 
@@ -126,6 +134,7 @@ def test_a_client_does_not_read_what_it_cleared(shared: TransferQueueClient, par
     reading(shared, part)
     put(shared, part, 1.0)
     fetched = fetch(shared, part)
+    assert came(fetched)
     shared.clear_samples(fetched)
     with pytest.raises(StorageKeyNotFoundError):
         shared.get_data(fetched)
@@ -148,6 +157,7 @@ def test_a_write_that_began_before_the_fetch_and_ended_after_it_is_read(
 
     monkeypatch.setattr(shared.session, "call", call)
     shared.put({"x": torch.tensor([[2.0]])}, meta)
+    assert came(fetched[0])
     assert xs(shared, fetched[0]) == [2.0]
 
 
@@ -186,13 +196,14 @@ def test_only_the_metadata_of_the_fetch_itself_has_them(
 
 def test_who_does_not_read_is_not_sent_them(shared: TransferQueueClient, part: str) -> None:
     put(shared, part, *map(float, range(60)))
-    assert fetch(shared, part)._carried.cells is None  # type: ignore[attr-defined]
+    assert not came(fetch(shared, part))
     shared.get_data(fetch(shared, part))
-    sent = [fetch(shared, part)._carried.cells is not None for _ in range(40)]  # type: ignore[attr-defined]
-    assert sent == [True] * carried.MAX_UNREAD + [False] * (40 - carried.MAX_UNREAD)
+    sent = [came(fetch(shared, part)) for _ in range(40)]
+    most = carried.MAX_UNUSED // carried.UNUSED
+    assert sent == [True] * most + [False] * (40 - most)
     shared.get_data(fetch(shared, part))
-    assert fetch(shared, part)._carried.cells is not None  # type: ignore[attr-defined]
-    assert fetch(shared, part, task="another")._carried.cells is None  # type: ignore[attr-defined]
+    assert came(fetch(shared, part))
+    assert not came(fetch(shared, part, task="another"))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 40_000), (257, 1)], ids=["many bytes", "many rows"])
@@ -202,7 +213,7 @@ def test_what_is_much_does_not_come_along_and_is_not_pinned(
     reading(shared, part)
     shared.put({"x": torch.ones(rows, width)}, partition_id=part)
     fetched = fetch(shared, part, rows)
-    assert fetched._carried.cells is None  # type: ignore[attr-defined]
+    assert not came(fetched)
     assert not shared.stats()["pinned_nbytes"]
     assert len(xs(shared, fetched)) == rows * width
 
@@ -234,8 +245,98 @@ def test_rows_of_other_hosts_are_read_as_ever(start_host: Callable[..., Host]) -
             part = f"p{next(numbers)}"
             reading(reader, part)
             put(writer, part, 1.0)
-            assert xs(reader, fetch(reader, part)) == [1.0]
+            fetched = fetch(reader, part)
+            assert came(fetched) == (writer is head.client), "what lies with the controller comes along"
+            assert xs(reader, fetched) == [1.0]
             put(head.client, part, 2.0)
             put(joined.client, part, 3.0)
             assert sorted(xs(reader, fetch(reader, part, 2))) == [2.0, 3.0]
     afar.close()
+
+
+def test_the_order_of_the_fields_does_not_matter(shared: TransferQueueClient, part: str) -> None:
+    def fetched() -> BatchMeta:
+        return shared.get_meta(["z", "a"], 1, part, task_name=f"task of {part}")
+
+    shared.put({"a": torch.ones(2, 1), "z": torch.zeros(2, 1)}, partition_id=part)
+    first = shared.get_data(fetched())
+    meta = fetched()
+    assert came(meta)
+    before = requests(shared)
+    second = shared.get_data(meta)
+    assert requests(shared) == before + 1
+    assert list(second.keys()) == list(first.keys())
+    assert second["z"].values().tolist() == [0.0]
+
+
+def test_the_age_counts_from_when_they_were_handed_out(
+    shared: TransferQueueClient, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that lay in the socket for long is old when its asker looks at it."""
+    monkeypatch.setattr(carried, "FRESH_S", 30.0)
+    reading(shared, part)
+    put(shared, part, 1.0)
+    real, late_s = carried.time.monotonic, 0.0
+    monkeypatch.setattr(carried.time, "monotonic", lambda: real() + late_s)
+    sent = shared.session.call
+
+    def call(effect: Any) -> Any:
+        nonlocal late_s
+        found = sent(effect)
+        late_s = 60.0 if type(effect.request).__name__ == "Fetch" else late_s
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.session, "call", call)
+        fetched = fetch(shared, part)
+        assert came(fetched)
+        before = requests(shared)
+        assert xs(shared, fetched) == [1.0]
+        assert requests(shared) == before + 2, "the read asked"
+
+
+def test_who_waited_long_has_them_fresh(
+    shared: TransferQueueClient, other: TransferQueueClient, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carried, "FRESH_S", 0.0)
+    reading(shared, part)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fetch, shared, part)
+        until(lambda: other.stats()["waiting_requests"] == 1, "the fetch waits")
+        asked_at = carried.time.monotonic()
+        put(other, part, 1.0)
+        known: carried.CarriedCells = waiting.result()._carried  # type: ignore[assignment]
+    assert known.asked.at < asked_at < known.until + 0.1
+
+
+def test_of_two_threads_one_gets_them(shared: TransferQueueClient, part: str) -> None:
+    reading(shared, part)
+    put(shared, part, 1.0)
+    fetched = fetch(shared, part)
+    get = [shared.session.carrying.read(fetched, _gets(fetched)) for _ in range(2)]
+    assert [found is not None for found in get] == [True, False]
+
+
+def _gets(meta: BatchMeta) -> list[Any]:
+    from transfer_queue.wire import messages as m
+
+    return [m.Get(1, meta.partition_ids[0], None, meta.indexes.tobytes(), meta.field_names, True)]
+
+
+def test_a_change_that_was_given_up_counts(shared: TransferQueueClient, other: TransferQueueClient, part: str) -> None:
+    """It was made, and its answer was not read."""
+    reading(shared, part)
+    meta = put(shared, part, 1.0)
+
+    async def fetch_and_write() -> BatchMeta:
+        fetched = await shared.async_get_meta(["x"], 1, part, task_name=f"task of {part}")
+        assert came(fetched)
+        writing = asyncio.ensure_future(shared.async_put({"x": torch.tensor([[2.0]])}, meta))
+        await asyncio.sleep(0)  # it is sent
+        until(lambda: xs(other, meta) == [2.0], "it is made")
+        writing.cancel()
+        await asyncio.wait([writing])
+        assert writing.cancelled()
+        return fetched
+
+    assert xs(shared, asyncio.run(fetch_and_write())) == [2.0]

@@ -19,6 +19,7 @@ COLUMNS: dict[str, Any] = {
     "lists": [[1, 2], [3], []],
     "mixed": [torch.ones(2), "text", None],
     "arrays": [np.arange(2), np.arange(3), np.arange(0)],
+    "tensors among others": [torch.ones(2, 3), torch.ones(1, 2), "text"],
     "dicts": NonTensorStack({"a": torch.ones(2)}, {"a": torch.ones(3)}, {"a": 1}),
 }
 
@@ -36,9 +37,10 @@ def test_what_is_written_and_read_lies_in_the_memory_of_the_host(name: str, shar
         after = shared.put({"x": COLUMNS[name]}, partition_id="default device")
         found = shared.get_data(after)["x"]
         again = shared.get_data(before)["x"]
-        alone = shared.get_data(after[1:2])["x"]
+        alone, two = shared.get_data(after[1:2])["x"], shared.get_data(after[:2])["x"]
     assert values_of(found) == values_of(again) == expected
     assert values_of(alone) == expected[1:2]
+    assert values_of(two) == expected[:2]
     shared.clear_partition("default device")
 
 

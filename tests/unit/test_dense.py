@@ -165,3 +165,42 @@ def test_take_gives_plain_tensors_and_a_refused_padding_takes_nothing(
     meta, data = shared.take(part, ["ids"], 2, "t", pad=0)
     assert data["ids"].tolist() == [[1, 2], [3, 0]]
     assert len(meta) == 2
+
+
+ROWS: dict[str, Any] = {
+    "first dimension": [torch.arange(6.0).view(2, 3), torch.arange(3.0).view(1, 3)],
+    "second dimension": [torch.arange(6.0).view(3, 2), torch.arange(3.0).view(3, 1)],
+    "both": [torch.arange(6.0).view(3, 2), torch.arange(2.0).view(1, 2)[:, :1]],
+    "one shape": [torch.arange(3), torch.arange(3, 6)],
+    "numbers": [torch.tensor(1), torch.tensor(2)],
+    "no elements": [torch.zeros(2, 0), torch.zeros(1, 0)],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("alone", [False, True])
+def test_one_row_is_as_plain_as_to_dense_makes_it(
+    name: str, alone: bool, part: str, shared: tq.TransferQueueClient
+) -> None:
+    rows = ROWS[name]
+    metas = [shared.put({"x": [row]}, partition_id=part) for row in rows] if alone else []
+    whole = metas[0].concat(metas) if alone else shared.put({"x": rows}, partition_id=part)
+    for number, row in enumerate(rows):
+        found = shared.get_data(whole[number : number + 1], dense=True)["x"]
+        assert not found.is_nested
+        assert found.dtype == row.dtype
+        assert torch.equal(found, row[None])
+        assert torch.equal(found, tq.to_dense(shared.get_data(whole[number : number + 1]))["x"])
+
+
+def test_what_lies_in_a_tensordict_stays_as_it_is(part: str, shared: tq.TransferQueueClient) -> None:
+    inner = TensorDict({"j": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)}, [2])
+    meta = shared.put({"td": inner}, partition_id=part)
+    for rows in (meta, meta[:1]):
+        assert shared.get_data(rows, dense=True)["td"]["j"].is_nested
+
+
+def test_to_dense_gives_another_tensordict(part: str, shared: tq.TransferQueueClient) -> None:
+    data = shared.get_data(shared.put({"name": ["a", "b"]}, partition_id=part))
+    tq.to_dense(data)["more"] = torch.zeros(2)
+    assert "more" not in data.keys()  # noqa: SIM118

@@ -110,17 +110,3 @@ def test_a_compiled_function_takes_it_as_any_nested_tensor() -> None:
     doubled = torch.compile(lambda rows: rows * 2, backend="eager", fullgraph=True)(ours)
     assert type(doubled) is NestedTensor
     assert doubled.values().tolist() == [0, 2, 4, 6, 8, 10]
-
-
-def test_what_was_read_in_inference_mode_does_not_spoil_later_reads() -> None:
-    length = 987_654  # that no other test reads
-    with torch.inference_mode():
-        Offsets.uniform(1, length)
-    learned = nested.jagged(torch.ones(length), Offsets.uniform(1, length), 1).detach().requires_grad_()
-    (learned * 2).values().sum().backward()  # type: ignore[no-untyped-call]
-    assert learned.grad is not None
-
-
-def test_reads_of_rows_of_one_length_combine() -> None:
-    one, other = (nested.jagged(torch.ones(6), Offsets.uniform(2, 3), 1) for _ in range(2))
-    assert (one + other).values().tolist() == [2.0] * 6

@@ -65,8 +65,6 @@ def to_dense(data: TensorDict, pad: Pad | None = None) -> TensorDict:
     check_pad(pad)
     if isinstance(pad, Mapping) and not pad.keys() <= set(data.keys()):
         raise InvalidInput(f"pad names fields that are not there: {sorted(pad.keys() - set(data.keys()))}")
-    if not any(isinstance(value, torch.Tensor) and value.is_nested for value in data.values()):
-        return data
     found: dict[str, Any] = {}
     masks: dict[str, torch.Tensor] = {}
     for name in data.keys():  # noqa: SIM118  a TensorDict iterates over rows
@@ -83,6 +81,11 @@ def to_dense(data: TensorDict, pad: Pad | None = None) -> TensorDict:
                 raise InvalidInput(f'the mask {title!r} has the name of another: name masks with mask="{{}}_other"')
             masks[title] = mask
     return TensorDict({**found, **masks}, batch_size=data.batch_size)
+
+
+def has_nested(data: TensorDict) -> bool:
+    """Whether `to_dense` would change something."""
+    return any(isinstance(value, torch.Tensor) and value.is_nested for value in data.values())
 
 
 def _padding(given: float | Padding) -> Padding:

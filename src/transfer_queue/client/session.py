@@ -217,6 +217,13 @@ class Session:
         Raises `ServiceRestarted` (then the session has ended), `ServiceUnavailable`, `DeadlineExceeded`, or what the
         server answered.
         """
+        try:
+            return self._call(effect)
+        finally:
+            if type(effect.request) in CHANGING:
+                self.carrying.changed()
+
+    def _call(self, effect: Call) -> tuple[Any, memoryview]:
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
         deadline = time.monotonic() + timeout_s
         retry: Retry | None = None
@@ -234,7 +241,7 @@ class Session:
             if pause_s:
                 select.select([], [], [], pause_s)
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
-        return self._checked(effect, found)
+        return self._checked(found)
 
     def _retry(self, effect: Call, deadline: float) -> Retry:
         m.check_request(effect.request)  # a server closes the connection over what it cannot read
@@ -246,10 +253,8 @@ class Session:
             self._end(str(error))
         self._check_open()
 
-    def _checked(self, effect: Call, found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
+    def _checked(self, found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
         reply = found[0]
-        if type(effect.request) in CHANGING:
-            self.carrying.changed()
         if type(reply) is m.Failed:
             if reply.code == ServiceRestarted.code:  # this host's unit came to serve another life
                 self._end(self._restarted(reply.text))
@@ -358,6 +363,13 @@ class Session:
 
     async def call_async(self, effect: Call) -> tuple[Any, memoryview]:
         """As `call`, on the running loop."""
+        try:
+            return await self._call_async(effect)
+        finally:
+            if type(effect.request) in CHANGING:
+                self.carrying.changed()
+
+    async def _call_async(self, effect: Call) -> tuple[Any, memoryview]:
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
         deadline = time.monotonic() + timeout_s
         retry: Retry | None = None
@@ -375,7 +387,7 @@ class Session:
             if pause_s:
                 await asyncio.sleep(pause_s)
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
-        return self._checked(effect, found)
+        return self._checked(found)
 
     def confirm_on_loop(self, rid: int, to: str = "") -> None:
         """Tell that the answer to a request was received: with what the running loop sends next, or in a moment."""

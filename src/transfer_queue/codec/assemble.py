@@ -139,16 +139,22 @@ class Assembler:
         if len(ragged) > 1:
             return self._varied(runs, dtype)
         if ragged:
-            return self._jagged(*gather_ragged(runs, ragged[0], self.copier), dtype, merged, ragged[0])
+            return self._jagged(*gather_ragged(runs, ragged[0], self.copier), dtype, merged, ragged[0], inner)
         count = sum(run.rows for run in runs)
         data = gather_dense(runs, self.copier)
         return self._dense(data, dtype, count, merged) if inner is None else _typed(data, dtype, (count, *merged))
 
     def _jagged(
-        self, data: Bytes, offsets: Ints, dtype: torch.dtype, shape: tuple[int, ...], ragged: int
+        self,
+        data: Bytes,
+        offsets: Ints,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        ragged: int,
+        inner: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """Rows joined along their dimension `ragged`. Fields of equal offsets share them."""
-        if self.plain and len(offsets) == 2:
+        """Rows joined along their dimension `ragged`. Fields of equal offsets share them. `inner`: see `_value`."""
+        if self.plain and inner is None and len(offsets) == 2:
             return _typed(data, dtype, (1, *shape[:ragged], int(offsets[1]), *shape[ragged + 1 :]))
         place = offsets.tobytes()
         if place not in self._offsets:

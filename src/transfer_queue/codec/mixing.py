@@ -81,6 +81,6 @@ def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
         return jagged(torch.cat(list(rows), dim=dim), Offsets.of(offsets_of(sizes[dim])), dim + 1)
     values = torch.cat([row.reshape(-1) for row in rows])
     shapes = torch.tensor([row.shape for row in rows], device="cpu")
-    steps = torch.tensor([torch.empty(row.shape, device="meta").stride() for row in rows])
+    steps = torch.tensor([torch.empty(row.shape, device="meta").stride() for row in rows], device="cpu")
     lengths = torch.tensor([row.numel() for row in rows], device="cpu")
     return nested(values, shapes, steps, lengths.cumsum(0) - lengths)

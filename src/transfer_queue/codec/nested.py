@@ -13,7 +13,6 @@ from torch.nested._internal.nested_tensor import NestedTensor, get_tensor_symint
 from transfer_queue.memory.bytes import Ints
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.NestedTensor).add(torch._C.DispatchKey.AutogradNestedTensor)
-MAX_SHARED, MAX_SHARED_ROWS = 512, 1024
 
 
 class Offsets:
@@ -38,18 +37,9 @@ class Offsets:
 
     @classmethod
     def uniform(cls, count: int, length: int) -> Offsets:
-        """Of rows of one length. Reads of as many such rows share them."""
-        if count > MAX_SHARED_ROWS:
-            return cls(_steps(count, length), length, length)
-        found = _UNIFORM.get((count, length))
-        if found is None:
-            with torch.inference_mode(False):  # later reads may be of somebody who learns from them
-                found = cls(_steps(count, length), length, length)
-            _ = found.size  # two threads that ask torch for it get different ones
-            if len(_UNIFORM) >= MAX_SHARED:
-                _UNIFORM.clear()
-            found = _UNIFORM.setdefault((count, length), found)
-        return found
+        if not length:
+            return cls(torch.zeros(count + 1, dtype=torch.int64, device="cpu"), 0, 0)
+        return cls(torch.arange(0, (count + 1) * length, length, device="cpu"), length, length)
 
     @cached_property
     def size(self) -> Any:
@@ -62,15 +52,6 @@ class Offsets:
         if found is None:
             found = self._steps[stride] = self.size * stride
         return found
-
-
-_UNIFORM: dict[tuple[int, int], Offsets] = {}
-
-
-def _steps(count: int, length: int) -> torch.Tensor:
-    if not length:
-        return torch.zeros(count + 1, dtype=torch.int64, device="cpu")
-    return torch.arange(0, (count + 1) * length, length, device="cpu")
 
 
 class JaggedRows(NestedTensor):
@@ -155,7 +136,7 @@ def _is_known() -> bool:
     try:
         made = [make(torch.zeros(2, 6, 4, device="cpu"), offsets, 2) for make in (constructed, _put_together)]
         return _described(made[0]) == _described(made[1])
-    except (TypeError, AttributeError, RuntimeError):
+    except (TypeError, AttributeError, RuntimeError, ValueError):
         return False
 
 
@@ -163,7 +144,8 @@ def _described(made: Any) -> Any:
     values = made._values
     attributes = {name: repr(value) for name, value in vars(made).items()}
     looks = (made.shape, made.stride(), made.layout, made.dtype, made.device, made.requires_grad, made.is_contiguous())
-    return attributes, vars(values), looks, str(torch._C._dispatch_keys(made)), made.untyped_storage().size()
+    pickled = made.__reduce_ex__(2)[1][:2]  # what makes it again, and of which class
+    return attributes, vars(values), looks, pickled, str(torch._C._dispatch_keys(made)), made.untyped_storage().size()
 
 
 def nested(values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ class BatchContents:
     """
 
     __slots__ = (
-        "_backend", "_ids", "_parts", "_schema", "_schema_shown", "_size", "_status", "_tags", "_carried",
-        "extra_info", "lease", "service_id",
+        "_backend", "_carried", "_ids", "_parts", "_schema", "_schema_shown", "_size", "_status", "_tags", "extra_info",
+        "lease", "service_id",
     )  # fmt: skip
 
     extra_info: dict[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from transfer_queue.controller import Controller
 from transfer_queue.errors import TransferQueueError
@@ -16,6 +16,12 @@ Present: TypeAlias = "Callable[[m.Located, memoryview, ServerSession], Answer]"
 Carried: TypeAlias = "Callable[[m.Located, Payload], Answer | None]"
 
 
+class Fetching(NamedTuple):
+    message: m.Fetch
+    session: ServerSession
+    came: float  # when the server had it
+
+
 class DataFetches:
     """`present` completes a location with what lies on this host, and `carried` gives it with all its bytes, or None.
 
@@ -25,30 +31,32 @@ class DataFetches:
     def __init__(self, present: Present, carried: Carried) -> None:
         self._present = present
         self._carried = carried
-        self._parked: dict[Hashable, tuple[m.Fetch, ServerSession]] = {}
+        self._parked: dict[Hashable, Fetching] = {}
 
-    def park(self, message: m.Fetch, session: ServerSession, ticket: Hashable) -> None:
+    def park(self, message: m.Fetch, session: ServerSession, ticket: Hashable, now: float) -> None:
         """The fetch waits; its answer will be `complete`d."""
-        self._parked[ticket] = (message, session)
+        self._parked[ticket] = Fetching(message, session, now)
 
-    def unpark(self, ticket: Hashable) -> tuple[m.Fetch, ServerSession] | None:
+    def unpark(self, ticket: Hashable) -> Fetching | None:
         return self._parked.pop(ticket, None)
 
     def complete(
-        self, controller: object, message: m.Fetch, session: ServerSession, reply: m.Reply, payload: memoryview
+        self, controller: object, fetching: Fetching, reply: m.Reply, payload: memoryview, now: float
     ) -> Answer:
         """The answer to a fetch, with the data where there are rows."""
+        message, session, came = fetching
         if isinstance(reply, m.Handed):  # of the controller's host
-            rows, located = reply.rows, reply.located
+            rows, located, after_s = reply.rows, reply.located, reply.after_s
         elif isinstance(reply, m.RowSet) and reply.rows and isinstance(controller, Controller):
-            rows, located = reply, None
+            rows, located, after_s = reply, None, now - came
         else:
             return reply, (payload,) if payload else ()
         if message.carry and len(rows.rows) > m.CARRIED_ROWS * ROW_NBYTES:
             return rows, ()
         try:
             if located is None:
-                get = m.Get(message.rid, message.partition, None, rows.rows, message.fields, True)
+                fields = sorted(message.fields) if message.carry else message.fields
+                get = m.Get(message.rid, message.partition, None, rows.rows, fields, True)
                 found = controller.handle(get, None, session.ident, 0.0)  # type: ignore[attr-defined]
                 assert isinstance(found, m.Located)
                 located = found
@@ -58,7 +66,7 @@ class DataFetches:
         if answer is None:
             return rows, ()
         assert isinstance(answer[0], m.Located)
-        return m.Handed(message.rid, rows, answer[0]), answer[1]
+        return m.Handed(message.rid, rows, answer[0], after_s), answer[1]
 
     def _with_data(
         self, message: m.Fetch, located: m.Located, payload: memoryview, session: ServerSession

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.block_requests import Answer, BlockRequests
-from transfer_queue.server.fetch_with_data import DataFetches
+from transfer_queue.server.fetch_with_data import DataFetches, Fetching
 from transfer_queue.server.recycling import Recycler
 from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.unit_registry import UnitRegistry
@@ -229,9 +229,9 @@ class Service:
         reply = self.controller.handle(message, ticket, session.ident, now)
         if isinstance(message, m.Fetch) and (message.locate or message.carry):
             if reply is None:
-                self._data_fetches.park(message, session, ticket)
+                self._data_fetches.park(message, session, ticket, now)
                 return None
-            return self._data_fetches.complete(self.controller, message, session, reply, NO_BYTES)
+            return self._data_fetches.complete(self.controller, Fetching(message, session, now), reply, NO_BYTES, now)
         return None if reply is None else self._complete(reply, self.controller.payloads.pop(ticket, NO_BYTES))
 
     def _complete(self, reply: m.Reply, payload: memoryview) -> Answer:
@@ -376,7 +376,7 @@ class Service:
             reading = self._reading.pop(ticket, None)
             fetching = self._data_fetches.unpark(ticket)
             if fetching is not None:
-                yield ticket, self._data_fetches.complete(self.controller, *fetching, reply, payload)
+                yield ticket, self._data_fetches.complete(self.controller, fetching, reply, payload, now)
                 continue
             if reading is not None and isinstance(reply, m.Located):
                 answer = self._completed(reading, ticket, reply, payload, now)

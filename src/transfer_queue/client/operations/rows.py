@@ -98,13 +98,13 @@ def fetch(
         session.next_rid(), partition_id, data_fields, _as_sent(batch_size), task_name, sampling, wait_s,
         empty_on_timeout, lease_s,
     )  # fmt: skip
-    request.carry, changes = session.carrying.wanted(request), session.carrying.changes
+    asked = session.carrying.asked(request)
     reply, payload = yield Call(request, wait_s=wait_s)
-    cells, rows = ((reply.located, payload), reply.rows) if isinstance(reply, m.Handed) else (None, reply)
+    rows = reply.rows if isinstance(reply, m.Handed) else reply
     if not rows.rows:
         return BatchMeta.empty()
     meta = batch_meta(session.service_id, rows, partition_id)
-    session.carrying.fetched(meta, request, rows.rows, cells, changes)
+    session.carrying.fetched(meta, asked, reply, payload)
     warn_repeated(meta)
     return meta
 

@@ -67,7 +67,7 @@ def _numeric(name: str, of_tensors: Parser, of_numbers: Parser) -> Parser:
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             return {**old, **{key: combine(old[key], new[key]) if key in old else new[key] for key in new}}
         if isinstance(old, torch.Tensor):
-            return of_tensors(old, torch.as_tensor(new, dtype=old.dtype))
+            return of_tensors(old, torch.as_tensor(new, dtype=old.dtype, device=old.device))
         if isinstance(old, (int, float)) and isinstance(new, (int, float)):
             return of_numbers(old, new)
         raise UnsupportedValue(f"{name}: {type(old).__qualname__} and {type(new).__qualname__}")

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from tensordict import TensorDict
 
-from transfer_queue.client.dense import Pad, check_pad, to_dense
+from transfer_queue.client.dense import Pad, check_pad, has_nested, to_dense
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
@@ -67,7 +67,7 @@ def read(
         pinned = one.pinned()
         if pinned:
             yield Notify(m.Unpin(one.reply.rid, pinned))
-    if dense or pad is not None:
+    if pad is not None or (dense and has_nested(found)):
         found = yield Offload(lambda: to_dense(found, pad), nbytes)
     return found
 

@@ -139,7 +139,7 @@ class _ModuleTarget(Target):
             self.broken = True
             for tensor in named_weights(self._module).values():
                 top = 2 if tensor.dtype is torch.bool else 256
-                noise = torch.randint(top, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8)
+                noise = torch.randint(top, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8, device="cpu")
                 _put(tensor.detach(), noise.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
 
     @contextmanager

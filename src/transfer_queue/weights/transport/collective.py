@@ -190,7 +190,7 @@ class CollectiveTrainer(TrainerEngine):
         source, where = drafted
         try:
             body = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
-            group.broadcast(torch.tensor([len(body)]).to(group.device), deadline)
+            group.broadcast(torch.tensor([len(body)], device=group.device), deadline)
             group.broadcast(body.to(group.device), deadline)
             for packed in pack(source, where):
                 group.broadcast(packed.data.to(group.device), deadline)

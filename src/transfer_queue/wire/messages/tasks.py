@@ -41,10 +41,14 @@ class Fetch(Request):
 
 
 class Handed(Reply):
-    """Rows of a task, and their cells as a `Get` of them would give; the payload is that of `located`."""
+    """Rows of a task, and their cells as a `Get` of them would give; the payload is that of `located`.
+
+    They were handed out so many seconds after the server had the request (`after_s`).
+    """
 
     rows: RowSet
     located: Located
+    after_s: float = 0.0
 
 
 class Scan(Request):
