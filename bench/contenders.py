@@ -45,7 +45,7 @@ class Contender(NamedTuple):
 
 
 PEERS: dict[str, tuple[str, Callable[[], Path]]] = {
-    "0.1.11": ("queue", lambda: peer_python(None, LOG)),
+    "0.1.11": ("0.1.11", lambda: peer_python(None, LOG)),
     "ray": ("ray", lambda: peer_python(None, LOG)),
     "hand": ("hand", lambda: Path(sys.executable)),
     "redis": ("redis", lambda: redis_python(LOG)),

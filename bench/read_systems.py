@@ -8,13 +8,28 @@ from typing import Any
 from bench.read_cases import CASES, Batch, Rows
 
 Read = Callable[[], Any]
+NUM_CPUS = 16  # for Ray: TransferQueue 0.1.11 reserves a processor for each of its actors, and waits for ever on two
 
 
 def by_queue(case: str) -> Read:
-    """The `transfer_queue` that this interpreter finds: this repository's, another tree's, or 0.1.11."""
+    """The `transfer_queue` that this interpreter finds: this repository's, or another tree's."""
     import transfer_queue as tq
 
     tq.init()
+    return _of_queue(tq, case)
+
+
+def by_released(case: str) -> Read:
+    """TransferQueue 0.1.11."""
+    import ray
+    import transfer_queue as tq
+
+    ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    tq.init()
+    return _of_queue(tq, case)
+
+
+def _of_queue(tq: Any, case: str) -> Read:
     data = CASES[case]()
     if isinstance(data, Batch):
         keys = put_batch(tq, data)
@@ -111,4 +126,4 @@ def listed(values: Iterable[Any]) -> Any:
     return NonTensorStack(*values)
 
 
-SYSTEMS: dict[str, Callable[[str], Read]] = {"queue": by_queue, "ray": by_ray, "hand": by_hand}
+SYSTEMS: dict[str, Callable[[str], Read]] = {"queue": by_queue, "0.1.11": by_released, "ray": by_ray, "hand": by_hand}

@@ -28,7 +28,7 @@ from bench.read_cases import CASES
 from bench.read_systems import SYSTEMS
 
 NUM_READS = 12
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
 """Single rows from one process to another, beside what else hands rows over.
 
-    python -m bench.singles [--beside TREE] [--peers 0.1.11,redis,reverb,pipe] [--rounds 3] [--only take-1,crowd,...]
+    python -m bench.singles [--beside TREE] [--peers redis,reverb,pipe] [--rounds 3] [--only take-1,crowd,...]
 
 `here`: `get_meta`, `get_data` and one row of the result. `take`: the same by `take`. `TREE` is another checkout. Peers:
-`redis`, a stream on a unix socket; `reverb`, Reverb 0.14 with a queue as its table; `pipe`, `multiprocessing.Queue`;
-`0.1.11`, the released TransferQueue. Each round runs every case in processes of its own for each of them, in turn.
+`redis`, a stream on a unix socket; `reverb`, Reverb 0.14 with a queue as its table; `pipe`, `multiprocessing.Queue`.
+Each round runs every case in processes of its own for each of them, in turn.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from bench.singles import CASES as SINGLES
 from bench.singles import LIMIT_S as SINGLES_LIMIT_S
 
 ROUNDS = 3
-READ_LIMIT_S = 60
+READ_LIMIT_S = 120  # TransferQueue needs most of it to put its rows
 OTHERS = ("redis", "reverb", "pipe")
 
 
