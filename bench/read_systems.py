@@ -22,6 +22,7 @@ def by_queue(case: str) -> Read:
 def by_released(case: str) -> Read:
     """TransferQueue 0.1.11."""
     import ray
+
     import transfer_queue as tq
 
     ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")

@@ -305,7 +305,7 @@ def test_of_two_threads_one_gets_them(shared: TransferQueueClient, part: str) ->
     reading(shared, part)
     put(shared, part, 1.0)
     fetched = fetch(shared, part)
-    get = [shared.session.carrying.read(fetched, _gets(fetched)) for _ in range(2)]
+    get = [shared.session.carrying.read(fetched, _gets(fetched), shared.session.changes) for _ in range(2)]
     assert [found is not None for found in get] == [True, False]
 
 

@@ -13,6 +13,7 @@
              └─ retry           how long a lost call is sent again
     describing, remarks         from the server's view of rows to metadata; what it remarks on a call
     listing                     keys and tags at the cost of what changed
+    carried                     small rows that came along with the metadata of a fetch
     locks, local_locks          names that this process holds: of the service, or within it
     dense                       plain tensors of what a get returned
 

@@ -8,7 +8,6 @@ somebody else overwrites or clears in that time may still be read as it was hand
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import NamedTuple, TypeAlias
 
@@ -18,13 +17,12 @@ from transfer_queue.wire import messages as m
 FRESH_S = 0.01
 UNUSED, MAX_UNUSED = 8, 128  # what a fetch counts whose cells were not used; from so much on they are not asked for
 MAX_READERS = 1024
-CHANGING = frozenset({m.Commit, m.Clear, m.Restore})
 Reader: TypeAlias = "tuple[str, tuple[str, ...]]"  # a task and the fields that it fetches
 Cells: TypeAlias = "tuple[m.Located, memoryview]"
 
 
 class Asked(NamedTuple):
-    """A fetch, when it was about to be sent, and how many changes there were before."""
+    """A fetch, when it was about to be sent, and the session's last change before."""
 
     request: m.Fetch
     at: float
@@ -42,22 +40,16 @@ class CarriedCells(NamedTuple):
 
 
 class Carrying:
-    """Of one session: whose fetches are followed by reads, and whether what came along is still what it was."""
+    """Of one session: whose fetches are followed by reads. `changes` is the session's, as of then."""
 
     def __init__(self) -> None:
         self._unused: dict[Reader, int] = {}
-        self._changes = 0
-        self._numbers = itertools.count(1)
 
-    def asked(self, request: m.Fetch) -> Asked:
+    def asked(self, request: m.Fetch, changes: int) -> Asked:
         """`request` is sent next. It asks for the cells where they are likely to be used: those of fetches before
         were."""
         request.carry = self._unused.get(_reader(request), MAX_UNUSED) < MAX_UNUSED
-        return Asked(request, time.monotonic(), self._changes)
-
-    def changed(self) -> None:
-        """A change of this session has ended, whatever came of it. Threads do not get the same number twice."""
-        self._changes = next(self._numbers)
+        return Asked(request, time.monotonic(), changes)
 
     def fetched(self, meta: BatchMeta, asked: Asked, reply: m.Handed | m.RowSet, payload: memoryview) -> None:
         """`meta` is of the rows in the answer.
@@ -72,7 +64,7 @@ class Carrying:
         handed_out = asked.at + reply.after_s
         meta._carried = CarriedCells(self, asked, reply.rows.rows, [(reply.located, payload)], handed_out + FRESH_S)
 
-    def read(self, meta: BatchMeta, requests: list[m.Get]) -> Cells | None:
+    def read(self, meta: BatchMeta, requests: list[m.Get], changes: int) -> Cells | None:
         """The cells of `meta`, which `requests` ask for, where they came along and are still good."""
         carried = meta._carried
         if not isinstance(carried, CarriedCells) or carried.owner is not self:
@@ -88,7 +80,7 @@ class Carrying:
         fetch = carried.asked.request
         asked = [(get.partition, get.rows, get.fields) for get in requests]
         same = asked == [(fetch.partition, carried.rows, sorted(fetch.fields))]
-        if not same or carried.asked.changes != self._changes or time.monotonic() > carried.until:
+        if not same or carried.asked.changes != changes or time.monotonic() > carried.until:
             return None
         self._unused[reader] = 0
         return cells

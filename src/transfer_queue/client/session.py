@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from transfer_queue.client.arenas import MappedArenas
-from transfer_queue.client.carried import CHANGING, Carrying
+from transfer_queue.client.carried import Carrying
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
 from transfer_queue.client.listing import Listings
@@ -42,6 +42,7 @@ from transfer_queue.wire.aio import AsyncConnection
 from transfer_queue.wire.handshake import ANY, Life
 
 GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
+CHANGING = frozenset({m.Commit, m.Clear, m.Restore})
 MAX_IDLE = 16
 MIN_TIMEOUT_S = 0.001
 NOTIFY_S = 1.0
@@ -111,6 +112,8 @@ class Session:
         self._lock = threading.Lock()
         self.listings = Listings()
         self.carrying = Carrying()
+        self.changes = 0  # the number of the last change of cells that ended, whatever came of it
+        self._change_numbers = itertools.count(1)  # no two threads get the same
         self._rids = itertools.count(1)
         self._deferred: list[tuple[m.Message, str]] = []
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
@@ -221,7 +224,7 @@ class Session:
             return self._call(effect)
         finally:
             if type(effect.request) in CHANGING:
-                self.carrying.changed()
+                self.changes = next(self._change_numbers)
 
     def _call(self, effect: Call) -> tuple[Any, memoryview]:
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
@@ -367,7 +370,7 @@ class Session:
             return await self._call_async(effect)
         finally:
             if type(effect.request) in CHANGING:
-                self.carrying.changed()
+                self.changes = next(self._change_numbers)
 
     async def _call_async(self, effect: Call) -> tuple[Any, memoryview]:
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
@@ -471,7 +474,7 @@ class Session:
 
     def _detach(self, reason: ServiceUnavailable) -> None:
         _SESSIONS.discard(self)
-        self.carrying.changed()
+        self.changes = next(self._change_numbers)
         for future in list(self._loops.values()):
             if future.done() and not future.cancelled() and not future.exception():
                 future.result().abandon(reason)

@@ -16,7 +16,7 @@ Present: TypeAlias = "Callable[[m.Located, memoryview, ServerSession], Answer]"
 Carried: TypeAlias = "Callable[[m.Located, Payload], Answer | None]"
 
 
-class Fetching(NamedTuple):
+class DataFetch(NamedTuple):
     message: m.Fetch
     session: ServerSession
     came: float  # when the server had it
@@ -31,17 +31,17 @@ class DataFetches:
     def __init__(self, present: Present, carried: Carried) -> None:
         self._present = present
         self._carried = carried
-        self._parked: dict[Hashable, Fetching] = {}
+        self._parked: dict[Hashable, DataFetch] = {}
 
     def park(self, message: m.Fetch, session: ServerSession, ticket: Hashable, now: float) -> None:
         """The fetch waits; its answer will be `complete`d."""
-        self._parked[ticket] = Fetching(message, session, now)
+        self._parked[ticket] = DataFetch(message, session, now)
 
-    def unpark(self, ticket: Hashable) -> Fetching | None:
+    def unpark(self, ticket: Hashable) -> DataFetch | None:
         return self._parked.pop(ticket, None)
 
     def complete(
-        self, controller: object, fetching: Fetching, reply: m.Reply, payload: memoryview, now: float
+        self, controller: object, fetching: DataFetch, reply: m.Reply, payload: memoryview, now: float
     ) -> Answer:
         """The answer to a fetch, with the data where there are rows."""
         message, session, came = fetching

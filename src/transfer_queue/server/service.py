@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.block_requests import Answer, BlockRequests
-from transfer_queue.server.fetch_with_data import DataFetches, Fetching
+from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
 from transfer_queue.server.recycling import Recycler
 from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.unit_registry import UnitRegistry
@@ -231,7 +231,7 @@ class Service:
             if reply is None:
                 self._data_fetches.park(message, session, ticket, now)
                 return None
-            return self._data_fetches.complete(self.controller, Fetching(message, session, now), reply, NO_BYTES, now)
+            return self._data_fetches.complete(self.controller, DataFetch(message, session, now), reply, NO_BYTES, now)
         return None if reply is None else self._complete(reply, self.controller.payloads.pop(ticket, NO_BYTES))
 
     def _complete(self, reply: m.Reply, payload: memoryview) -> Answer:

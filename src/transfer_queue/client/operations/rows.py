@@ -98,7 +98,7 @@ def fetch(
         session.next_rid(), partition_id, data_fields, _as_sent(batch_size), task_name, sampling, wait_s,
         empty_on_timeout, lease_s,
     )  # fmt: skip
-    asked = session.carrying.asked(request)
+    asked = session.carrying.asked(request, session.changes)
     reply, payload = yield Call(request, wait_s=wait_s)
     rows = reply.rows if isinstance(reply, m.Handed) else reply
     if not rows.rows:
@@ -276,7 +276,7 @@ def get_data(
         m.Get(session.next_rid(), part.sole_partition, None, part.indexes.tobytes(), fields, True, life)
         for part in _segments(metadata)
     ]
-    cells = session.carrying.read(metadata, requests)
+    cells = session.carrying.read(metadata, requests, session.changes)
     return (yield from read(session, requests, copy=copy, out=out, device=device, dense=dense, pad=pad, located=cells))
 
 
