@@ -57,7 +57,7 @@ class Offsets:
 class JaggedRows(NestedTensor):
     """A NestedTensor that gives one row without looking at the others.
 
-    torch takes all of them apart for `x[3]`, by way of its schemas: 100 microseconds and more, where this takes 3.
+    torch takes all of them apart for `x[3]`, by way of its schemas, which takes 15 times as long.
     What an operation makes of it is a plain NestedTensor, and so is what pickle and `copy` make.
     """
 
