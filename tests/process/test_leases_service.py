@@ -67,6 +67,29 @@ def test_a_cancelled_fetch_lends_nothing(lending: Service) -> None:
     assert len(reply[0].rows) == 16  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("with_data", ["carry", "locate"])
+def test_a_lease_that_a_cancellation_makes_possible_lasts_as_long_as_any(lending: Service, with_data: str) -> None:
+    """Nobody tells the time when rows come back: it is that of the event before, here a fetch that takes data along."""
+    now, empty = 1000.0, memoryview(b"")
+    session, other = lending.sessions.attach(b"reader", local=True), lending.sessions.attach(b"other", local=True)
+    fetch = take(1)
+    setattr(fetch, with_data, True)
+    assert lending.handle(fetch, empty, session, ("link", 1), now) is not None
+    assert lending.handle(take(1, wait_s=60.0), empty, other, ("waits", 1), now) is None
+    written = m.Commit(3, "q", 1, None, None, [FieldSchema("x", "dense", "uint8", ())], 0, b"", None, 0.0)
+    lending.handle(written, memoryview(b"c"), session, ("link", 3), now)
+    again = m.Fetch(4, "q", ["x"], 1, "t", {}, 0.0, True)
+    setattr(again, with_data, True)
+    lending.handle(again, empty, session, ("link", 4), now)
+    lending.notify(m.Cancel(1), session)
+    ((_, (reply, _)),) = lending.answered(now)
+    assert isinstance(reply, m.RowSet)
+    lending.expire(now + 9.0)
+    answer = lending.handle(m.Ack(5, reply.lease, reply.rows), empty, other, ("link", 5), now + 9.0)
+    assert answer is not None
+    assert isinstance(answer[0], m.Lent), answer
+
+
 def test_the_last_connection_of_a_session_returns_its_rows(lending: Service) -> None:
     session = lending.sessions.attach(b"reader", local=True)
     lending.sessions.attach(b"reader", local=True)

@@ -57,7 +57,7 @@ class DataFetches:
             if located is None:
                 fields = sorted(message.fields) if message.carry else message.fields
                 get = m.Get(message.rid, message.partition, None, rows.rows, fields, True)
-                found = controller.handle(get, None, session.ident, 0.0)  # type: ignore[attr-defined]
+                found = controller.handle(get, None, session.ident, now)  # type: ignore[attr-defined]
                 assert isinstance(found, m.Located)
                 located = found
             answer = self._with_data(message, located, payload, session)
