@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,30 @@ PEERS: dict[str, tuple[str, Callable[[], Path]]] = {
     "pipe": ("pipe", lambda: Path(sys.executable)),
 }
 """By name: the system, and what makes or finds its interpreter."""
+
+
+def arguments(about: str | None, cases: Iterable[str], rounds: int) -> argparse.Namespace:
+    """The command line of a module whose `measure` prints what `in_turn` collects."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", type=Path)
+    parser.add_argument("--peers", default="")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--only", default=",".join(cases))
+    return parser.parse_args()
+
+
+def in_turn(
+    systems: dict[str, Contender], module: str, case: str, limit_s: float, rounds: int, once: Container[str] = ()
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """(name, what its process measured) of every system, round by round. Who failed or was not done in time (None) is
+    not asked again, nor who takes its turn `once`."""
+    done: set[str] = set()
+    for _ in range(rounds):
+        for name in [name for name in systems if name not in done]:
+            measured = systems[name].measured(module, case, limit_s)
+            if measured is None or name in once:
+                done.add(name)
+            yield name, measured
 
 
 def contenders(names: str, say: Callable[[str], None]) -> dict[str, Contender]:

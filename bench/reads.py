@@ -10,7 +10,6 @@ on average.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import importlib
@@ -19,10 +18,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from bench.contenders import Contender, contenders
+from bench.contenders import Contender, arguments, contenders, in_turn
 from bench.environments import ROOT
 from bench.read_cases import CASES
 from bench.read_systems import SYSTEMS
@@ -68,22 +66,15 @@ def measure(system: str, case: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", type=Path)
-    parser.add_argument("--peers", default="")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default=",".join(CASES))
-    options = parser.parse_args()
+    options = arguments(__doc__, CASES, 5)
     systems = {"here": Contender("queue", tree=ROOT)}
     if options.beside:
         systems["beside"] = Contender("queue", tree=options.beside.resolve())
     systems |= contenders(options.peers, print)
     for case in options.only.split(","):
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
-        for _ in range(options.rounds):
-            for name, system in systems.items():
-                measured = system.measured("bench.reads", case, LIMIT_S)
-                found[name] += [measured] if measured is not None else []
+        for name, measured in in_turn(systems, "bench.reads", case, LIMIT_S, options.rounds):
+            found[name] += [measured] if measured is not None else []
         for name, rounds in found.items():
             if not rounds:
                 print(f"{case:8} {name:7} not done within {LIMIT_S} s")

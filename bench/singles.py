@@ -9,17 +9,15 @@ Each round runs every case in processes of its own for each of them, in turn.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.context import SpawnContext
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.contenders import Contender, contenders
+from bench.contenders import Contender, arguments, contenders, in_turn
 from bench.environments import ROOT
 from bench.single_systems import SYSTEMS, End, System
 
@@ -119,12 +117,7 @@ def _run(context: SpawnContext, system: System, address: Any, case: Case) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", type=Path)
-    parser.add_argument("--peers", default="")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default=",".join(CASES))
-    options = parser.parse_args()
+    options = arguments(__doc__, CASES, 3)
     systems = {"here": Contender("queue", tree=ROOT), "take": Contender("take", tree=ROOT)}
     if options.beside:
         tree = options.beside.resolve()
@@ -132,10 +125,8 @@ def main() -> None:
     systems |= contenders(options.peers, print)
     for case in options.only.split(","):
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
-        for _ in range(options.rounds):
-            for name, system in systems.items():
-                measured = system.measured("bench.singles", case, LIMIT_S)
-                found[name] += [measured] if measured is not None else []
+        for name, measured in in_turn(systems, "bench.singles", case, LIMIT_S, options.rounds):
+            found[name] += [measured] if measured is not None else []
         for name, rounds in found.items():
             if not rounds:
                 print(f"{case:9} {name:11} not done within {LIMIT_S} s, or failed")

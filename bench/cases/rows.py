@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bench.contenders import Contender, contenders
+from bench.contenders import Contender, contenders, in_turn
+from bench.reads import LIMIT_S as READS_LIMIT_S
 from bench.result import Row, Samples
 from bench.rounds import Bench
 from bench.singles import CASES as SINGLES
 from bench.singles import LIMIT_S as SINGLES_LIMIT_S
 
 ROUNDS = 3
-READ_LIMIT_S = 120  # TransferQueue needs most of it to put its rows
 OTHERS = ("redis", "reverb", "pipe")
 
 
@@ -49,15 +49,17 @@ ROWS = {
     "paced-100": Single("a row of 100 KB every 10 ms, from before its put until it is in hand", 500e-6),
 }
 
+assert ROWS.keys() == SINGLES.keys()
+
 
 def reads(bench: Bench) -> list[Row]:
-    """Case 27. TransferQueue takes its turn once: it needs a minute and more for some of them."""
+    """Case 27. TransferQueue takes its turn once: it is half a minute with the start of its cluster."""
     peers = contenders("ray,0.1.11,hand" if bench.options.peers else "", bench.say)
     systems = {"ours": Contender("queue"), **{name.replace("0.1.11", "tq"): one for name, one in peers.items()}}
     found: list[Row] = []
     for case, read in READS.items():
         bench.say(f"  {read.what}")
-        samples = _measured(bench, systems, "bench.reads", case, READ_LIMIT_S)
+        samples = _measured(bench, systems, "bench.reads", case, READS_LIMIT_S)
         row = samples.row(27, f"get: {read.what}", "reads")
         if read.target_s is not None:
             row.at_most(f"<= {1e3 * read.target_s:g} ms", read.target_s)
@@ -100,22 +102,17 @@ def singles(bench: Bench) -> list[Row]:
                 rate = samples.quantile(system, "rate") or 0
                 row.notes.append(f"{name}: median {_us(median)}, p95 {_us(p95)}, {rate:,.0f} rows/s")
         found.append(row)
-    assert ROWS.keys() == SINGLES.keys()
     return found
 
 
 def _measured(bench: Bench, systems: dict[str, Contender], module: str, case: str, limit_s: float) -> Samples:
-    """Processes in turn; who was not done in time is not asked again."""
+    """What the systems measured, and who failed."""
     samples = Samples()
-    for number in range(min(bench.options.repeat, ROUNDS)):
-        for name, system in systems.items():
-            if name in samples.failures or (name == "tq" and number):
-                continue
-            measured: dict[str, Any] | None = system.measured(module, case, limit_s)
-            if measured is None:
-                samples.failures[name] = f"not done within {limit_s} s, or failed"
-            else:
-                samples.add(name, measured)
+    for name, measured in in_turn(systems, module, case, limit_s, min(bench.options.repeat, ROUNDS), once=("tq",)):
+        if measured is None:
+            samples.failures[name] = f"not done within {limit_s} s, or failed"
+        else:
+            samples.add(name, measured)
     return samples
 
 

@@ -23,6 +23,7 @@ from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.session import Session
 from transfer_queue.errors import ServiceUnavailable, StorageKeyNotFoundError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
 
 numbers = itertools.count()
@@ -301,7 +302,7 @@ def test_who_waited_long_has_them_fresh(
     assert known.asked.at < asked_at < known.until + 0.1
 
 
-def test_of_two_threads_one_gets_them(shared: TransferQueueClient, part: str) -> None:
+def test_the_cells_are_given_out_once(shared: TransferQueueClient, part: str) -> None:
     reading(shared, part)
     put(shared, part, 1.0)
     fetched = fetch(shared, part)
@@ -310,8 +311,6 @@ def test_of_two_threads_one_gets_them(shared: TransferQueueClient, part: str) ->
 
 
 def _gets(meta: BatchMeta) -> list[Any]:
-    from transfer_queue.wire import messages as m
-
     return [m.Get(1, meta.partition_ids[0], None, meta.indexes.tobytes(), meta.field_names, True)]
 
 

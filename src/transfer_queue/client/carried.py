@@ -52,10 +52,8 @@ class Carrying:
         return Asked(request, time.monotonic(), changes)
 
     def fetched(self, meta: BatchMeta, asked: Asked, reply: m.Handed | m.RowSet, payload: memoryview) -> None:
-        """`meta` is of the rows in the answer.
-
-        The answer was under way for what the server did not need of the time since it was asked, at most.
-        """
+        """`meta` is of the rows in the answer. They were handed out `after_s` after the server had the request, which
+        is not before it was sent: they are no older than counted here, whatever the clocks say."""
         if isinstance(reply, m.RowSet):
             meta._carried = CarriedCells(self, asked, reply.rows, [], 0.0)
             return

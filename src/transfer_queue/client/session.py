@@ -112,7 +112,7 @@ class Session:
         self._lock = threading.Lock()
         self.listings = Listings()
         self.carrying = Carrying()
-        self.changes = 0  # the number of the last change of cells that ended, whatever came of it
+        self.changes = 0  # the number of the last change of cells
         self._change_numbers = itertools.count(1)  # no two threads get the same
         self._rids = itertools.count(1)
         self._deferred: list[tuple[m.Message, str]] = []
@@ -223,8 +223,7 @@ class Session:
         try:
             return self._call(effect)
         finally:
-            if type(effect.request) in CHANGING:
-                self.changes = next(self._change_numbers)
+            self._note_change(effect)
 
     def _call(self, effect: Call) -> tuple[Any, memoryview]:
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
@@ -245,6 +244,11 @@ class Session:
                 select.select([], [], [], pause_s)
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
         return self._checked(found)
+
+    def _note_change(self, effect: Call) -> None:
+        """The call has ended; it may have changed cells, whatever came of it."""
+        if type(effect.request) in CHANGING:
+            self.changes = next(self._change_numbers)
 
     def _retry(self, effect: Call, deadline: float) -> Retry:
         m.check_request(effect.request)  # a server closes the connection over what it cannot read
@@ -369,8 +373,7 @@ class Session:
         try:
             return await self._call_async(effect)
         finally:
-            if type(effect.request) in CHANGING:
-                self.changes = next(self._change_numbers)
+            self._note_change(effect)
 
     async def _call_async(self, effect: Call) -> tuple[Any, memoryview]:
         timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s

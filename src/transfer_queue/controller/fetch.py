@@ -434,9 +434,7 @@ class Fetching:
         if config.get(BUDGET) is not None:
             config["production_done"] = _is_produced(table, config["task_name"], view)
         sampled, consumed = self.sampler.sample(candidates, batch_size, **config)
-        chosen = _slots_of(sampled, slots, table)
-        same = type(consumed) is type(sampled) is list and consumed == sampled
-        return chosen, chosen if same else _slots_of(consumed, slots, table)
+        return _slots_of(sampled, slots, table), _slots_of(consumed, slots, table)
 
     def _ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the sampler. It may be anybody's code: whatever it raises becomes an error of the one who asked."""
