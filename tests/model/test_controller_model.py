@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -52,6 +53,12 @@ class ControllerModel(RuleBasedStateMachine):
         self.freed: set[int] = set()
         self.names = itertools.count(1000)
         self.moved = itertools.count(10_000)
+        self.fields_of: dict[int, list[str]] = {}  # of each block
+        self.patch = patch("transfer_queue.controller.lone_blocks.MIN_ROWS", 2)
+        self.patch.start()
+
+    def teardown(self) -> None:
+        self.patch.stop()
 
     @initialize(bounded=st.booleans())
     def start(self, bounded: bool) -> None:
@@ -90,6 +97,7 @@ class ControllerModel(RuleBasedStateMachine):
             assert len(self.ready(waiter.partition, waiter.task, waiter.fields)) < waiter.size
 
     def written(self, partition: str, rows: list[int], block: int, fields: list[str], tags: Any) -> None:
+        self.fields_of[block] = fields
         for number, row in enumerate(rows):
             held = self.tables[partition][row]
             held.cells |= dict.fromkeys(fields, (block, number))
@@ -260,6 +268,27 @@ class ControllerModel(RuleBasedStateMachine):
                 for field, (lies, row) in held.cells.items():
                     if lies == block:
                         held.cells[field] = (target, places[row])
+
+    @rule(data=st.data())
+    def gather(self, data: st.DataObject) -> None:
+        """Rows put alone become columns: some are overwritten or cleared between its start and its end."""
+        for batch in [found for found in self.box.controller.state.lone_blocks.round() if found is not None]:
+            target = next(self.moved)
+            between = data.draw(st.sampled_from(["nothing", "put", "clear"]))
+            if between == "put":
+                self.put_keys(data.draw(partitions), data.draw(key_lists), data.draw(field_sets), False)
+            elif between == "clear":
+                self.clear_keys(data.draw(partitions), data.draw(key_lists))
+            live = self.live()
+            whole = [block for block in batch.blocks.tolist() if len(live.get(block, ())) == len(self.fields_of[block])]
+            assert self.box.controller.gather(target, batch.blocks, batch.rows) == bool(whole)
+            self.box.controller.check_invariants()
+            self.fields_of[target] = []
+            for table in self.tables.values():
+                for held in table.values():
+                    for field, (lies, _) in held.cells.items():
+                        if lies in whole:
+                            held.cells[field] = (target, batch.blocks.tolist().index(lies))
 
     def live(self) -> dict[int, set[tuple[str, int]]]:
         """(field, row) of every live cell, by block."""

@@ -23,7 +23,7 @@ from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 
 ROWS = 4
-UNIT_REQUESTS = (m.Join, m.Moved, m.ResolveCommits)
+UNIT_REQUESTS = (m.Join, m.Moved, m.Gathered, m.ResolveCommits)
 FUZZ = settings(max_examples=600, derandomize=True, deadline=None, database=None,
                 suppress_health_check=list(HealthCheck))  # fmt: skip
 NUMBERS = [0, 1, -1, 2, 3, 7, 300, 2**24 + 1, 2**31, -(2**31), 2**40, 2**40 + 1, 2**56, 2**62, 2**63 - 1, -(2**63),

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from blocks import put_row
+from blocks import put, put_row
 from damage import NUMBERS, touch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -274,3 +274,71 @@ def test_partitions_whose_fields_differ_in_rank_are_read_together_as_a_list(sess
     assert [row.shape for row in rows] == [(3,), (3,), (3, 4), (3, 4)]
     for name in ("flat", "deep"):
         client.clear_partition(name)
+
+
+NUM_TOGETHER = 12  # rows of each of two blocks, which are read with those put alone
+TOGETHER = [
+    put(
+        {
+            "x": [torch.arange(n) for n in range(NUM_TOGETHER)],
+            "y": torch.ones(NUM_TOGETHER, 2),
+            "s": ["b" * n for n in range(NUM_TOGETHER)],
+            "o": [{"n": torch.ones(n)} for n in range(NUM_TOGETHER)],
+        },
+        NUM_TOGETHER,
+    )
+    for _ in range(2)
+]
+BLOCKS = [*ALONE, *TOGETHER]
+STARTS = np.cumsum([0, *(len(block.data) for block in BLOCKS)]).tolist()
+
+
+def spread_reply() -> m.Located:
+    """Rows put alone, and rows of two blocks between them."""
+    pieces = [m.Piece(n, len(block.data), n, m.Inline(STARTS[n])) for n, block in enumerate(BLOCKS)]
+    runs = [[n, 0, 1] for n in range(NUM_ALONE)]
+    runs += [[NUM_ALONE + block, row, 1] for row in range(NUM_TOGETHER) for block in range(2)]
+    mixed = np.array(runs)[np.random.default_rng(1).permutation(len(runs))]
+    fields = [column.schema() for column in TOGETHER[0].layout.columns]
+    part = m.Part([field.name for field in fields], mixed.tobytes())
+    return m.Located(1, len(runs), pieces, [encode_layout(block.layout) for block in BLOCKS], [part], fields)
+
+
+def attempt_spread(session: Session, reply: m.Located) -> dict[str, Any]:
+    payload = memoryview(bytearray(b"".join(block.data.tobytes() for block in BLOCKS)))
+    found = run(session, read(session, [m.Get(1, "p", None, b"", None, False)], located=(reply, payload)))
+    for _, value in found.items():
+        if not isinstance(value, torch.Tensor) or value.numel() < 1 << 20:
+            touch(value)
+    return dict(found.items())
+
+
+def test_rows_between_others_are_read(session: Session) -> None:
+    runs = np.frombuffer(spread_reply().parts[0].runs, np.int64).reshape(-1, 3).tolist()
+    found = attempt_spread(session, spread_reply())
+    lengths = [piece if piece < NUM_ALONE else row for piece, row, _ in runs]
+    assert [len(row) for row in found["x"].unbind()] == lengths
+    assert [len(text) for text in found["s"].tolist()] == lengths
+
+
+@FUZZ
+@given(data=st.data())
+def test_changed_replies_of_rows_in_many_places_are_read_or_refused(session: Session, data: st.DataObject) -> None:
+    reply = spread_reply()
+    runs = np.frombuffer(reply.parts[0].runs, np.int64).reshape(-1, 3).copy()
+    for _ in range(data.draw(st.integers(1, 3))):
+        what, block = data.draw(st.sampled_from(["piece", "runs", "layout"])), data.draw(st.integers(1, 4))
+        if what == "piece":
+            change(data, reply.pieces[-block])
+        elif what == "runs":
+            runs[data.draw(st.integers(0, len(runs) - 1)), data.draw(st.integers(0, 2))] = data.draw(
+                st.sampled_from(NUMBERS)
+            )
+        else:
+            changed = bytearray(reply.layouts[-block])
+            changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+            reply.layouts[-block] = bytes(changed)
+    reply.count = data.draw(st.sampled_from([reply.count, reply.count, 8, 0, 2**62]))
+    reply.parts[0].runs = runs.tobytes()
+    with contextlib.suppress(TransferQueueError):
+        attempt_spread(session, reply)

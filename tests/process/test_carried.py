@@ -80,6 +80,40 @@ def requests(client: TransferQueueClient) -> int:
     return count
 
 
+def test_a_few_rows_of_a_large_put_come_along(part: str, shared: TransferQueueClient) -> None:
+    count = 2000
+    values = {
+        "x": torch.arange(count * 128, dtype=torch.float64).view(count, 128),
+        "r": torch.nested.nested_tensor([torch.arange(n % 7) for n in range(count)], layout=torch.jagged),
+        "s": [f"text {n}" for n in range(count)],
+        "o": [{"t": torch.arange(n % 3), "n": n} for n in range(count)],
+    }
+    shared.put(values, partition_id=part)
+    fields = list(values)
+    for turn, size in enumerate([1, 5, 1, 3, 200]):
+        meta = shared.get_meta(fields, size, part, task_name="t")
+        first = sum([1, 5, 1, 3, 200][:turn])
+        if turn:  # the task reads what it fetches
+            assert came(meta) == (size < 200), "200 rows of 1 KB are more than comes along"
+        data = shared.get_data(meta)
+        assert torch.equal(torch.stack(list(data["x"].unbind())), values["x"][first : first + size])
+        assert [row.tolist() for row in data["r"].unbind()] == [list(range(n % 7)) for n in range(first, first + size)]
+        assert data["s"].tolist() == values["s"][first : first + size]
+        assert [one["n"] for one in data["o"].tolist()] == list(range(first, first + size))
+        assert [len(one["t"]) for one in data["o"].tolist()] == [n % 3 for n in range(first, first + size)]
+
+
+def test_fields_of_several_large_puts_come_along(part: str, shared: TransferQueueClient) -> None:
+    keys = [f"k{n}" for n in range(500)]
+    for name in "ab":
+        tq.kv_batch_put(keys, part, {name: torch.arange(500.0)[:, None].expand(500, 200).contiguous()})
+    shared.get_data(shared.get_meta(["a", "b"], 1, part, task_name="t"))
+    meta = shared.get_meta(["a", "b"], 2, part, task_name="t")
+    assert came(meta)
+    data = shared.get_data(meta)
+    assert [float(row[0]) for row in data["a"].unbind()] == [float(row[0]) for row in data["b"].unbind()] == [1.0, 2.0]
+
+
 def test_a_read_after_a_fetch_asks_nobody(shared: TransferQueueClient, part: str) -> None:
     reading(shared, part)
     put(shared, part, 1.0, 2.0)

@@ -24,7 +24,12 @@ from transfer_queue.wire.address import Address, parse_address
 from transfer_queue.wire.aio import AsyncConnection
 
 StartHost = Callable[..., Host]
-OF_UNITS = [m.Join(1, bytes(16), "127.0.0.1:9", b""), m.Moved(1, 1, 2, b""), m.ResolveCommits(1, b"")]
+OF_UNITS = [
+    m.Join(1, bytes(16), "127.0.0.1:9", b""),
+    m.Moved(1, 1, 2, b""),
+    m.Gathered(1, 1, b"", b""),
+    m.ResolveCommits(1, b""),
+]
 
 
 @pytest.fixture

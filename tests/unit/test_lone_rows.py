@@ -50,7 +50,7 @@ def test_many_at_once_are_what_they_are_one_by_one(data: st.DataObject) -> None:
     if rows is None:
         return
     for number in range(len(kinds)):
-        found = Assembler(Copier(), False).lone(schema_of(blocks, f"f{number}"), rows)
+        found = Assembler(Copier(), False).many(schema_of(blocks, f"f{number}"), rows)
         if found is not None:
             assert same(rows_of(found), rows_of(one_by_one(blocks, f"f{number}", order)))
             assert type(found) is type(one_by_one(blocks, f"f{number}", order))
@@ -62,7 +62,7 @@ def test_tensors_and_plain_values_need_no_look_at_each_row(name: str) -> None:
     order = [3, 1, 1, 8]
     rows = alone(blocks, order=order)
     assert rows is not None
-    found = Assembler(Copier(), False).lone(schema_of(blocks, name), rows)
+    found = Assembler(Copier(), False).many(schema_of(blocks, name), rows)
     assert same(rows_of(found), rows_of(one_by_one(blocks, name, order)))
 
 
@@ -111,7 +111,7 @@ def read_all(changed: bytes, row: int) -> None:
     given = [*LAYOUTS[:row], changed, *LAYOUTS[row + 1 :]]
     rows = alone(BLOCKS, given)
     for name in ROW if rows is not None else ():
-        found = Assembler(Copier(), False).lone(schema_of(BLOCKS, name), rows)  # type: ignore[arg-type]
+        found = Assembler(Copier(), False).many(schema_of(BLOCKS, name), rows)  # type: ignore[arg-type]
         if found is not None:
             touch(rows_of(found))
     touch(decode_layout(changed).nbytes)
@@ -149,13 +149,13 @@ def test_values_that_are_damaged_or_deep_are_told_apart_though_they_are_decoded_
     assert rows is not None
     schema = schema_of(blocks, "x")
     one_by_one_found = attempted(lambda: rows_of(one_by_one(blocks, "x", list(range(20)))))
-    assert attempted(lambda: rows_of(Assembler(Copier(), False).lone(schema, rows))) == one_by_one_found
+    assert attempted(lambda: rows_of(Assembler(Copier(), False).many(schema, rows))) == one_by_one_found
     start, nbytes = blocks[7].layout.columns[0].parts[0]
     blocks[7].data[start : start + nbytes] = 0xC1
     damaged_rows = alone(blocks)
     assert damaged_rows is not None
     with pytest.raises(ProtocolError, match="damaged"):
-        Assembler(Copier(), False).lone(schema, damaged_rows)
+        Assembler(Copier(), False).many(schema, damaged_rows)
 
 
 def attempted(work: Any) -> Any:

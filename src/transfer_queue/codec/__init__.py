@@ -15,6 +15,8 @@
     layout            where the columns of a block lie, and that they lie within it
     rows, select      rows and columns of blocks at the level of bytes: compaction in the server, reads in the client
     lone_rows         rows that were put alone, as a matrix of the numbers of their layouts
+    joining           the same, written as columns of one block (in the server)
+    spread_rows       rows that lie anywhere in several blocks, one pass per field
     values            the safe encoding of Python values
      ├─ arrays        tensors and arrays inside them, as aligned buffers
      ├─ classes       enums, dataclasses and named tuples by name and fields
@@ -23,5 +25,6 @@
      └─ opaque        pickle, only where this process allows it
     dtypes            torch's dtypes by name
 
-`layout`, `rows`, `lone_rows` and `select` know no torch; `plan` and `assemble` run in clients only.
+`layout`, `rows`, `select`, `lone_rows`, `spread_rows` and `joining` know no torch; `plan` and `assemble` run in clients
+only.
 """

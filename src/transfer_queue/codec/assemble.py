@@ -39,6 +39,7 @@ from transfer_queue.codec.rows import (
     take_dense,
     take_ragged,
 )
+from transfer_queue.codec.spread_rows import SpreadRows
 from transfer_queue.codec.stacks import stack
 from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
@@ -82,8 +83,8 @@ class Assembler:
             return self._stacked(schema.name, block.messages(column, rows))
         return None
 
-    def lone(self, schema: FieldSchema, rows: LoneRows) -> Any:
-        """One field of rows that were put alone, in one pass; None where there is no such pass."""
+    def many(self, schema: FieldSchema, rows: LoneRows | SpreadRows) -> Any:
+        """One field of rows that lie in many pieces, in one pass; None where there is no such pass."""
         column = None if self.out else rows.plain(schema.name)
         if column is None:
             return None

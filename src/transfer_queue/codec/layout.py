@@ -249,6 +249,11 @@ def _of_one_row(data: bytes) -> Layout:
     return template.filled(template.read(data, len(head)))
 
 
+def template_of(layout: bytes) -> bytes | None:
+    """What the layouts of rows alike begin with; None for any but that of a row that was put alone."""
+    return _head(layout) if layout[:1] == MARK else None
+
+
 def sizes_of(layouts: Sequence[bytes]) -> tuple[Template, Ints] | None:
     """The template of all these rows, and their numbers (n, `size`), of which nothing is checked; None where they have
     several templates, or are not of rows that were put alone."""

@@ -37,6 +37,11 @@ class LoneRows:
     def __len__(self) -> int:
         return len(self._numbers)
 
+    @property
+    def names(self) -> list[str]:
+        """Of all columns, in order."""
+        return list(self._template.places)
+
     def plain(self, name: str) -> LoneColumn | None:
         """The column, where it is plain: its parts lie inside their blocks, and are of the size that they need."""
         column, start = self._template.places.get(name, (None, 0))
@@ -67,23 +72,26 @@ class LoneRows:
 
 
 class LoneColumn:
-    """A plain column: row i has the shape `shapes[i]`, and `sizes[i]` bytes."""
+    """A plain column: row i has the shape `shapes[i]`, and `sizes[i]` bytes at the address `sources[i]`."""
 
     def __init__(self, column: ColumnTemplate, shapes: Ints, starts: Ints, sizes: Ints, rows: LoneRows) -> None:
         self.template = column
         self.shapes = shapes
+        self.sizes = sizes
         self._starts = starts
-        self._sizes = sizes
         self._rows = rows
+
+    @property
+    def sources(self) -> Ints:
+        return self._rows.bases + self._starts
 
     def values(self, copier: Copier) -> Bytes:
         """The bytes of all rows, one after the other."""
-        sources = self._rows.bases + self._starts
-        return collected(sources.tolist(), self._sizes.tolist(), self._rows.memories, copier)
+        return collected(self.sources.tolist(), self.sizes.tolist(), self._rows.memories, copier)
 
     def messages(self) -> list[memoryview]:
         """The data of each row of an objects column. It fills its part: there is no other row."""
-        return self._rows.spans(self._starts, self._sizes)
+        return self._rows.spans(self._starts, self.sizes)
 
 
 def _are_tensors(column: ColumnTemplate, shapes: Ints, sizes: Ints) -> bool:

@@ -178,12 +178,21 @@ def take_dense(block: BlockBytes, column: Column, rows: Ints, copier: Copier) ->
 
 def take_ragged(block: BlockBytes, column: Column, rows: Ints, copier: Copier) -> tuple[Bytes, Ints]:
     """`gather_ragged` of scattered rows of one block. The column is ragged in its first dimension."""
-    step = column.row_nbytes()
+    sources, lengths, step = row_places(block, column, rows)
+    return collected(sources.tolist(), (lengths * step).tolist(), block, copier), offsets_of(lengths)
+
+
+def row_places(block: BlockBytes, column: Column, rows: Ints) -> tuple[Ints, Ints, int]:
+    """Of these rows, which are there: their addresses, their lengths along the first dimension, and the bytes of a step
+    along it. The column is dense, or ragged in its first dimension; a row without dimensions is one step."""
+    step = math.prod(column.shape[1:]) * column.itemsize
+    start = block.address + column.parts[0][0]
+    if column.kind == DENSE:
+        length = column.shape[0] if column.shape else 1
+        return start + rows * (length * step), np.full(len(rows), length), step
     offsets = _step_offsets(block, column, step)
     first = offsets[rows]
-    lengths = offsets[rows + 1] - first
-    sources = first * step + (block.address + column.parts[0][0])
-    return collected(sources.tolist(), (lengths * step).tolist(), block, copier), offsets_of(lengths)
+    return start + first * step, offsets[rows + 1] - first, step
 
 
 def _step_offsets(block: BlockBytes, column: Column, step: int) -> Ints:

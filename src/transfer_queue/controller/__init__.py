@@ -11,6 +11,7 @@
      │   ├─ leases              rows that are lent, until when
      │   └─ unreceived          what was handed to askers who have not said that they have it
      ├─ block_index             how many live cells every block still holds
+     ├─ lone_blocks             rows that were put alone and stay
      ├─ staleness               which rows are too old for which task
      ├─ admission               how many rows producers may start
      ├─ weight_versions         versions of the weights, as they were announced

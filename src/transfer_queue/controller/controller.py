@@ -244,6 +244,8 @@ class Controller:
             released = table.write(slots, number, message.block)
             self.block_index.open(message.block, count * len(message.fields), table, number)
             self.block_index.release(released)
+            if count == 1:
+                self.state.lone_blocks.note(table, number, int(table.index[slots[0]]), message.block)
         if message.tags is not None:
             table.merge_tags(slots, message.tags)
             for position in message.replaced:
@@ -446,6 +448,28 @@ class Controller:
         entry.table.relocate(entry.group, block, target, rows)
         self.block_index.open(target, entry.live, entry.table, entry.group)
         self.block_index.release([(block, entry.live)])
+        return True
+
+    def gather(self, target: int, blocks: Slots, rows: Slots) -> bool:
+        """What the first row of `blocks[i]` holds, which is that of the row with index `rows[i]`, now lies in row i of
+        `target`. The rows ascend.
+
+        Only of rows that all of it still lay there. False when there are none. `ProtocolError` when `target` cannot be
+        that.
+        """
+        entry = next((found for block in blocks.tolist() if (found := self.block_index.find(block))), None)
+        if entry is None:
+            return False
+        units = {block >> m.UNIT_SHIFT for block in blocks.tolist()}
+        is_other = self.block_index.find(target) is not None or units != {target >> m.UNIT_SHIFT}
+        if is_other or len(rows) != len(blocks) or bool((rows[1:] <= rows[:-1]).any()):
+            raise ProtocolError(f"block {target} does not have what lies in {len(blocks)} blocks")
+        moved = entry.table.gather(entry.group, target, blocks, rows)
+        if not moved:
+            return False
+        cells = len(entry.table.groups[entry.group].fields)
+        self.block_index.open(target, cells * len(moved), entry.table, entry.group)
+        self.block_index.release([(block, cells) for block in moved])
         return True
 
     def lose(self, unit: int) -> None:

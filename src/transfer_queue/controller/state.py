@@ -9,6 +9,7 @@ from transfer_queue.controller.block_index import BlockIndex
 from transfer_queue.controller.cleared_partitions import ClearedPartitions
 from transfer_queue.controller.fetch import Fetching
 from transfer_queue.controller.lineage import Lineage
+from transfer_queue.controller.lone_blocks import LoneBlocks
 from transfer_queue.controller.table import Table
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
@@ -29,6 +30,7 @@ class ControllerState:
         self.payloads: dict[Hashable, memoryview] = {}
         self.captures: set[bytes] = set()
         self.block_index = BlockIndex()
+        self.lone_blocks = LoneBlocks(self.block_index)
         self.cleared_partitions = ClearedPartitions(self.block_index.freed)
         self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))
         self.fetching = Fetching(sampler, self.outbox, self.tables)

@@ -346,6 +346,22 @@ class Table:
         group.row[slots] = np.searchsorted(rows, group.row[slots])
         group.block[slots] = target
 
+    def gather(self, number: int, target: int, blocks: Slots, rows: Slots) -> list[int]:
+        """Rows of group `number` that lay alone, each in its block, now lie in `target`, in this order.
+
+        Returns the blocks of those that moved: rows that are there, with all fields of the group still in that block.
+        """
+        group = self.groups[number]
+        slots = self.slots_of(rows)
+        columns = np.array([self.fields[name].number for name in group.fields])
+        lies = (slots >= 0) & (group.block[slots] == blocks) & (group.row[slots] == 0)
+        lies &= (self.cells[columns[:, None], slots] == number).all(axis=0)
+        moved = np.flatnonzero(lies)
+        group.row[slots[moved]] = moved
+        group.block[slots[moved]] = target
+        moved_from: list[int] = blocks[moved].tolist()
+        return moved_from
+
     def _cells_in(self, number: int, block: int) -> tuple[Slots, Flags]:
         """(slots with live cells in `block`, which (field, slot) are live)."""
         group = self.groups[number]
@@ -394,6 +410,8 @@ class Table:
 
     def listing(self, table: int, version: int) -> Changes:
         """Keys and tags, or only what changed when the asker knows this table at `version`."""
+        if table == self.log.table and version == self.log.version:  # as with most of many partitions
+            return Changes(table, version, False, [], [], None)
         removed = self.log.removed_since(version) if table == self.log.table else None
         if removed is None:
             slots = np.fromiter(self.keys.values(), np.int64, len(self.keys))

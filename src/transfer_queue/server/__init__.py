@@ -10,6 +10,7 @@
     fetch_with_data     rows of a task and where their cells are in one answer
     recycling           work that belongs to no request, in slices
     compaction          blocks of which few cells are left are written anew
+    gathering           rows that were put alone become columns
     turns               whose long request is next
     fd_server           hands out arena descriptors on a unix socket
     bulk_writer         large answers to other hosts, from threads

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from transfer_queue.codec.layout import decode_layout, encode_layout
-from transfer_queue.codec.select import selected
+from transfer_queue.codec.layout import Layout, decode_layout, encode_layout
+from transfer_queue.codec.select import Fill, selected
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Block, Unit
@@ -17,6 +17,7 @@ from transfer_queue.wire.arrays import numbers_of
 
 REMOTE_INLINE_NBYTES = 1 << 20
 MAX_STATE_NBYTES = 8 << 30
+MAX_CUT_ROWS = 8192  # of a block, for the offsets of all of its rows are looked at
 ALIGN = 64
 Payload: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
 Answer: TypeAlias = "tuple[m.Reply, Payload]"
@@ -76,9 +77,42 @@ class BlockRequests:
         missing = sum(piece.location == m.REMOTE for piece in reply.pieces)
         here = self.unit.describe(reply.pieces, reply.layouts)
         nbytes = _aligned_nbytes(here) + sum(len(part) for part in payload)
-        if len(here) < missing or nbytes > m.CARRIED_NBYTES:
+        if len(here) < missing:
             return None
+        if nbytes > m.CARRIED_NBYTES:
+            return None if payload else self._cut_out(reply)
         return reply, self._riding(here, payload)
+
+    def _cut_out(self, reply: m.Located) -> Answer | None:
+        """A reply whose pieces are large blocks that lie here, with the rows that it names and no others, where they
+        follow each other in their blocks and are small; else None, and `reply` is of no use any more."""
+        made: dict[int, tuple[Layout, Fill]] = {}
+        for part in reply.parts:
+            runs = numbers_of(part.runs, 3)
+            number, first, count = runs[0].tolist()
+            block = self.unit.block(reply.pieces[number].block)
+            assert block is not None
+            layout = decode_layout(block.layout)
+            share = block.nbytes * count // max(1, layout.rows)
+            if len(runs) > 1 or number in made or layout.rows > MAX_CUT_ROWS or share > 2 * m.CARRIED_NBYTES:
+                return None
+            rows = np.arange(first, first + count)
+            made[number] = selected(layout, self.unit.memory(block), rows, part.fields)
+            part.runs = np.array([number, 0, count], np.int64).tobytes()
+        reply.layouts, at = [], 0
+        for number, (layout, _) in made.items():
+            piece = reply.pieces[number]
+            piece.location, piece.nbytes, piece.layout = m.Inline(at), layout.nbytes, len(reply.layouts)
+            reply.layouts.append(encode_layout(layout))
+            at += layout.nbytes
+        if at > m.CARRIED_NBYTES:
+            return None
+        own = np.empty(at, np.uint8)
+        for number, (layout, fill) in made.items():
+            location = reply.pieces[number].location
+            assert isinstance(location, m.Inline)
+            fill(own[location.offset : location.offset + layout.nbytes])
+        return reply, (memoryview(own),)  # type: ignore[arg-type]
 
     def _riding(self, pieces: list[m.Piece], payload: Payload) -> Payload:
         """`payload` with the bytes of `pieces` appended."""

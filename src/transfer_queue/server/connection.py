@@ -38,7 +38,7 @@ log = logging.getLogger("transfer_queue.server")
 HELLO_TIMEOUT_S = 5.0
 STALLED_S = 10.0
 HELLO_HEADER_NBYTES = 4096
-UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.ResolveCommits})
+UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Gathered, m.ResolveCommits})
 ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from transfer_queue.controller import Controller
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor, start_compaction
+from transfer_queue.server.gathering import Gatherer, gather_lone_rows
 from transfer_queue.server.service import Service
 from transfer_queue.server.unit_registry import UnitConnection
 from transfer_queue.storage.blocks import Unit
@@ -33,10 +35,23 @@ class ControllerNode:
         self.members.lose = controller.lose
         self.members.known = lambda: controller.block_index.entries
         self.compactor = Compactor(self.service, self._moved_here)
+        self.gatherer = Gatherer(self.service, self._gathered_here)
+        self._gathering: asyncio.Task[None] | None = None
 
     def work(self) -> None:
         """What became due while messages were handled."""
         start_compaction(self.controller, self.members, self.compactor)
+        if self.controller.state.lone_blocks.is_due and (self._gathering is None or self._gathering.done()):
+            gathering = gather_lone_rows(self.controller, self.members, self.gatherer)
+            self._gathering = asyncio.get_running_loop().create_task(gathering)
+
+    def close(self) -> None:
+        """Leave what was begun: the unit is about to go."""
+        if self._gathering is not None:
+            self._gathering.cancel()
+
+    async def _gathered_here(self, target: int, blocks: Ints, rows: Ints) -> bool:
+        return self.controller.gather(target, blocks, rows)
 
     async def _moved_here(self, block: int, target: int, rows: Ints) -> bool:
         return self.controller.relocate(block, target, rows)
@@ -53,9 +68,13 @@ class ControllerNode:
                     if self.controller.relocate(block, target, numbers_of(rows)):
                         self.service.apply_outcomes()
                         return m.Done(message.rid)
+                case m.Gathered(target=target, blocks=blocks, rows=rows):
+                    if self.controller.gather(target, numbers_of(blocks), numbers_of(rows)):
+                        self.service.apply_outcomes()
+                        return m.Done(message.rid)
         except TransferQueueError as error:
             return m.Failed(message.rid, error.code, str(error))
-        return m.Failed(message.rid, "row_cleared", "nothing of the block is left")
+        return m.Failed(message.rid, "row_cleared", "nothing of it is left")
 
 
 def _bracketed(host: str) -> str:

@@ -138,8 +138,7 @@ class Server:
                 server.close()
             for link in self.connection_limit.links():
                 link.close()
-            if isinstance(self.role, StorageNode):
-                self.role.close()
+            self.role.close()
             await asyncio.sleep(0)
         finally:
             if self._metrics is not None:
@@ -161,7 +160,7 @@ class Server:
         from transfer_queue.server.metrics.collector import ServerCollector
         from transfer_queue.server.metrics.http import Endpoint
 
-        endpoint = Endpoint(ServerCollector(self.service, self.role.compactor))
+        endpoint = Endpoint(ServerCollector(self.service, self.role.compactor, self.role.gatherer))
         host = self.config.metrics_host or ("" if is_everywhere(self.config.host) else self.config.host)
         await endpoint.open(host, self.config.metrics_port or 0)
         self._metrics = endpoint

@@ -13,6 +13,7 @@ from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor
 from transfer_queue.server.controller_proxy import ControllerProxy
+from transfer_queue.server.gathering import Gatherer
 from transfer_queue.server.service import Service
 from transfer_queue.server.unit_registry import UnitConnection, numbers
 from transfer_queue.storage.blocks import Unit
@@ -46,6 +47,7 @@ class StorageNode:
         self.remote = ControllerProxy(controller, self._answered)
         self.service = make(self.remote, unit)
         self.compactor = Compactor(self.service, self._moved)
+        self.gatherer = Gatherer(self.service, self._gathered)
         self._controller = controller._replace(token=unit_token)
         self._address = ""
         self._deliver = deliver
@@ -131,6 +133,11 @@ class StorageNode:
         """Whether the controller took `target` in the place of `block`."""
         return isinstance(await self._ask(m.Moved(self._next_rid(), block, target, rows.tobytes())), m.Done)
 
+    async def _gathered(self, target: int, blocks: Ints, rows: Ints) -> bool:
+        """Whether the controller took rows of `target` in the place of `blocks`."""
+        request = m.Gathered(self._next_rid(), target, blocks.tobytes(), rows.tobytes())
+        return isinstance(await self._ask(request), m.Done)
+
     def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         return m.Failed(message.rid, InvalidInput.code, f"units join the controller at {self._controller}")
 
@@ -148,6 +155,8 @@ class StorageNode:
                 self._drop(blocks)
             case m.SparseBlock(block=block, rows=rows, fields=fields):
                 self.compactor.start(block, numbers_of(rows), fields)
+            case m.GatherRows(blocks=blocks, rows=rows):
+                self.gatherer.start(numbers_of(blocks), numbers_of(rows))
         self._deliver()
 
     def _drop(self, blocks: bytes) -> None:
@@ -157,5 +166,6 @@ class StorageNode:
             self._deliver()
 
     def close(self) -> None:
+        self.gatherer.close()
         self.remote.close()
         self._connection.close()

@@ -9,9 +9,10 @@ import numpy as np
 
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.remote import ReceivedBlock, inline_bytes, layout_of
-from transfer_queue.codec.layout import Layout, Template, decode_layout, sizes_of
+from transfer_queue.codec.layout import Layout, Template, decode_layout, sizes_of, template_of
 from transfer_queue.codec.lone_rows import LoneRows
-from transfer_queue.codec.rows import BlockBytes
+from transfer_queue.codec.rows import BlockBytes, row_numbers
+from transfer_queue.codec.spread_rows import BlockShare, LoneShare, SpreadRows
 from transfer_queue.errors import ProtocolError
 from transfer_queue.schema import OBJECTS
 from transfer_queue.storage.shm import SMALL_NBYTES
@@ -21,7 +22,8 @@ from transfer_queue.wire.arrays import Numbers, numbers_of
 # Smaller reads are copied: they must not hold a whole block, and tidying up after a view costs the size of its block.
 VIEW_NBYTES, VIEW_SHARE, LARGE_VIEW_NBYTES = 64 << 10, 8, 32 << 20
 MAX_ARENAS = 1 << 16
-MANY = 16  # blocks of one row each, from which on a matrix of their numbers costs less than a look at each
+MANY = 16  # short runs, from which on one pass over all of them costs less than a look at each
+SHORT = 4  # rows, on average: longer runs are copied faster as runs
 
 
 class LocatedBlock:
@@ -87,14 +89,18 @@ class LocatedRows:
     def blocks(self) -> list[LocatedBlock]:
         """The memory of every piece."""
         layouts = [decode_layout(data) for data in self.reply.layouts]
-        return [self._block(number, piece, layouts) for number, piece in enumerate(self.reply.pieces)]
+        found = []
+        for number, piece in enumerate(self.reply.pieces):
+            if number in self._elsewhere:
+                layout, data = self._elsewhere[number]
+                found.append(LocatedBlock(self.reply.rid, piece, layout, BlockBytes(data, layout, 0), None))
+            else:
+                found.append(self._block(piece, layout_of(piece, layouts)))
+        return found
 
-    def _block(self, number: int, piece: m.Piece, layouts: list[Layout]) -> LocatedBlock:
+    def _block(self, piece: m.Piece, layout: Layout) -> LocatedBlock:
+        """A block that lies here."""
         rid = self.reply.rid
-        if number in self._elsewhere:
-            layout, data = self._elsewhere[number]
-            return LocatedBlock(rid, piece, layout, BlockBytes(data, layout, 0), None)
-        layout = layout_of(piece, layouts)
         if layout.nbytes > piece.nbytes:
             raise ProtocolError(f"a block of {piece.nbytes} bytes with a layout of {layout.nbytes}")
         match piece.location:
@@ -126,22 +132,57 @@ class LocatedRows:
         if not (_is_one_run if len(table) == 1 else _are_runs)(table, self.reply.count, self.blocks):
             raise ProtocolError(f"runs that are not {self.reply.count} rows of {len(self.blocks)} blocks")
 
-    def lone(self, table: Numbers) -> LoneRows | None:
-        """The rows of these runs, where all are there, each was put alone and they are alike; None for any others."""
-        pieces = self.reply.pieces
-        if len(table) < MANY or len(table) != self.reply.count or self._elsewhere:
+    def many(self, table: Numbers) -> LoneRows | SpreadRows | None:
+        """The rows of these runs, where they are many short runs and all are there; None for any others."""
+        if len(table) < MANY or self._elsewhere or self.reply.count > SHORT * len(table):
             return None
-        if table[:, 1].any() or (table[:, 2] != 1).any() or table[:, 0].min() < 0 or table[:, 0].max() >= len(pieces):
+        pieces, firsts, counts = table.T
+        if firsts.min() < 0 or pieces.min() < 0 or pieces.max() >= len(self.reply.pieces):
             return None
-        wanted = [pieces[number] for number in table[:, 0].tolist()]
+        if counts.min() < 1 or counts.max() > self.reply.count or int(counts.sum()) != self.reply.count:
+            return None
+        layouts = [piece.layout for piece in self.reply.pieces]
+        if min(layouts) < 0 or max(layouts) >= len(self.reply.layouts):
+            return None
+        are_lone = np.array([template_of(layout) is not None for layout in self.reply.layouts])
+        rows, pieces = row_numbers(table[:, 1:]), np.repeat(pieces, counts)
+        alone = are_lone[layouts][pieces]
+        if rows[alone].any():
+            return None
+        lone = self._lone(pieces[alone].tolist()) if alone.any() else None
+        if alone.all() or (lone is None and alone.any()):
+            return lone
+        positions = np.flatnonzero(~alone)
+        shares = self._shares(pieces[positions], rows[positions], positions)
+        if shares is None:
+            return None
+        return SpreadRows(shares, None if lone is None else LoneShare(lone, np.flatnonzero(alone)))
+
+    def _lone(self, pieces: list[int]) -> LoneRows | None:
+        """Blocks of one row each, where they are alike."""
+        wanted = [self.reply.pieces[number] for number in pieces]
         used = sorted({piece.layout for piece in wanted})
-        if used[0] < 0 or used[-1] >= len(self.reply.layouts):
-            return None
         found = sizes_of([self.reply.layouts[number] for number in used])
         if found is None:
             return None
         template, numbers = found
         return self._lying(template, numbers[np.searchsorted(used, [piece.layout for piece in wanted])], wanted)
+
+    def _shares(self, pieces: Numbers, rows: Numbers, positions: Numbers) -> list[BlockShare] | None:
+        """The rows of each block, at these positions of the result; None where that is a few rows of each only, or one
+        is not there."""
+        used = np.unique(pieces)
+        if len(used) * SHORT > len(pieces):
+            return None
+        shares = []
+        for number in used.tolist():
+            piece = self.reply.pieces[number]
+            block = self._block(piece, decode_layout(self.reply.layouts[piece.layout]))
+            mine = pieces == number
+            if rows[mine].max() >= block.layout.rows:
+                return None
+            shares.append(BlockShare(block.gathered, rows[mine], positions[mine]))
+        return shares
 
     def _lying(self, template: Template, numbers: Numbers, pieces: list[m.Piece]) -> LoneRows | None:
         """Where these rows lie: all in arenas, or all in the payload."""

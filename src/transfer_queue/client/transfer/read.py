@@ -157,17 +157,15 @@ def _fields(assembler: Assembler, schema: dict[str, FieldSchema], located: Locat
 def _in_one_pass(
     assembler: Assembler, fields: list[FieldSchema], located: LocatedRows, table: Numbers
 ) -> dict[str, Any]:
-    """Those of the fields that need no look at each run: of rows that were put alone, or lie anywhere in one block."""
+    """Those of the fields that need no look at each run: rows that lie anywhere in one block, or in many pieces."""
     if len(table) < 2:
         return {}
-    lone = located.lone(table)
-    if lone is not None:
-        return {field.name: assembler.lone(field, lone) for field in fields}
     if table[0, 0] != table[-1, 0] or (table[:, 0] != table[0, 0]).any():
-        return {}
+        rows = located.many(table)
+        return {} if rows is None else {field.name: assembler.many(field, rows) for field in fields}
     located.check(table)
-    block, rows = located.blocks[int(table[0, 0])].gathered, row_numbers(table[:, 1:])
-    return {field.name: assembler.scattered(field, block, rows) for field in fields}
+    block, scattered = located.blocks[int(table[0, 0])].gathered, row_numbers(table[:, 1:])
+    return {field.name: assembler.scattered(field, block, scattered) for field in fields}
 
 
 def _add_runs(

@@ -21,6 +21,7 @@ from transfer_queue.controller import Controller
 from transfer_queue.controller.readiness import Task
 from transfer_queue.controller.table import Table
 from transfer_queue.server.compaction import Compactor
+from transfer_queue.server.gathering import Gatherer
 from transfer_queue.server.metrics.counters import BOUNDS, CONTROLLER, STORAGE, Histogram, MeteredService
 
 PART = 64  # partitions per part of a family
@@ -34,11 +35,12 @@ class ServerCollector(Collector):
     A family with many samples comes in several parts, one after the other, so that requests can be answered in between.
     """
 
-    def __init__(self, service: MeteredService, compactor: Compactor) -> None:
+    def __init__(self, service: MeteredService, compactor: Compactor, gatherer: Gatherer) -> None:
         self._service = service
         self._unit = service.unit
         self._controller = service.controller if isinstance(service.controller, Controller) else None
         self._compactor = compactor
+        self._gatherer = gatherer
 
     def collect(self) -> Iterator[Metric]:
         if self._controller is not None:
@@ -92,6 +94,7 @@ class ServerCollector(Collector):
         yield _counter("tq_written_bytes", "Bytes of published blocks.", service.nbytes_in)
         yield _counter("tq_read_bytes", "Bytes of blocks handed to readers.", service.nbytes_out)
         yield _counter("tq_compactions", "Blocks rewritten without their dead cells.", self._compactor.num_moved)
+        yield _counter("tq_gathered_rows", "Rows put alone that became columns.", self._gatherer.num_rows)
 
     def _unit_sizes(self) -> Iterator[Metric]:
         yield self._of_unit("tq_storage_memory_rss_bytes", "Resident memory of the server process.", resident_nbytes())

@@ -116,6 +116,8 @@ from transfer_queue.wire.messages.tasks import Scan as Scan
 from transfer_queue.wire.messages.units import Blocks as Blocks
 from transfer_queue.wire.messages.units import Cut as Cut
 from transfer_queue.wire.messages.units import Drop as Drop
+from transfer_queue.wire.messages.units import Gathered as Gathered
+from transfer_queue.wire.messages.units import GatherRows as GatherRows
 from transfer_queue.wire.messages.units import Join as Join
 from transfer_queue.wire.messages.units import Joined as Joined
 from transfer_queue.wire.messages.units import Moved as Moved
@@ -124,20 +126,20 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 ClientMessage: TypeAlias = (
     Hello | Proof | Allocate | Write | Read | Commit | Insert | Fetch | Scan | Find | NameRows | Get | Unpin | Discard
-    | Cancel | Received | Goodbye | Take | Join | Moved | ResolveCommits
+    | Cancel | Received | Goodbye | Take | Join | Moved | Gathered | ResolveCommits
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Announce | Admit | GiveBack | Lock | KeepLock | Unlock | ListLocks
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
-    | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | Captured | Lent | Handed
-    | Counted | Admitted | Waiting | Locked | PartitionDescription
+    | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
+    | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -157,8 +159,8 @@ decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
 SMALL_HEADER_NBYTES, LARGE_HEADER_NBYTES = 1 << 20, 256 << 20
 LARGE = frozenset(
     one.__name__.encode()
-    for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, ResolveCommits, Pin,
-                Restore, Ack, Release)
+    for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Gathered,
+                ResolveCommits, Pin, Restore, Ack, Release)
 )  # fmt: skip
 
 
@@ -172,6 +174,6 @@ def header_limit(head: memoryview) -> int:
 
 # Replies of these are remembered, so that a retried request has its first outcome.
 MUTATING = frozenset((
-    Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Restore, Ack,
-    Release, Announce, Admit, GiveBack, Lock, Unlock,
+    Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Gathered, Restore,
+    Ack, Release, Announce, Admit, GiveBack, Lock, Unlock,
 ))  # fmt: skip

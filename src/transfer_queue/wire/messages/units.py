@@ -57,6 +57,15 @@ class Moved(Request):
     rows: bytes
 
 
+class Gathered(Request):
+    """A unit wrote what blocks of it hold of one row each as rows of `target`: row i what `blocks[i]` (int64) holds of
+    the row with index `rows[i]` (int64)."""
+
+    target: int
+    blocks: bytes
+    rows: bytes
+
+
 class ResolveCommits(Request):
     """Which of these blocks (int64) does no row refer to? They never will: commits of them are refused from now on."""
 
@@ -81,3 +90,11 @@ class SparseBlock(Message):
     block: int
     rows: bytes
     fields: list[str]
+
+
+class GatherRows(Message):
+    """To a unit: write what these blocks (int64) hold, the same fields of one row each, as one block. The indexes
+    (int64) of the rows are for `Gathered`."""
+
+    blocks: bytes
+    rows: bytes
