@@ -108,12 +108,19 @@ class Listings:
             names = self._names(partition)
             return {name: (self._known[name].table, self._known[name].version) for name in names}
 
-    def update(self, reply: Listing, partition: str | None) -> dict[str, dict[str, Tags]]:
-        """Take up what changed; the listing as of now."""
+    def update(self, reply: Listing, partition: str | None) -> dict[str, dict[str, Tags]] | None:
+        """Take up what changed; the listing as of now. None where another thread has learnt meanwhile that a partition
+        is not the one that this is about: ask again."""
         with self._lock:
+            if not all(changes.full or self._is_of(name, changes) for name, changes in reply.partitions.items()):
+                return None
             for name in self._names(partition) - reply.partitions.keys():
                 del self._known[name]
             return {name: TagsByKey(self._updated(name, changes)) for name, changes in reply.partitions.items()}
+
+    def _is_of(self, name: str, changes: Changes) -> bool:
+        known = self._known.get(name)
+        return known is not None and known.table == changes.table
 
     def _names(self, partition: str | None) -> Set[str]:
         return self._known.keys() if partition is None else self._known.keys() & {partition}
@@ -122,6 +129,9 @@ class Listings:
         known = self._known.setdefault(name, Known())
         if known.table == changes.table and known.version > changes.version:
             return known.tags  # another thread took up a later listing
+        if not (changes.full or changes.keys or changes.removed):
+            known.version = changes.version
+            return known.tags
         new = (
             {key: {} for key in changes.keys}
             if changes.tags is None

@@ -168,8 +168,11 @@ def kv_batch_get_by_meta(
 def kv_list(session: Session, partition_id: str | None = None) -> Operation[dict[str, dict[str, dict[str, Any]]]]:
     """`{partition: {key: tag}}` of one partition (`{}` when unknown), or of all."""
     listings = session.listings
-    request = m.ListKeys(session.next_rid(), partition_id, listings.versions(partition_id))
-    return listings.update((yield Call(request))[0], partition_id)
+    while True:
+        request = m.ListKeys(session.next_rid(), partition_id, listings.versions(partition_id))
+        found = listings.update((yield Call(request))[0], partition_id)
+        if found is not None:
+            return found
 
 
 def kv_clear(session: Session, keys: list[str] | str, partition_id: str) -> Operation[None]:
