@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 NUM_ROWS = 1024
 NUM_STRINGS = 10_000
+SETTLED_S = 4.0
+EXPERTS_NBYTES = 237_000_000
 Rows = list[dict[str, Any]]
 
 
@@ -41,6 +43,16 @@ def alone() -> tuple[Rows, list[int]]:
     return found, torch.randperm(NUM_ROWS, generator=random).tolist()
 
 
+def later() -> tuple[Rows, list[int]]:
+    """The same rows, read when they have been there for `SETTLED_S`."""
+    return alone()
+
+
+def later_in_order() -> tuple[Rows, list[int]]:
+    """And read in the order in which they were put."""
+    return alone()[0], list(range(NUM_ROWS))
+
+
 def ragged(step: int = 1) -> Batch:
     """1024 ragged rows of 8 fields in one put, read in random order."""
     import torch
@@ -61,6 +73,28 @@ def quarter() -> Batch:
 def strided() -> Batch:
     """Every fourth row of them in order: the share of one of four data-parallel ranks."""
     return ragged()._replace(wanted=list(range(0, NUM_ROWS, 4)))
+
+
+def half() -> Batch:
+    """Every second of them in order."""
+    return ragged()._replace(wanted=list(range(0, NUM_ROWS, 2)))
+
+
+def eighth() -> Batch:
+    """Every eighth of them in order."""
+    return ragged()._replace(wanted=list(range(0, NUM_ROWS, 8)))
+
+
+def experts() -> Batch:
+    """The experts that every token of 512 responses was routed to: arrays of (tokens, layers, experts), 237 MB in all.
+    They are all looked at, too."""
+    import numpy as np
+
+    random = np.random.default_rng(1)
+    lengths = random.integers(200, 2000, 512)
+    lengths = lengths * EXPERTS_NBYTES // (int(lengths.sum()) * 48 * 8)
+    rows = [random.integers(0, 128, (length, 48, 8), dtype=np.uint8) for length in lengths.tolist()]
+    return Batch({}, {"experts": rows}, list(range(len(rows))))
 
 
 def strings(step: int = 1) -> Batch:
@@ -85,4 +119,11 @@ def traces() -> Batch:
     return Batch({}, {"s": rows}, list(range(NUM_ROWS)))
 
 
-CASES: dict[str, Any] = {case.__name__: case for case in (alone, ragged, quarter, strided, strings, second, traces)}
+CASES: dict[str, Any] = {
+    case.__name__: case
+    for case in (
+        alone, later, later_in_order, ragged, quarter, half, strided, eighth, experts, strings, second, traces,
+    )
+}  # fmt: skip
+LOOKED_AT = frozenset({"experts"})
+SETTLED = frozenset({"later", "later_in_order"})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from bench.read_cases import CASES, Batch, Rows
+from bench.read_cases import CASES, SETTLED, SETTLED_S, Batch, Rows
 
 Read = Callable[[], Any]
 NUM_CPUS = 16  # for Ray: TransferQueue 0.1.11 reserves a processor for each of its actors, and waits for ever on two
@@ -40,6 +41,8 @@ def _of_queue(tq: Any, case: str) -> Read:
         for number, row in enumerate(rows):
             tq.kv_put(key=f"k{number}", partition_id="p", fields=row)
         wanted = [f"k{number}" for number in order]
+        if case in SETTLED:
+            time.sleep(SETTLED_S)
     return lambda: tq.kv_batch_get(keys=wanted, partition_id="p")
 
 

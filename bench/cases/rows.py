@@ -24,9 +24,14 @@ class Read(NamedTuple):
 
 READS = {
     "alone": Read("1024 rows of 10 fields put alone, 77 MB", 0.020, 0.045, 1.3),
+    "later": Read("the same rows 4 s later", 0.020),
+    "later_in_order": Read("the same in the order of their puts"),
     "ragged": Read("1024 ragged rows of 8 fields in random order", 0.014),
     "quarter": Read("256 of them", 0.0035),
-    "strided": Read("every fourth of them"),
+    "half": Read("every second ragged row"),
+    "strided": Read("every fourth ragged row"),
+    "eighth": Read("every eighth ragged row"),
+    "experts": Read("512 arrays of experts, 237 MB, looked at", 0.025),
     "strings": Read("10,000 rows of 2 short strings", 0.008),
     "second": Read("every second of them", 0.005),
     "traces": Read("1024 tool traces of 12 turns", 0.008),
