@@ -3,7 +3,7 @@
 Run `python -m demo`. Who writes and who reads what:
 
     partition   row            written by                       read by
-    prompts     one prompt     trainer                          rollout workers, whoever is free and admitted
+    prompts     one prompt     trainer                          rollout workers, whoever is free
     train_<k>   one sample     rollout: prompt, response, ...   reward, reference, trainer: each row once per task,
                                reward: reward                   when the fields it needs are there
                                reference: ref_log_probs
@@ -13,8 +13,8 @@ Run `python -m demo`. Who writes and who reads what:
     status, metrics, spans     every worker                     the parent, which only watches
 
 Every version of the policy goes to the rollout workers by `transfer_queue.weights`, also between two tokens of a
-sample. The queue sees to it that no sample is used more than `max_lag` versions late: producers are admitted, the
-trainer asks for no older ones.
+sample. No sample is used more than `max_lag` versions late: the trainer asks for samples of so many steps ahead and
+takes none that is older, and rollout workers wait for weights that are new enough.
 
 Any worker may be killed (kill -9). The parent starts another one in its place; rows are on lease until what they were
 taken for cannot be undone, so they are delivered again; the trainer goes on from its last step, which it saves beside

@@ -80,7 +80,7 @@ class Incident:
     step: int
     """How many optimiser steps were done then."""
     rows: int
-    """How many it had on lease and not acknowledged: they were delivered again."""
+    """How many it had on lease and not acknowledged: they are delivered again, those that are not cleared by then."""
     life: int
     """Of the process that took its place; 1 for the second one of the name."""
     worked_s: float | None = None

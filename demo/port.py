@@ -23,7 +23,7 @@ from torch import Tensor
 import transfer_queue as tq
 from demo.columns import payload_nbytes
 from demo.settings import Moment, Settings
-from demo.tables import CLAIMS, TRAINED, Tags
+from demo.tables import CLAIMS, HELD, TRAINED, Tags
 from transfer_queue.errors import DeadlineExceeded, LeaseExpired, StorageKeyNotFoundError
 
 _REPORT_EVERY_S = 0.25
@@ -35,7 +35,7 @@ class Doing(IntEnum):
 
     WORK = 0
     WAIT = 1
-    """For rows that are not ready yet, for admission, for others to take the weights."""
+    """For rows that are not ready yet, for weights that are new enough, for others to take them."""
     SAMPLES = 2
     """Moving fields of rows in or out, and telling how it goes."""
     WEIGHTS = 3
@@ -119,8 +119,7 @@ class Port:
                 return None
             rows = Rows(data=data, meta=meta)
             self._lent[meta.lease] = rows
-            lent = [[one.meta.partition_ids[0], one.meta.global_indexes] for one in self._lent.values()]
-            self.claim(task=self._task, lent=lent)
+            self._claim()
         self._totals.nbytes += payload_nbytes(data)
         return rows
 
@@ -142,8 +141,8 @@ class Port:
     def acknowledge(self, rows: Rows) -> None:
         """What they were taken for is done: nobody of this task gets them again."""
         with self.spending(Doing.SAMPLES):
-            self._lent.pop(rows.meta.lease, None)
             self._client.ack(rows.meta)
+            self._let_go(rows)
 
     def answer(self, rows: Rows, **columns: Tensor) -> None:
         """Write further fields to rows that were taken, and acknowledge them. Rows that the trainer has cleared were
@@ -156,22 +155,16 @@ class Port:
                 self._client.ack(rows.meta)
             except (StorageKeyNotFoundError, LeaseExpired):
                 pass
-            self._lent.pop(rows.meta.lease, None)
+            self._let_go(rows)
         self._totals.nbytes += payload_nbytes(data)
 
-    def claim(self, **tag: Any) -> None:
-        """Note what this worker holds, for whoever finds it dead."""
-        tq.kv_put(key=self._worker, partition_id=CLAIMS, tag=tag)
+    def _let_go(self, rows: Rows) -> None:
+        self._lent.pop(rows.meta.lease, None)
+        self._claim()
 
-    def admit(self, taker: str, num_rows: int, max_staleness: int, rows_per_version: int) -> None:
-        """Wait until that many more rows can be started for `taker`. Raises `DeadlineExceeded`."""
-        self._report_if_due(waiting=True)
-        with self.spending(Doing.WAIT):
-            self._client.admit(taker, num_rows, max_staleness, rows_per_version, timeout_s=self._patience_s)
-
-    def give_back(self, taker: str, num_rows: int) -> None:
-        """Rows that were admitted will not come."""
-        self._client.give_back(taker, num_rows)
+    def _claim(self) -> None:
+        """Note how much this worker holds, for whoever finds it dead: the rows themselves may be gone by then."""
+        tq.kv_put(key=self._worker, partition_id=CLAIMS, tag={HELD: sum(len(rows) for rows in self._lent.values())})
 
     def tell(self, partition: str, key: str, **tag: Any) -> None:
         """Add a row without fields, or change its tags."""

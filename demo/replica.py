@@ -27,8 +27,7 @@ class Freezing(Control):
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]  # those of Control
-        self.committed = threading.Event()
-        """Once there are weights."""
+        self._committed = threading.Condition()
         self.pauses: deque[tuple[float, float]] = deque()
         """From when to when; whoever reads them takes them out."""
 
@@ -43,8 +42,13 @@ class Freezing(Control):
             self.pauses.append((start, end))
             self.longest_pause_s = max(self.longest_pause_s, end - start)
             self.total_pause_s += end - start
-        if self.status().installed.version is not None:
-            self.committed.set()
+        with self._committed:
+            self._committed.notify_all()
+
+    def wait_for(self, version: int, timeout_s: float) -> bool:
+        """Block until these weights or newer ones are here; whether they are."""
+        with self._committed:
+            return self._committed.wait_for(lambda: (self.status().installed.version or 0) >= version, timeout_s)
 
 
 class Replica:

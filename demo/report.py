@@ -90,7 +90,7 @@ def _incidents(board: Board) -> list[str]:
     """A table of who was killed; nothing when nobody was."""
     if not board.incidents:
         return []
-    lines = [f"{'ended':<12}{'by':>10}{'after':>10}{'at step':>10}{'back in':>10}{'rows delivered again':>24}"]
+    lines = [f"{'ended':<12}{'by':>10}{'after':>10}{'at step':>10}{'back in':>10}{'rows on lease':>24}"]
     for one in board.incidents:
         after, back = f"{one.noticed_s - board.started_s:.1f} s", NOTHING
         if one.worked_s is not None:

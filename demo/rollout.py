@@ -14,7 +14,8 @@ from demo.model import Generation
 from demo.port import Doing, Port, Rows
 from demo.replica import Replica
 from demo.settings import Settings
-from demo.tables import DONE, REPLICAS, STOP, Tags, train_partition
+from demo.tables import REPLICAS, STOP, Tags, train_partition
+from transfer_queue.errors import DeadlineExceeded
 from transfer_queue.weights import Spans
 
 _SWITCH_S = 0.0005  # how long the thread that generates keeps the one that takes weights waiting
@@ -23,51 +24,43 @@ _LIVES = 7919  # apart are the seeds of a worker's processes
 
 
 def run(worker: str, settings: Settings) -> None:
-    """Serve tickets until the trainer hands out stop tickets.
-
-    Every ticket waits until the queue admits its samples, so none is more than `max_lag` versions old when it is
-    trained on. Admission is for one less, as a version is announced before it is here.
-    """
+    """Serve tickets until the trainer hands out stop tickets."""
     sys.setswitchinterval(_SWITCH_S)
     port = Port(worker, settings)
     seed = settings.seed * 1000 + int(worker.split()[1]) + _LIVES * port.life
     generator = torch.Generator().manual_seed(seed)
     with Replica(settings.shape, settings.token, settings.run_id) as replica:
         port.tell(REPLICAS, worker, address=replica.address)
-        while _wait_for_weights(port, replica) and (ticket := _next_ticket(port, settings)) is not None:
+        while (ticket := _next_ticket(port, settings)) is not None:
             _serve(port, replica, generator, ticket, settings)
         pauses = replica.control
         port.report(paused_s=pauses.total_pause_s, longest_pause_s=pauses.longest_pause_s)
 
 
-def _wait_for_weights(port: Port, replica: Replica) -> bool:
-    """False when the run ends before there are any, which a worker that comes late may see."""
-    while not replica.control.committed.is_set():
-        with port.spending(Doing.WAIT):
-            replica.control.committed.wait(_GLANCE_S)
-        port.report()
-        if any(tag.get("phase") == DONE for tag in port.tags("status").values()):
-            return False
-    return True
-
-
 def _next_ticket(port: Port, settings: Settings) -> Rows | None:
-    """Prompts, with the admission of their samples; None when there will be no more.
-
-    What is admitted is noted, so that whoever finds this worker dead can give it back. A stop ticket is not
-    acknowledged: it goes to the next when this one leaves.
-    """
-    port.admit("trainer", settings.rows_per_ticket, settings.max_lag - 1, settings.rows_per_step)
-    port.claim(admitted=settings.rows_per_ticket, prompts=None)
+    """Prompts; None when there will be no more. A stop ticket is not acknowledged: it goes to the next when this one
+    leaves."""
     ticket = port.take("prompts", ["prompt"], settings.prompts_per_ticket)
-    if ticket is None or STOP in ticket.tag("step"):
-        return None
-    port.claim(prompts=[list(pair) for pair in zip(ticket.tag("step"), ticket.tag("number"), strict=True)])
-    return ticket
+    return None if ticket is None or STOP in ticket.tag("step") else ticket
+
+
+def _wait_for_weights(port: Port, replica: Replica, version: int, settings: Settings) -> None:
+    """Block until these are here, or newer ones: this worker may be new, or have missed some. Raises
+    `DeadlineExceeded`."""
+    deadline = time.monotonic() + settings.patience_s
+    while not replica.control.wait_for(version, 0):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"no weights of version {version} in {settings.patience_s} s")
+        with port.spending(Doing.WAIT):
+            replica.control.wait_for(version, _GLANCE_S)
+        port.report()
 
 
 def _serve(port: Port, replica: Replica, generator: torch.Generator, ticket: Rows, settings: Settings) -> None:
     """Make the samples of a ticket, and add them as one row each to the partition of the step their prompt is for.
+
+    The weights have to be so new that no sample is more than `max_lag` versions old when it is trained on: step `s`
+    leads to version `s + 1`. The trainer asks for no further steps than those that the newest weights may be used for.
 
     The ticket is acknowledged after that. Who is killed in between leaves it to another worker, which finds the rows.
     """
@@ -75,6 +68,7 @@ def _serve(port: Port, replica: Replica, generator: torch.Generator, ticket: Row
     by_step = {step: _unanswered(port, ticket, step) for step in sorted(set(ticket.tag("step")))}
     wanted = [place for places in by_step.values() for place in places]
     if wanted:
+        _wait_for_weights(port, replica, max(max(by_step) + 1 - settings.max_lag, 1), settings)
         start = time.monotonic()
         with port.spending(Doing.WORK):
             prompts = padded(ticket.data["prompt"], PROMPT_LEN)[wanted].repeat_interleave(n, dim=0)
@@ -90,8 +84,6 @@ def _serve(port: Port, replica: Replica, generator: torch.Generator, ticket: Row
             first += len(places)
     port.acknowledge(ticket)
     port.drop(ticket)
-    if len(wanted) < len(ticket):
-        port.give_back("trainer", (len(ticket) - len(wanted)) * n)
     port.finish(len(wanted) * n)
 
 

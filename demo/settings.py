@@ -96,11 +96,6 @@ class Settings:
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
-    def rows_per_ticket(self) -> int:
-        """Samples that a rollout worker makes at once."""
-        return self.prompts_per_ticket * self.samples_per_prompt
-
-    @property
     def rollout_names(self) -> list[str]:
         """Names of the rollout workers."""
         return [f"rollout {number}" for number in range(self.num_rollout_workers)]

@@ -1,19 +1,17 @@
-"""Who watches the workers: starts them, notices when one is killed, gives back what it held, and starts another."""
+"""Who watches the workers: starts them, notices when one is killed, and starts another."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
 import transfer_queue as tq
 from demo import reference, reward, rollout, trainer
 from demo.board import Board, Incident
 from demo.fleet import Death, Fleet, Target, WorkerFailed
 from demo.settings import Settings
-from demo.tables import CLAIMS, REPLICAS, train_partition
+from demo.tables import CLAIMS, HELD, REPLICAS
 
 _TARGETS: dict[str, Target] = {
     "trainer": trainer.run,
@@ -62,7 +60,7 @@ class Supervisor:
         self._board.pids = self._fleet.pids()
 
     def _replace(self, death: Death) -> None:
-        """A worker was killed: note it, give back what was admitted for it, start another."""
+        """A worker was killed: note it, start another."""
         noticed_s = time.monotonic()
         self._board.refresh()
         lives = 1 + sum(one.name == death.name for one in self._board.incidents)
@@ -70,7 +68,7 @@ class Supervisor:
             raise WorkerFailed(
                 f"worker {death.name!r} was ended by {death.reason}, for the {lives}th time\n{death.last_output}"
             )
-        rows = recover(death.name, self._settings)
+        rows = recover(death.name)
         own = next((kill for kill in self._kills if kill.worker == death.name), None)
         self._kills = tuple(kill for kill in self._kills if kill is not own)
         self._board.incidents.append(
@@ -87,36 +85,13 @@ class Supervisor:
         self._start(death.name)
 
 
-def recover(name: str, settings: Settings) -> int:
-    """What there is to do for a worker that is dead. Its leases have ended with it, admissions do not: those whose
-    samples it did not add are given back. Returns how many rows it had on lease and not acknowledged.
+def recover(name: str) -> int:
+    """What there is to do for a worker that is dead: its leases have ended with it, its address has not. Returns how
+    many rows it had on lease and not acknowledged.
     """
-    claim = tq.kv_list(CLAIMS).get(CLAIMS, {}).get(name, {})
-    if claim.get("admitted"):
-        prompts = claim["prompts"]
-        lost = claim["admitted"] if prompts is None else _unmade(prompts) * settings.samples_per_prompt
-        if lost:
-            tq.get_client().give_back("trainer", lost)
-        tq.kv_put(key=name, partition_id=CLAIMS, tag={"admitted": 0})
     if name in tq.kv_list(REPLICAS).get(REPLICAS, {}):
         tq.kv_clear(keys=[name], partition_id=REPLICAS)
-    return _unacknowledged(claim)
-
-
-def _unmade(prompts: list[list[int]]) -> int:
-    """Of (step, number), how many have no samples. A step that is over had all of them."""
-    client = tq.get_client()
-    there = [client.kv_retrieve_meta([f"{number}/0"], train_partition(step)).size for step, number in prompts]
-    over = [client.get_partition(train_partition(step)) is None for step, _ in prompts]
-    return sum(not (found or gone) for found, gone in zip(there, over, strict=True))
-
-
-def _unacknowledged(claim: Mapping[str, Any]) -> int:
-    """Of the rows that a worker noted, those that its task has not used, by what the service says."""
-    found = 0
-    for partition, rows in claim.get("lent", []):
-        indexes, used = tq.get_client().get_consumption_status(claim["task"], partition)
-        if indexes is not None and used is not None:
-            free = indexes[used == 0]
-            found += len(set(free.tolist()) & set(rows))
-    return found
+    held = tq.kv_list(CLAIMS).get(CLAIMS, {}).get(name, {}).get(HELD, 0)
+    if held:
+        tq.kv_put(key=name, partition_id=CLAIMS, tag={HELD: 0})
+    return int(held)

@@ -20,7 +20,10 @@ REPLICAS = "replicas"
 """Where each rollout worker tells where it takes weights."""
 
 CLAIMS = "claims"
-"""One row per worker: what it has on lease, and what was admitted for it. For whoever finds it dead."""
+"""One row per worker: what it has on lease, for whoever finds it dead."""
+
+HELD = "held"
+"""In a claim: how many rows."""
 
 TRAINED = "step"
 """In the trainer's `status`: optimiser steps that will not be undone."""

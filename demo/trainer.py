@@ -122,7 +122,6 @@ class Trainer:
         settings, port = self._settings, self._port
         for number, _ in enumerate(settings.rollout_names):
             self._put_tickets(STOP, settings.prompts_per_ticket, f"stop {number}")
-            port.give_back("trainer", settings.rows_per_ticket)
         port.report(phase=DONE, midway=len(self._midway))
         self._publisher.close()
 
@@ -135,11 +134,13 @@ class Trainer:
             warm_start(self._policy, self._problems, self._settings, show)
 
     def _ask(self, step: int) -> None:
-        """Clear what is done with, and see that samples for this step and the next `max_lag` are asked for."""
+        """Clear what is done with, and see that samples are asked for: those for this step, and for those after it that
+        are not more than `max_lag` versions old when the weights of the step before this one make them. These are what
+        workers have while the newest are under way."""
         settings, port = self._settings, self._port
         if step:
             port.drop_partition(train_partition(step - 1))
-        for later in range(step, min(step + settings.max_lag + 1, settings.steps)):
+        for later in range(step, min(step + settings.max_lag, settings.steps)):
             partition = train_partition(later)
             if not (port.notes(partition) or {}).get(_ASKED):
                 port.open_partition(partition)  # first: a ticket for a partition that is not there is out of date

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -26,6 +25,7 @@ from rich.console import Console
 from zygote import CHILDREN
 
 import transfer_queue as tq
+from demo import rollout
 from demo.arithmetic import (
     MAX_RESPONSE_LEN,
     PROMPT_LEN,
@@ -43,10 +43,11 @@ from demo.columns import padded, ragged, row_lengths
 from demo.grpo import clipped_loss, divergence, group_advantages, stand_ins
 from demo.line import Caller, Line
 from demo.model import Cache, Forward, Generation, Policy, Shape, flatten, generate, response_log_probs, unflatten
+from demo.port import Port
 from demo.replica import Replica
 from demo.settings import Kill, Settings, chaos, smoke
 from demo.supervisor import recover
-from demo.tables import CLAIMS, REPLICAS, train_partition
+from demo.tables import CLAIMS, HELD, REPLICAS, STOP, train_partition
 from demo.view import dashboard, plain_line
 from transfer_queue.errors import ServiceUnavailable, StaleVersion
 from transfer_queue.weights import ModuleSource
@@ -277,48 +278,42 @@ def test_a_checkpoint_brings_back_the_very_same_next_step(tmp_path: Path) -> Non
     assert torch.equal(flatten(first[0]), flatten(second[0]))
 
 
-@pytest.fixture
-def dead(tmp_path: Path) -> Iterator[Settings]:
-    """The settings of a run whose service is there, and where `rollout 0` died after it was admitted."""
-    tq.init({"controller": {"sampler": tq.GRPOGroupNSampler(n_samples_per_prompt=8)}})
-    settings = replace(smoke(0, 1), folder=tmp_path, max_lag=1)
-    tq.kv_put("rollout 0", REPLICAS, tag={"address": "nowhere"})
-    tq.set_weight_version(1, "run")
-    tq.admit("trainer", settings.rows_per_ticket, 0, settings.rows_per_ticket)  # all that there is for one version
-    yield settings
+def test_what_a_dead_worker_held_is_known_also_when_the_rows_are_gone(tmp_path: Path) -> None:
+    tq.init()
+    settings = replace(smoke(0, 1), folder=tmp_path)
+    port = Port("reward", settings)
+    port.add("here", ["a", "b", "c", "d"], [{}] * 4, response=torch.zeros(4, 1))
+    acknowledged, kept = (port.take("here", ["response"], 2) for _ in range(2))
+    port.acknowledge(acknowledged)
+    port.drop_partition("here")
+    assert recover("reward") == len(kept) == 2
+    assert recover("reward") == 0
     tq.close()
 
 
-@pytest.mark.parametrize(
-    ("prompts", "is_given_back"),
-    [
-        pytest.param(None, True, id="it had no prompts yet"),
-        pytest.param([[0, number] for number in range(8)], True, id="it had added nothing"),
-        pytest.param([[0, 8]], False, id="its samples are there"),
-        pytest.param([[9, 0]], False, id="the step is over"),
-    ],
-)
-def test_what_was_admitted_for_a_dead_worker_is_given_back_unless_it_was_used(
-    dead: Settings, prompts: list[list[int]] | None, is_given_back: bool
-) -> None:
-    tq.kv_put("8/0", train_partition(0), fields={"response": torch.zeros(1)})
-    tq.kv_put("rollout 0", CLAIMS, tag={"admitted": dead.rows_per_ticket, "prompts": prompts})
-    recover("rollout 0", dead)
-    assert tq.kv_list(REPLICAS).get(REPLICAS, {}) == {}
-    if is_given_back:
-        tq.admit("trainer", dead.rows_per_ticket, 0, dead.rows_per_ticket, timeout_s=10)
-    with pytest.raises(TimeoutError):  # and not twice
-        tq.admit("trainer", 1, 0, dead.rows_per_ticket, timeout_s=0)
-
-
-def test_rows_that_are_not_acknowledged_are_counted(dead: Settings) -> None:
-    client = tq.get_client()
-    rows = client.put({"response": torch.zeros(24, 1)}, partition_id=train_partition(0))
-    taken = [client.get_meta(["response"], 8, train_partition(0), task_name="reward", lease_s=60) for _ in range(2)]
-    client.ack(taken[0])
-    lent = [[train_partition(0), one.global_indexes] for one in taken]
-    tq.kv_put("reward", CLAIMS, tag={"task": "reward", "lent": [*lent, ["cleared", rows.global_indexes]]})
-    assert recover("reward", dead) == 8
+def test_a_rollout_worker_that_missed_versions_waits_for_weights_that_are_new_enough(tmp_path: Path) -> None:
+    tq.init()
+    settings = replace(smoke(0, 1), folder=tmp_path, shape=Shape(width=16, num_layers=1, num_heads=2))
+    port, step = Port("trainer", settings), 4
+    prompts = all_problems().train[: settings.prompts_per_ticket]
+    port.open_partition(train_partition(step))
+    tags = [{"step": step, "number": number} for number in range(len(prompts))]
+    port.add("prompts", [f"a ticket/{number}" for number in range(len(prompts))], tags, prompt=prompts)
+    worker = threading.Thread(target=rollout.run, args=("rollout 0", settings))
+    worker.start()
+    until(lambda: "rollout 0" in port.tags(REPLICAS), "the worker's address")
+    caller = Caller(port.tags(REPLICAS)["rollout 0"]["address"], settings.token, 30)
+    trainer = registry.trainer("shm").trainer_init({}, client=caller, source=ModuleSource(Policy(settings.shape)))
+    trainer.send_weights(2, deadline_s=30)
+    until(lambda: port.tags(CLAIMS).get("rollout 0", {}).get(HELD), "the ticket's lease")
+    trainer.send_weights(3, deadline_s=30)
+    port.add("prompts", [f"stop/{number}" for number in range(len(prompts))], [{"step": STOP}] * 8, prompt=prompts)
+    worker.join()
+    made = port.tags(train_partition(step)).values()
+    assert {tag["weight_version"] for tag in made} == {step + 1 - settings.max_lag}
+    trainer.shutdown()
+    caller.close()
+    tq.close()
 
 
 def test_the_view_shows_a_dash_where_there_is_no_value_yet() -> None:
@@ -424,12 +419,9 @@ def test_chaos_kills_one_worker_of_each_kind(tmp_path: Path) -> None:
         code, output, errors = demo.finish()
     assert code == 0, errors
     found = _incidents(output)
-    redelivered = {name: rows for name, (_, rows) in found.items()}
-    # The reward worker dies with its rows written and not acknowledged. They are one read; where they were the last of
-    # their step, the trainer may have finished and cleared the step before the service is asked for them.
-    assert redelivered.pop("reward") in (0, 64)
-    # rollout: the prompts of a ticket. trainer: all samples of a step. reference: one read.
-    assert redelivered == {"rollout 1": 8, "reference": 64, "trainer": 128}
+    # rollout: the prompts of a ticket. trainer: all samples of a step. The others: one read.
+    held = {name: rows for name, (_, rows) in found.items()}
+    assert held == {"rollout 1": 8, "reward": 64, "reference": 64, "trainer": 128}
     _is_whole(output, 10, tmp_path)
 
 
