@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
-from transfer_queue.server.settings import ServerConfig
+from transfer_queue.server.settings import Durability, ServerConfig
 from transfer_queue.wire.address import is_everywhere, parse_address
 from transfer_queue.wire.messages.staleness import Policy
 from transfer_queue.wire.token import token_from_environment, token_from_file
@@ -217,6 +217,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         metrics_port=metrics_port if has_metrics else None,
         metrics_host=metrics_host,
         logging_level=environment.logging_level or "WARNING",
+        durability=_durability(conf.server.durability),
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
         client={
@@ -248,6 +249,12 @@ def _staleness(section: Any) -> Policy:
         section.untagged,
         _number(section.rows_per_version, f"{name}.rows_per_version", 1),
     )
+
+
+def _durability(value: Any) -> Durability:
+    if value not in get_args(Durability):
+        raise ConfigError(f"server.durability: expected {' or '.join(get_args(Durability))}, got {value!r}")
+    return cast(Durability, value)
 
 
 def _number(value: Any, name: str, least: int) -> Any:

@@ -33,11 +33,12 @@ LOCK_INTERVAL_S = 0.01
 class LocalServer:
     """A server process this process started: its child, or an orphan of its own choosing (see `start`)."""
 
-    def __init__(self, process: subprocess.Popen[bytes], ready: Ready, run_dir: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], ready: Ready, run_dir: str, life: int) -> None:
+        """`life`: the end of a pipe that is at its end when neither the server nor a standby of it is left."""
         self._process = process
         self._run_dir = run_dir
         self._owner = os.getpid()
-        self._descriptor = os.pidfd_open(ready.pid)  # readable when it has ended
+        self._life = life
         self.address = f"unix:{ready.unix}"
         self.addresses = (parse_address(self.address),)
         self.tcp = ready.tcp
@@ -45,29 +46,31 @@ class LocalServer:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether it has ended, at the latest after `timeout_s` (None: blocks until then)."""
-        return bool(select.select([self._descriptor], [], [], timeout_s)[0])
+        return bool(select.select([self._life], [], [], timeout_s)[0])
 
     def stop(self) -> None:
         """End it and wait; nothing of it is left. A forked child of the owner leaves it alone."""
-        if os.getpid() != self._owner or self._descriptor < 0:
+        if os.getpid() != self._owner or self._life < 0:
             return
         self._signal(signal.SIGTERM)
         if not self.wait(STOP_TIMEOUT_S):
             self._signal(signal.SIGKILL)
             self.wait()
         self._process.wait()
-        os.close(self._descriptor)
-        self._descriptor = -1
+        self.release()
         clear_run_dir(self._run_dir)  # where it was killed, its sockets are still there
 
     def release(self) -> None:
         """Let it live on without this process; only for an orphan."""
-        os.close(self._descriptor)
-        self._descriptor = -1
+        os.close(self._life)
+        self._life = -1
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, number)
+        """To the server and its standby: they are a process group of their own, whose number is nobody else's as long
+        as one of them lives."""
+        if not self.wait(0):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
 
 class LocalLauncher:
@@ -185,16 +188,18 @@ def start(config: ServerConfig, orphan: bool = False, lock: int = -1) -> LocalSe
     """
     refuse_while_running()
     fresh = not config.run_dir
-    config = msgspec.structs.replace(config, run_dir=config.run_dir or new_run_dir(), lock=lock)
+    life, theirs = os.pipe()
+    config = msgspec.structs.replace(config, run_dir=config.run_dir or new_run_dir(), lock=lock, life=theirs)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
         [sys.executable, *(ORPHAN_COMMAND if orphan else COMMAND)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
-        pass_fds=() if lock < 0 else (lock,),
+        pass_fds=(theirs,) if lock < 0 else (theirs, lock),
         start_new_session=True,
     )
+    os.close(theirs)
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdout:
@@ -206,10 +211,11 @@ def start(config: ServerConfig, orphan: bool = False, lock: int = -1) -> LocalSe
         if isinstance(answer, Ready):
             if orphan:
                 process.wait()  # the one in between
-            return LocalServer(process, answer, config.run_dir)
+            return LocalServer(process, answer, config.run_dir, life)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # also an orphan: it leads no session of its own
     process.wait()
+    os.close(life)
     if fresh:  # else it may be another server's
         clear_run_dir(config.run_dir)
     raise _not_started(answer)

@@ -31,7 +31,7 @@ from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import tune
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, frame
-from transfer_queue.wire.peer import peer_uid
+from transfer_queue.wire.peer import peer
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -64,6 +64,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._server = server
         self._tokens = tokens
         self._local = local
+        self._pid = 0  # of the peer, where it is on this host
         self._session: ServerSession | None = None
         self._life = handshake.ANY
         self._reception = handshake.Reception(m.PROTOCOL_VERSION, self._token)
@@ -89,9 +90,11 @@ class ServerConnection(asyncio.BufferedProtocol):
         if not self._local:
             tune(transport.get_extra_info("socket"))
             self._bulk = BulkWriter(self._transport, self.pause_writing, self.resume_writing)
-        if self._local and peer_uid(transport.get_extra_info("socket")) not in (os.getuid(), 0):
-            log.warning("refused a peer of another user")
-            self._transport.abort()
+        if self._local:
+            self._pid, uid = peer(transport.get_extra_info("socket"))
+            if uid not in (os.getuid(), 0):
+                log.warning("refused a peer of another user")
+                self._transport.abort()
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         return self._reader.buffer()
@@ -233,7 +236,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._timer.cancel()
         self._server.connection_limit.known(self)
         self._reader.max_header_nbytes = MAX_HEADER_NBYTES
-        self._session = self._server.service.sessions.attach(hello.session, self._local)
+        self._session = self._server.service.sessions.attach(hello.session, self._local, self._pid)
         self._send(self._server.welcome(self._local))
 
     def _token(self, role: int) -> str:
@@ -323,6 +326,11 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._transport.writelines(parts)
         else:
             self._bulk.write(parts)
+
+    @property
+    def session_ident(self) -> bytes:
+        """Of whom it is, once that is known."""
+        return self._session.ident if self._session is not None else b""
 
     @property
     def is_local(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from transfer_queue.controller import Controller
@@ -24,7 +25,7 @@ class ControllerNode:
         self,
         controller: Controller,
         unit: Unit,
-        make: type[Service] = Service,
+        make: Callable[[Controller, Unit], Service] = Service,
         client_config: dict[str, Any] | None = None,
     ) -> None:
         self.controller = controller
@@ -44,6 +45,12 @@ class ControllerNode:
         if self.controller.state.lone_blocks.is_due and (self._gathering is None or self._gathering.done()):
             gathering = gather_lone_rows(self.controller, self.members, self.gatherer)
             self._gathering = asyncio.get_running_loop().create_task(gathering)
+
+    def start_over(self) -> None:
+        """The event loop is another one, and what was begun on the one before is gone with it."""
+        self.compactor = Compactor(self.service, self._moved_here)
+        self.gatherer = Gatherer(self.service, self._gathered_here)
+        self._gathering = None
 
     def close(self) -> None:
         """Leave what was begun: the unit is about to go."""

@@ -10,19 +10,14 @@ from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire.arena_fds import NUMBER, SIZE
 from transfer_queue.wire.peer import peer_uid
 
-BACKLOG = 4096
-
 
 class ArenaFdServer:
-    """Listens on a unix socket of mode 0600; every visitor gets one descriptor and is shown out."""
+    """Serves a unix socket that listens and does not block; every visitor gets one descriptor and is shown out."""
 
-    def __init__(self, path: str, unit: Unit) -> None:
+    def __init__(self, listening: socket.socket, unit: Unit) -> None:
         self._unit = unit
         self._visitors: dict[socket.socket, asyncio.TimerHandle] = {}
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(path)
-        os.chmod(path, 0o600)
-        self._socket.listen(BACKLOG)
+        self._socket = listening
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket, self._open)
 

@@ -13,7 +13,9 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import msgspec
 
@@ -36,6 +38,15 @@ from transfer_queue.server.settings import (
     budget_of,
     clear_run_dir,
 )
+from transfer_queue.server.standby.keeper import StandbyKeeper
+from transfer_queue.server.standby.recording import (
+    Recorder,
+    RecordingController,
+    RecordingRegistry,
+    RecordingSessions,
+    RecordingUnit,
+)
+from transfer_queue.server.standby.returning import ReturningSessions
 from transfer_queue.server.storage_node import StorageNode
 from transfer_queue.server.turns import Turns
 from transfer_queue.server.unit_registry import UnitConnection
@@ -53,6 +64,9 @@ log = logging.getLogger("transfer_queue.server")
 BACKLOG = 4096  # a server that stands still for a moment turns nobody away
 TIDY_S = 0.001  # how long others wait for work that belongs to no request
 VACATE_S = 5.0  # how long the server before may take to leave its run directory
+
+
+Factory: TypeAlias = Callable[[], ServerConnection]
 
 
 class Server:
@@ -75,59 +89,102 @@ class Server:
         )
         self.turns = Turns()
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
-        unit = Unit(budget_of(config), config.arena_dir)
-        unit.notice_after(config.notice_after_s)
-        unit.shm.open()  # while there are descriptors
-        make = Service if config.metrics_port is None else MeteredService
-        if config.join:
-            where = parse_address(config.join, config.token)
-            self.role: ControllerNode | StorageNode = StorageNode(where, config.unit_token, unit, self.deliver, make)
-        else:
-            controller = Controller(
-                from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness,
-                lock_number=time.time_ns() // 1000,
-            )  # fmt: skip
-            controller.notice_after(config.notice_after_s)
-            self.role = ControllerNode(controller, unit, make, config.client)
+        self.recorder = Recorder()
+        self.role = self._joined() if config.join else self._leading()
         self.service = self.role.service
+        self.listening: Listening
+        self._keeper: StandbyKeeper | None = None
         self._metrics: Endpoint | None = None
-        self._stopped = asyncio.Event()
+        self._stopped: asyncio.Event
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = 0.0
         self._tidying = False
         self._recent_peak = 0
 
+    def _joined(self) -> StorageNode:
+        """One more unit of a service that is there."""
+        config = self.config
+        if config.durability != "none":
+            raise ConfigError("server.durability: a unit that joins a service has no standby; only its controller can")
+        unit = self._prepared(Unit(budget_of(config), config.arena_dir))
+        where = parse_address(config.join, config.token)
+        return StorageNode(where, config.unit_token, unit, self.deliver, self._kind_of_service())
+
+    def _leading(self) -> ControllerNode:
+        """The controller with the unit of its host; they write records where there is to be a standby."""
+        config, recorder = self.config, self.recorder
+        of_service = self._kind_of_service()
+        make: Callable[[Controller, Unit], Service] = of_service
+        kind, unit = Controller, Unit(budget_of(config), config.arena_dir)
+        if config.durability == "process":
+            kind, unit = RecordingController, RecordingUnit(budget_of(config), config.arena_dir, recorder)
+            sessions, members = RecordingSessions(recorder), RecordingRegistry(recorder)
+            make = partial(of_service, sessions=sessions, members=members, settled=recorder.settle)
+        controller = kind(
+            from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness,
+            lock_number=time.time_ns() // 1000,
+        )  # fmt: skip
+        if isinstance(controller, RecordingController):
+            controller.recorder = recorder
+        controller.notice_after(config.notice_after_s)
+        return ControllerNode(controller, self._prepared(unit), make, config.client)
+
+    def _prepared(self, unit: Unit) -> Unit:
+        unit.notice_after(self.config.notice_after_s)
+        unit.shm.open()  # while there are descriptors
+        return unit
+
+    def _kind_of_service(self) -> type[Service]:
+        return Service if self.config.metrics_port is None else MeteredService
+
     async def run(self, announce: int) -> None:
         """Serve; writes the addresses as one JSON line to the descriptor `announce`."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
+        self._begin()
         home = await _move_in(self.config.run_dir)
-        path = os.path.join(self.config.run_dir, SOCKET_NAME)
+        try:
+            self.listening = Listening(self.config, home)
+            if isinstance(self.role, StorageNode):
+                await self.role.join(self._advertised(self.listening.tcp_name))
+            await self._serve(announce)
+        finally:
+            self.service.unit.close()
+            clear_run_dir(self.config.run_dir)
+            os.close(home)  # and with it the hold on the directory
+
+    def _begin(self) -> None:
+        """From now on it can be stopped."""
+        self._stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+
+    async def _serve(self, announce: int | None) -> None:
+        """Until it is stopped, by whoever. `announce` is None where it goes on in place of a server that was killed."""
+        loop = asyncio.get_running_loop()
+        path, tcp = self.listening.path, self.listening.tcp_name
+        self.service.tcp = tcp
+        await self._open_metrics()
+        door = ArenaFdServer(self.listening.door, self.service.unit)
+        background = [loop.create_task(self._trim())]
+        if self.config.linger_s is not None:
+            background.append(loop.create_task(self._linger(self.config.linger_s)))
+        if isinstance(self.role, StorageNode):
+            background.append(loop.create_task(self.role.stay()))
+        returning = ReturningSessions(self.service, self.deliver)
         entry = ""
         try:
-            await self._open_metrics()
-            door = ArenaFdServer(os.path.join(self.config.run_dir, DOOR_NAME), self.service.unit)
-            listening = _listen(self.config.host, self.config.port) if self.config.host else None
-            tcp = self.service.tcp = _name(listening) if listening is not None else ""
-            background = [loop.create_task(self._trim())]
-            if self.config.linger_s is not None:
-                background.append(loop.create_task(self._linger(self.config.linger_s)))
-            if isinstance(self.role, StorageNode):
-                await self.role.join(self._advertised(tcp))
-                background.append(loop.create_task(self.role.stay()))
-            servers = [
-                await loop.create_unix_server(
-                    lambda: ServerConnection(self, ("", ""), local=True), path, backlog=BACKLOG
-                )
-            ]
-            os.chmod(path, 0o600)
-            if listening is not None:
-                servers.append(await loop.create_server(self._remote, sock=listening, backlog=BACKLOG))
+            if announce is None:
+                returning.expect_all(time.monotonic())
+            servers = await self.listening.serve(loop, self._local, self._remote)
             watch = self._watch_owner(loop)
             entry = self._enter(path, tcp)
-            self._announce(announce, path, tcp)
+            self._start_standby()
+            if announce is not None:
+                self._announce(announce, path, tcp)
+            self.deliver()
             await self._stopped.wait()
+            if self._keeper is not None:
+                self._keeper.close()
+            returning.close()
             for task in background:
                 task.cancel()
             if watch is not None:
@@ -143,11 +200,41 @@ class Server:
         finally:
             if self._metrics is not None:
                 self._metrics.close()
-            self.service.unit.close()
-            clear_run_dir(self.config.run_dir)
             if entry:
                 host_registry.leave(entry)
-            os.close(home)  # and with it the hold on the directory
+
+    def _start_standby(self) -> None:
+        if self.config.durability == "process":
+            self._keeper = StandbyKeeper(self.service, self.recorder, self._kept, self._take_over)
+            self._keeper.renew()
+
+    def _kept(self) -> list[int]:
+        """What a standby needs to serve."""
+        return [*self.listening.descriptors(), self.config.life]
+
+    def _take_over(self) -> NoReturn:
+        """In the standby: go on where the server was killed. Its event loop, and all that belonged to it, is gone."""
+        now = time.monotonic()
+        self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
+        self.turns = Turns()
+        self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
+        assert isinstance(self.role, ControllerNode)
+        self.role.start_over()
+        self.service.members.all_left(now)
+        self.service.lose_connections()
+        for arena in self.service.unit.shm.arenas:
+            arena.unreserve()
+        signal.set_wakeup_fd(-1)  # the loop before would be told of signals, over a descriptor that leads nowhere
+        run_loop(self._go_on())
+        os._exit(0)
+
+    async def _go_on(self) -> None:
+        self._begin()
+        try:
+            await self._serve(None)
+        finally:
+            self.service.unit.close()
+            clear_run_dir(self.config.run_dir)
 
     def _advertised(self, tcp: str) -> str:
         """Where other hosts reach this one; where it listens everywhere without a host, which the controller adds."""
@@ -164,6 +251,9 @@ class Server:
         host = self.config.metrics_host or ("" if is_everywhere(self.config.host) else self.config.host)
         await endpoint.open(host, self.config.metrics_port or 0)
         self._metrics = endpoint
+
+    def _local(self) -> ServerConnection:
+        return ServerConnection(self, ("", ""), local=True)
 
     def _remote(self) -> ServerConnection:
         return ServerConnection(self, (self.config.token, self.config.unit_token), local=False)
@@ -189,6 +279,8 @@ class Server:
             link = cast(ServerConnection, ticket[0])  # type: ignore[index]
             link.answer_parked(ticket, answer)
         self.role.work()
+        if self._keeper is not None:
+            self._keeper.look()
         if self.service.recycler and not self._tidying:
             self._tidying = True
             asyncio.get_running_loop().call_soon(self._tidy)
@@ -281,6 +373,41 @@ class Server:
             os.close(self.config.lock)
 
 
+class Listening:
+    """The sockets that a server is reached at; a standby inherits them, and with them who waits there."""
+
+    def __init__(self, config: ServerConfig, home: int) -> None:
+        """`home`: the descriptor that holds the run directory. Raises `ConfigError`."""
+        self.path = os.path.join(config.run_dir, SOCKET_NAME)
+        self._home = home
+        self._unix = _listen_here(self.path)
+        self.door = _listen_here(os.path.join(config.run_dir, DOOR_NAME))
+        self._tcp = _listen(config.host, config.port) if config.host else None
+        self.tcp_name = _name(self._tcp) if self._tcp is not None else ""
+
+    def descriptors(self) -> list[int]:
+        found = [self._home, self._unix.fileno(), self.door.fileno()]
+        return found if self._tcp is None else [*found, self._tcp.fileno()]
+
+    async def serve(
+        self, loop: asyncio.AbstractEventLoop, local: Factory, remote: Factory
+    ) -> list[asyncio.AbstractServer]:
+        """Accept connections from now on."""
+        servers: list[asyncio.AbstractServer] = [await loop.create_unix_server(local, sock=self._unix, backlog=BACKLOG)]
+        if self._tcp is not None:
+            servers.append(await loop.create_server(remote, sock=self._tcp, backlog=BACKLOG))
+        return servers
+
+
+def _listen_here(path: str) -> socket.socket:
+    """A unix socket of mode 0600 that listens."""
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    found.bind(path)
+    os.chmod(path, 0o600)
+    found.listen(BACKLOG)
+    return found
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """A socket that listens there; connections wait until they are accepted."""
     try:
@@ -367,13 +494,18 @@ def serve(config: ServerConfig, announce: int) -> None:
     # Replies are trees of small objects without cycles. A new table's lists should be old before they are long: the
     # collector looks at every row of a young one, while others wait.
     gc.set_threshold(10_000, 5, 400)
+    run_loop(server.run(announce))
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run an event loop until `main` is done."""
     try:
         import uvloop
 
         runner = uvloop.run
     except ImportError:
         runner = asyncio.run
-    runner(server.run(announce))
+    runner(main)
 
 
 def main() -> None:

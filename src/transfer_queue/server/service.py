@@ -20,6 +20,12 @@ from transfer_queue.wire.handshake import Life
 from transfer_queue.wire.lives import ID_NBYTES
 
 NO_BYTES = memoryview(b"")
+
+
+def nothing() -> None:
+    """Where nobody keeps a record of events."""
+
+
 MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
 
 
@@ -70,15 +76,26 @@ class Reading(NamedTuple):
 
 
 class Service:
-    """Answers messages of sessions. Answers to parked requests come out of `answered()`."""
+    """Answers messages of sessions. Answers to parked requests come out of `answered()`.
 
-    def __init__(self, controller: ControllerLike, unit: Unit) -> None:
+    `settled` is called when an event is over, before anybody is told what came of it.
+    """
+
+    def __init__(
+        self,
+        controller: ControllerLike,
+        unit: Unit,
+        sessions: Sessions | None = None,
+        members: UnitRegistry | None = None,
+        settled: Callable[[], None] = nothing,
+    ) -> None:
         self.controller = controller
         self.unit = unit
         self.life = Life(b"", secrets.token_bytes(ID_NBYTES))  # of the service: whoever knows the controller says it
         self.blocks = BlockRequests(unit)
-        self.members = UnitRegistry()
-        self.sessions = Sessions()
+        self.members = members or UnitRegistry()
+        self.sessions = sessions or Sessions()
+        self._settled = settled
         self.recycler = Recycler(controller, unit, self.members)
         self.in_doubt: list[int] = []  # blocks whose commit got no answer: the controller knows what became of it
         self.tcp = ""  # where other hosts reach this server
@@ -98,6 +115,27 @@ class Service:
         self._forget(tickets)
         if self.sessions.detach(session, now):
             self._end(session)
+        self.apply_outcomes()
+
+    def lose_connections(self) -> None:
+        """All connections are gone at once, with the process that served them, in the middle of whatever they did.
+
+        Parked requests will be asked again. Who is to come back is for the caller to decide.
+        """
+        for ticket, blocks in self._held.items():
+            self._held[ticket] = [one for one in blocks if self.unit.is_open(one.block)]
+        self._forget({ticket for session in self.sessions.by_ident.values() for ticket in session.parked.values()})
+        for session in self.sessions.by_ident.values():
+            session.parked.clear()
+            session.connections = 0
+        self.unit.keep(self.sessions.by_ident.keys())
+        self.controller.outbox.clear()
+        self.unit.outbox.clear()
+
+    def end(self, session: ServerSession) -> None:
+        """A session without connections will not come back."""
+        self.sessions.remove(session.ident)
+        self._end(session)
         self.apply_outcomes()
 
     def _end(self, session: ServerSession) -> None:
@@ -334,6 +372,7 @@ class Service:
             self._publish_held()
         self.recycler.recycle()
         self.unit.retry()
+        self._settled()
 
     def tidy(self) -> None:
         """A slice of what `recycler` has left; called as long as there are some."""
@@ -376,12 +415,15 @@ class Service:
             reading = self._reading.pop(ticket, None)
             fetching = self._data_fetches.unpark(ticket)
             if fetching is not None:
-                yield ticket, self._data_fetches.complete(self.controller, fetching, reply, payload, now)
+                handed = self._data_fetches.complete(self.controller, fetching, reply, payload, now)
+                self._settled()
+                yield ticket, handed
                 continue
             if reading is not None and isinstance(reply, m.Located):
                 answer = self._completed(reading, ticket, reply, payload, now)
             else:
                 answer = self._complete(reply, payload)
+            self._settled()
             if answer is not None:
                 yield ticket, answer
         for ticket, reply in self.unit.outbox:

@@ -16,9 +16,10 @@ Answer: TypeAlias = "tuple[m.Reply, Sequence[bytes | bytearray | memoryview]]"
 class ServerSession:
     """One client over all its connections. `local`: it maps the arenas itself."""
 
-    def __init__(self, ident: bytes, local: bool) -> None:
+    def __init__(self, ident: bytes, local: bool, pid: int = 0) -> None:
         self.ident = ident
         self.local = local
+        self.pid = pid  # of the process, where it is on this host and known
         self.connections = 0
         self.ended = False  # it said goodbye
         self.replies: OrderedDict[int, Answer] = OrderedDict()
@@ -59,11 +60,11 @@ class Sessions:
         self.by_ident: dict[bytes, ServerSession] = {}
         self._away: OrderedDict[bytes, float] = OrderedDict()  # until when they may come back
 
-    def attach(self, ident: bytes, local: bool) -> ServerSession:
+    def attach(self, ident: bytes, local: bool, pid: int = 0) -> ServerSession:
         """The session of one more connection."""
         session = self.by_ident.get(ident)
         if session is None:
-            session = self.by_ident[ident] = ServerSession(ident, local)
+            session = self.by_ident[ident] = ServerSession(ident, local, pid)
         self._away.pop(ident, None)
         session.connections += 1
         return session
@@ -78,6 +79,16 @@ class Sessions:
             return True
         self._away[session.ident] = now + GRACE_S
         return False
+
+    def await_return(self, session: ServerSession, now: float) -> None:
+        """Its connections were lost together with the process that served them: it has a while to come back."""
+        session.connections = 0
+        self._away[session.ident] = now + GRACE_S
+
+    def remove(self, ident: bytes) -> None:
+        """The session has ended."""
+        del self.by_ident[ident]
+        self._away.pop(ident, None)
 
     def next_deadline(self) -> float | None:
         return next(iter(self._away.values()), None)

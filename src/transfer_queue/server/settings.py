@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -14,6 +14,7 @@ from transfer_queue.memory.memfd import free_nbytes
 from transfer_queue.wait_queue import NOTICE_AFTER_S
 from transfer_queue.wire.messages.staleness import Policy
 
+Durability: TypeAlias = Literal["none", "process"]
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
 MEMORY_SHARE = 0.6
 DISK_SHARE = 0.95  # of what is free where the arena files are: their books need space as well
@@ -72,7 +73,9 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     the arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
     metrics_port: serve Prometheus metrics on this port (None: no metrics). metrics_host: at this address ("": `host`,
     but loopback where that is none or every address). logging_level: a level of the logging module. staleness: how old
-    rows may be. notice_after_s: when callers that wait are told what is missing, ascending.
+    rows may be. notice_after_s: when callers that wait are told what is missing, ascending. durability: what the rows
+    survive: "none", or "process", the server's being killed, for a standby takes over. life: a descriptor that stays
+    open as long as the server or its standby lives (-1: none).
     """
 
     run_dir: str
@@ -98,6 +101,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     logging_level: str = "WARNING"
     staleness: Policy = Policy()
     notice_after_s: tuple[float, ...] = NOTICE_AFTER_S
+    durability: Durability = "none"
+    life: int = -1
 
 
 class NotStarted(msgspec.Struct, kw_only=True, tag=True):

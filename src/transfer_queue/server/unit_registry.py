@@ -70,6 +70,15 @@ class UnitRegistry:
             if member.line is line:
                 member.line, member.lost_at = None, now + AWAY_S
 
+    def all_left(self, now: float) -> None:
+        """Every connection is lost."""
+        for member in self._members.values():
+            member.line, member.lost_at = None, now + AWAY_S
+
+    def remove(self, unit: int) -> None:
+        """A unit was given up, if it is not forgotten yet."""
+        self._members.pop(unit, None)
+
     def next_deadline(self) -> float | None:
         return min((one.lost_at for one in self._members.values() if one.line is None), default=None)
 

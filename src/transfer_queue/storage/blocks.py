@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.memory.bytes import Bytes
@@ -95,13 +95,20 @@ class Unit:
         if place is None:
             self._disk_is_full = True
             return None
-        number, offset = place
-        block = Block(self._next, number, offset, nbytes, session)
+        return self._enter(*place, nbytes, session)
+
+    def place_at(self, arena: int, offset: int, nbytes: int, session: bytes | None) -> Block:
+        """A new block in this very range, where `place` put it before. Raises `KeyError` when it is not free."""
+        self.shm.claim(arena, offset, nbytes)
+        return self._enter(arena, offset, nbytes, session)
+
+    def _enter(self, arena: int, offset: int, nbytes: int, session: bytes | None) -> Block:
+        block = Block(self._next, arena, offset, nbytes, session)
         self._next += 1
         self._blocks[block.number] = block
         if session is not None:
             self._unpublished.setdefault(session, set()).add(block.number)
-        self.used_nbytes += size
+        self.used_nbytes += self.shm.rounded(nbytes)
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
         return block
 
@@ -219,6 +226,19 @@ class Unit:
             self.drop(number)
         for number in self._pins.end(session):
             self._release_pin(number)
+
+    def keep(self, sessions: Container[bytes]) -> None:
+        """Only these are left: what others were filling or reading goes, and what nobody is filling any more."""
+        for holder in {*self._unpublished, *(session for session, _ in self._pins.sessions())}:
+            if holder not in sessions:
+                self.forget(holder)
+        for block in list(self._blocks.values()):
+            if block.owner is None and self.is_open(block):
+                self.drop(block.number)
+
+    def is_open(self, block: Block) -> bool:
+        """Whether it is here, and neither published nor dropped."""
+        return self._blocks.get(block.number) is block and not block.published and not block.dropped
 
     def forget_tickets(self, tickets: set[Hashable]) -> None:
         self._waiting.forget(tickets)

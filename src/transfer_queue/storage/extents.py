@@ -35,6 +35,25 @@ class Extents:
             self._add(start + nbytes, held - nbytes)
         return start
 
+    def claim(self, start: int, nbytes: int) -> None:
+        """Take the range that begins at `start`. Raises `KeyError` when it is not free."""
+        nbytes = self.rounded(nbytes)
+        found = self.take(nbytes)
+        if found == start:
+            return
+        if found is not None:
+            self.give(found, nbytes)
+        before, held = next(
+            ((at, held) for at, held in self._by_start.items() if at <= start and start + nbytes <= at + held), (0, 0)
+        )
+        if not held:
+            raise KeyError(start)
+        self._remove(before, held)
+        if before < start:
+            self._add(before, start - before)
+        if start + nbytes < before + held:
+            self._add(start + nbytes, before + held - start - nbytes)
+
     def give(self, start: int, nbytes: int) -> None:
         """Return a range taken with the same `nbytes`."""
         nbytes = self.rounded(nbytes)

@@ -27,17 +27,21 @@ CHUNK_NBYTES = 1 << 20  # reserved together, and remembered: reserving again wou
 
 
 class Arena:
-    """`size` bytes handed out in multiples of `grain`; a file in `directory` instead of a memory file when given."""
+    """`size` bytes handed out in multiples of `grain`; a file in `directory` instead of a memory file when given.
 
-    def __init__(self, size: int, grain: int, directory: str | None = None) -> None:
+    `fd`: an arena of this size that another process has made; nothing of it is taken here.
+    """
+
+    def __init__(self, size: int, grain: int, directory: str | None = None, fd: int | None = None) -> None:
         self.size = size
         self.extents = Extents(size, grain)
-        self.fd = memfd.create(directory)
-        os.ftruncate(self.fd, size)
+        self.fd = memfd.create(directory) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, size)
+            if directory is None:
+                memfd.seal(self.fd)
         self._reserved: np.ndarray | None = None  # chunks whose space is ours; None: not in a directory
-        if directory is None:
-            memfd.seal(self.fd)
-        else:
+        if directory is not None:
             self._reserved = np.zeros(-(-size // CHUNK_NBYTES), np.bool_)
         self._map = memfd.map_shared(self.fd, size)
         self.memory: Bytes = np.frombuffer(self._map, np.uint8)
@@ -55,6 +59,11 @@ class Arena:
             return True
         start, end = start // PAGE * PAGE, -(-(start + nbytes) // PAGE) * PAGE  # nearly full: no more than needed
         return memfd.reserve(self.fd, start, end - start)
+
+    def unreserve(self) -> None:
+        """Another process had it meanwhile, and may have given back what was reserved."""
+        if self._reserved is not None:
+            self._reserved[:] = False
 
     def slice(self, start: int, nbytes: int) -> Bytes:
         return self.memory[start : start + nbytes]
@@ -97,7 +106,11 @@ class SharedMemory:
         there may be no descriptor left for them."""
         for grain in GRAINS:
             if all(arena.extents.grain != grain for arena in self.arenas):
-                self.arenas.append(Arena(ARENA_NBYTES, grain, self.directory))
+                self.add(Arena(ARENA_NBYTES, grain, self.directory))
+
+    def add(self, arena: Arena) -> None:
+        """One more arena; its number is its place."""
+        self.arenas.append(arena)
 
     @staticmethod
     def rounded(nbytes: int) -> int:
@@ -129,7 +142,7 @@ class SharedMemory:
                     return number, offset
         size = max(ARENA_NBYTES, -(-nbytes // PAGE) * PAGE)
         try:
-            self.arenas.append(Arena(size, grain, self.directory))
+            self.add(Arena(size, grain, self.directory))
         except OSError as error:
             if error.errno not in memfd.NO_SPACE:
                 raise
@@ -137,6 +150,10 @@ class SharedMemory:
         offset = self.arenas[-1].extents.take(nbytes)
         assert offset is not None
         return len(self.arenas) - 1, offset
+
+    def claim(self, arena: int, offset: int, nbytes: int) -> None:
+        """Take this very range. Raises `KeyError` when it is not free."""
+        self.arenas[arena].extents.claim(offset, nbytes)
 
     def give(self, arena: int, offset: int, nbytes: int) -> None:
         """The range is free again."""

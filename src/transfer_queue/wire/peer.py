@@ -12,11 +12,16 @@ from transfer_queue.errors import AccessDenied
 CREDENTIALS = struct.Struct("3i")
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a unix socket (SO_PEERCRED, unix(7))."""
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """The process (0: of another pid namespace) and the user at the other end of a unix socket (SO_PEERCRED)."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    uid: int = CREDENTIALS.unpack(data)[1]
-    return uid
+    pid, uid, _ = CREDENTIALS.unpack(data)
+    return pid, uid
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a unix socket."""
+    return peer(sock)[1]
 
 
 def unsafe(directory: str) -> str:

@@ -113,8 +113,8 @@ class Meters(dict[type, Meter]):
 class MeteredService(Service):
     """A service that counts. `nbytes_in`: bytes published; `nbytes_out`: bytes of blocks handed to readers."""
 
-    def __init__(self, controller: ControllerLike, unit: Unit) -> None:
-        super().__init__(controller, unit)
+    def __init__(self, controller: ControllerLike, unit: Unit, **parts: Any) -> None:
+        super().__init__(controller, unit, **parts)
         self.started = monotonic()
         self.nbytes_in = self.nbytes_out = 0
         self._meters = Meters()

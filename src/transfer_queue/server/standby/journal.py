@@ -1,0 +1,105 @@
+"""Records in memory that two processes share: one appends, the other reads when the first one is gone."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+
+from transfer_queue.memory import memfd
+from transfer_queue.server.standby.records import Record, decode, encode
+
+SIZE = 4 << 30  # of addresses: untouched pages cost nothing
+HEAD_NBYTES = 64
+END, USELESS = 0, 1  # words of the head
+LENGTH_NBYTES = 4
+
+
+class JournalUseless(Exception):
+    """The journal does not say all that happened, so nobody may act on it."""
+
+
+class Succession:
+    """Which standby is the one to take over: one machine word, so that it is never two of them nor none."""
+
+    def __init__(self) -> None:
+        self._words = shared(mmap.PAGESIZE).cast("Q")
+
+    @property
+    def current(self) -> int:
+        """The number of its journal; 0 before the first."""
+        return int(self._words[0])
+
+    def appoint(self, number: int) -> None:
+        """From now on it is this one's turn, and no other's."""
+        self._words[0] = number
+
+
+class Journal:
+    """Appended records count from the next `settle` on, all of them at once: that is one store of a machine word.
+
+    What was appended and not settled when the process was killed is not there.
+    """
+
+    def __init__(self, number: int = 1, size: int = SIZE) -> None:
+        self.number = number
+        self._size = size
+        self._memory = shared(size)
+        self._words = self._memory[:HEAD_NBYTES].cast("Q")  # an item is stored whole: who is killed leaves no half
+        self._at = self._words[END] = HEAD_NBYTES
+        self.num_records = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is, with what is not settled."""
+        return self._at - HEAD_NBYTES
+
+    def append(self, record: Record) -> None:
+        data = encode(record)
+        start = self._at + LENGTH_NBYTES
+        end = start + len(data)
+        if end > self._size:
+            self.leave()
+            return
+        self._memory[self._at : start] = len(data).to_bytes(LENGTH_NBYTES, "little")
+        self._memory[start:end] = data
+        self._at = end
+        self.num_records += 1
+
+    def settle(self) -> None:
+        """What was appended so far has happened."""
+        self._words[END] = self._at
+
+    def leave(self) -> None:
+        """Something happened that is not in it: nobody may act on it any more."""
+        self._words[USELESS] = 1
+
+    @property
+    def is_useless(self) -> bool:
+        return bool(self._words[USELESS])
+
+    def records(self) -> Iterator[Record]:
+        """What was settled, in order. Raises `JournalUseless`."""
+        if self.is_useless:
+            raise JournalUseless("something happened that is not in the journal")
+        at, end = HEAD_NBYTES, self._words[END]
+        while at < end:
+            start = at + LENGTH_NBYTES
+            at = start + int.from_bytes(self._memory[at:start], "little")
+            yield decode(self._memory[start:at])
+
+    def close(self) -> None:
+        """Give the memory back, as far as this process holds it."""
+        self._words.release()
+        self._memory.release()
+
+
+def shared(nbytes: int) -> memoryview:
+    """Zeros that a child forked from now on shares with this process; they last as long as one of the two looks."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | memfd.MAP_NORESERVE))
+
+
+def as_bytes(numbers: np.ndarray) -> bytes:
+    """Row or block numbers as a record has them."""
+    return np.ascontiguousarray(numbers, np.int64).tobytes()

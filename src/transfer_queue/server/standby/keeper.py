@@ -1,0 +1,209 @@
+"""The server's side of its standby: forks it, keeps its journal short, sends it the arenas it does not have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, NoReturn
+
+from transfer_queue.server.service import Service
+from transfer_queue.server.standby.journal import Journal, JournalUseless, Succession
+from transfer_queue.server.standby.recording import Recorder
+from transfer_queue.server.standby.replay import Replay
+
+log = logging.getLogger("transfer_queue.server")
+
+# A journal is replaced when it is so long. To fork takes 1 to 20 ms, by the memory of the server; to replay an entry
+# takes about 10 us, during which nobody is answered.
+MAX_RECORDS, MAX_NBYTES = 100_000, 64 << 20
+AGAIN_S = 1.0  # after a standby could not be made, or was killed
+ARENA, LEAVE = b"a", b"x"
+
+
+class Standby(NamedTuple):
+    """`line`: it takes over when this closes. `watch`: readable when it has ended (pidfd_open(2))."""
+
+    pid: int
+    line: socket.socket
+    watch: int
+
+
+class StandbyKeeper:
+    """Makes `recorder` write for one standby at a time. `take_over` is called in the standby when the server is gone,
+    and does not return; `kept` lists the descriptors that it needs for that."""
+
+    def __init__(
+        self, service: Service, recorder: Recorder, kept: Callable[[], Iterable[int]], take_over: Callable[[], NoReturn]
+    ) -> None:
+        self._service = service
+        self._recorder = recorder
+        self._kept = kept
+        self._take_over = take_over
+        self._succession = Succession()
+        self._standby: Standby | None = None
+        self._num_arenas = 0  # that it has
+        self._scheduled = self._closed = False
+
+    @property
+    def pid(self) -> int:
+        """The standby's process; 0 where there is none."""
+        return self._standby.pid if self._standby is not None else 0
+
+    def look(self) -> None:
+        """Between events: send new arenas, and have the standby replaced when its journal has grown long."""
+        journal = self._recorder.journal
+        if self._standby is not None and self._num_arenas < len(self._service.unit.shm.arenas):
+            self._send_arenas(self._standby)
+        if journal is not None and not self._scheduled and _is_long(journal):
+            self._schedule(0.0)
+
+    def _schedule(self, delay_s: float) -> None:
+        self._scheduled = True
+        asyncio.get_running_loop().call_later(delay_s, self.renew)
+
+    def renew(self) -> None:
+        """Fork a standby, and then let the one before it go. Where that fails, the one before goes on."""
+        self._scheduled = False
+        if self._closed:
+            return
+        if self._service.controller.unfinished:  # a checkpoint may be half loaded
+            self._schedule(AGAIN_S / 10)
+            return
+        before, journal = self._recorder.journal, Journal(self._succession.current + 1)
+        try:
+            standby = self._fork(journal)
+        except OSError as error:
+            log.warning("no new standby: %s", error)
+            journal.close()
+            self._schedule(AGAIN_S)
+            return
+        self._succession.appoint(journal.number)
+        self._recorder.journal, self._num_arenas = journal, len(self._service.unit.shm.arenas)
+        if before is not None:
+            before.close()
+        if self._standby is not None:
+            self._dismiss(self._standby)
+        self._standby = standby
+        asyncio.get_running_loop().add_reader(standby.watch, self._ended, standby)
+
+    def _fork(self, journal: Journal) -> Standby:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
+        if not pid:
+            _stand_by(self, journal, theirs)
+        theirs.close()
+        return Standby(pid, ours, os.pidfd_open(pid))
+
+    def _send_arenas(self, standby: Standby) -> None:
+        arenas = self._service.unit.shm.arenas
+        try:
+            for arena in arenas[self._num_arenas :]:
+                socket.send_fds(standby.line, [ARENA], [arena.fd])
+                self._num_arenas += 1
+        except OSError as error:
+            log.warning("the standby did not take an arena: %s", error)
+            self._recorder.leave_out()
+
+    def _dismiss(self, standby: Standby) -> None:
+        """It only waits for this."""
+        with contextlib.suppress(OSError):
+            standby.line.send(LEAVE)
+        standby.line.close()
+
+    def _ended(self, standby: Standby) -> None:
+        """A standby has left, or was killed; then there is a new one in a moment."""
+        asyncio.get_running_loop().remove_reader(standby.watch)
+        os.close(standby.watch)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(standby.pid, 0)
+        if standby is not self._standby:
+            return
+        log.warning("the standby ended; another one is made, until then the rows end with this process")
+        standby.line.close()
+        self._standby = None
+        if self._recorder.journal is not None:
+            self._recorder.journal.close()
+            self._recorder.journal = None
+        self._schedule(AGAIN_S)
+
+    def close(self) -> None:
+        """The service ends, and its standby before it."""
+        self._closed = True
+        self._recorder.journal = None
+        if self._standby is not None:
+            standby, self._standby = self._standby, None
+            self._dismiss(standby)
+            self._ended(standby)
+
+    # in the standby
+
+    def stand_by(self, journal: Journal, line: socket.socket) -> None:
+        """Returns when this standby is not needed any more. Raises `JournalUseless`."""
+        if self._recorder.journal is not None:
+            self._recorder.journal.close()  # that of the standby before
+            self._recorder.journal = None
+        _disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
+        arenas = _wait_for_the_end(line)
+        if arenas is None or self._succession.current != journal.number:
+            return
+        count = Replay(self._service, arenas).run(journal.records())
+        log.warning("the server was killed; process %d takes over, after %d events", os.getpid(), count)
+        journal.close()
+        line.close()
+        self._standby = None
+        self._take_over()
+
+
+def _is_long(journal: Journal) -> bool:
+    return journal.num_records > MAX_RECORDS or journal.nbytes > MAX_NBYTES or journal.is_useless
+
+
+def _stand_by(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> NoReturn:
+    """The standby's whole life, from the fork on. It is deep inside the server's event loop, which is never run again,
+    nor taken apart: the descriptors of its objects lead nowhere from now on."""
+    status = 1
+    try:
+        gc.freeze()
+        keeper.stand_by(journal, line)
+        status = 0
+    except JournalUseless as error:
+        log.error("the server was killed, and its standby cannot take over: %s", error)
+    except BaseException:
+        log.exception("the standby could not take over")
+    finally:
+        os._exit(status)
+
+
+def _disconnect(kept: set[int]) -> None:
+    """Every other descriptor above standard error leads to /dev/null: peers see that the server is gone when it is, and
+    no number is free to be closed by its former owner when it is somebody else's."""
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number > 2 and number not in kept and number != nowhere:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                if not stat.S_ISCHR(os.fstat(number).st_mode):
+                    os.dup2(nowhere, number, inheritable=False)
+
+
+def _wait_for_the_end(line: socket.socket) -> list[int] | None:
+    """The arenas that came, once the server is gone; None when this standby is not needed any more."""
+    arenas: list[int] = []
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(line, 1, 1)
+        arenas += descriptors
+        if data == LEAVE:
+            return None
+        if not data:
+            return arenas

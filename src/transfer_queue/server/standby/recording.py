@@ -1,0 +1,186 @@
+"""The state machines of a server with a standby: each says what happens to it, and is otherwise what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol, cast
+
+from transfer_queue.controller import Controller
+from transfer_queue.controller.readiness import Slots
+from transfer_queue.server.sessions import ServerSession, Sessions
+from transfer_queue.server.standby import records as r
+from transfer_queue.server.standby.journal import Journal, as_bytes
+from transfer_queue.server.unit_registry import UnitConnection, UnitRegistry
+from transfer_queue.storage.blocks import Block, Unit
+from transfer_queue.storage.shm import Arena, SharedMemory
+from transfer_queue.wire import messages as m
+
+READS = frozenset({
+    m.Get, m.Scan, m.NameRows, m.ListKeys, m.Consumption, m.Production, m.ListPartitions, m.GetPartition,
+    m.DescribePartition, m.ListLocks,
+})  # fmt: skip
+
+
+class Recorder:
+    """Where what happens is written: to the journal of the standby that there is, or nowhere."""
+
+    def __init__(self) -> None:
+        self.journal: Journal | None = None
+
+    def note(self, record: r.Record) -> None:
+        if self.journal is not None:
+            self.journal.append(record)
+
+    def settle(self) -> None:
+        """The event is over: its answer may leave."""
+        if self.journal is not None:
+            self.journal.settle()
+
+    def leave_out(self) -> None:
+        """Something happens that no record says: the standby must not take over any more."""
+        if self.journal is not None:
+            self.journal.leave()
+
+
+class Asker(Protocol):
+    """The connection that a ticket names first."""
+
+    @property
+    def session_ident(self) -> bytes: ...
+
+
+def session_of(ticket: Hashable) -> bytes:
+    """The session whose request has this ticket, which is (connection, rid)."""
+    return cast(Asker, ticket[0]).session_ident  # type: ignore[index]
+
+
+class RecordingController(Controller):
+    """`recorder` is set before the first event."""
+
+    recorder: Recorder
+
+    def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
+        if type(message) is m.Restore:
+            self.recorder.leave_out()  # its payload is the whole state: there is a new standby when it is loaded
+        elif type(message) not in READS:
+            self.recorder.note(r.Requested(session, now, message))  # type: ignore[arg-type]  # what clients ask for
+        return super().handle(message, ticket, session, now)
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        if tickets:
+            self.recorder.note(r.Forgotten([(session_of(one), one[1]) for one in tickets]))  # type: ignore[index]
+        super().forget(tickets)
+
+    def end_session(self, session: bytes) -> None:
+        self.recorder.note(r.Ended(session))
+        super().end_session(session)
+
+    def received(self, session: bytes, rid: int) -> None:
+        self.recorder.note(r.Received(session, rid))
+        super().received(session, rid)
+        self.recorder.settle()  # an event of its own, that nobody answers
+
+    def take_back(self, session: bytes, rid: int) -> None:
+        self.recorder.note(r.TakenBack(session, rid))
+        super().take_back(session, rid)
+
+    def expire(self, now: float) -> None:
+        self.recorder.note(r.Expired(now))
+        super().expire(now)
+
+    def tidy(self) -> None:
+        self.recorder.note(r.Tidied())
+        super().tidy()
+
+    def relocate(self, block: int, target: int, rows: Slots) -> bool:
+        self.recorder.note(r.Relocated(block, target, as_bytes(rows)))
+        return super().relocate(block, target, rows)
+
+    def gather(self, target: int, blocks: Slots, rows: Slots) -> bool:
+        self.recorder.note(r.Gathered(target, as_bytes(blocks), as_bytes(rows)))
+        return super().gather(target, blocks, rows)
+
+    def lose(self, unit: int) -> None:
+        self.recorder.note(r.UnitLost(unit))
+        super().lose(unit)
+
+
+class RecordingMemory(SharedMemory):
+    def __init__(self, directory: str | None, recorder: Recorder) -> None:
+        super().__init__(directory)
+        self._recorder = recorder
+
+    def add(self, arena: Arena) -> None:
+        self._recorder.note(r.ArenaOpened(arena.size, arena.extents.grain))
+        super().add(arena)
+
+
+class RecordingUnit(Unit):
+    def __init__(self, budget_nbytes: int, directory: str | None, recorder: Recorder) -> None:
+        super().__init__(budget_nbytes, directory)
+        self.shm = RecordingMemory(directory, recorder)
+        self.recorder = recorder
+        self._vacating = False
+
+    def place(self, nbytes: int, session: bytes | None) -> Block | None:
+        block = super().place(nbytes, session)
+        if block is not None:
+            self.recorder.note(r.Placed(block.arena, block.offset, nbytes, session))
+        return block
+
+    def _allocated(self, message: m.Allocate, session: bytes) -> m.Allocated | None:
+        allocated = super()._allocated(message, session)
+        if allocated is not None:
+            self.recorder.note(r.Allocated(session, message.rid, allocated.block))
+        return allocated
+
+    def publish(self, number: int, layout: bytes) -> None:
+        self.recorder.note(r.Published(number, layout))
+        super().publish(number, layout)
+
+    def drop(self, number: int) -> None:
+        if not self._vacating:
+            self.recorder.note(r.Dropped(number))
+        super().drop(number)
+
+    def pin(self, number: int, session: bytes, rid: int = 0) -> None:
+        self.recorder.note(r.Pinned(number, session, rid))
+        super().pin(number, session, rid)
+
+    def unpin(self, number: int, session: bytes, rid: int = 0) -> None:
+        self.recorder.note(r.Unpinned(number, session, rid))
+        super().unpin(number, session, rid)
+
+    def forget(self, session: bytes) -> None:
+        self.recorder.note(r.Vacated(session))
+        self._vacating = True
+        super().forget(session)
+        self._vacating = False
+
+
+class RecordingSessions(Sessions):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def attach(self, ident: bytes, local: bool, pid: int = 0) -> ServerSession:
+        self._recorder.note(r.Attached(ident, local, pid))
+        return super().attach(ident, local, pid)
+
+    def detach(self, session: ServerSession, now: float) -> bool:
+        self._recorder.note(r.Detached(session.ident, session.ended))
+        return super().detach(session, now)
+
+
+class RecordingRegistry(UnitRegistry):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def join(self, message: m.Join, address: str, line: UnitConnection) -> m.Joined:
+        self._recorder.note(r.UnitJoined(message, address))
+        return super().join(message, address, line)
+
+    def resolve(self, message: m.ResolveCommits) -> m.Blocks:
+        self._recorder.note(r.CommitsResolved(message))
+        return super().resolve(message)

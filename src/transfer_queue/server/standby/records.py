@@ -1,0 +1,165 @@
+"""The entries of a journal: what the state machines were asked, and what became of the unit's memory.
+
+The controller is asked again, for it answers the same question in the same state alike. The unit is told what it did:
+where a block lies depends on the file system, too.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from transfer_queue.wire import messages as m
+
+
+class _Record(msgspec.Struct, array_like=True, gc=False):
+    """Base of all entries."""
+
+
+# The controller. `now` is the time of time.monotonic(), which all processes of a host share.
+
+
+class Requested(_Record, tag=0):
+    """The session sent a request that may change something; it may have been refused, or parked."""
+
+    session: bytes
+    now: float
+    message: m.ClientMessage
+
+
+class Forgotten(_Record, tag=1):
+    """Nobody waits for these requests any more: (session, rid)."""
+
+    requests: list[tuple[bytes, int]]
+
+
+class Received(_Record, tag=2):
+    session: bytes
+    rid: int
+
+
+class TakenBack(_Record, tag=3):
+    session: bytes
+    rid: int
+
+
+class Expired(_Record, tag=4):
+    now: float
+
+
+class Tidied(_Record, tag=5):
+    pass
+
+
+class Relocated(_Record, tag=6):
+    block: int
+    target: int
+    rows: bytes
+
+
+class Gathered(_Record, tag=7):
+    target: int
+    blocks: bytes
+    rows: bytes
+
+
+class UnitLost(_Record, tag=8):
+    unit: int
+
+
+# Sessions.
+
+
+class Attached(_Record, tag=9):
+    """One more connection. `pid`: of the process at its other end (0: on another host, or not known)."""
+
+    session: bytes
+    local: bool
+    pid: int
+
+
+class Detached(_Record, tag=10):
+    """One connection less. `ended`: the session had said goodbye."""
+
+    session: bytes
+    ended: bool
+
+
+class Ended(_Record, tag=11):
+    session: bytes
+
+
+# The unit's memory.
+
+
+class ArenaOpened(_Record, tag=12):
+    """The keeper sends its descriptor."""
+
+    size: int
+    grain: int
+
+
+class Placed(_Record, tag=13):
+    arena: int
+    offset: int
+    nbytes: int
+    owner: bytes | None
+
+
+class Allocated(_Record, tag=14):
+    """A session was given a block to fill, in answer to this request."""
+
+    session: bytes
+    rid: int
+    block: int
+
+
+class Published(_Record, tag=15):
+    block: int
+    layout: bytes
+
+
+class Dropped(_Record, tag=16):
+    block: int
+
+
+class Pinned(_Record, tag=17):
+    block: int
+    session: bytes
+    rid: int
+
+
+class Unpinned(_Record, tag=18):
+    block: int
+    session: bytes
+    rid: int
+
+
+class Vacated(_Record, tag=19):
+    """A session holds no memory any more."""
+
+    session: bytes
+
+
+# Units of other hosts.
+
+
+class UnitJoined(_Record, tag=20):
+    message: m.Join
+    address: str
+
+
+class CommitsResolved(_Record, tag=21):
+    message: m.ResolveCommits
+
+
+Record: TypeAlias = (
+    Requested | Forgotten | Received | TakenBack | Expired | Tidied | Relocated | Gathered | UnitLost
+    | Attached | Detached | Ended
+    | ArenaOpened | Placed | Allocated | Published | Dropped | Pinned | Unpinned | Vacated
+    | UnitJoined | CommitsResolved
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Record).decode

@@ -1,0 +1,54 @@
+"""Local sessions whose connections were lost with the server's process: they last as long as their own processes.
+
+A process that only looks at what it has read makes no call, so it does not notice that the server was replaced. What
+it looks at is pinned until it ends, or has attached again and left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from transfer_queue.server.service import Service
+from transfer_queue.server.sessions import ServerSession
+
+
+class ReturningSessions:
+    """`ended` is called when one will not come back."""
+
+    def __init__(self, service: Service, ended: Callable[[], None]) -> None:
+        self._service = service
+        self._ended = ended
+        self._watches: dict[int, ServerSession] = {}  # by the descriptor of the process (pidfd_open(2))
+
+    def expect_all(self, now: float) -> None:
+        """Every session there is; those of other hosts, and those whose process is not known, have a while."""
+        for session in list(self._service.sessions.by_ident.values()):
+            if not session.local or not session.pid:
+                self._service.sessions.await_return(session, now)
+                continue
+            try:
+                watch = os.pidfd_open(session.pid)
+            except ProcessLookupError:
+                self._service.end(session)
+                continue
+            self._watches[watch] = session
+            asyncio.get_running_loop().add_reader(watch, self._process_ended, watch)
+
+    def _process_ended(self, watch: int) -> None:
+        session = self._watches.pop(watch)
+        self._let_go(watch)
+        known = self._service.sessions.by_ident.get(session.ident)
+        if known is session and not session.connections:
+            self._service.end(session)
+            self._ended()
+
+    def close(self) -> None:
+        for watch in self._watches:
+            self._let_go(watch)
+        self._watches.clear()
+
+    def _let_go(self, watch: int) -> None:
+        asyncio.get_running_loop().remove_reader(watch)
+        os.close(watch)
