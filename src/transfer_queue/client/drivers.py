@@ -39,7 +39,7 @@ def run(session: Session, operation: Operation[T]) -> T:
         result = _carry_out(session, operation, given)
         for call in given:
             if type(call.request) in TAKING:
-                session.notify(m.Received([call.request.rid]), call.to)
+                session.confirm(call.request.rid, call.to)
         return result
     except BaseException as error:
         session.give_up(given, error)

@@ -16,6 +16,7 @@ import select
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -46,6 +47,7 @@ CHANGING = frozenset({m.Commit, m.Clear, m.Restore})
 MAX_IDLE = 16
 MIN_TIMEOUT_S = 0.001
 NOTIFY_S = 1.0
+REMEMBERED = 256  # confirmations that may have been lost with a connection
 STREAMS = 4  # calls to other servers at the same time
 
 
@@ -116,6 +118,7 @@ class Session:
         self._change_numbers = itertools.count(1)  # no two threads get the same
         self._rids = itertools.count(1)
         self._deferred: list[tuple[m.Message, str]] = []
+        self._confirmed: deque[int] = deque(maxlen=REMEMBERED)
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
         self._kept: Connection | None = None
         self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[AsyncConnection]] = {}
@@ -240,6 +243,7 @@ class Session:
                 if pause_s is None:
                     raise
             self._drop_idle(effect.to)
+            self._remind(effect.to)
             if pause_s:
                 select.select([], [], [], pause_s)
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
@@ -390,13 +394,25 @@ class Session:
                 pause_s = retry.pause_s(error)
                 if pause_s is None:
                     raise
+            self._remind(effect.to)
             if pause_s:
                 await asyncio.sleep(pause_s)
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
         return self._checked(found)
 
+    def confirm(self, rid: int, to: str = "") -> None:
+        """Tell that the answer to a request was received."""
+        self._confirmed.append(rid)
+        self.notify(m.Received([rid]), to)
+
+    def _remind(self, to: str) -> None:
+        """What was confirmed over a connection that is lost may not have been read. To say it twice does no harm."""
+        if not to and self._confirmed:
+            self._deferred.append((m.Received(list(self._confirmed)), ""))
+
     def confirm_on_loop(self, rid: int, to: str = "") -> None:
         """Tell that the answer to a request was received: with what the running loop sends next, or in a moment."""
+        self._confirmed.append(rid)
         future = self._loops.get((asyncio.get_running_loop(), to))
         if future is not None and future.done() and not future.cancelled() and not future.exception():
             connection = future.result()

@@ -95,6 +95,7 @@ class Server:
         self.listening: Listening
         self._keeper: StandbyKeeper | None = None
         self._metrics: Endpoint | None = None
+        self._metrics_port = config.metrics_port or 0  # the one it got, from then on
         self._stopped: asyncio.Event
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = 0.0
@@ -249,7 +250,8 @@ class Server:
 
         endpoint = Endpoint(ServerCollector(self.service, self.role.compactor, self.role.gatherer))
         host = self.config.metrics_host or ("" if is_everywhere(self.config.host) else self.config.host)
-        await endpoint.open(host, self.config.metrics_port or 0)
+        await endpoint.open(host, self._metrics_port)
+        self._metrics_port = endpoint.port
         self._metrics = endpoint
 
     def _local(self) -> ServerConnection:

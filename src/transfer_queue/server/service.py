@@ -211,8 +211,7 @@ class Service:
         answer = session.replies.get(rid)
         if answer is not None and isinstance(answer[0], m.Allocated):
             self._discard(answer[0].block, session)
-        if answer is not None and isinstance(answer[0], (m.RowSet, m.Admitted, m.Allocated, m.Locked)):
-            session.forget(rid)  # sent again it is carried out anew
+        session.cancel(rid)
 
     def _withdraw(self, ticket: Hashable, session: ServerSession) -> None:
         """Do not send an answer that crosses the cancellation of its request."""

@@ -38,6 +38,12 @@ class ServerSession:
         ):
             self._replies_nbytes -= _weight(self.replies.popitem(last=False)[1])
 
+    def cancel(self, rid: int) -> None:
+        """What this request took is undone, if it took something: sent again it is carried out anew."""
+        answer = self.replies.get(rid)
+        if answer is not None and isinstance(answer[0], (m.RowSet, m.Admitted, m.Allocated, m.Locked)):
+            self.forget(rid)
+
     def forget(self, rid: int) -> None:
         """The request will not come again, or is to be carried out anew."""
         answer = self.replies.pop(rid, None)

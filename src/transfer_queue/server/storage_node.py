@@ -90,14 +90,14 @@ class StorageNode:
         while True:
             await self._lost.wait()
             log.warning("lost the controller at %s", self._controller)
-            while self._lost.is_set():
-                await asyncio.sleep(AGAIN_S)
+            while self._lost.is_set():  # a standby may listen already
                 try:
                     await self._join()
                     log.warning("joined the controller at %s again", self._controller)
                 except TransferQueueError as error:
                     log.info("cannot join: %s", error)
                     self._lost.set()
+                    await asyncio.sleep(AGAIN_S)
 
     def _answered(self) -> None:
         """The controller answered: its answers take effect here before they are passed on."""

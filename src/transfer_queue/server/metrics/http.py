@@ -27,7 +27,7 @@ class Endpoint:
     """An HTTP listener; `address` is "host:port" as scrapers on other hosts would write it."""
 
     def __init__(self, collector: Collector) -> None:
-        self.address = ""
+        self.address, self.port = "", 0
         self._collector = collector
         self._loopback = True
         self._visits: set[asyncio.Task[None]] = set()
@@ -43,6 +43,7 @@ class Endpoint:
         bound = self._server.sockets[0].getsockname()
         address = ipaddress.ip_address(bound[0])
         self._loopback = address.is_loopback
+        self.port = int(bound[1])
         shown = socket.gethostname() if address.is_unspecified else str(address)
         self.address = f"[{shown}]:{bound[1]}" if ":" in shown else f"{shown}:{bound[1]}"
 

@@ -121,7 +121,7 @@ class Replay:
         self._controller.take_back(record.session, record.rid)
         session = self._service.sessions.by_ident[record.session]
         session.parked.pop(record.rid, None)
-        session.forget(record.rid)  # sent again it is carried out anew
+        session.cancel(record.rid)
         self._drain()
 
     def _expired(self, record: r.Expired) -> None:

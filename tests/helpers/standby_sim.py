@@ -1,0 +1,302 @@
+"""A service in this process that keeps a journal, driven by one seed; what its standby makes of the journal, beside it.
+
+There are no sockets, no clock and no other process: `python -m standby_sim SEED` repeats a run.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from services import FIELD
+
+from transfer_queue.controller import Controller
+from transfer_queue.controller.snapshot import exported
+from transfer_queue.memory.bytes import PAGE
+from transfer_queue.sampler import GRPOGroupNSampler, RankAwareSampler, SequentialSampler
+from transfer_queue.schema import FieldSchema
+from transfer_queue.server.service import Service
+from transfer_queue.server.sessions import ServerSession
+from transfer_queue.server.standby.journal import Journal
+from transfer_queue.server.standby.recording import (
+    Recorder,
+    RecordingController,
+    RecordingRegistry,
+    RecordingSessions,
+    RecordingUnit,
+)
+from transfer_queue.server.standby.replay import Replay
+from transfer_queue.wire import messages as m
+
+SAMPLERS = (SequentialSampler, lambda: GRPOGroupNSampler(n_samples_per_prompt=2), RankAwareSampler)
+PARTITIONS, TASKS, KEYS = ("p", "q"), ("t", "u"), tuple(f"k{number}" for number in range(12))
+FIELDS = [FIELD, [*FIELD, FieldSchema("y", "dense", "int64", (2,))]]
+BUDGET = 64 * PAGE
+MAX_ROWS = 60
+JOURNAL_NBYTES = 8 << 20
+
+
+class Link:
+    """Stands for a connection."""
+
+    def __init__(self, session_ident: bytes) -> None:
+        self.session_ident = session_ident
+
+
+def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7) -> Service:
+    """A service of which `recorder` hears."""
+    controller = RecordingController(sampler, MAX_ROWS, 0, lock_number=lock_number)
+    controller.recorder = recorder
+    return Service(
+        controller, RecordingUnit(BUDGET, None, recorder), RecordingSessions(recorder), RecordingRegistry(recorder),
+        recorder.settle,
+    )  # fmt: skip
+
+
+def picture(service: Service) -> dict[str, Any]:
+    """All of a service's state that anybody could ever notice, as plain values."""
+    controller, unit = service.controller, service.unit
+    assert isinstance(controller, Controller)
+    fetching, leases = controller._fetching, controller._leases
+    return {
+        "state": exported(controller.state),
+        "leases": {
+            number: (one.partition, one.task, one.rows.tolist(), one.deadline, sorted(one.holders), one.grants)
+            for number, one in leases._leases.items()
+        },
+        "unreceived": {
+            session: {rid: type(grant).__name__ for rid, grant in held.items()}
+            for session, held in fetching.unreceived._by_session.items()
+        },
+        "locks": {
+            number: (one.parked.session, one.parked.message, one.since, one.deadline)
+            for number, one in controller.locks._held.items()
+        },
+        "waiting": controller.num_waiting,
+        "stale": dict(controller.staleness.num_stale),
+        "unfinished": controller.unfinished,
+        "blocks": sorted(
+            (one.number, one.arena, one.offset, one.nbytes, one.owner, one.layout, one.pins, one.published, one.dropped)
+            for one in unit._blocks.values()
+        ),
+        "next block": unit._next,
+        "used": unit.used_nbytes,
+        "free": [arena.extents.free() for arena in unit.shm.arenas],
+        "pins": copy.deepcopy(unit._pins._by_session),
+        "sessions": {
+            ident: (one.local, one.pid, one.ended, one.connections, {
+                rid: m.encode(answer[0]) for rid, answer in one.replies.items() if not isinstance(answer[0], m.Failed)
+            })  # what was refused before the controller saw it is refused anew
+            for ident, one in service.sessions.by_ident.items()
+        },
+        "freed": sorted(controller.freed),
+    }  # fmt: skip
+
+
+class Simulation:
+    """One run. `pictures[i]` is the state after event i, and `lengths[i]` how long the journal was then."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._sampler = self._random.choice(SAMPLERS)
+        self._recorder = Recorder()
+        self.service = recorded(self._sampler(), self._recorder)
+        self.service.unit.shm.open()
+        self.journal = self._recorder.journal = Journal(size=JOURNAL_NBYTES)
+        self._rid = 0
+        self._now = 100.0
+        self._links: dict[bytes, list[Link]] = {}
+        self._parked: dict[bytes, set[Any]] = {}
+        self._allocated: list[tuple[bytes, int]] = []
+        self._rows: dict[str, set[int]] = {name: set() for name in PARTITIONS}
+        self._leases = [1]
+        self.pictures: list[dict[str, Any]] = []
+        self.lengths: list[int] = []
+
+    def run(self, events: int) -> None:
+        for _ in range(events):
+            self._now += self._random.random() * 0.1
+            self._event()
+            for ticket, answer in self.service.answered(self._now):
+                session = self.service.sessions.by_ident.get(ticket[0].session_ident)  # type: ignore[index]
+                if session is not None and not isinstance(answer[0], m.Waiting):
+                    self._parked[session.ident].discard(ticket)
+                    self.service.close_request(session, answer)
+                    self._learn(session, answer[0])
+            self.service.check_invariants()
+            self._recorder.settle()
+            self.pictures.append(picture(self.service))
+            self.lengths.append(self.journal._words[0])
+
+    def replica(self, event: int) -> Service:
+        """What a standby that was forked at the beginning has, when the server is killed right after this event."""
+        self.journal._words[0] = self.lengths[event]
+        service = recorded(self._sampler(), Recorder())
+        service.unit.shm.open()
+        for mine, its in ((self.service.controller, service.controller),):
+            assert isinstance(mine, Controller)
+            assert isinstance(its, Controller)
+            its.lineage.service_id, its.lineage.life = mine.lineage.service_id, mine.lineage.life
+        Replay(service).run(self.journal.records())
+        return service
+
+    def close(self) -> None:
+        self._recorder.journal = None
+        self.journal.close()
+        self.service.unit.close()
+
+    # events
+
+    def _event(self) -> None:
+        choose = self._random.random
+        if not self._links or choose() < 0.06:
+            self._attach()
+        elif choose() < 0.05:
+            self._detach()
+        elif choose() < 0.07:
+            self.service.expire(self._now)
+        elif choose() < 0.05:
+            self.service.tidy()
+        elif choose() < 0.1:
+            self._tell()
+        else:
+            self._ask()
+
+    def _attach(self) -> None:
+        ident = self._random.choice([b"a" * 16, b"b" * 16, b"c" * 16, b"d" * 16])
+        local = ident[0] != b"d"[0]
+        known = self.service.sessions.by_ident.get(ident)
+        self.service.sessions.attach(ident, known.local if known else local, 4711)
+        self._links.setdefault(ident, []).append(Link(ident))
+        self._parked.setdefault(ident, set())
+
+    def _detach(self) -> None:
+        ident = self._random.choice(sorted(self._links))
+        session = self.service.sessions.by_ident[ident]
+        if self._random.random() < 0.3:
+            self.service.notify(m.Goodbye(), session)
+        link = self._links[ident].pop()
+        tickets = {ticket for ticket in self._parked[ident] if ticket[0] is link}
+        self._parked[ident] -= tickets
+        if not self._links[ident]:
+            del self._links[ident]
+        self.service.detach(session, tickets, self._now)
+
+    def _session(self) -> ServerSession:
+        return self.service.sessions.by_ident[self._random.choice(sorted(self._links))]
+
+    def _tell(self) -> None:
+        session = self._session()
+        rid = max(1, self._rid - self._random.randrange(4))
+        kind = self._random.randrange(4)
+        if kind == 0:
+            self.service.notify(m.Cancel(rid), session)
+        elif kind == 1:
+            self.service.confirm(m.Received([rid]), session)
+        elif kind == 2 and self._allocated:
+            self.service.notify(m.Discard(self._random.choice(self._allocated)[1]), session)
+        else:
+            pinned = [number for held in self.service.unit._pins._by_session.get(session.ident, {}).values()
+                      for number in held]  # fmt: skip
+            self.service.notify(m.Unpin(rid, pinned[:2]), session)
+
+    def _ask(self) -> None:
+        session = self._session()
+        again = self._rid > 3 and self._random.random() < 0.05
+        self._rid += not again
+        message, payload = self._request(self._rid, session)
+        link = self._random.choice(self._links[session.ident])
+        ticket = (link, message.rid)
+        answer = self.service.handle(message, memoryview(payload), session, ticket, self._now)
+        if answer is None:
+            self._parked[session.ident].add(ticket)
+        else:
+            self._learn(session, answer[0])
+
+    def _learn(self, session: ServerSession, reply: m.Reply) -> None:
+        if isinstance(reply, m.Allocated):
+            self._allocated.append((session.ident, reply.block))
+        if isinstance(reply, m.RowSet) and reply.lease:
+            self._leases.append(reply.lease)
+
+    def _request(self, rid: int, session: ServerSession) -> tuple[m.Request, bytes]:
+        pick, below = self._random.choice, self._random.randrange
+        partition, count = pick(PARTITIONS), below(1, 5)
+        keys = self._random.sample(KEYS, count)
+        tags = [{"n": below(9), "weight_version": below(4)} for _ in range(count)]
+        wait_s = pick([0.0, 0.0, 0.3])
+        makers: list[tuple[int, Any]] = [
+            (8, lambda: m.Commit(rid, partition, count, pick([keys, None]), None, pick(FIELDS), 0, b"layout",
+                                 pick([tags, None]), wait_s)),
+            (4, lambda: m.Allocate(rid, pick([100, 3000, 70_000]), pick([True, False]), wait_s)),
+            (4, lambda: self._filled(rid, session, partition, count, keys, wait_s)),
+            (6, lambda: m.Fetch(rid, partition, [pick("xy")], pick([2, 4]), pick(TASKS), self._sampling(), wait_s,
+                                pick([True, False]), pick([0.0, 0.0, 0.4]), locate=pick([True, False]))),
+            (3, lambda: m.Ack(rid, pick(self._leases), None)),
+            (1, lambda: m.Release(rid, pick(self._leases), None)),
+            (1, lambda: m.Renew(rid, pick(self._leases), 0.5)),
+            (3, lambda: m.Get(rid, partition, keys[:1], None, ["x"], pick([True, False]))),
+            (3, lambda: m.Clear(rid, partition, pick([keys, keys, None]), None)),
+            (1, lambda: m.Find(rid, partition, keys, pick([True, False]), wait_s)),
+            (1, lambda: m.Insert(rid, partition, count, ["x"], wait_s)),
+            (1, lambda: m.ResetConsumption(rid, partition, pick([*TASKS, None]))),
+            (2, lambda: m.Announce(rid, "run", below(6))),
+            (2, lambda: m.Admit(rid, pick(TASKS), 2, 2, 4, wait_s)),
+            (1, lambda: m.GiveBack(rid, pick(TASKS), 1)),
+            (2, lambda: m.Lock(rid, partition, keys[:2], 0.5, wait_s, {})),
+            (1, lambda: m.Unlock(rid, 8 + below(6))),
+            (1, lambda: m.Scan(rid, partition, ["x"])),
+        ]  # fmt: skip
+        (maker,) = self._random.choices([made for _, made in makers], [weight for weight, _ in makers])
+        message = maker()
+        return message, b"z" * pick([10, 500, 9000]) if isinstance(message, m.Commit) and not message.block else b""
+
+    def _filled(
+        self, rid: int, session: ServerSession, partition: str, count: int, keys: list[str], wait_s: float
+    ) -> Any:
+        """The commit of a block that this session has filled, or of somebody else's, which is refused."""
+        mine = [block for ident, block in self._allocated if ident == session.ident] or [4711]
+        block = self._random.choice(mine)
+        return m.Commit(rid, partition, count, keys, None, FIELD, block, b"filled", None, wait_s)
+
+    def _sampling(self) -> dict[str, Any]:
+        return {"dp_rank": self._random.randrange(2), "batch_index": self._random.randrange(4)}
+
+
+def differences(seed: int, events: int = 60, crashes: int = 3) -> Iterator[str]:
+    """What a standby has otherwise than the server that was killed, at a few moments of a run."""
+    run = Simulation(seed)
+    try:
+        run.run(events)
+        for event in sorted(random.Random(seed).sample(range(events), crashes)):
+            replica = run.replica(event)
+            try:
+                found, wanted = picture(replica), run.pictures[event]
+                for name in wanted:
+                    if found[name] != wanted[name]:
+                        yield f"seed {seed}, event {event}: {name} is {_short(found[name], wanted[name])}"
+                replica.lose_connections()
+                replica.check_invariants()
+            finally:
+                replica.unit.close()
+    finally:
+        run.close()
+
+
+def _short(found: Any, wanted: Any) -> str:
+    """Where two values differ first, down to what has no parts."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in [*found, *wanted]:
+            if found.get(key) != wanted.get(key):
+                return f"{key!r}: {_short(found.get(key), wanted.get(key))}"
+    if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)) and len(found) == len(wanted):
+        place = next(number for number, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+        return f"{place}: {_short(found[place], wanted[place])}"
+    return f"{found!r}, was {wanted!r}"
+
+
+if __name__ == "__main__":
+    print(*differences(int(sys.argv[1])), sep="\n")
