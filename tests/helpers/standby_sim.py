@@ -105,7 +105,8 @@ class Simulation:
         self._recorder = Recorder()
         self.service = recorded(self._sampler(), self._recorder)
         self.service.unit.shm.open()
-        self.journal = self._recorder.journal = Journal(size=JOURNAL_NBYTES)
+        self.journal = Journal(size=JOURNAL_NBYTES)
+        self._recorder.begin(self.journal)
         self._rid = 0
         self._now = 100.0
         self._links: dict[bytes, list[Link]] = {}
@@ -144,7 +145,7 @@ class Simulation:
         return service
 
     def close(self) -> None:
-        self._recorder.journal = None
+        self._recorder.begin(None)
         self.journal.close()
         self.service.unit.close()
 

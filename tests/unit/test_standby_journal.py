@@ -8,16 +8,29 @@ import pytest
 
 from transfer_queue.server.standby import records as r
 from transfer_queue.server.standby.journal import Journal, JournalUseless, Succession
+from transfer_queue.server.standby.recording import Recorder
 
 
 def test_what_is_not_settled_did_not_happen() -> None:
-    journal = Journal()
-    journal.append(r.Dropped(1))
-    journal.settle()
-    journal.append(r.Dropped(2))
+    recorder, journal = Recorder(), Journal()
+    recorder.begin(journal)
+    recorder.note(r.Dropped(1))
+    recorder.settle()
+    recorder.note(r.Dropped(2))
     assert list(journal.records()) == [r.Dropped(1)]
-    journal.settle()
-    assert list(journal.records()) == [r.Dropped(1), r.Dropped(2)]
+    recorder.note(r.Dropped(3))
+    recorder.settle()
+    assert list(journal.records()) == [r.Dropped(1), r.Dropped(2), r.Dropped(3)]
+    journal.close()
+
+
+def test_what_was_noted_before_a_journal_began_is_not_in_it() -> None:
+    recorder, journal = Recorder(), Journal()
+    recorder.note(r.Dropped(1))
+    recorder.begin(journal)
+    recorder.note(r.Dropped(2))
+    recorder.settle()
+    assert list(journal.records()) == [r.Dropped(2)]
     journal.close()
 
 
@@ -28,8 +41,7 @@ def test_a_child_reads_what_its_parent_settles_later() -> None:
         os.read(ours, 1)
         os.write(tell, repr(list(journal.records())).encode())
         os._exit(0)
-    journal.append(r.Placed(0, 64, 10, b"owner"))
-    journal.settle()
+    journal.write([r.Placed(0, 64, 10, b"owner")])
     os.write(theirs, b"!")
     assert os.read(told, 1000).decode() == repr([r.Placed(0, 64, 10, b"owner")])
     os.waitpid(child, 0)
@@ -40,8 +52,7 @@ def test_a_child_reads_what_its_parent_settles_later() -> None:
 
 def test_a_journal_that_something_was_left_out_of_is_refused() -> None:
     journal = Journal()
-    journal.append(r.Tidied())
-    journal.settle()
+    journal.write([r.Tidied()])
     journal.leave()
     with pytest.raises(JournalUseless):
         list(journal.records())
@@ -51,8 +62,7 @@ def test_a_journal_that_something_was_left_out_of_is_refused() -> None:
 def test_a_journal_that_is_full_is_refused_rather_than_cut() -> None:
     journal = Journal(size=4096)
     for number in range(300):
-        journal.append(r.Published(number, b"layout"))
-        journal.settle()
+        journal.write([r.Published(number, b"layout")])
     assert journal.is_useless
     journal.close()
 

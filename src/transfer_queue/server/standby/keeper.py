@@ -84,7 +84,8 @@ class StandbyKeeper:
             self._schedule(AGAIN_S)
             return
         self._succession.appoint(journal.number)
-        self._recorder.journal, self._num_arenas = journal, len(self._service.unit.shm.arenas)
+        self._recorder.begin(journal)
+        self._num_arenas = len(self._service.unit.shm.arenas)
         if before is not None:
             before.close()
         if self._standby is not None:
@@ -134,13 +135,13 @@ class StandbyKeeper:
         self._standby = None
         if self._recorder.journal is not None:
             self._recorder.journal.close()
-            self._recorder.journal = None
+            self._recorder.begin(None)
         self._schedule(AGAIN_S)
 
     def close(self) -> None:
         """The service ends, and its standby before it."""
         self._closed = True
-        self._recorder.journal = None
+        self._recorder.begin(None)
         if self._standby is not None:
             standby, self._standby = self._standby, None
             self._dismiss(standby)
@@ -152,7 +153,7 @@ class StandbyKeeper:
         """Returns when this standby is not needed any more. Raises `JournalUseless`."""
         if self._recorder.journal is not None:
             self._recorder.journal.close()  # that of the standby before
-            self._recorder.journal = None
+            self._recorder.begin(None)
         _disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
         arenas = _wait_for_the_end(line)
         if arenas is None or self._succession.current != journal.number:

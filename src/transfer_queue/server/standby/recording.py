@@ -22,19 +22,27 @@ READS = frozenset({
 
 
 class Recorder:
-    """Where what happens is written: to the journal of the standby that there is, or nowhere."""
+    """Where what happens is written: to the journal of the standby that there is, or nowhere.
+
+    `note` takes a record of the event that is going on. What it says must not change before the event is settled.
+    """
 
     def __init__(self) -> None:
         self.journal: Journal | None = None
-
-    def note(self, record: r.Record) -> None:
-        if self.journal is not None:
-            self.journal.append(record)
+        self._event: list[r.Record] = []
+        self.note = self._event.append
 
     def settle(self) -> None:
         """The event is over: its answer may leave."""
-        if self.journal is not None:
-            self.journal.settle()
+        if self._event:
+            if self.journal is not None:
+                self.journal.write(self._event)
+            self._event.clear()
+
+    def begin(self, journal: Journal | None) -> None:
+        """From now on write to this one; what was noted until now is in the state that it begins with."""
+        self.journal = journal
+        self._event.clear()
 
     def leave_out(self) -> None:
         """Something happens that no record says: the standby must not take over any more."""

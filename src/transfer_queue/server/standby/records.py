@@ -162,4 +162,4 @@ Record: TypeAlias = (
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Record).decode
+decode = msgspec.msgpack.Decoder(list[Record]).decode
