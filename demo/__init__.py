@@ -19,4 +19,5 @@ takes none that is older, and rollout workers wait for weights that are new enou
 Any worker may be killed (kill -9). The parent starts another one in its place; rows are on lease until what they were
 taken for cannot be undone, so they are delivered again; the trainer goes on from its last step, which it saves beside
 the run before it acknowledges the rows and announces the weights. `python -m demo --chaos` kills one of each kind.
+The service may be killed, too: it has a standby, and nobody has to do anything. `--kill-service 20` does it every 20 s.
 """

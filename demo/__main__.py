@@ -21,6 +21,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Directory for the picture and the workers' output.")] = Path("demo-out"),
     short: Annotated[bool, typer.Option("--smoke", help="A few steps in a few seconds; learns nothing.")] = False,
     kill: Annotated[bool, typer.Option("--chaos", help="Kill -9 one worker of each kind on the way.")] = False,
+    kill_service: Annotated[
+        float | None, typer.Option(min=0.1, help="Kill -9 the service every so many seconds.", show_default="never")
+    ] = None,
 ) -> None:
     """GRPO on one machine, in processes that share nothing but a transfer_queue."""
     if backend != "local":
@@ -31,7 +34,10 @@ def main(
         from demo.command import run
         from demo.settings import choose
 
-        sys.exit(run(choose(short=short, steps=steps, workers=workers, seed=seed, out=out, kill=kill), interrupts))
+        settings = choose(
+            short=short, steps=steps, workers=workers, seed=seed, out=out, kill=kill, kill_service_s=kill_service
+        )
+        sys.exit(run(settings, interrupts))
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class Board:
         self._read_pauses([tag for name in self.settings.rollout_names for tag in by_name[name] if "paused_s" in tag])
         self._read_metrics(max((tag.get(TRAINED, -1) for tag in by_name["trainer"]), default=-1))
         for incident in self.incidents:
-            for tag in by_name[incident.name]:
+            for tag in by_name.get(incident.name, []):  # the service is no worker
                 if tag["life"] >= incident.life and incident.worked_s is None:
                     incident.worked_s = tag.get("worked_at")
         if self.metrics:

@@ -65,6 +65,8 @@ class Settings:
     """Of one worker; who is killed more often ends the run."""
     kills: tuple[Kill, ...] = ()
     """What is to happen by itself; of each worker the first one that is left."""
+    kill_service_s: float | None = None
+    """The service, too, is killed every so many seconds."""
     folder: Path = Path("demo-out")
     """For the picture, the trainer's checkpoint and what the workers print."""
 
@@ -141,8 +143,18 @@ def smoke(seed: int, num_rollout_workers: int) -> Settings:
     )
 
 
-def choose(*, short: bool, steps: int | None, workers: int, seed: int, out: Path, kill: bool) -> Settings:
+def choose(
+    *,
+    short: bool,
+    steps: int | None,
+    workers: int,
+    seed: int,
+    out: Path,
+    kill: bool,
+    kill_service_s: float | None,
+) -> Settings:
     """What the command line asks for."""
     settings = smoke(seed, workers) if short else Settings(seed=seed, num_rollout_workers=workers)
-    settings = replace(settings, folder=out, steps=settings.steps if steps is None else steps)
+    steps = settings.steps if steps is None else steps
+    settings = replace(settings, folder=out, steps=steps, kill_service_s=kill_service_s)
     return replace(settings, kills=chaos(settings)) if kill else settings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import replace
 from types import TracebackType
@@ -29,6 +31,7 @@ class Supervisor:
         self._kills = settings.kills
         self._board = board
         self._fleet = Fleet(settings.folder / "logs", on_death=self._replace)
+        self._service_killed_s = time.monotonic()
 
     def start(self) -> None:
         """All workers; an earlier run's checkpoint goes."""
@@ -42,8 +45,31 @@ class Supervisor:
         Raises `WorkerFailed` for one that raised, and for one that is killed too often.
         """
         done = self._fleet.wait(timeout_s)
+        every_s = self._settings.kill_service_s
+        if every_s is not None and time.monotonic() - self._service_killed_s > every_s:
+            self._kill_service()
         self._board.pids = self._fleet.pids()
         return done
+
+    def _kill_service(self) -> None:
+        """Its standby takes over; nobody has to do anything for that."""
+        client = tq.get_client()
+        pid = client.stats()["pid"]
+        noticed_s = self._service_killed_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        client.stats()
+        self._board.incidents.append(
+            Incident(
+                name="service",
+                pid=pid,
+                reason="SIGKILL",
+                noticed_s=noticed_s,
+                step=self._board.step,
+                rows=0,
+                life=1 + sum(one.name == "service" for one in self._board.incidents),
+                worked_s=time.monotonic(),
+            )
+        )
 
     def __enter__(self) -> Supervisor:
         self._fleet.__enter__()

@@ -425,6 +425,15 @@ def test_chaos_kills_one_worker_of_each_kind(tmp_path: Path) -> None:
     _is_whole(output, 10, tmp_path)
 
 
+def test_the_service_may_be_killed_again_and_again(tmp_path: Path) -> None:
+    with _Demo(tmp_path, "--steps", "20", "--kill-service", "1.5") as demo:
+        code, output, errors = demo.finish()
+    assert code == 0, errors
+    back = re.findall(r"^service +SIGKILL +[\d.]+ s +\d+ +([\d.]+) s +0$", output, re.MULTILINE)
+    assert len(back) > 1
+    _is_whole(output, 20, tmp_path)
+
+
 def test_chaos_kills_at_steps_and_moments_of_their_own() -> None:
     kills = chaos(Settings())
     assert len({kill.step for kill in kills}) == len({kill.moment for kill in kills}) == len(kills) == 4

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
 
@@ -19,9 +20,9 @@ from transfer_queue.server.standby.replay import Replay
 
 log = logging.getLogger("transfer_queue.server")
 
-# A journal is replaced when it is so long. To fork takes 1 to 20 ms, by the memory of the server; to replay an entry
-# takes about 10 us, during which nobody is answered.
-MAX_RECORDS, MAX_NBYTES = 100_000, 64 << 20
+# A journal is replaced when it is so long: to replay an entry takes about 10 us, and nobody is answered meanwhile.
+MAX_RECORDS, MAX_NBYTES = 40_000, 64 << 20
+FORKING_SHARE = 0.01  # of the server's time at most, where memory is large or much is written
 AGAIN_S = 1.0  # after a standby could not be made, or was killed
 ARENA, LEAVE = b"a", b"x"
 
@@ -49,6 +50,7 @@ class StandbyKeeper:
         self._standby: Standby | None = None
         self._num_arenas = 0  # that it has
         self._scheduled = self._closed = False
+        self._next_s = 0.0  # no earlier (time.monotonic()) is a journal replaced because it is long
 
     @property
     def pid(self) -> int:
@@ -61,7 +63,7 @@ class StandbyKeeper:
         if self._standby is not None and self._num_arenas < len(self._service.unit.shm.arenas):
             self._send_arenas(self._standby)
         if journal is not None and not self._scheduled and _is_long(journal):
-            self._schedule(0.0)
+            self._schedule(0.0 if journal.is_useless else max(0.0, self._next_s - time.monotonic()))
 
     def _schedule(self, delay_s: float) -> None:
         self._scheduled = True
@@ -76,6 +78,7 @@ class StandbyKeeper:
             self._schedule(AGAIN_S / 10)
             return
         before, journal = self._recorder.journal, Journal(self._succession.current + 1)
+        began_s = time.monotonic()
         try:
             standby = self._fork(journal)
         except OSError as error:
@@ -84,6 +87,9 @@ class StandbyKeeper:
             self._schedule(AGAIN_S)
             return
         self._succession.appoint(journal.number)
+        now_s = time.monotonic()
+        self._next_s = now_s + (now_s - began_s) / FORKING_SHARE
+        log.debug("process %d stands by; to fork it took %.1f ms", standby.pid, 1e3 * (now_s - began_s))
         self._recorder.begin(journal)
         self._num_arenas = len(self._service.unit.shm.arenas)
         if before is not None:
