@@ -39,10 +39,11 @@ def server_of(client: tq.TransferQueueClient) -> int:
     return pid
 
 
-def standby_of(pid: int) -> int:
-    """The standby of a server, once there is one; it is its only child."""
-    until(lambda: len(psutil.Process(pid).children()) == 1, "the standby")
-    return psutil.Process(pid).children()[0].pid
+def standby_of(client: tq.TransferQueueClient) -> int:
+    """The standby of the server, once there is one."""
+    until(lambda: client.stats()["standby"] != 0, "the standby")
+    pid: int = client.stats()["standby"]
+    return pid
 
 
 def kill(pid: int) -> None:
@@ -61,10 +62,10 @@ def client(service: Service) -> tq.TransferQueueClient:
 
 def replaced(client: tq.TransferQueueClient) -> None:
     """Kill the server; its standby is there afterwards."""
-    before = server_of(client)
-    standby = standby_of(before)
+    before, takeovers, standby = server_of(client), client.stats()["takeovers"], standby_of(client)
     kill(before)
     assert server_of(client) == standby
+    assert client.stats()["takeovers"] == takeovers + 1
 
 
 def test_rows_keys_tags_and_partitions_are_there(client: tq.TransferQueueClient) -> None:
@@ -193,7 +194,7 @@ signal.pause()
     other = CHILDREN.start(["-c", code], {**os.environ})
     assert other.stdout.readline() == b"taken\n"
     server = server_of(client)
-    standby_of(server)
+    standby_of(client)
     freeze(server)  # it sees nothing of the client's end
     other.send_signal(signal.SIGKILL)
     other.wait()
@@ -266,10 +267,9 @@ def test_nothing_that_was_answered_is_lost_however_often_the_server_is_killed(cl
 
 def test_a_standby_that_is_killed_is_replaced(client: tq.TransferQueueClient) -> None:
     tq.kv_put("a", "p", fields={"x": torch.ones(2)})
-    server = server_of(client)
-    first = standby_of(server)
+    first = standby_of(client)
     kill(first)
-    until(lambda: [one.pid for one in psutil.Process(server).children()] not in ([], [first]), "another standby")
+    until(lambda: standby_of(client) != first, "another standby")
     tq.kv_put("b", "p", fields={"x": torch.zeros(2)})
     replaced(client)
     assert set(tq.kv_list("p")["p"]) == {"a", "b"}
@@ -277,18 +277,18 @@ def test_a_standby_that_is_killed_is_replaced(client: tq.TransferQueueClient) ->
 
 def test_without_server_and_standby_the_service_is_gone(client: tq.TransferQueueClient) -> None:
     server = server_of(client)
-    kill(standby_of(server))
+    kill(standby_of(client))
     kill(server)
     with pytest.raises(ServiceUnavailable, match="is gone"):
         client.stats()
 
 
 def test_a_long_journal_is_replaced_by_a_new_standby(client: tq.TransferQueueClient) -> None:
-    first = standby_of(server_of(client))
+    first = standby_of(client)
     for number in range(0, 60_000, 6000):
         keys = [f"k{one}" for one in range(number, number + 6000)]
         tq.kv_batch_put(keys, "p", fields={"x": torch.zeros(6000, 2)}, tags=[{"text": "x" * 1200}] * 6000)
-    until(lambda: standby_of(server_of(client)) != first, "another standby")
+    until(lambda: standby_of(client) != first, "another standby")
     tq.kv_put("last", "p", fields={"x": torch.ones(2)})
     replaced(client)
     assert len(tq.kv_list("p")["p"]) == 60_001
@@ -318,9 +318,9 @@ def test_a_loaded_checkpoint_is_there_again(client: tq.TransferQueueClient, tmp_
     tq.kv_put("a", "p", fields={"x": torch.ones(2)})
     tq.save_checkpoint(str(tmp_path / "saved"))
     tq.kv_put("b", "p", fields={"x": torch.zeros(2)})
-    first = standby_of(server_of(client))
+    first = standby_of(client)
     tq.load_checkpoint(str(tmp_path / "saved"))
-    until(lambda: standby_of(server_of(client)) != first, "a standby that has what was loaded")
+    until(lambda: standby_of(client) != first, "a standby that has what was loaded")
     tq.kv_put("c", "p", fields={"x": torch.zeros(2)})
     replaced(client)
     assert set(tq.kv_list("p")["p"]) == {"a", "c"}
@@ -339,7 +339,7 @@ def test_a_closed_service_leaves_nothing_behind_after_it_was_replaced(service: S
     client = service(**DURABLE)
     replaced(client)
     server = server_of(client)
-    standby, folder = standby_of(server), Path(str(client.session.address).removeprefix("unix:")).parent
+    standby, folder = standby_of(client), Path(str(client.session.address).removeprefix("unix:")).parent
     assert folder.is_dir()
     tq.close()
     until(lambda: not _runs(server) and not _runs(standby), "the end of both")
@@ -359,13 +359,12 @@ import os, signal, sys, transfer_queue as tq
 tq.init({"server": {"durability": "process"}})
 client = tq.get_client()
 os.kill(client.stats()["pid"], signal.SIGKILL)
-print(client.stats()["pid"], flush=True)
+print(client.stats()["pid"], client.stats()["standby"], flush=True)
 sys.stdin.readline()
 """
     environment = {name: value for name, value in os.environ.items() if name != "TQ_ADDRESS"}
     owner = CHILDREN.start(["-c", code], environment)
-    server = int(owner.stdout.readline())
-    standby = standby_of(server)
+    server, standby = map(int, owner.stdout.readline().split())
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     until(lambda: not _runs(server) and not _runs(standby), "the end of both")

@@ -18,6 +18,7 @@
     unit_registry       the storage units of other hosts, as that server knows them
     storage_node        a unit's membership: joining, staying joined
     controller_proxy    the controller of another host, as a unit's server sees it
+    standby             another process that takes over when this one is killed
     host_registry       this user's servers on this host, a small file each
     processes           who started whom
     metrics             counts for monitoring, and GET /metrics

@@ -124,7 +124,9 @@ def enter(entry: ServerEntry) -> str:
 
 
 def leave(path: str) -> None:
-    """Remove an entry, and the directory when nothing else is in it. Does not raise."""
+    """Remove an entry, and the directory when nothing else is in it; nothing for "". Does not raise."""
+    if not path:
+        return
     with contextlib.suppress(OSError):
         os.unlink(path)
     tidy(os.path.dirname(path))

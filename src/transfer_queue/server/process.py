@@ -94,6 +94,7 @@ class Server:
         self.service = self.role.service
         self.listening: Listening
         self._keeper: StandbyKeeper | None = None
+        self._entry = ""  # in the register of this user's servers
         self._metrics: Endpoint | None = None
         self._metrics_port = config.metrics_port or 0  # the one it got, from then on
         self._stopped: asyncio.Event
@@ -171,20 +172,19 @@ class Server:
         if isinstance(self.role, StorageNode):
             background.append(loop.create_task(self.role.stay()))
         returning = ReturningSessions(self.service, self.deliver)
-        entry = ""
         try:
             if announce is None:
                 returning.expect_all(time.monotonic())
             servers = await self.listening.serve(loop, self._local, self._remote)
             watch = self._watch_owner(loop)
-            entry = self._enter(path, tcp)
+            host_registry.leave(self._entry)  # of the server that was killed
+            self._entry = self._enter(path, tcp)
             self._start_standby()
             if announce is not None:
                 self._announce(announce, path, tcp)
             self.deliver()
             await self._stopped.wait()
-            if self._keeper is not None:
-                self._keeper.close()
+            self._dismiss_standby()
             returning.close()
             for task in background:
                 task.cancel()
@@ -199,15 +199,20 @@ class Server:
             self.role.close()
             await asyncio.sleep(0)
         finally:
+            self._dismiss_standby()
             if self._metrics is not None:
                 self._metrics.close()
-            if entry:
-                host_registry.leave(entry)
+            host_registry.leave(self._entry)
 
     def _start_standby(self) -> None:
         if self.config.durability == "process":
             self._keeper = StandbyKeeper(self.service, self.recorder, self._kept, self._take_over)
             self._keeper.renew()
+
+    def _dismiss_standby(self) -> None:
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()
 
     def _kept(self) -> list[int]:
         """What a standby needs to serve."""
@@ -221,6 +226,7 @@ class Server:
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
         assert isinstance(self.role, ControllerNode)
         self.role.start_over()
+        self.service.takeovers += 1
         self.service.members.all_left(now)
         self.service.lose_connections()
         for arena in self.service.unit.shm.arenas:

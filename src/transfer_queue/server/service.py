@@ -100,6 +100,8 @@ class Service:
         self.in_doubt: list[int] = []  # blocks whose commit got no answer: the controller knows what became of it
         self.tcp = ""  # where other hosts reach this server
         self.num_requests = 0
+        self.standby_pid = 0  # of the process that would take over
+        self.takeovers = 0  # how often one did
         self._held: dict[Hashable, list[HeldBlock]] = {}
         self._reading: dict[Hashable, Reading] = {}
         self._data_fetches = DataFetches(self._present, self.blocks.carried)
@@ -351,6 +353,8 @@ class Service:
         return {
             **control,
             "pid": os.getpid(),
+            "standby": self.standby_pid,
+            "takeovers": self.takeovers,
             "tcp": self.tcp,
             "unit": self.unit.number,
             "waiting_requests": control["waiting_requests"] + self.unit.num_waiting,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Iterator
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from transfer_queue.memory import memfd
 from transfer_queue.server.standby.records import Record, decode, encode
+
+log = logging.getLogger("transfer_queue.server")
 
 SIZE = 4 << 30  # of addresses: untouched pages cost nothing
 HEAD_NBYTES = 64
@@ -54,7 +57,12 @@ class Journal:
 
     def write(self, event: list[Record]) -> None:
         """All of an event, which has happened then, or nothing of it. Written together, records cost half as much."""
-        data = encode(event)
+        try:
+            data = encode(event)
+        except (TypeError, ValueError, OverflowError, RecursionError):  # no journal is a reason to fail a request
+            log.exception("not in the journal: %s", [type(record).__name__ for record in event])
+            self.leave()
+            return
         start = self._at + LENGTH_NBYTES
         end = start + len(data)
         if end > self._size:

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
 
@@ -21,7 +22,7 @@ from transfer_queue.server.standby.replay import Replay
 log = logging.getLogger("transfer_queue.server")
 
 # A journal is replaced when it is so long: to replay an entry takes about 10 us, and nobody is answered meanwhile.
-MAX_RECORDS, MAX_NBYTES = 40_000, 64 << 20
+MAX_RECORDS, MAX_NBYTES = 10_000, 64 << 20
 FORKING_SHARE = 0.01  # of the server's time at most, where memory is large or much is written
 AGAIN_S = 1.0  # after a standby could not be made, or was killed
 ARENA, LEAVE = b"a", b"x"
@@ -51,11 +52,6 @@ class StandbyKeeper:
         self._num_arenas = 0  # that it has
         self._scheduled = self._closed = False
         self._next_s = 0.0  # no earlier (time.monotonic()) is a journal replaced because it is long
-
-    @property
-    def pid(self) -> int:
-        """The standby's process; 0 where there is none."""
-        return self._standby.pid if self._standby is not None else 0
 
     def look(self) -> None:
         """Between events: send new arenas, and have the standby replaced when its journal has grown long."""
@@ -96,13 +92,15 @@ class StandbyKeeper:
             before.close()
         if self._standby is not None:
             self._dismiss(self._standby)
-        self._standby = standby
+        self._standby, self._service.standby_pid = standby, standby.pid
         asyncio.get_running_loop().add_reader(standby.watch, self._ended, standby)
 
     def _fork(self, journal: Journal) -> Standby:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid = os.fork()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of theirs
+                pid = os.fork()
         except OSError:
             ours.close()
             theirs.close()
@@ -138,7 +136,7 @@ class StandbyKeeper:
             return
         log.warning("the standby ended; another one is made, until then the rows end with this process")
         standby.line.close()
-        self._standby = None
+        self._standby, self._service.standby_pid = None, 0
         if self._recorder.journal is not None:
             self._recorder.journal.close()
             self._recorder.begin(None)
@@ -168,7 +166,7 @@ class StandbyKeeper:
         log.warning("the server was killed; process %d takes over, after %d events", os.getpid(), count)
         journal.close()
         line.close()
-        self._standby = None
+        self._service.standby_pid = 0
         self._take_over()
 
 
