@@ -62,7 +62,7 @@ KINDS = {
     "server.host": TEXT,
     "server.port": PORT,
     "server.join": TEXT,
-    "server.durability": Kind("process or none"),
+    "server.durability": Kind("process, none or null"),
     "server.notice_after_s": Kind("list of numbers above 0", "seconds"),
     "server.token_file": Kind("text or null", "file", "TQ_TOKEN, TQ_TOKEN_FILE"),
     "server.unit_token_file": Kind("text or null", "file", "TQ_UNIT_TOKEN, TQ_UNIT_TOKEN_FILE"),

@@ -193,6 +193,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     join = str(conf.server.join or "")
     if join and parse_address(join).is_local:
         raise ConfigError(f"server.join: {join!r}; expected tcp:HOST:PORT")
+    durability = _durability(conf.server.durability, bool(join))
     metrics_port = _port(conf.metrics.port, "metrics.port")
     has_metrics = _flag(conf.metrics.enabled, "metrics.enabled")
     metrics_host = str(conf.metrics.host or "")
@@ -217,7 +218,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         metrics_port=metrics_port if has_metrics else None,
         metrics_host=metrics_host,
         logging_level=environment.logging_level or "WARNING",
-        durability=_durability(conf.server.durability),
+        durability=durability,
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
         client={
@@ -251,7 +252,11 @@ def _staleness(section: Any) -> Policy:
     )
 
 
-def _durability(value: Any) -> Durability:
+def _durability(value: Any, joins: bool) -> Durability:
+    if value is None:
+        return "none" if joins else "process"
+    if joins and value != "none":
+        raise ConfigError("server.durability: a unit that joins a service has no standby, only its controller has one")
     if value not in get_args(Durability):
         raise ConfigError(f"server.durability: expected {' or '.join(get_args(Durability))}, got {value!r}")
     return cast(Durability, value)

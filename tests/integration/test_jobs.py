@@ -527,7 +527,7 @@ def test_a_directory_of_another_user_is_not_trusted(put_env: Callable[..., None]
 
 
 def test_the_register_forgets_servers_that_were_killed(service: Service, runtime_dir: Path) -> None:
-    pid = service().stats()["pid"]
+    pid = service(server={"durability": "none"}).stats()["pid"]
     assert [entry.server.pid for entry in here(runtime_dir)] == [pid]
     assert len(list(Path(host_registry.private_dir()).glob("*.server"))) == 1
     os.kill(pid, signal.SIGKILL)

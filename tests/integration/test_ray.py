@@ -228,7 +228,7 @@ def test_a_dead_controller_fails_calls_promptly_and_init_after_close_starts_anew
         """
         worker = Worker.remote()
         for end in ("actor", "server"):
-            tq.init()
+            tq.init({"server": {"durability": "none"}})
             first = server()
             do(worker, "tq.init()")
             if end == "actor":
@@ -247,6 +247,25 @@ def test_a_dead_controller_fails_calls_promptly_and_init_after_close_starts_anew
             assert do(worker, "out = tq.init({'mine': 1})") == {"mine": 1}
             tq.close()
             do(worker, "tq.close()")
+        """
+    ).finish(LIMIT_S)
+
+
+def test_a_killed_server_is_replaced_by_its_standby(driver: Driver) -> None:
+    driver(
+        """
+        worker = Worker.remote()
+        tq.init()
+        do(worker, "tq.init(); tq.kv_put('a', 'p', {'x': torch.arange(3)})")
+        for number in range(2):
+            first = server()
+            os.kill(first, signal.SIGKILL)
+            assert do(worker, "out = tq.kv_batch_get('a', 'p')['x'].unbind()[0].tolist()") == [0, 1, 2]
+            assert tq.get_client().stats()["pid"] != first
+        last = tq.get_client().stats()["pid"]
+        do(worker, "tq.close()")
+        tq.close()
+        wait_for(lambda: ended(last))
         """
     ).finish(LIMIT_S)
 

@@ -351,7 +351,7 @@ def test_rows_of_a_loaded_checkpoint_keep_their_names(lives: Lives, tmp_path: Pa
 
 
 def test_init_starts_a_service_where_its_own_died(service: Service) -> None:
-    before = service().stats()["pid"]
+    before = service(server={"durability": "none"}).stats()["pid"]
     os.kill(before, signal.SIGKILL)
     until(lambda: not Path(f"/proc/{before}/fd/0").exists(), "the end of the server")
     with pytest.raises(ServiceUnavailable, match=rf"pid {before}.*gone.*rows.*lost.*transfer_queue.init"):

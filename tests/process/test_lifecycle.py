@@ -195,7 +195,7 @@ CALLS: dict[str, Callable[[tq.TransferQueueClient], Any]] = {
 
 
 def test_every_call_fails_promptly_once_the_server_was_killed(service: Service) -> None:
-    client = service()
+    client = service(server={"durability": "none"})
     put("a", 1.0)
     failed: list[BaseException] = []
 

@@ -107,7 +107,10 @@ def test_a_worker_whose_parent_died_first_ends_as_soon_as_it_looks() -> None:
         end.close()
 
 
-def test_workers_that_wait_for_their_turn_learn_that_the_service_is_gone(client: tq.TransferQueueClient) -> None:
+def test_workers_that_wait_for_their_turn_learn_that_the_service_is_gone(
+    service: Callable[..., tq.TransferQueueClient],
+) -> None:
+    client = service(server={"durability": "none"})
     turn = Turn(torch.multiprocessing.get_context("fork"), 2)
     holder = LeaseOwner(client)
     plan = LoaderPlan(turn.begin(0), "p", 0, frozenset(), holder.ident)

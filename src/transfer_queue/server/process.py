@@ -104,10 +104,8 @@ class Server:
         self._recent_peak = 0
 
     def _joined(self) -> StorageNode:
-        """One more unit of a service that is there."""
+        """One more unit of a service that is there. It has no standby, whatever the service has."""
         config = self.config
-        if config.durability != "none":
-            raise ConfigError("server.durability: a unit that joins a service has no standby; only its controller can")
         unit = self._prepared(Unit(budget_of(config), config.arena_dir))
         where = parse_address(config.join, config.token)
         return StorageNode(where, config.unit_token, unit, self.deliver, self._kind_of_service())
@@ -149,8 +147,7 @@ class Server:
                 await self.role.join(self._advertised(self.listening.tcp_name))
             await self._serve(announce)
         finally:
-            self.service.unit.close()
-            clear_run_dir(self.config.run_dir)
+            self._leave()
             os.close(home)  # and with it the hold on the directory
 
     def _begin(self) -> None:
@@ -202,10 +199,9 @@ class Server:
             self._dismiss_standby()
             if self._metrics is not None:
                 self._metrics.close()
-            host_registry.leave(self._entry)
 
     def _start_standby(self) -> None:
-        if self.config.durability == "process":
+        if isinstance(self.service.controller, RecordingController):
             self._keeper = StandbyKeeper(self.service, self.recorder, self._kept, self._take_over)
             self._keeper.renew()
 
@@ -240,8 +236,13 @@ class Server:
         try:
             await self._serve(None)
         finally:
-            self.service.unit.close()
-            clear_run_dir(self.config.run_dir)
+            self._leave()
+
+    def _leave(self) -> None:
+        """Nothing of it is left."""
+        self.service.unit.close()
+        clear_run_dir(self.config.run_dir)
+        host_registry.leave(self._entry)
 
     def _advertised(self, tcp: str) -> str:
         """Where other hosts reach this one; where it listens everywhere without a host, which the controller adds."""
@@ -287,8 +288,6 @@ class Server:
             link = cast(ServerConnection, ticket[0])  # type: ignore[index]
             link.answer_parked(ticket, answer)
         self.role.work()
-        if self._keeper is not None:
-            self._keeper.look()
         if self.service.recycler and not self._tidying:
             self._tidying = True
             asyncio.get_running_loop().call_soon(self._tidy)

@@ -67,15 +67,15 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     host, port, token: serve TCP there, peers must know the token ("" : no TCP). unit_token: what
     servers that join as storage units must know besides (""; none may). join: the address of the controller's
     server ("tcp:HOST:PORT"), of whose service this is one more storage unit ("": this is the controller's server;
-    max_rows, reserved_rows, sampler and client do not count for others). budget_nbytes: bytes of all blocks (0: see
-    `budget_of`). max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the
-    start. trim_after_s: free memory that was not needed for this long goes back to the system. arena_dir: directory of
-    the arena files instead of anonymous memory. sampler: a sampler's spec. client: what attaching clients learn.
-    metrics_port: serve Prometheus metrics on this port (None: no metrics). metrics_host: at this address ("": `host`,
-    but loopback where that is none or every address). logging_level: a level of the logging module. staleness: how old
-    rows may be. notice_after_s: when callers that wait are told what is missing, ascending. durability: what the rows
-    survive: "none", or "process", the server's being killed, for a standby takes over. life: a descriptor that stays
-    open as long as the server or its standby lives (-1: none).
+    max_rows, reserved_rows, sampler, client and durability do not count for others). budget_nbytes: bytes of all
+    blocks (0: see `budget_of`). max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition
+    has from the start. trim_after_s: free memory that was not needed for this long goes back to the system.
+    arena_dir: directory of the arena files instead of anonymous memory. sampler: a sampler's spec. client: what
+    attaching clients learn. metrics_port: serve Prometheus metrics on this port (None: no metrics). metrics_host: at
+    this address ("": `host`, but loopback where that is none or every address). logging_level: a level of the logging
+    module. staleness: how old rows may be. notice_after_s: when callers that wait are told what is missing,
+    ascending. durability: what the rows survive: "none", or "process", the server's being killed, for a standby takes
+    over. life: a descriptor that stays open as long as the server or its standby lives (-1: none).
     """
 
     run_dir: str

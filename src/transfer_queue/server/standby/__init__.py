@@ -4,7 +4,6 @@
     records     the kinds of entries, each a typed message
     recording   controller, unit and sessions that write them
     replay      carries them out on the standby's copy of the state
-    takeover    what becomes of connections, parked requests and half-done work of the process that is gone
     keeper      forks the standby, hands it new arenas, replaces it when the journal is long
     returning   local sessions that are expected back, as long as their processes live
 

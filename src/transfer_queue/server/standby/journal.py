@@ -17,6 +17,8 @@ SIZE = 4 << 30  # of addresses: untouched pages cost nothing
 HEAD_NBYTES = 64
 END, USELESS = 0, 1  # words of the head
 LENGTH_NBYTES = 4
+# A journal is replaced when it is so long: to replay an entry takes about 10 us, and nobody is answered meanwhile.
+MAX_RECORDS, MAX_NBYTES = 10_000, 64 << 20
 
 
 class JournalUseless(Exception):
@@ -50,11 +52,6 @@ class Journal:
         self._at = self._words[END] = HEAD_NBYTES
         self.num_records = 0
 
-    @property
-    def nbytes(self) -> int:
-        """How long it is."""
-        return self._at - HEAD_NBYTES
-
     def write(self, event: list[Record]) -> None:
         """All of an event, which has happened then, or nothing of it. Written together, records cost half as much."""
         try:
@@ -75,6 +72,11 @@ class Journal:
     def leave(self) -> None:
         """Something happened that is not in it: nobody may act on it any more."""
         self._words[USELESS] = 1
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a new standby should begin a new one, at the next occasion."""
+        return self.num_records > MAX_RECORDS or self._at > MAX_NBYTES or self.is_useless
 
     @property
     def is_useless(self) -> bool:

@@ -9,7 +9,9 @@ import logging
 import os
 import socket
 import stat
+import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
@@ -18,11 +20,10 @@ from transfer_queue.server.service import Service
 from transfer_queue.server.standby.journal import Journal, JournalUseless, Succession
 from transfer_queue.server.standby.recording import Recorder
 from transfer_queue.server.standby.replay import Replay
+from transfer_queue.storage.shm import Arena
 
 log = logging.getLogger("transfer_queue.server")
 
-# A journal is replaced when it is so long: to replay an entry takes about 10 us, and nobody is answered meanwhile.
-MAX_RECORDS, MAX_NBYTES = 10_000, 64 << 20
 FORKING_SHARE = 0.01  # of the server's time at most, where memory is large or much is written
 AGAIN_S = 1.0  # after a standby could not be made, or was killed
 ARENA, LEAVE = b"a", b"x"
@@ -49,16 +50,14 @@ class StandbyKeeper:
         self._take_over = take_over
         self._succession = Succession()
         self._standby: Standby | None = None
-        self._num_arenas = 0  # that it has
+        recorder.send, recorder.replace = self._send, self._replace
         self._scheduled = self._closed = False
         self._next_s = 0.0  # no earlier (time.monotonic()) is a journal replaced because it is long
 
-    def look(self) -> None:
-        """Between events: send new arenas, and have the standby replaced when its journal has grown long."""
+    def _replace(self) -> None:
+        """The journal has grown long, or is of no use any more: a new standby begins a new one."""
         journal = self._recorder.journal
-        if self._standby is not None and self._num_arenas < len(self._service.unit.shm.arenas):
-            self._send_arenas(self._standby)
-        if journal is not None and not self._scheduled and _is_long(journal):
+        if journal is not None and not self._scheduled:
             self._schedule(0.0 if journal.is_useless else max(0.0, self._next_s - time.monotonic()))
 
     def _schedule(self, delay_s: float) -> None:
@@ -87,7 +86,6 @@ class StandbyKeeper:
         self._next_s = now_s + (now_s - began_s) / FORKING_SHARE
         log.debug("process %d stands by; to fork it took %.1f ms", standby.pid, 1e3 * (now_s - began_s))
         self._recorder.begin(journal)
-        self._num_arenas = len(self._service.unit.shm.arenas)
         if before is not None:
             before.close()
         if self._standby is not None:
@@ -110,12 +108,11 @@ class StandbyKeeper:
         theirs.close()
         return Standby(pid, ours, os.pidfd_open(pid))
 
-    def _send_arenas(self, standby: Standby) -> None:
-        arenas = self._service.unit.shm.arenas
+    def _send(self, arena: Arena) -> None:
+        if self._standby is None:
+            return
         try:
-            for arena in arenas[self._num_arenas :]:
-                socket.send_fds(standby.line, [ARENA], [arena.fd])
-                self._num_arenas += 1
+            socket.send_fds(self._standby.line, [ARENA], [arena.fd])
         except OSError as error:
             log.warning("the standby did not take an arena: %s", error)
             self._recorder.leave_out()
@@ -170,10 +167,6 @@ class StandbyKeeper:
         self._take_over()
 
 
-def _is_long(journal: Journal) -> bool:
-    return journal.num_records > MAX_RECORDS or journal.nbytes > MAX_NBYTES or journal.is_useless
-
-
 def _stand_by(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> NoReturn:
     """The standby's whole life, from the fork on. It is deep inside the server's event loop, which is never run again,
     nor taken apart: the descriptors of its objects lead nowhere from now on."""
@@ -184,9 +177,9 @@ def _stand_by(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> N
         status = 0
     except JournalUseless as error:
         log.error("the server was killed, and its standby cannot take over: %s", error)
-    except BaseException:
-        log.exception("the standby could not take over")
     finally:
+        if sys.exc_info()[0] is not None:  # whatever it was, it must not unwind what was the server's
+            traceback.print_exc()
         os._exit(status)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Protocol, cast
 
 from transfer_queue.controller import Controller
@@ -21,6 +21,10 @@ READS = frozenset({
 })  # fmt: skip
 
 
+def nobody(*_: object) -> None:
+    """There is no standby yet."""
+
+
 class Recorder:
     """Where what happens is written: to the journal of the standby that there is, or nowhere.
 
@@ -31,13 +35,19 @@ class Recorder:
         self.journal: Journal | None = None
         self._event: list[r.Record] = []
         self.note = self._event.append
+        self.send: Callable[[Arena], None] = nobody  # to the standby
+        self.replace: Callable[[], None] = nobody  # the journal, once no event is going on
 
     def settle(self) -> None:
         """The event is over: its answer may leave."""
-        if self._event:
-            if self.journal is not None:
-                self.journal.write(self._event)
-            self._event.clear()
+        if not self._event:
+            return
+        journal = self.journal
+        if journal is not None:
+            journal.write(self._event)
+            if journal.is_long:
+                self.replace()
+        self._event.clear()
 
     def begin(self, journal: Journal | None) -> None:
         """From now on write to this one; what was noted until now is in the state that it begins with."""
@@ -48,6 +58,7 @@ class Recorder:
         """Something happens that no record says: the standby must not take over any more."""
         if self.journal is not None:
             self.journal.leave()
+            self.replace()
 
 
 class Asker(Protocol):
@@ -84,7 +95,7 @@ class RecordingController(Controller):
         super().end_session(session)
 
     def received(self, session: bytes, rid: int) -> None:
-        self.recorder.note(r.Received(session, rid))
+        self.recorder.note(r.AnswerReceived(session, rid))
         super().received(session, rid)
         self.recorder.settle()  # an event of its own, that nobody answers
 
@@ -105,7 +116,7 @@ class RecordingController(Controller):
         return super().relocate(block, target, rows)
 
     def gather(self, target: int, blocks: Slots, rows: Slots) -> bool:
-        self.recorder.note(r.Gathered(target, as_bytes(blocks), as_bytes(rows)))
+        self.recorder.note(r.RowsGathered(target, as_bytes(blocks), as_bytes(rows)))
         return super().gather(target, blocks, rows)
 
     def lose(self, unit: int) -> None:
@@ -114,12 +125,15 @@ class RecordingController(Controller):
 
 
 class RecordingMemory(SharedMemory):
+    """The standby needs the descriptor of an arena before it hears of a block there."""
+
     def __init__(self, directory: str | None, recorder: Recorder) -> None:
         super().__init__(directory)
         self._recorder = recorder
 
     def add(self, arena: Arena) -> None:
         self._recorder.note(r.ArenaOpened(arena.size, arena.extents.grain))
+        self._recorder.send(arena)
         super().add(arena)
 
 
@@ -139,7 +153,7 @@ class RecordingUnit(Unit):
     def _allocated(self, message: m.Allocate, session: bytes) -> m.Allocated | None:
         allocated = super()._allocated(message, session)
         if allocated is not None:
-            self.recorder.note(r.Allocated(session, message.rid, allocated.block))
+            self.recorder.note(r.BlockGiven(session, message.rid, allocated.block))
         return allocated
 
     def publish(self, number: int, layout: bytes) -> None:
@@ -152,11 +166,11 @@ class RecordingUnit(Unit):
         super().drop(number)
 
     def pin(self, number: int, session: bytes, rid: int = 0) -> None:
-        self.recorder.note(r.Pinned(number, session, rid))
+        self.recorder.note(r.BlockPinned(number, session, rid))
         super().pin(number, session, rid)
 
     def unpin(self, number: int, session: bytes, rid: int = 0) -> None:
-        self.recorder.note(r.Unpinned(number, session, rid))
+        self.recorder.note(r.BlockUnpinned(number, session, rid))
         super().unpin(number, session, rid)
 
     def forget(self, session: bytes) -> None:

@@ -34,7 +34,7 @@ class Forgotten(_Record, tag=1):
     requests: list[tuple[bytes, int]]
 
 
-class Received(_Record, tag=2):
+class AnswerReceived(_Record, tag=2):
     session: bytes
     rid: int
 
@@ -58,7 +58,7 @@ class Relocated(_Record, tag=6):
     rows: bytes
 
 
-class Gathered(_Record, tag=7):
+class RowsGathered(_Record, tag=7):
     target: int
     blocks: bytes
     rows: bytes
@@ -107,7 +107,7 @@ class Placed(_Record, tag=13):
     owner: bytes | None
 
 
-class Allocated(_Record, tag=14):
+class BlockGiven(_Record, tag=14):
     """A session was given a block to fill, in answer to this request."""
 
     session: bytes
@@ -124,13 +124,13 @@ class Dropped(_Record, tag=16):
     block: int
 
 
-class Pinned(_Record, tag=17):
+class BlockPinned(_Record, tag=17):
     block: int
     session: bytes
     rid: int
 
 
-class Unpinned(_Record, tag=18):
+class BlockUnpinned(_Record, tag=18):
     block: int
     session: bytes
     rid: int
@@ -155,9 +155,9 @@ class CommitsResolved(_Record, tag=21):
 
 
 Record: TypeAlias = (
-    Requested | Forgotten | Received | TakenBack | Expired | Tidied | Relocated | Gathered | UnitLost
+    Requested | Forgotten | AnswerReceived | TakenBack | Expired | Tidied | Relocated | RowsGathered | UnitLost
     | Attached | Detached | Ended
-    | ArenaOpened | Placed | Allocated | Published | Dropped | Pinned | Unpinned | Vacated
+    | ArenaOpened | Placed | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
     | UnitJoined | CommitsResolved
 )  # fmt: skip
 

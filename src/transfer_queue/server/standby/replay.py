@@ -39,13 +39,13 @@ class Replay:
         self._unit = service.unit
         self._arenas: Iterator[int] = iter(arenas)
         self._rules: dict[type, Callable[[Any], None]] = {
-            r.Requested: self._requested, r.Forgotten: self._forgotten, r.Received: self._received,
+            r.Requested: self._requested, r.Forgotten: self._forgotten, r.AnswerReceived: self._received,
             r.TakenBack: self._taken_back, r.Expired: self._expired, r.Tidied: self._tidied,
-            r.Relocated: self._relocated, r.Gathered: self._gathered, r.UnitLost: self._unit_lost,
+            r.Relocated: self._relocated, r.RowsGathered: self._gathered, r.UnitLost: self._unit_lost,
             r.Attached: self._attached, r.Detached: self._detached, r.Ended: self._ended,
-            r.ArenaOpened: self._arena_opened, r.Placed: self._placed, r.Allocated: self._allocated,
-            r.Published: self._published, r.Dropped: self._dropped, r.Pinned: self._pinned,
-            r.Unpinned: self._unpinned, r.Vacated: self._vacated,
+            r.ArenaOpened: self._arena_opened, r.Placed: self._placed, r.BlockGiven: self._allocated,
+            r.Published: self._published, r.Dropped: self._dropped, r.BlockPinned: self._pinned,
+            r.BlockUnpinned: self._unpinned, r.Vacated: self._vacated,
             r.UnitJoined: self._unit_joined, r.CommitsResolved: self._commits_resolved,
         }  # fmt: skip
 
@@ -111,7 +111,7 @@ class Replay:
         self._controller.forget(tickets)
         self._drain()
 
-    def _received(self, record: r.Received) -> None:
+    def _received(self, record: r.AnswerReceived) -> None:
         self._controller.received(record.session, record.rid)
         session = self._service.sessions.by_ident.get(record.session)
         if session is not None:
@@ -135,7 +135,7 @@ class Replay:
     def _relocated(self, record: r.Relocated) -> None:
         self._controller.relocate(record.block, record.target, numbers_of(record.rows))
 
-    def _gathered(self, record: r.Gathered) -> None:
+    def _gathered(self, record: r.RowsGathered) -> None:
         self._controller.gather(record.target, numbers_of(record.blocks), numbers_of(record.rows))
 
     def _unit_lost(self, record: r.UnitLost) -> None:
@@ -170,7 +170,7 @@ class Replay:
     def _placed(self, record: r.Placed) -> None:
         self._unit.place_at(record.arena, record.offset, record.nbytes, record.owner)
 
-    def _allocated(self, record: r.Allocated) -> None:
+    def _allocated(self, record: r.BlockGiven) -> None:
         session = self._service.sessions.by_ident[record.session]
         block = self._unit.unpublished(record.block, record.session)
         session.parked.pop(record.rid, None)
@@ -182,10 +182,10 @@ class Replay:
     def _dropped(self, record: r.Dropped) -> None:
         self._unit.drop(record.block)
 
-    def _pinned(self, record: r.Pinned) -> None:
+    def _pinned(self, record: r.BlockPinned) -> None:
         self._unit.pin(record.block, record.session, record.rid)
 
-    def _unpinned(self, record: r.Unpinned) -> None:
+    def _unpinned(self, record: r.BlockUnpinned) -> None:
         self._unit.unpin(record.block, record.session, record.rid)
 
     def _vacated(self, record: r.Vacated) -> None:
