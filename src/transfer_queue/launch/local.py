@@ -55,7 +55,7 @@ class LocalServer:
         self._signal(signal.SIGTERM)
         if not self.wait(STOP_TIMEOUT_S):
             self._signal(signal.SIGKILL)
-            self.wait()
+            self.wait(STOP_TIMEOUT_S)
         self._process.wait()
         self.release()
         clear_run_dir(self._run_dir)  # where it was killed, its sockets are still there
@@ -191,15 +191,17 @@ def start(config: ServerConfig, orphan: bool = False, lock: int = -1) -> LocalSe
     life, theirs = os.pipe()
     config = msgspec.structs.replace(config, run_dir=config.run_dir or new_run_dir(), lock=lock, life=theirs)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(
-        [sys.executable, *(ORPHAN_COMMAND if orphan else COMMAND)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        pass_fds=(theirs,) if lock < 0 else (theirs, lock),
-        start_new_session=True,
-    )
-    os.close(theirs)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *(ORPHAN_COMMAND if orphan else COMMAND)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            pass_fds=(theirs,) if lock < 0 else (theirs, lock),
+            start_new_session=True,
+        )
+    finally:
+        os.close(theirs)
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdout:

@@ -25,7 +25,7 @@ from transfer_queue.storage.shm import Arena
 log = logging.getLogger("transfer_queue.server")
 
 FORKING_SHARE = 0.01  # of the server's time at most, where memory is large or much is written
-AGAIN_S = 1.0  # after a standby could not be made, or was killed
+AGAIN_S, LATEST_S = 1.0, 60.0  # after a standby could not be made, or was killed; longer each time it cannot be made
 ARENA, LEAVE = b"a", b"x"
 
 
@@ -52,6 +52,7 @@ class StandbyKeeper:
         self._standby: Standby | None = None
         recorder.send, recorder.replace = self._send, self._replace
         self._scheduled = self._closed = False
+        self._again_s = AGAIN_S
         self._next_s = 0.0  # no earlier (time.monotonic()) is a journal replaced because it is long
 
     def _replace(self) -> None:
@@ -72,15 +73,16 @@ class StandbyKeeper:
         if self._service.controller.unfinished:  # a checkpoint may be half loaded
             self._schedule(AGAIN_S / 10)
             return
-        before, journal = self._recorder.journal, Journal(self._succession.current + 1)
-        began_s = time.monotonic()
+        before, began_s = self._recorder.journal, time.monotonic()
         try:
+            journal = Journal(self._succession.current + 1)
             standby = self._fork(journal)
         except OSError as error:
-            log.warning("no new standby: %s", error)
-            journal.close()
-            self._schedule(AGAIN_S)
+            log.warning("no new standby, the next attempt is in %g s: %s", self._again_s, error)
+            self._schedule(self._again_s)
+            self._again_s = min(2 * self._again_s, LATEST_S)
             return
+        self._again_s = AGAIN_S
         self._succession.appoint(journal.number)
         now_s = time.monotonic()
         self._next_s = now_s + (now_s - began_s) / FORKING_SHARE
@@ -102,6 +104,7 @@ class StandbyKeeper:
         except OSError:
             ours.close()
             theirs.close()
+            journal.close()
             raise
         if not pid:
             _stand_by(self, journal, theirs)
