@@ -50,6 +50,7 @@ def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7) -> Service:
     """A service of which `recorder` hears."""
     controller = RecordingController(sampler, MAX_ROWS, 0, lock_number=lock_number)
     controller.recorder = recorder
+    controller.state.cleared_partitions.at_once = -1  # everything is put off, as with large ones
     return Service(
         controller, RecordingUnit(BUDGET, None, recorder), RecordingSessions(recorder), RecordingRegistry(recorder),
         recorder.settle,
@@ -163,6 +164,8 @@ class Simulation:
             self.service.tidy()
         elif choose() < 0.1:
             self._tell()
+        elif choose() < 0.04:
+            self._move()
         else:
             self._ask()
 
@@ -200,9 +203,23 @@ class Simulation:
         elif kind == 2 and self._allocated:
             self.service.notify(m.Discard(self._random.choice(self._allocated)[1]), session)
         else:
-            pinned = [number for held in self.service.unit._pins._by_session.get(session.ident, {}).values()
-                      for number in held]  # fmt: skip
-            self.service.notify(m.Unpin(rid, pinned[:2]), session)
+            for asked, held in list(self.service.unit._pins._by_session.get(session.ident, {}).items())[:1]:
+                self.service.notify(m.Unpin(asked, list(held)[:2]), session)
+
+    def _move(self) -> None:
+        """What a compactor does with a block, without its bytes."""
+        controller, unit = self.service.controller, self.service.unit
+        assert isinstance(controller, Controller)
+        numbers = sorted(controller.block_index.entries)
+        number = self._random.choice(numbers) if numbers else 0
+        found = controller.rows_in(number)
+        target = unit.place(100, b"compaction") if found is not None else None
+        if found is None or target is None:
+            return
+        unit.publish(target.number, b"moved")
+        if not controller.relocate(number, target.number, found[0]):
+            unit.drop(target.number)
+        self.service.apply_outcomes()
 
     def _ask(self) -> None:
         session = self._session()
