@@ -112,14 +112,16 @@ class Server:
 
     def _leading(self) -> ControllerNode:
         """The controller with the unit of its host; they write records where there is to be a standby."""
-        config, recorder = self.config, self.recorder
-        of_service = self._kind_of_service()
-        make: Callable[[Controller, Unit], Service] = of_service
-        kind, unit = Controller, Unit(budget_of(config), config.arena_dir)
+        config, recorder, of_service = self.config, self.recorder, self._kind_of_service()
+        make: Callable[[Controller, Unit], Service]
+        kind: type[Controller]
+        unit: Unit
         if config.durability == "process":
             kind, unit = RecordingController, RecordingUnit(budget_of(config), config.arena_dir, recorder)
             sessions, members = RecordingSessions(recorder), RecordingRegistry(recorder)
             make = partial(of_service, sessions=sessions, members=members, settled=recorder.settle)
+        else:
+            kind, unit, make = Controller, Unit(budget_of(config), config.arena_dir), of_service
         controller = kind(
             from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness,
             lock_number=time.time_ns() // 1000,
@@ -161,7 +163,12 @@ class Server:
         loop = asyncio.get_running_loop()
         path, tcp = self.listening.path, self.listening.tcp_name
         self.service.tcp = tcp
-        await self._open_metrics()
+        try:
+            await self._open_metrics()
+        except ConfigError as error:  # somebody took the port meanwhile
+            if announce is not None:
+                raise
+            log.warning("metrics are not served any more: %s", error)
         door = ArenaFdServer(self.listening.door, self.service.unit)
         background = [loop.create_task(self._trim())]
         if self.config.linger_s is not None:

@@ -6,6 +6,7 @@ import logging
 import mmap
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 
 from transfer_queue.memory import memfd
@@ -56,7 +57,14 @@ class Journal:
         """All of an event, which has happened then, or nothing of it. Written together, records cost half as much."""
         try:
             data = encode(event)
-        except (TypeError, ValueError, OverflowError, RecursionError):  # no journal is a reason to fail a request
+        except (
+            msgspec.MsgspecError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ):  # no journal is a reason to fail a request
+            # A journal is no reason to fail a request.
             log.exception("not in the journal: %s", [type(record).__name__ for record in event])
             self.leave()
             return

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
 
+MAX_WATCHES = 1024  # each takes a descriptor, of which connections need theirs
+
 
 class ReturningSessions:
     """`ended` is called when one will not come back."""
@@ -23,15 +25,18 @@ class ReturningSessions:
         self._watches: dict[int, ServerSession] = {}  # by the descriptor of the process (pidfd_open(2))
 
     def expect_all(self, now: float) -> None:
-        """Every session there is; those of other hosts, and those whose process is not known, have a while."""
+        """Every session there is. Those of other hosts, and those whose process cannot be watched, have a while."""
         for session in list(self._service.sessions.by_ident.values()):
-            if not session.local or not session.pid:
+            if not session.local or not session.pid or len(self._watches) == MAX_WATCHES:
                 self._service.sessions.await_return(session, now)
                 continue
             try:
                 watch = os.pidfd_open(session.pid)
             except ProcessLookupError:
                 self._service.end(session)
+                continue
+            except OSError:  # no descriptor is left
+                self._service.sessions.await_return(session, now)
                 continue
             self._watches[watch] = session
             asyncio.get_running_loop().add_reader(watch, self._process_ended, watch)
