@@ -27,7 +27,7 @@ def run(settings: Settings, interrupts: Interrupts) -> int:
     """
     sampler = tq.GRPOGroupNSampler(n_samples_per_prompt=settings.samples_per_prompt, group_tag="group_id")
     try:
-        tq.init({"controller": {"sampler": sampler}, "server": {"durability": "process"}})
+        tq.init({"controller": {"sampler": sampler}})
         board = Board(settings)
         _watch(settings, board, interrupts)
         print(report.summary(board))

@@ -51,6 +51,10 @@ class Supervisor:
         self._board.pids = self._fleet.pids()
         return done
 
+    def _lives(self, name: str) -> int:
+        """How many processes of this name have begun, or are about to end."""
+        return 1 + sum(one.name == name for one in self._board.incidents)
+
     def _kill_service(self) -> None:
         """Its standby takes over; nobody has to do anything for that."""
         client = tq.get_client()
@@ -66,7 +70,7 @@ class Supervisor:
                 noticed_s=noticed_s,
                 step=self._board.step,
                 rows=0,
-                life=1 + sum(one.name == "service" for one in self._board.incidents),
+                life=self._lives("service"),
                 worked_s=time.monotonic(),
             )
         )
@@ -89,7 +93,7 @@ class Supervisor:
         """A worker was killed: note it, start another."""
         noticed_s = time.monotonic()
         self._board.refresh()
-        lives = 1 + sum(one.name == death.name for one in self._board.incidents)
+        lives = self._lives(death.name)
         if lives > self._settings.max_restarts:
             raise WorkerFailed(
                 f"worker {death.name!r} was ended by {death.reason}, for the {lives}th time\n{death.last_output}"

@@ -147,7 +147,6 @@ class Simulation:
 
     def close(self) -> None:
         self._recorder.begin(None)
-        self.journal.close()
         self.service.unit.close()
 
     # events

@@ -243,7 +243,6 @@ class Session:
                 if pause_s is None:
                     raise
             self._drop_idle(effect.to)
-            self._remind(effect.to)
             if pause_s:
                 select.select([], [], [], pause_s)
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
@@ -256,6 +255,9 @@ class Session:
 
     def _retry(self, effect: Call, deadline: float) -> Retry:
         m.check_request(effect.request)  # a server closes the connection over what it cannot read
+        if not effect.to and self._confirmed:
+            # What was confirmed over the lost connection may not have been read. To say it twice does no harm.
+            self._deferred.append((m.Received(list(self._confirmed)), ""))
         return Retry(self._address_of(effect.to).is_local, deadline)
 
     def _judge(self, error: ServiceUnavailable) -> None:
@@ -394,7 +396,6 @@ class Session:
                 pause_s = retry.pause_s(error)
                 if pause_s is None:
                     raise
-            self._remind(effect.to)
             if pause_s:
                 await asyncio.sleep(pause_s)
             timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
@@ -404,11 +405,6 @@ class Session:
         """Tell that the answer to a request was received."""
         self._confirmed.append(rid)
         self.notify(m.Received([rid]), to)
-
-    def _remind(self, to: str) -> None:
-        """What was confirmed over a connection that is lost may not have been read. To say it twice does no harm."""
-        if not to and self._confirmed:
-            self._deferred.append((m.Received(list(self._confirmed)), ""))
 
     def confirm_on_loop(self, rid: int, to: str = "") -> None:
         """Tell that the answer to a request was received: with what the running loop sends next, or in a moment."""

@@ -34,10 +34,9 @@ class ControllerNode:
         self.service.life = self.service.life._replace(service=controller.lineage.service_id)
         self.members = self.service.members
         self.members.lose = controller.lose
+        self._gathering: asyncio.Task[None] | None
         self.members.known = lambda: controller.block_index.entries
-        self.compactor = Compactor(self.service, self._moved_here)
-        self.gatherer = Gatherer(self.service, self._gathered_here)
-        self._gathering: asyncio.Task[None] | None = None
+        self.start_over()
 
     def work(self) -> None:
         """What became due while messages were handled."""
@@ -47,7 +46,7 @@ class ControllerNode:
             self._gathering = asyncio.get_running_loop().create_task(gathering)
 
     def start_over(self) -> None:
-        """The event loop is another one, and what was begun on the one before is gone with it."""
+        """Begin on this event loop; what was begun on the one before is gone with it."""
         self.compactor = Compactor(self.service, self._moved_here)
         self.gatherer = Gatherer(self.service, self._gathered_here)
         self._gathering = None

@@ -21,11 +21,6 @@ from transfer_queue.wire.lives import ID_NBYTES
 
 NO_BYTES = memoryview(b"")
 
-
-def nothing() -> None:
-    """Where nobody keeps a record of events."""
-
-
 MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
 
 
@@ -87,7 +82,7 @@ class Service:
         unit: Unit,
         sessions: Sessions | None = None,
         members: UnitRegistry | None = None,
-        settled: Callable[[], None] = nothing,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
         self.controller = controller
         self.unit = unit

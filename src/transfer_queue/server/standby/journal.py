@@ -7,7 +7,6 @@ import mmap
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 
 from transfer_queue.memory import memfd
 from transfer_queue.server.standby.records import Record, decode, encode
@@ -109,8 +108,3 @@ class Journal:
 def shared(nbytes: int) -> memoryview:
     """Zeros that a child forked from now on shares with this process; they last as long as one of the two looks."""
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | memfd.MAP_NORESERVE))
-
-
-def as_bytes(numbers: np.ndarray) -> bytes:
-    """Row or block numbers as a record has them."""
-    return np.ascontiguousarray(numbers, np.int64).tobytes()

@@ -73,7 +73,7 @@ class StandbyKeeper:
         if self._service.controller.unfinished:  # a checkpoint may be half loaded
             self._schedule(AGAIN_S / 10)
             return
-        before, began_s = self._recorder.journal, time.monotonic()
+        began_s = time.monotonic()
         try:
             journal = Journal(self._succession.current + 1)
             standby = self._fork(journal)
@@ -88,8 +88,6 @@ class StandbyKeeper:
         self._next_s = now_s + (now_s - began_s) / FORKING_SHARE
         log.debug("process %d stands by; to fork it took %.1f ms", standby.pid, 1e3 * (now_s - began_s))
         self._recorder.begin(journal)
-        if before is not None:
-            before.close()
         if self._standby is not None:
             self._dismiss(self._standby)
         self._standby, self._service.standby_pid = standby, standby.pid
@@ -137,9 +135,7 @@ class StandbyKeeper:
         log.warning("the standby ended; another one is made, until then the rows end with this process")
         standby.line.close()
         self._standby, self._service.standby_pid = None, 0
-        if self._recorder.journal is not None:
-            self._recorder.journal.close()
-            self._recorder.begin(None)
+        self._recorder.begin(None)
         self._schedule(AGAIN_S)
 
     def close(self) -> None:
@@ -155,9 +151,7 @@ class StandbyKeeper:
 
     def stand_by(self, journal: Journal, line: socket.socket) -> None:
         """Returns when this standby is not needed any more. Raises `JournalUseless`."""
-        if self._recorder.journal is not None:
-            self._recorder.journal.close()  # that of the standby before
-            self._recorder.begin(None)
+        self._recorder.begin(None)  # the journal of the standby before is not for this one
         _disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
         arenas = _wait_for_the_end(line)
         if arenas is None or self._succession.current != journal.number:

@@ -7,9 +7,10 @@ from typing import Protocol, cast
 
 from transfer_queue.controller import Controller
 from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.table import rows_bytes
 from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.standby import records as r
-from transfer_queue.server.standby.journal import Journal, as_bytes
+from transfer_queue.server.standby.journal import Journal
 from transfer_queue.server.unit_registry import UnitConnection, UnitRegistry
 from transfer_queue.storage.blocks import Block, Unit
 from transfer_queue.storage.shm import Arena, SharedMemory
@@ -19,10 +20,6 @@ READS = frozenset({
     m.Get, m.Scan, m.NameRows, m.ListKeys, m.Consumption, m.Production, m.ListPartitions, m.GetPartition,
     m.DescribePartition,
 })  # fmt: skip
-
-
-def nobody(*_: object) -> None:
-    """There is no standby yet."""
 
 
 class Recorder:
@@ -35,8 +32,8 @@ class Recorder:
         self.journal: Journal | None = None
         self._event: list[r.Record] = []
         self.note = self._event.append
-        self.send: Callable[[Arena], None] = nobody  # to the standby
-        self.replace: Callable[[], None] = nobody  # the journal, once no event is going on
+        self.send: Callable[[Arena], None] = lambda arena: None  # to the standby
+        self.replace: Callable[[], None] = lambda: None  # the journal, once no event is going on
 
     def settle(self) -> None:
         """The event is over: its answer may leave."""
@@ -50,7 +47,9 @@ class Recorder:
         self._event.clear()
 
     def begin(self, journal: Journal | None) -> None:
-        """From now on write to this one; what was noted until now is in the state that it begins with."""
+        """From now on write to this one, which begins with the state of now; the one before is closed."""
+        if self.journal is not None:
+            self.journal.close()
         self.journal = journal
         self._event.clear()
 
@@ -112,11 +111,11 @@ class RecordingController(Controller):
         super().tidy()
 
     def relocate(self, block: int, target: int, rows: Slots) -> bool:
-        self.recorder.note(r.Relocated(block, target, as_bytes(rows)))
+        self.recorder.note(r.Relocated(block, target, rows_bytes(rows)))
         return super().relocate(block, target, rows)
 
     def gather(self, target: int, blocks: Slots, rows: Slots) -> bool:
-        self.recorder.note(r.RowsGathered(target, as_bytes(blocks), as_bytes(rows)))
+        self.recorder.note(r.RowsGathered(target, rows_bytes(blocks), rows_bytes(rows)))
         return super().gather(target, blocks, rows)
 
     def lose(self, unit: int) -> None:
