@@ -46,6 +46,7 @@ KINDS = {
     "controller.staleness.max_age": Kind("whole number from 0, or null", "versions"),
     "controller.staleness.untagged": Kind("accept or refuse"),
     "controller.staleness.rows_per_version": Kind("whole number from 1, or null", "rows"),
+    "controller.max_deliver": Kind("whole number from 1, or null", "deliveries"),
     "controller.strict_schema": FLAG,
     "controller.polling_mode": FLAG,
     "controller.zmq_info": Kind("object or null"),

@@ -221,6 +221,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         durability=durability,
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
+        max_deliver=_number(conf.controller.max_deliver, "controller.max_deliver", 1),
         client={
             "polling_mode": _flag(conf.controller.polling_mode, "controller.polling_mode"),
             "strict_schema": _flag(conf.controller.strict_schema, "controller.strict_schema"),

@@ -48,7 +48,7 @@ class Link:
 
 def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7) -> Service:
     """A service of which `recorder` hears."""
-    controller = RecordingController(sampler, MAX_ROWS, 0, lock_number=lock_number)
+    controller = RecordingController(sampler, MAX_ROWS, 0, lock_number=lock_number, max_deliver=2)
     controller.recorder = recorder
     controller.state.cleared_partitions.at_once = -1  # everything is put off, as with large ones
     return Service(
@@ -68,6 +68,7 @@ def picture(service: Service) -> dict[str, Any]:
             number: (one.partition, one.task, one.rows.tolist(), one.deadline, sorted(one.holders), one.grants)
             for number, one in leases._leases.items()
         },
+        "delays": [(one.due, one.task, one.rows.tolist()) for one in fetching.redelivery._delays],
         "unreceived": {
             session: {rid: type(grant).__name__ for rid, grant in held.items()}
             for session, held in fetching.unreceived._by_session.items()
@@ -254,6 +255,8 @@ class Simulation:
                                 pick([True, False]), pick([0.0, 0.0, 0.4]), locate=pick([True, False]))),
             (3, lambda: m.Ack(rid, pick(self._leases), None)),
             (1, lambda: m.Release(rid, pick(self._leases), None)),
+            (2, lambda: m.Nack(rid, pick(self._leases), None, pick([0.0, 0.4]), pick(["", "too long"]))),
+            (1, lambda: m.Requeue(rid, partition, pick(TASKS), None)),
             (1, lambda: m.Renew(rid, pick(self._leases), 0.5)),
             (3, lambda: m.Get(rid, partition, keys[:1], None, ["x"], pick([True, False]))),
             (3, lambda: m.Clear(rid, partition, pick([keys, keys, None]), None)),

@@ -48,6 +48,7 @@ def content(controller: Controller) -> tuple[Any, list[int]]:
 # They change nothing: what holds before them holds after them.
 QUERIES = (
     m.Get, m.Scan, m.NameRows, m.Consumption, m.Production, m.ListKeys, m.ListPartitions, m.GetPartition, m.ListLocks,
+    m.ListDeadLetters,
 )  # fmt: skip
 
 
@@ -55,8 +56,9 @@ class Box:
     """One controller; every put is a block of its own."""
 
     def __init__(self, sampler: BaseSampler | None = None, reserved_rows: int = 0, max_rows: int | None = None,
-                 policy: Policy | None = None) -> None:  # fmt: skip
-        self.controller = Controller(sampler or SequentialSampler(), max_rows, reserved_rows, policy)
+                 policy: Policy | None = None, max_deliver: int | None = None) -> None:  # fmt: skip
+        self.controller = Controller(sampler or SequentialSampler(), max_rows, reserved_rows, policy,
+                                     max_deliver=max_deliver)  # fmt: skip
         self.numbers = itertools.count(1)
         self.now = 0.0
         self.last_block = 0
@@ -141,6 +143,18 @@ class Box:
 
     def release(self, lease: int, rows: Sequence[int] | None = None) -> int:
         return int(self.handle(m.Release(1, lease, None if rows is None else packed(rows))).rows)
+
+    def nack(self, lease: int, rows: Sequence[int] | None = None, delay_s: float = 0.0, reason: str = "") -> int:
+        return int(self.handle(m.Nack(1, lease, None if rows is None else packed(rows), delay_s, reason)).rows)
+
+    def dead_letters(self, task: str = "t", partition: str = "p") -> dict[int, tuple[int, str]]:
+        """(attempts, reason) by row."""
+        reply = self.handle(m.ListDeadLetters(1, partition, task))
+        rows = indexes(reply)
+        return {rows[place]: (attempts, reason) for place, attempts, reason in reply.redelivered}
+
+    def requeue(self, rows: Sequence[int] | None = None, task: str = "t", partition: str = "p") -> int:
+        return int(self.handle(m.Requeue(1, partition, task, None if rows is None else packed(rows))).count)
 
     def end_session(self, session: bytes = b"session") -> None:
         self.controller.end_session(session)

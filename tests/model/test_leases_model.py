@@ -10,6 +10,7 @@ from tables import Box, indexes
 from transfer_queue.errors import DeadlineExceeded, LeaseExpired
 
 TASKS = ["s", "t"]
+MAX_DELIVER = 3
 SESSIONS = [b"one", b"two", b"three"]
 
 tasks = st.sampled_from(TASKS)
@@ -29,10 +30,13 @@ class Held:
 class LeasesModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.box = Box()
+        self.box = Box(max_deliver=MAX_DELIVER)
         self.rows: list[int] = []
         self.consumed: set[tuple[str, int]] = set()
         self.leases: dict[int, Held] = {}
+        self.attempts: dict[tuple[str, int], int] = {}
+        self.dead: set[tuple[str, int]] = set()
+        self.delayed: dict[tuple[str, int], float] = {}
 
     # the model
 
@@ -41,11 +45,29 @@ class LeasesModel(RuleBasedStateMachine):
 
     def free(self, task: str) -> list[int]:
         lent = {row for held in self.live() if held.task == task for row in held.open}
-        return [row for row in self.rows if row not in lent and (task, row) not in self.consumed]
+        used = self.consumed | self.delayed.keys()
+        return [row for row in self.rows if row not in lent and (task, row) not in used]
+
+    def tried(self, held: Held, rows: set[int], delay_s: float = 0.0) -> None:
+        """These rows of a lease were not used: a dead letter counts as consumed."""
+        for key in [(held.task, row) for row in rows]:
+            self.attempts[key] = self.attempts.get(key, 0) + 1
+            if self.attempts[key] >= MAX_DELIVER:
+                self.dead.add(key)
+                self.consumed.add(key)
+            elif delay_s:
+                self.delayed[key] = self.box.now + delay_s
+
+    def forget(self, gone: set[tuple[str, int]]) -> None:
+        self.dead -= gone
+        for known in (self.attempts, self.delayed):
+            for key in known.keys() & gone:
+                del known[key]
 
     def end(self, held: Held) -> None:
         """A lease that left rows open is over; one without is settled, and acknowledging it again does nothing."""
         held.over = bool(held.open)
+        self.tried(held, held.open)
         held.open.clear()
 
     def settled(self, task: str) -> None:
@@ -129,9 +151,35 @@ class LeasesModel(RuleBasedStateMachine):
         held.given_back |= back
         assert left == len(held.open)
 
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), whole=st.booleans(), delay_s=st.sampled_from([0, 0, 3]))
+    def nack(self, data: st.DataObject, whole: bool, delay_s: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.leases)))
+        held = self.leases[number]
+        rows = None if whole or not self.rows else data.draw(st.lists(st.sampled_from(self.rows), max_size=4))
+        try:
+            left = self.box.nack(number, rows, delay_s)
+        except LeaseExpired:
+            assert held.over
+            return
+        back = set(held.open) if rows is None else held.open & set(rows)
+        held.open -= back
+        held.given_back |= back
+        self.tried(held, back, delay_s)
+        assert left == len(held.open)
+
+    @rule(task=tasks)
+    def requeue(self, task: str) -> None:
+        if "p" in self.box.partitions():
+            dead = {key for key in self.dead if key[0] == task}
+            assert self.box.requeue(task=task) == len(dead)
+            self.consumed -= dead
+            self.forget(dead)
+
     @rule(seconds=st.integers(1, 6))
     def time_passes(self, seconds: int) -> None:
         self.box.expire(self.box.now + seconds)
+        self.delayed = {key: due for key, due in self.delayed.items() if due > self.box.now}
         for held in self.live():
             if held.deadline <= self.box.now:
                 self.end(held)
@@ -150,12 +198,14 @@ class LeasesModel(RuleBasedStateMachine):
         self.box.clear(sorted(gone))
         self.rows = [row for row in self.rows if row not in gone]
         self.consumed = {(task, row) for task, row in self.consumed if row not in gone}
+        self.forget({(task, row) for task in TASKS for row in gone})
         for held in self.leases.values():
             held.open -= gone
 
     @rule()
     def clear_partition(self) -> None:
         self.box.clear()
+        self.forget({(task, row) for task in TASKS for row in self.rows})
         self.rows = []
         self.consumed = set()
         for held in self.leases.values():
@@ -168,18 +218,23 @@ class LeasesModel(RuleBasedStateMachine):
         for held in self.live():
             if held.task == task and held.open:
                 self.end(held)
+        self.consumed = {(other, row) for other, row in self.consumed if other != task}
+        self.forget({(task, row) for row in self.rows})
 
     @invariant()
     def consumption_agrees(self) -> None:
         for task in TASKS:
             if "p" in self.box.partitions():
                 assert self.box.consumed(task) == {row: int((task, row) in self.consumed) for row in self.rows}
+                dead = {row: self.attempts[of, row] for of, row in self.dead if of == task}
+                assert {row: attempts for row, (attempts, _) in self.box.dead_letters(task).items()} == dead
 
     def teardown(self) -> None:
         """Whatever happened: once all leases are over, every row that was not used is delivered."""
         self.box.expire(self.box.now + 100)
         for held in self.live():
             self.end(held)
+        self.delayed.clear()
         for task in TASKS:
             expected = self.free(task)
             if expected:

@@ -54,3 +54,19 @@ def test_errors_are_one_line_without_a_traceback() -> None:
     assert open_port.returncode == 1
     assert "token" in open_port.stderr
     assert "Traceback" not in missing.stderr + open_port.stderr
+
+
+def test_dead_letters_are_shown_and_queued_again(served: str) -> None:
+    code = (
+        "import torch, transfer_queue as tq; tq.init(); client = tq.get_client()\n"
+        "tq.kv_batch_put(['a', 'b'], 'p', {'x': torch.ones(2, 3)}, tags=[{'n': 1}, {'n': 2}])\n"
+        "meta = client.get_meta(['x'], 1, 'p', task_name='t', lease_s=60, sampling_config={'max_deliver': 1})\n"
+        "client.nack(meta, reason='nan'); tq.close()"
+    )
+    CHILDREN.run(["-c", code], {**ENVIRONMENT, "TQ_ADDRESS": served}).check_returncode()
+    shown = json.loads(tq("dead-letters", "p", "t", "--address", served, "--json").stdout)
+    assert [(one["attempts"], one["reason"], one["tags"]) for one in shown] == [(1, "nan", {"n": 1})]
+    assert "1 queued again" in tq("dead-letters", "p", "t", "--requeue", "--address", served).stdout
+    assert json.loads(tq("dead-letters", "p", "t", "--address", served, "--json").stdout) == []
+    unknown = tq("dead-letters", "q", "t", "--address", served)
+    assert (unknown.returncode, unknown.stderr.startswith("tq: partition 'q' does not exist")) == (1, True)

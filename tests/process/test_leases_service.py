@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -126,6 +127,64 @@ def test_ack_renew_and_release_from_the_client(client: tq.TransferQueueClient) -
     assert not client.check_consumption_status("t", "p")
     assert client.ack(again) == 0
     assert client.check_consumption_status("t", "p")
+
+
+def test_a_refused_row_says_why_it_comes_again(client: tq.TransferQueueClient) -> None:
+    put(client, 3)
+    meta = client.get_meta(["x"], 3, "p", task_name="t", lease_s=30.0)
+    assert client.nack(meta[1:2], reason="no answer from the judge") == 2
+    assert client.nack(meta[2:], delay_s=0.2, reason="again later") == 1
+    again, _ = client.take("p", ["x"], 1, "t", lease_s=30.0)
+    assert again.redelivered == {meta.global_indexes[1]: (1, "no answer from the judge")}
+    later = client.get_meta(["x"], 1, "p", task_name="t", lease_s=30.0)
+    assert [(row, one.attempts, one.reason) for row, one in later.redelivered.items()] == [
+        (meta.global_indexes[2], 1, "again later")
+    ]
+
+
+def test_dead_letters_from_a_coroutine(client: tq.TransferQueueClient) -> None:
+    rows = put(client, 2)
+
+    async def give_up() -> None:
+        config = {"max_deliver": 1}
+        meta = await client.async_get_meta(["x"], 2, "p", task_name="t", lease_s=30.0, sampling_config=config)
+        await client.async_nack(meta[:1])
+        dead = await client.async_list_dead_letters("p", "t")
+        assert dead.global_indexes == rows.global_indexes[:1]
+        assert (await client.async_get_data(dead))["x"].tolist() == [0]
+        assert await client.async_requeue_dead_letters("p", "t", dead) == 1
+
+    asyncio.run(give_up())
+    assert client.stats()["dead_letters"] == 0
+
+
+def test_a_row_that_kills_its_consumers_ends_as_a_dead_letter(client: tq.TransferQueueClient) -> None:
+    put(client, 3)
+    client.set_partition("p", size=3)
+
+    def consume() -> None:
+        mine = tq.get_client()
+        while True:
+            meta, data = mine.take("p", ["x"], 1, "t", lease_s=30.0, sampling_config={"max_deliver": 2}, timeout_s=5)
+            if int(data["x"][0]) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            mine.ack(meta)
+            if mine.check_consumption_status("t", "p"):
+                os._exit(0)
+
+    statuses = []
+    for _ in range(3):
+        pid = os.fork()
+        if not pid:
+            try:
+                consume()
+            finally:
+                os._exit(1)
+        statuses.append(os.waitpid(pid, 0)[1])
+    assert statuses == [signal.SIGKILL, signal.SIGKILL, 0]
+    dead = client.list_dead_letters("p", "t")
+    assert client.get_data(dead)["x"].tolist() == [1]
+    assert [tuple(one) for one in dead.redelivered.values()] == [(2, "the holder's session ended")]
 
 
 def test_metadata_without_a_lease_has_nothing_to_acknowledge(client: tq.TransferQueueClient) -> None:

@@ -127,6 +127,49 @@ def _print(values: dict[str, Any], partitions: dict[str, dict[str, Any] | None])
     console.print(table)
 
 
+@app.command("dead-letters")
+def dead_letters(
+    partition: str,
+    task: str,
+    requeue: Annotated[bool, typer.Option(help="Offer them to the task again, as if it had never had them.")] = False,
+    address: Address = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """The rows that a task tried as often as it may, with how often and why it gave them up."""
+    from transfer_queue.client.client import TransferQueueClient
+    from transfer_queue.client.session import Session
+    from transfer_queue.wire.address import parse_address
+
+    client = TransferQueueClient.of(Session(parse_address(_chosen(address))))
+    try:
+        found = client.list_dead_letters(partition, task)
+        tags = [{**tag} for tag in found.custom_meta]
+        if requeue:
+            client.requeue_dead_letters(partition, task, found)
+    finally:
+        client.close()
+    rows = [
+        {"row": row, "attempts": one.attempts, "reason": one.reason, "tags": tag}
+        for (row, one), tag in zip(found.redelivered.items(), tags, strict=True)
+    ]
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        _print_rows(rows, ("row", "attempts", "reason", "tags"))
+        if requeue:
+            print(f"{len(rows)} queued again")
+
+
+def _print_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in columns))
+    Console().print(table)
+
+
 @app.command()
 def doctor() -> None:
     """Whether another distribution lies over this one, and the command that mends it."""

@@ -70,7 +70,8 @@ class Operations:
         are dealt at once, and this rank gets its share; repeating the call gives the same rows (docs/concepts.md). A
         sampler of yours that takes `dp_size` itself gets it instead. `sampling_config` may hold `max_staleness` (a
         number of versions, or None) and `untagged` ("accept" or "refuse") beside what the sampler takes: rows that are
-        older count as used by the task (docs/staleness.md).
+        older count as used by the task (docs/staleness.md); and `max_deliver`, how often the task has a row on a lease
+        in vain before it is a dead letter (`nack`).
 
         `token_budget` instead of `batch_size`, for `StreamingTokenBudgetSampler`: rows of about so many tokens.
         """
@@ -117,6 +118,36 @@ class Operations:
     def release(self, metadata: BatchMeta) -> Operation[int]:
         """The rows, all or some of a lease, go back at once: the task is offered them again. As `ack` otherwise."""
         return (yield Call(m.Release(self.session.next_rid(), *ops.leased(metadata))))[0].rows
+
+    def nack(self, metadata: BatchMeta, delay_s: float = 0.0, reason: str = "") -> Operation[int]:
+        """The rows, all or some of a lease, were tried in vain: the task is offered them again after `delay_s`.
+
+        Counts as an attempt, as it does when a lease ends without an acknowledgement; `release` does not. Whoever gets
+        the rows next finds number and `reason` (1024 characters at most) in `metadata.redelivered`. As many attempts as
+        the task may have (`sampling_config["max_deliver"]`, else `controller.max_deliver`) make a row a dead letter: it
+        counts as used by the task. Returns and raises as `ack`, and `InvalidInput` for a delay that is none.
+        """
+        lease, rows, service_id = ops.leased(metadata)
+        request = m.Nack(self.session.next_rid(), lease, rows, float(delay_s), reason, service_id)
+        return (yield Call(request))[0].rows
+
+    def list_dead_letters(self, partition_id: str, task_name: str) -> Operation[BatchMeta]:
+        """The rows that a task tried as often as it may, with the fields that all of them have; `get_data` reads them.
+        `redelivered` says why. Empty for a task that is not known; raises `UnknownRows` for such a partition."""
+        reply = (yield Call(m.ListDeadLetters(self.session.next_rid(), partition_id, task_name)))[0]
+        return batch_meta(self.session.service_id, reply, partition_id)
+
+    def requeue_dead_letters(
+        self, partition_id: str, task_name: str, metadata: BatchMeta | None = None
+    ) -> Operation[int]:
+        """The task's dead letters, or those among `metadata`, are offered to it again, as if it had never had them.
+
+        Returns how many there were: rows that are none are ignored. Raises as `list_dead_letters`, and `DataLost` for
+        rows of a service that has ended.
+        """
+        rows, service_id = (None, b"") if metadata is None else (metadata.indexes.tobytes(), metadata.service_id)
+        request = m.Requeue(self.session.next_rid(), partition_id, task_name, rows, service_id)
+        return (yield Call(request))[0].count
 
     def put(
         self,
@@ -341,6 +372,11 @@ class TransferQueueClient:
     ack, async_ack = blocking(Operations.ack), awaitable(Operations.ack)
     renew, async_renew = blocking(Operations.renew), awaitable(Operations.renew)
     release, async_release = blocking(Operations.release), awaitable(Operations.release)
+    nack, async_nack = blocking(Operations.nack), awaitable(Operations.nack)
+    list_dead_letters = blocking(Operations.list_dead_letters)
+    async_list_dead_letters = awaitable(Operations.list_dead_letters)
+    requeue_dead_letters = blocking(Operations.requeue_dead_letters)
+    async_requeue_dead_letters = awaitable(Operations.requeue_dead_letters)
     put, async_put = blocking(Operations.put), awaitable(Operations.put)
     update, async_update = blocking(Operations.update), awaitable(Operations.update)
     get_data, async_get_data = blocking(Operations.get_data), awaitable(Operations.get_data)

@@ -12,6 +12,7 @@ import torch
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata.contents import Redelivered
 from transfer_queue.schema import DENSE, MIXED, NESTED, OBJECTS, FieldSchema
 from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.lives import naming
@@ -46,6 +47,9 @@ def batch_meta(service_id: bytes, reply: RowSet, partition: str, fields: list[st
     ready = True if reply.ready is None else np.frombuffer(reply.ready, np.int8).copy()
     meta = BatchMeta._build(indexes, partition, schema, ready, reply.tags, naming(service_id, reply.loads))
     meta.lease = reply.lease
+    if reply.redelivered:
+        rows = indexes.tolist()
+        meta.redelivered = {rows[at]: Redelivered(attempts, reason) for at, attempts, reason in reply.redelivered}
     if reply.repeated:
         meta.extra_info[REPEATED] = reply.repeated
     return meta

@@ -9,6 +9,7 @@
      ├─ fetch                   ready rows to tasks: the sampler is asked, what it cannot satisfy waits
      │   ├─ dealing             batches of data-parallel ranks
      │   ├─ leases              rows that are lent, until when
+     │   ├─ redelivery          rows that came back: attempts, delays, dead letters
      │   └─ unreceived          what was handed to askers who have not said that they have it
      ├─ block_index             how many live cells every block still holds
      ├─ lone_blocks             rows that were put alone and stay

@@ -16,6 +16,7 @@ from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.redelivery import REQUESTS as DEAD_LETTER_REQUESTS
 from transfer_queue.controller.restore import StateLoader
 from transfer_queue.controller.snapshot import capture
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
@@ -39,7 +40,8 @@ class Controller:
     `handle` answers a request, raises the caller's error, or returns None after parking it; the answer then appears in
     `outbox`. `block_index.freed` lists blocks without live cells. `max_rows` bounds the rows over all partitions (None:
     no bound), `reserved_rows` is how many rows a new partition has from the start. `policy`: how old rows may be. Locks
-    have numbers above `lock_number`.
+    have numbers above `lock_number`. A row that a task had on a lease `max_deliver` times in vain is a dead letter
+    (None: never).
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Controller:
         reserved_rows: int = 1,
         policy: Policy | None = None,
         lock_number: int = 0,
+        max_deliver: int | None = None,
     ) -> None:
         self.state = state = ControllerState(sampler, max_rows)
         self.tables, self.block_index, self.lineage = state.tables, state.block_index, state.lineage
@@ -60,6 +63,8 @@ class Controller:
         self._fetching = state.fetching
         self._leases = self._fetching.leases
         self._unreceived = self._fetching.unreceived
+        self._redelivery = self._fetching.redelivery
+        self._redelivery.max_deliver = max_deliver
         self.staleness = state.staleness
         self.staleness.policy = policy or Policy()
         self.locks = Locks(self.outbox, self._unreceived, lock_number)
@@ -82,6 +87,8 @@ class Controller:
             check_fetch(message)
             parked = Waiter(ticket, session, message, now + message.timeout_s, now - message.waited_s, message.waited_s)
             return self._fetching.fetch(parked, self.tables.get(message.partition))
+        if isinstance(message, DEAD_LETTER_REQUESTS):
+            return self._redelivery.handle(message)
         if isinstance(message, VERSION_REQUESTS):
             answer: m.Reply | None = self.staleness.handle(message, ticket, session, now)
             return answer
@@ -116,7 +123,10 @@ class Controller:
             lot.notice_after_s = seconds
 
     def next_deadline(self) -> float | None:
-        lots = (self._fetching.parked, self._quota_waiters, self._leases, self.staleness.admissions.parked, self.locks)
+        lots = (
+            self._fetching.parked, self._quota_waiters, self._leases, self._redelivery,
+            self.staleness.admissions.parked, self.locks,
+        )  # fmt: skip
         deadlines = [lot.next_deadline() for lot in lots]
         return min((d for d in deadlines if d is not None), default=None)
 
@@ -124,6 +134,7 @@ class Controller:
         """End the leases and answer the parked requests whose deadline has come; tell others what is missing."""
         self._leases.now = now
         self._leases.expire()
+        self._redelivery.expire(now)
         tell_waiting(self._fetching, self._quota_waiters, self.max_rows, now)
         self._fetching.expire(now)
         self.staleness.admissions.expire(now)
@@ -217,6 +228,7 @@ class Controller:
             "weight_version": self.staleness.admissions.versions.newest,
             "weight_announcements": self.staleness.admissions.versions.count,
             "stale_rows": sum(self.staleness.num_stale.values()),
+            "dead_letters": self._redelivery.num_dead,
             "locks": len(self.locks),
         }
 
@@ -483,6 +495,7 @@ class Controller:
     def check_invariants(self) -> None:
         """Tables agree with themselves, and the block index with the tables; tests call this after each event."""
         self._leases.check_invariants()
+        self._redelivery.check_invariants()
         self._unreceived.check_invariants()
         self.staleness.check_invariants()
         self.locks.check_invariants()

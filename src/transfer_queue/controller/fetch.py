@@ -12,6 +12,7 @@ import numpy as np
 from transfer_queue.controller.dealing import Dealing, Share
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
+from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import ConsumedGrant, Grant, LeaseGrant, Unreceived
@@ -19,6 +20,7 @@ from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, 
 from transfer_queue.sampler.base import BaseSampler, takes
 from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wait_queue import Waiter, WaitQueue
+from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages import DONE, PASSED, Failed, Fetch, Reply, RowSet, Tags
 
 log = logging.getLogger("transfer_queue.controller")
@@ -69,10 +71,11 @@ class Fetching:
     def __init__(self, sampler: BaseSampler, outbox: list[tuple[Hashable, Reply]], tables: Mapping[str, Table]) -> None:
         self.sampler = sampler
         self.tables = tables
-        self.leases = Leases(tables, self._offered, self._rows_consumed)
         self.unreceived = Unreceived()
         self.dealing = Dealing(self._freed)
         self.staleness = Staleness(tables, outbox, self._rows_consumed, self.unreceived)
+        self.redelivery = Redelivery(tables, self._offered, self.staleness.admissions.give_back)
+        self.leases = Leases(tables, self._offered, self._rows_consumed, self.redelivery.came_back)
         self.parked: WaitQueue[Fetch] = WaitQueue()
         self._on_behalf: dict[bytes, list[Waiter[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Waiter[Fetch]]] = {}  # their partition does not exist (yet)
@@ -279,6 +282,7 @@ class Fetching:
     def _view(self, table: Table, message: Fetch) -> ReadyView:
         task, fields = table.task(message.task), tuple(message.fields)
         self.staleness.govern(table, message.task, message.sampling)
+        self.redelivery.govern(task, message.sampling)
         known = fields in task.views
         view = task.view(fields, table)
         if not known and task.limit.refuses:
@@ -314,6 +318,8 @@ class Fetching:
         """These rows are consumed or lent with the reply."""
         message, task = request.message, table.task(request.message.task)
         fresh = task.claim(used)
+        if task.returned:
+            reply.redelivered = redelivered(task, table.slots_of(indexes_of(reply.rows)))
         if message.lease_s:
             holder = message.holder or request.session
             reply.lease = self.leases.take(table, message.task, used, fresh, holder, message.lease_s)
@@ -531,3 +537,4 @@ def check_fetch(message: Fetch) -> None:
         raise InvalidInput(f"waited_s {message.waited_s}")
     check_lease(message.lease_s)
     check_limit(message.sampling)
+    check_max_deliver(message.sampling)

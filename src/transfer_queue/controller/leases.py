@@ -14,22 +14,33 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from transfer_queue.controller.deadlines import Deadlines
-from transfer_queue.controller.readiness import KEPT, Slots, Task
+from transfer_queue.controller.readiness import NO_LEASES, Slots, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput, LeaseExpired
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 
-LeaseRequest: TypeAlias = "m.Ack | m.Renew | m.Release"
-REQUESTS = (m.Ack, m.Renew, m.Release)
+LeaseRequest: TypeAlias = "m.Ack | m.Renew | m.Release | m.Nack"
+REQUESTS = (m.Ack, m.Renew, m.Release, m.Nack)
 MAX_LEASE_S = 1e9
+MAX_REASON = 1024  # characters, of which each row keeps a reference
 REMEMBERED = 16_384
 _NONE = np.empty(0, np.int64)
+
+
+class FailedAttempt(NamedTuple):
+    """Why rows that were tried came back, and how long it takes until they are offered again."""
+
+    reason: str
+    delay_s: float = 0.0
+
+
+EXPIRED, HOLDER_ENDED, UNTOLD = "the lease was over", "the holder's session ended", "refused"
 
 
 class Lease:
@@ -49,19 +60,22 @@ class Lease:
 
 
 class Leases:
-    """All leases of a service. `offered(table, task name, slots)` is called when rows are free again,
-    `rows_consumed(table, task)` when rows were consumed."""
+    """All leases of a service. `offered(table, task name, slots)` is called when rows are free again that nobody tried,
+    `came_back(table, task name, slots, attempt, now)` for those that somebody did; `rows_consumed(table, task)` when
+    rows were consumed."""
 
     def __init__(
         self,
         tables: Mapping[str, Table],
         offered: Callable[[Table, str, Slots], None],
         rows_consumed: Callable[[Table, Task], None],
+        came_back: Callable[[Table, str, Slots, FailedAttempt, float], None],
     ) -> None:
         self.now = 0.0  # of the event being handled
         self._tables = tables
         self._offered = offered
         self._rows_consumed = rows_consumed
+        self._came_back = came_back
         self._leases: dict[int, Lease] = {}
         self._ended_ones: dict[int, Lease] = {}  # the latest of those without rows left
         self._held: dict[bytes, set[int]] = {}  # leases of each session
@@ -107,6 +121,9 @@ class Leases:
                 self._end_rows(lease, rows, used=True)
             case m.Release(rows=rows):
                 self._end_rows(lease, rows, used=False)
+            case m.Nack(rows=rows, delay_s=delay_s, reason=reason):
+                check_attempt(delay_s, reason)
+                self._end_rows(lease, rows, used=False, attempt=FailedAttempt(reason or UNTOLD, delay_s))
         return m.Lent(message.rid, self._left(lease))
 
     def _renew(self, message: m.Renew, session: bytes) -> m.Lent:
@@ -123,7 +140,7 @@ class Leases:
             raise LeaseExpired(f"lease {number} is over: what it had not acknowledged is offered to others")
         return lease
 
-    def _end_rows(self, lease: Lease, data: bytes | None, used: bool) -> None:
+    def _end_rows(self, lease: Lease, data: bytes | None, used: bool, attempt: FailedAttempt | None = None) -> None:
         rows = lease.rows if data is None else np.unique(indexes_of(data))
         table = self._tables.get(lease.partition)
         if table is not None and lease.task in table.tasks:
@@ -132,7 +149,10 @@ class Leases:
             held = task.take_back(slots[slots >= 0], lease.number, used)
             if not used:
                 lease.given_back.update(table.index[held].tolist())
-                self._offered(table, lease.task, held)
+                if attempt is None:
+                    self._offered(table, lease.task, held)
+                else:
+                    self._came_back(table, lease.task, held, attempt, self.now)
             self._rows_consumed(table, task)
         if lease.number in self._leases and not self._left(lease):
             self._drop(lease)
@@ -156,7 +176,7 @@ class Leases:
 
     def revoke(self, task: Task) -> None:
         """The task's consumption is about to be reset: its leases are over. The rows are the caller's to offer."""
-        for number in task.lent.keys() - KEPT:
+        for number in task.lent.keys() - NO_LEASES:
             self._drop(self._leases[number])
 
     def clear(self) -> None:
@@ -170,7 +190,7 @@ class Leases:
             lease = self._leases[number]
             lease.holders.discard(session)
             if not lease.holders:
-                self._end(lease)
+                self._end(lease, FailedAttempt(HOLDER_ENDED))
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a lease."""
@@ -180,12 +200,12 @@ class Leases:
     def expire(self) -> None:
         """End the leases whose time is up."""
         while (first := self._deadlines.first()) is not None and first[0] <= self.now:
-            self._end(self._leases[first[1]])
+            self._end(self._leases[first[1]], FailedAttempt(EXPIRED))
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: Lease, attempt: FailedAttempt | None = None) -> None:
         self._drop(lease)
         if self._left(lease):
-            self._end_rows(lease, None, used=False)
+            self._end_rows(lease, None, used=False, attempt=attempt)
 
     def _drop(self, lease: Lease) -> None:
         """The lease is over; it is remembered unless rows are left that it did not acknowledge."""
@@ -205,7 +225,7 @@ class Leases:
     def check_invariants(self) -> None:
         """Tables, leases and holders agree; tests call this after each event."""
         lent = {number for table in self._tables.values() for task in table.tasks.values() for number in task.lent}
-        assert lent - KEPT <= self._leases.keys(), "lent rows have a live lease"
+        assert lent - NO_LEASES <= self._leases.keys(), "lent rows have a live lease"
         for number, lease in self._leases.items():
             assert lease.number == number
             assert all(number in self._held[holder] for holder in lease.holders)
@@ -218,3 +238,11 @@ def check_lease(lease_s: float) -> None:
     """`InvalidInput` unless `lease_s` is a number of seconds, 0 or more."""
     if math.isnan(lease_s) or not 0 <= lease_s < MAX_LEASE_S:
         raise InvalidInput(f"lease_s {lease_s}: expected seconds, 0 or more")
+
+
+def check_attempt(delay_s: float, reason: str) -> None:
+    """`InvalidInput` unless `delay_s` is a number of seconds, 0 or more, and the reason is short."""
+    if math.isnan(delay_s) or not 0 <= delay_s < MAX_LEASE_S:
+        raise InvalidInput(f"delay_s {delay_s}: expected seconds, 0 or more")
+    if len(reason) > MAX_REASON:
+        raise InvalidInput(f"a reason of {len(reason)} characters, at most {MAX_REASON}")

@@ -7,7 +7,7 @@ of a view are a flag per slot and the lowest flagged slot; taking the first n sc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ FIRST_SLOTS = 64  # are looked at first, where few rows are wanted
 # In place of a lease: kept for a later request that the sampler already has rows for, or that they were dealt to.
 RESERVED, DEALT = -1, -2
 KEPT = frozenset((RESERVED, DEALT))
+DELAYED = -3  # likewise: refused, and not offered for a while
+NO_LEASES = KEPT | {DELAYED}
 MAX_VIEWS = 256
 
 
@@ -79,6 +81,16 @@ class Written(Protocol):
     def ready(self, slots: Slots, fields: Sequence[str]) -> Flags | None: ...
 
 
+class Returned(NamedTuple):
+    """A row that came back `attempts` times, the last time for this `reason`. It is offered again at `due`, or never
+    when it is `dead`."""
+
+    attempts: int
+    reason: str
+    due: float
+    dead: bool
+
+
 class Task:
     """One consumer group of a partition.
 
@@ -94,6 +106,8 @@ class Task:
         self.views: dict[tuple[str, ...], ReadyView] = {}
         self.limit: Any = None  # how old its rows may be (`staleness.Limit`), None before it was asked for any
         self.finishing: list[Any] = []  # parked requests that are also answered when nothing is left to wait for
+        self.returned: dict[int, Returned] = {}  # by slot; of rows that were on a lease that ended without an ack
+        self.max_deliver: int | None = None  # asked by one of its requests
         self.group: Any = None  # data-parallel ranks that share its rows (`dealing.Group`)
 
     def view(self, fields: tuple[str, ...], table: Written) -> ReadyView:
@@ -193,6 +207,7 @@ class Task:
         self.consumed[:] = False
         self.lease[:] = 0
         self.lent.clear()
+        self.returned.clear()
         self.num_consumed = self.num_lent = 0
         for view in self.views.values():
             self.refresh(view, table, np.arange(table.size))
@@ -202,6 +217,9 @@ class Task:
         self.num_consumed -= int(np.count_nonzero(self.consumed[slots]))
         if self.num_lent:
             self._unlend(slots[self.lease[slots] != 0])
+        if self.returned:
+            for slot in slots.tolist():
+                self.returned.pop(slot, None)
         for view in self.views.values():
             view.remove(slots)
 
@@ -209,9 +227,16 @@ class Task:
         """Follow the table: grow to `capacity`, or keep only the slots in `order`."""
         self.consumed = resized(self.consumed, order, capacity)
         self.lease = resized(self.lease, order, capacity)
+        if order is not None and self.returned:
+            known = self.returned
+            self.returned = {place: known[slot] for place, slot in enumerate(order.tolist()) if slot in known}
         for view in self.views.values():
             view.ready = resized(view.ready, order, capacity)
             view.low = 0
+
+    def dead_letters(self) -> Slots:
+        """The slots of rows that came back too often, ascending."""
+        return np.array(sorted(slot for slot, one in self.returned.items() if one.dead), np.int64)
 
     def _make_room(self) -> None:
         """Forget the oldest idle view when there are very many; it is rebuilt by a scan when it is asked for again."""

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.controller.block_index import BlockEntry
-from transfer_queue.controller.saved_state import SavedController, SavedGroup, SavedTable, read, refuse
+from transfer_queue.controller.readiness import Returned
+from transfer_queue.controller.saved_state import SavedController, SavedGroup, SavedReturn, SavedTable, read, refuse
 from transfer_queue.controller.snapshot import sampler_name
 from transfer_queue.controller.state import ControllerState
 from transfer_queue.controller.table import Table
@@ -200,6 +201,7 @@ def _switch(draft: NewState, saved: SavedController, versions: WeightVersions) -
     before, gone = state.block_index.entries, list(state.tables.values())
     state.block_index.replace(entries)
     fetching.leases.clear()
+    fetching.redelivery.clear()
     fetching.unreceived.clear()
     for table in gone:
         fetching.orphan(table)
@@ -241,6 +243,19 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
             refuse(f"consumption of {saved.name!r} by {name!r}")
         table.task(name).consume(np.flatnonzero(np.frombuffer(flags, np.uint8)))
         yield
+    for name, returned in saved.returned.items():
+        for at in range(0, len(returned), PIECE):
+            _add_returned(table, name, returned[at : at + PIECE])
+            yield
+
+
+def _add_returned(table: Table, name: str, saved: list[SavedReturn]) -> None:
+    """What was about to be offered again later is offered at once."""
+    task = table.task(name)
+    for one in saved:
+        if not 0 <= one.position < table.size or one.attempts < 1 or (one.dead and not task.consumed[one.position]):
+            refuse(f"rows of {table.name!r} that came back to {name!r}")
+        task.returned[one.position] = Returned(one.attempts, one.reason, 0.0, one.dead)
 
 
 def _add_keys_and_tags(

@@ -32,12 +32,22 @@ class SavedGroup(msgspec.Struct):
     runs: memoryview
 
 
+class SavedReturn(msgspec.Struct, array_like=True):
+    """A row that a task had on a lease and did not use (`readiness.Returned`). `dead`: it counts as consumed."""
+
+    position: int
+    attempts: int
+    reason: str
+    dead: bool
+
+
 class SavedTable(msgspec.Struct):
     """One partition. `index` is int64, `unclaimed` int64 positions; `keys` and `tags` lie parallel to the positions, in
     chunks of the same rows: each is a list in msgpack.
 
     `cells` maps every field, in the order they were first written, to its entry of `patterns`: uint16 group numbers
-    over the positions, 0 where the cell is absent; group n is `groups[n - 1]`. `consumed` has one byte per position.
+    over the positions, 0 where the cell is absent; group n is `groups[n - 1]`. `consumed` has one byte per position,
+    `returned` an entry for each row that came back to a task.
     """
 
     name: str
@@ -52,6 +62,7 @@ class SavedTable(msgspec.Struct):
     patterns: list[memoryview]
     groups: list[SavedGroup]
     consumed: dict[str, memoryview]
+    returned: dict[str, list[SavedReturn]] = {}
 
     def key_chunks(self) -> Iterator[list[str | None]]:
         """Raises `CheckpointCorrupt`."""

@@ -10,8 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.controller.block_index import BlockEntry
-from transfer_queue.controller.readiness import RESERVED, Slots
-from transfer_queue.controller.saved_state import CHUNK_ROWS, FORMAT, SavedController, SavedGroup, SavedTable, encode
+from transfer_queue.controller.readiness import RESERVED, Slots, Task
+from transfer_queue.controller.saved_state import (
+    CHUNK_ROWS,
+    FORMAT,
+    SavedController,
+    SavedGroup,
+    SavedReturn,
+    SavedTable,
+    encode,
+)
 from transfer_queue.controller.state import ControllerState
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import SamplerFailed
@@ -85,7 +93,14 @@ def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
             name: memoryview((task.consumed | (task.lease == RESERVED))[live].tobytes())
             for name, task in table.tasks.items()
         },
+        {name: _returned(task, live) for name, task in table.tasks.items() if task.returned},
     )
+
+
+def _returned(task: Task, live: Slots) -> list[SavedReturn]:
+    places = np.searchsorted(live, list(task.returned)).tolist()
+    pairs = zip(places, task.returned.values(), strict=True)
+    return [SavedReturn(place, one.attempts, one.reason, one.dead) for place, one in pairs]
 
 
 def _chunks(values: list[Any], slots: list[int]) -> list[memoryview]:

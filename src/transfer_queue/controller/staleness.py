@@ -26,7 +26,7 @@ from transfer_queue.wire.arrays import unpack_arrays
 from transfer_queue.wire.messages.staleness import Policy
 
 VERSION, EPOCH = "weight_version", "weight_epoch"  # tags
-LIMIT, BARE = SETTINGS  # in a sampling_config
+LIMIT, BARE = SETTINGS[:2]  # in a sampling_config
 REQUESTS = (m.Announce, m.Admit, m.GiveBack)
 FORGED: Key = ("\0", 0)  # an epoch that nobody can announce
 MIN_LISTED = 4096
@@ -235,4 +235,4 @@ def check_limit(asked: Mapping[str, Any]) -> None:
 
 def for_sampler(asked: Mapping[str, Any]) -> dict[str, Any]:
     """A sampling_config without what is not the sampler's, and with its arrays. Raises `InvalidInput` for bad ones."""
-    return {name: unpack_arrays(value) for name, value in asked.items() if name not in (LIMIT, BARE)}
+    return {name: unpack_arrays(value) for name, value in asked.items() if name not in SETTINGS}

@@ -39,7 +39,8 @@ class BatchMeta(BatchContents):
 
     `lease` is the number of the lease that the rows are held on, 0 for none. Parts and copies share it; joined metas
     have it when it is the only one among them. `service_id` names the life of the service that the rows and the lease
-    are of (b"": not known); another life refuses them. Neither is part of the value that `==` compares.
+    are of (b"": not known); another life refuses them. `redelivered` says by global index of rows that came back to
+    their task how often and why. None of the three is part of the value that `==` compares.
     """
 
     __slots__ = ()
@@ -113,6 +114,9 @@ class BatchMeta(BatchContents):
             self._backend.take(where, size),
         )
         part.lease, part.service_id = self.lease, self.service_id
+        if self.redelivered:
+            kept = part.indexes.tolist()
+            part.redelivered = {row: self.redelivered[row] for row in kept if row in self.redelivered}
         return part
 
     def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
@@ -204,6 +208,7 @@ class BatchMeta(BatchContents):
         joined.production_status = np.bitwise_and(self._status, other._status) * np.ones(self._size, np.int8)
         joined.extra_info = {**self.extra_info, **other.extra_info}
         joined.lease = _common_lease((self, other))
+        joined.redelivered = {**self.redelivered, **other.redelivered}
         joined.service_id = common_service((self.service_id, other.service_id), "union")
         joined._tags = DictColumn.union(self._tags, other._tags)
         joined._backend = DictColumn.union(self._backend, other._backend)
@@ -235,6 +240,7 @@ class BatchMeta(BatchContents):
             DictColumn.concat([meta._backend for meta in metas]),
         )
         joined.lease = _common_lease(metas)
+        joined.redelivered = {row: one for meta in metas for row, one in meta.redelivered.items()}
         joined.service_id = common_service((meta.service_id for meta in metas), "concat")
         return joined
 
@@ -269,16 +275,17 @@ class BatchMeta(BatchContents):
             *columns,
             self.lease,
             self.service_id,
+            dict(self.redelivered),
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        packed, parts, schema, status, extra_info, tags, backend, lease, service_id = state
+        packed, parts, schema, status, extra_info, tags, backend, lease, service_id, redelivered = state
         ids = unpacked_ids(packed)
         if isinstance(status, bytes):
             status = np.frombuffer(status, np.int8).copy()
         size = len(ids)
         self._fill(ids, parts, schema, status, extra_info, DictColumn(size, *tags), DictColumn(size, *backend))
-        self.lease, self.service_id = lease, service_id
+        self.lease, self.service_id, self.redelivered = lease, service_id, redelivered
 
     def __repr__(self) -> str:
         ids = self.indexes

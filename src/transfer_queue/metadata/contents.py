@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
 Self = TypeVar("Self", bound="BatchContents")
 
 
+class Redelivered(NamedTuple):
+    """A task had a row on a lease `attempts` times before, and did not use it; the last time for this `reason`."""
+
+    attempts: int
+    reason: str
+
+
+NEVER: Mapping[int, Redelivered] = MappingProxyType({})
+
+
 class BatchContents:
     """The attributes of a BatchMeta and the changes that can be made to them in place.
 
@@ -27,11 +38,12 @@ class BatchContents:
 
     __slots__ = (
         "_backend", "_carried", "_ids", "_parts", "_schema", "_schema_shown", "_size", "_status", "_tags", "extra_info",
-        "lease", "service_id",
+        "lease", "redelivered", "service_id",
     )  # fmt: skip
 
     extra_info: dict[str, Any]
     lease: int  # the lease the rows are held on, 0 for none; parts share it
+    redelivered: Mapping[int, Redelivered]  # by global index, of rows that came back before
     _carried: object  # what the client that fetched the rows knows of them; no copy or part has it
     service_id: bytes  # the life of the service that named the rows, b"" when it is not known
     _ids: IntArray | list[int]  # a read-only array until it was shown as a list
@@ -57,6 +69,7 @@ class BatchContents:
         self._status = status
         self.extra_info = extra_info
         self.lease = 0
+        self.redelivered = NEVER
         self.service_id = b""
         self._carried = None
         self._tags = tags or DictColumn(self._size)

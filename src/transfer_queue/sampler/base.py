@@ -20,7 +20,7 @@ from transfer_queue.sampler.script import MAIN_NAMES, main_module
 Ready: TypeAlias = "Sequence[int] | npt.NDArray[np.int64]"
 Sampled: TypeAlias = tuple[list[int], list[int]]
 Dealt: TypeAlias = tuple[list[list[int]], list[int]]  # the rows of each rank, and those that are consumed
-SETTINGS = ("max_staleness", "untagged")  # of the controller, which takes them out of a sampling_config
+SETTINGS = ("max_staleness", "untagged", "max_deliver")  # of the controller, which takes them out of a sampling_config
 DP_SIZE = "dp_size"  # likewise, unless the sampler names it: see `deal`
 KEYS = ("dp_rank", "batch_index", "task_name", "partition_id")  # what the samplers of this package know
 NEVER = ("self", "ready_indexes", "batch_size", "partition")  # of a `sample`: not its caller's to give

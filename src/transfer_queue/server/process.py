@@ -124,7 +124,7 @@ class Server:
             kind, unit, make = Controller, Unit(budget_of(config), config.arena_dir), of_service
         controller = kind(
             from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness,
-            lock_number=time.time_ns() // 1000,
+            lock_number=time.time_ns() // 1000, max_deliver=config.max_deliver,
         )  # fmt: skip
         if isinstance(controller, RecordingController):
             controller.recorder = recorder

@@ -73,7 +73,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     arena_dir: directory of the arena files instead of anonymous memory. sampler: a sampler's spec. client: what
     attaching clients learn. metrics_port: serve Prometheus metrics on this port (None: no metrics). metrics_host: at
     this address ("": `host`, but loopback where that is none or every address). logging_level: a level of the logging
-    module. staleness: how old rows may be. notice_after_s: when callers that wait are told what is missing,
+    module. staleness: how old rows may be. max_deliver: how often a task has a row on a lease in vain before it is a
+    dead letter (None: never). notice_after_s: when callers that wait are told what is missing,
     ascending. durability: what the rows survive: "none", or "process", the server's being killed, for a standby takes
     over. life: a descriptor that stays open as long as the server or its standby lives (-1: none).
     """
@@ -100,6 +101,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     metrics_host: str = ""
     logging_level: str = "WARNING"
     staleness: Policy = Policy()
+    max_deliver: int | None = None
     notice_after_s: tuple[float, ...] = NOTICE_AFTER_S
     durability: Durability = "none"
     life: int = -1

@@ -60,8 +60,12 @@ from transfer_queue.wire.messages.checkpoints import Restore as Restore
 from transfer_queue.wire.messages.checkpoints import Snapshot as Snapshot
 from transfer_queue.wire.messages.leases import Ack as Ack
 from transfer_queue.wire.messages.leases import Lent as Lent
+from transfer_queue.wire.messages.leases import ListDeadLetters as ListDeadLetters
+from transfer_queue.wire.messages.leases import Nack as Nack
 from transfer_queue.wire.messages.leases import Release as Release
 from transfer_queue.wire.messages.leases import Renew as Renew
+from transfer_queue.wire.messages.leases import Requeue as Requeue
+from transfer_queue.wire.messages.leases import Requeued as Requeued
 from transfer_queue.wire.messages.listings import Changes as Changes
 from transfer_queue.wire.messages.listings import Listing as Listing
 from transfer_queue.wire.messages.listings import ListKeys as ListKeys
@@ -134,12 +138,13 @@ ClientMessage: TypeAlias = (
     | Cancel | Received | Goodbye | Take | Join | Moved | Gathered | ResolveCommits
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
-    | Ack | Renew | Release | Announce | Admit | GiveBack | Lock | KeepLock | Unlock | ListLocks
+    | Ack | Renew | Release | Nack | ListDeadLetters | Requeue | Announce | Admit | GiveBack
+    | Lock | KeepLock | Unlock | ListLocks
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
-    | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription
+    | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -160,7 +165,7 @@ SMALL_HEADER_NBYTES, LARGE_HEADER_NBYTES = 1 << 20, 256 << 20
 LARGE = frozenset(
     one.__name__.encode()
     for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Gathered,
-                ResolveCommits, Pin, Restore, Ack, Release)
+                ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue)
 )  # fmt: skip
 
 
@@ -175,5 +180,5 @@ def header_limit(head: memoryview) -> int:
 # Replies of these are remembered, so that a retried request has its first outcome.
 MUTATING = frozenset((
     Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Gathered, Restore,
-    Ack, Release, Announce, Admit, GiveBack, Lock, Unlock,
+    Ack, Release, Nack, Requeue, Announce, Admit, GiveBack, Lock, Unlock,
 ))  # fmt: skip

@@ -29,7 +29,38 @@ class Release(Request):
     service: bytes = b""
 
 
+class Nack(Request):
+    """`rows` of a lease (None: all that are left) were tried in vain: the task is offered them again after `delay_s`,
+    unless it has tried them as often as it may."""
+
+    lease: int
+    rows: bytes | None
+    delay_s: float
+    reason: str
+    service: bytes = b""
+
+
+class ListDeadLetters(Request):
+    """The rows that a task tried as often as it may, as a `RowSet` with `redelivered`."""
+
+    partition: str
+    task: str
+
+
+class Requeue(Request):
+    """Dead letters (`rows` of them, None: all) are offered to the task again, as if it had never tried them."""
+
+    partition: str
+    task: str
+    rows: bytes | None
+    service: bytes = b""
+
+
+class Requeued(Reply):
+    count: int
+
+
 class Lent(Reply):
-    """Answer to all three: how many rows of the lease are neither used, nor given back, nor cleared."""
+    """Answer to the four that name a lease: how many of its rows are neither used, nor given back, nor cleared."""
 
     rows: int

@@ -95,7 +95,8 @@ class RowSet(Reply):
 
     `lease` is the number of the lease they are held on, 0 for none; `DONE` in the empty answer to a fetch `until_done`.
     `loads`: see `lives`. `repeated`: how many at the end are rows of this or of other ranks' shares once more, so that
-    all ranks get the same number.
+    all ranks get the same number. `redelivered`: (position, attempts, reason of the last one) of rows that the task had
+    on a lease before and did not use.
     """
 
     rows: bytes
@@ -105,3 +106,4 @@ class RowSet(Reply):
     lease: int = 0
     loads: int = 0
     repeated: int = 0
+    redelivered: list[tuple[int, int, str]] | None = None
