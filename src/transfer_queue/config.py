@@ -133,9 +133,6 @@ def unknown(conf: Any) -> Iterator[str]:
 def _warn(conf: Any) -> None:
     for text in unknown(conf):
         warnings.warn(text, ConfigWarning, stacklevel=2)
-    if conf.backend.SimpleStorage.ssd_offload.get("enabled"):
-        text = "backend.SimpleStorage.ssd_offload.enabled has no effect: rows stay in memory"
-        warnings.warn(text, ConfigWarning, stacklevel=2)
 
 
 class ConfigMismatch(UserWarning):
@@ -214,6 +211,8 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         reserved_rows=environment.reserved_rows,
         trim_after_s=_seconds(simple.trim_after_s, "backend.SimpleStorage.trim_after_s"),
         arena_dir=None if simple.arena_dir is None else str(simple.arena_dir),
+        spill_dir=_spill_dir(simple),
+        spill_nbytes=_number(simple.spill_nbytes, "backend.SimpleStorage.spill_nbytes", 1) or 0,
         sampler=resolve(conf.controller.sampler),
         metrics_port=metrics_port if has_metrics else None,
         metrics_host=metrics_host,
@@ -251,6 +250,26 @@ def _staleness(section: Any) -> Policy:
         section.untagged,
         _number(section.rows_per_version, f"{name}.rows_per_version", 1),
     )
+
+
+def _spill_dir(simple: Any) -> str | None:
+    """`spill_dir`, or what TransferQueue calls so."""
+    name = "backend.SimpleStorage.ssd_offload"
+    ours = _directory(simple.spill_dir, "backend.SimpleStorage.spill_dir")
+    theirs = _directory(simple.ssd_offload.path, f"{name}.path")
+    if not _flag(simple.ssd_offload.enabled, f"{name}.enabled"):
+        return ours
+    if ours is None and theirs is None:
+        raise ConfigError(f"{name}.enabled: where to? Name backend.SimpleStorage.spill_dir, or {name}.path")
+    if None not in (ours, theirs) and ours != theirs:
+        raise ConfigError(f"{name}.path: {theirs!r}, but spill_dir is {ours!r}")
+    return ours or theirs
+
+
+def _directory(value: Any, name: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{name}: expected a directory, got {value!r}")
+    return value
 
 
 def _durability(value: Any, joins: bool) -> Durability:

@@ -6,8 +6,10 @@ There are no sockets, no clock and no other process: `python -m standby_sim SEED
 from __future__ import annotations
 
 import copy
+import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,12 +31,15 @@ from transfer_queue.server.standby.recording import (
     RecordingUnit,
 )
 from transfer_queue.server.standby.replay import Replay
+from transfer_queue.storage.blocks import SpillSpace
+from transfer_queue.storage.shm import GRAINS
 from transfer_queue.wire import messages as m
 
 SAMPLERS = (SequentialSampler, lambda: GRPOGroupNSampler(n_samples_per_prompt=2), RankAwareSampler)
 PARTITIONS, TASKS, KEYS = ("p", "q"), ("t", "u"), tuple(f"k{number}" for number in range(12))
 FIELDS = [FIELD, [*FIELD, FieldSchema("y", "dense", "int64", (2,))]]
 BUDGET = 64 * PAGE
+SPILL = SpillSpace(tempfile.gettempdir(), BUDGET)
 MAX_ROWS = 60
 JOURNAL_NBYTES = 8 << 20
 
@@ -52,7 +57,8 @@ def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7) -> Service:
     controller.recorder = recorder
     controller.state.cleared_partitions.at_once = -1  # everything is put off, as with large ones
     return Service(
-        controller, RecordingUnit(BUDGET, None, recorder), RecordingSessions(recorder), RecordingRegistry(recorder),
+        controller, RecordingUnit(BUDGET, None, recorder, SPILL), RecordingSessions(recorder),
+        RecordingRegistry(recorder),
         recorder.settle,
     )  # fmt: skip
 
@@ -81,11 +87,13 @@ def picture(service: Service) -> dict[str, Any]:
         "stale": dict(controller.staleness.num_stale),
         "unfinished": controller.unfinished,
         "blocks": sorted(
-            (one.number, one.arena, one.offset, one.nbytes, one.owner, one.layout, one.pins, one.published, one.dropped)
+            (one.number, one.arena, one.offset, one.nbytes, one.owner, one.layout, one.digest, one.pins, one.published,
+             one.dropped)
             for one in unit._blocks.values()
         ),
         "next block": unit._next,
-        "used": unit.used_nbytes,
+        "used": (unit.used_nbytes, unit.spilled_nbytes, unit.num_spilled),
+        "resting": list(unit._resting),
         "free": [arena.extents.free() for arena in unit.shm.arenas],
         "pins": copy.deepcopy(unit._pins._by_session),
         "sessions": {
@@ -143,7 +151,8 @@ class Simulation:
             assert isinstance(mine, Controller)
             assert isinstance(its, Controller)
             its.lineage.service_id, its.lineage.life = mine.lineage.service_id, mine.lineage.life
-        Replay(service).run(self.journal.records())
+        arenas = self.service.unit.shm.arenas[len(GRAINS) :]
+        Replay(service, [os.dup(arena.fd) for arena in arenas]).run(self.journal.records())
         return service
 
     def close(self) -> None:
@@ -207,16 +216,17 @@ class Simulation:
                 self.service.notify(m.Unpin(asked, list(held)[:2]), session)
 
     def _move(self) -> None:
-        """What a compactor does with a block, without its bytes."""
+        """What a compactor or a spiller does with a block, without its bytes."""
         controller, unit = self.service.controller, self.service.unit
         assert isinstance(controller, Controller)
         numbers = sorted(controller.block_index.entries)
         number = self._random.choice(numbers) if numbers else 0
         found = controller.rows_in(number)
-        target = unit.place(100, b"compaction") if found is not None else None
+        spills = self._random.random() < 0.5
+        target = unit.place(70_000 if spills else 100, b"mover", spills) if found is not None else None
         if found is None or target is None:
             return
-        unit.publish(target.number, b"moved")
+        unit.publish(target.number, b"moved", 4711 * spills)
         if not controller.relocate(number, target.number, found[0]):
             unit.drop(target.number)
         self.service.apply_outcomes()

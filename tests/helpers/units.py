@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.storage.blocks import Unit
+from transfer_queue.storage.blocks import NOWHERE, SpillSpace, Unit
 from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire.messages import Allocate
 
@@ -17,8 +17,8 @@ LARGE = SMALL_NBYTES + 1
 class Shell:
     """A unit driven by short calls; its invariants are checked after every one."""
 
-    def __init__(self, budget_nbytes: int = BUDGET, directory: str | None = None) -> None:
-        self.unit = Unit(budget_nbytes, directory)
+    def __init__(self, budget_nbytes: int = BUDGET, directory: str | None = None, spill: SpillSpace = NOWHERE) -> None:
+        self.unit = Unit(budget_nbytes, directory, spill)
 
     def allocate(self, nbytes: int, session: bytes = b"s", ticket: Any = None, wait_s: float = 0.0, now: float = 0.0,
                  pin: bool = False) -> int | None:  # fmt: skip

@@ -6,6 +6,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,9 +146,16 @@ def test_init_warns_and_starts(service: Callable[..., tq.TransferQueueClient]) -
     assert client.stats()["partitions"] == 0
 
 
-def test_disk_offload_warns_that_it_has_no_effect() -> None:
-    with pytest.warns(ConfigWarning, match="ssd_offload"):
-        started_with({"backend": {"SimpleStorage": {"ssd_offload": {"enabled": True}}}})
+def test_disk_offload_of_the_other_package_is_spilling(tmp_path: Path) -> None:
+    offload = {"enabled": True, "path": str(tmp_path)}
+    config = started_with({"backend": {"SimpleStorage": {"ssd_offload": offload, "spill_nbytes": 1 << 20}}})
+    assert (config.spill_dir, config.spill_nbytes) == (str(tmp_path), 1 << 20)
+    assert started_with({}).spill_dir is None
+    for wrong in ({"enabled": True}, {"enabled": "yes", "path": str(tmp_path)}):
+        with pytest.raises(ConfigError, match="ssd_offload"):
+            started_with({"backend": {"SimpleStorage": {"ssd_offload": wrong}}})
+    with pytest.raises(ConfigError, match="spill_dir"):
+        started_with({"backend": {"SimpleStorage": {"ssd_offload": offload, "spill_dir": "/elsewhere"}}})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ class Watched(Box):
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
-        self.collector = ServerCollector(MeteredService(self.controller, unit), None, None)  # type: ignore[arg-type]
+        self.collector = ServerCollector(MeteredService(self.controller, unit), None)  # type: ignore[arg-type]
 
     def set_size(self, size: int) -> None:
         self.handle(m.SetPartition(1, "p", size, {}))

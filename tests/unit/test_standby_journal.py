@@ -62,7 +62,7 @@ def test_a_journal_that_something_was_left_out_of_is_refused() -> None:
 def test_a_journal_that_is_full_is_refused_rather_than_cut() -> None:
     journal = Journal(size=4096)
     for number in range(300):
-        journal.write([r.Published(number, b"layout")])
+        journal.write([r.Published(number, b"layout", 0)])
     assert journal.is_useless
     journal.close()
 

@@ -27,6 +27,7 @@ from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
 from transfer_queue.client.listing import Listings
 from transfer_queue.client.retry import Retry, nobody_listens
+from transfer_queue.client.spilled import SpilledBlocks
 from transfer_queue.client.views import Views
 from transfer_queue.errors import (
     DeadlineExceeded,
@@ -125,6 +126,7 @@ class Session:
 
     def _open_memory(self) -> None:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
+        self.spilled = SpilledBlocks(self.arenas)
         self.views = Views(self.arenas, self._unpin, self.pin_connection, self._disconnect)
 
     @property

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transfer_queue.controller.table import Table
+from transfer_queue.controller.table import MAX_INDEX, Table
 
 
 class BlockEntry:
-    """One block: its live and original cells, and where its locations are written down."""
+    """One block: its live and original cells, and where its locations are written down. Its rows have indexes from
+    `first` to `last`."""
 
-    __slots__ = ("group", "live", "table", "total")
+    __slots__ = ("first", "group", "last", "live", "table", "total")
 
-    def __init__(self, cells: int, table: Table, group: int) -> None:
+    def __init__(self, cells: int, table: Table, group: int, first: int = 0, last: int = MAX_INDEX) -> None:
         self.live = self.total = cells
         self.table = table
         self.group = group
+        self.first = first
+        self.last = last
 
 
 class BlockIndex:
@@ -38,8 +39,8 @@ class BlockIndex:
         entry = self.entries.get(block)
         return entry if entry is not None and block in entry.table.blocks else None
 
-    def open(self, block: int, cells: int, table: Table, group: int) -> None:
-        self.entries[block] = BlockEntry(cells, table, group)
+    def open(self, block: int, cells: int, table: Table, group: int, first: int = 0, last: int = MAX_INDEX) -> None:
+        self.entries[block] = BlockEntry(cells, table, group, first, last)
         table.blocks.add(block)
 
     def replace(self, entries: dict[int, BlockEntry]) -> None:

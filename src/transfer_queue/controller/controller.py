@@ -254,7 +254,9 @@ class Controller:
         if message.fields and message.block != NO_BLOCK:
             number = table.group(message.fields)
             released = table.write(slots, number, message.block)
-            self.block_index.open(message.block, count * len(message.fields), table, number)
+            written = table.index[slots]
+            between = (int(written.min()), int(written.max()))
+            self.block_index.open(message.block, count * len(message.fields), table, number, *between)
             self.block_index.release(released)
             if count == 1:
                 self.state.lone_blocks.note(table, number, int(table.index[slots[0]]), message.block)
@@ -443,7 +445,7 @@ class Controller:
     def rows_in(self, block: int) -> tuple[Slots, list[str]] | None:
         """(rows of `block` with live cells, ascending; fields with live cells), or None when there are none."""
         entry = self.block_index.find(block)
-        return None if entry is None else entry.table.rows_in(entry.group, block)
+        return None if entry is None else entry.table.rows_in(entry.group, block, entry.first, entry.last)
 
     def relocate(self, block: int, target: int, rows: Slots) -> bool:
         """The live cells of `block` now lie in `target`, whose rows are `rows` of the old block, ascending.
@@ -453,12 +455,13 @@ class Controller:
         entry = self.block_index.find(block)
         if entry is None:
             return False
-        left, _ = entry.table.rows_in(entry.group, block)
+        between = (entry.first, entry.last)
+        left, _ = entry.table.rows_in(entry.group, block, *between)
         is_other = self.block_index.find(target) is not None or target >> m.UNIT_SHIFT != block >> m.UNIT_SHIFT
         if is_other or bool((rows[1:] <= rows[:-1]).any()) or not np.isin(left, rows).all():
             raise ProtocolError(f"block {target} does not have what is left of block {block}")
-        entry.table.relocate(entry.group, block, target, rows)
-        self.block_index.open(target, entry.live, entry.table, entry.group)
+        entry.table.relocate(entry.group, block, target, rows, *between)
+        self.block_index.open(target, entry.live, entry.table, entry.group, *between)
         self.block_index.release([(block, entry.live)])
         return True
 
@@ -480,7 +483,8 @@ class Controller:
         if not moved:
             return False
         cells = len(entry.table.groups[entry.group].fields)
-        self.block_index.open(target, cells * len(moved), entry.table, entry.group)
+        between = (int(rows[0]), int(rows[-1]))
+        self.block_index.open(target, cells * len(moved), entry.table, entry.group, *between)
         self.block_index.release([(block, cells) for block in moved])
         return True
 

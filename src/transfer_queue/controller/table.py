@@ -26,6 +26,7 @@ SHRINK_SLOTS = 4096
 MAX_GROUPS = 65_535
 
 Released = list[tuple[int, int]]
+MAX_INDEX = (1 << 63) - 1
 
 
 class Field(NamedTuple):
@@ -330,9 +331,10 @@ class Table:
                 found[of_group] = self.groups[number].block[slots[of_group]]
         return found
 
-    def rows_in(self, number: int, block: int) -> tuple[Slots, list[str]]:
-        """(rows of `block` with live cells, ascending; their fields); group `number` wrote the block."""
-        slots, live = self._cells_in(number, block)
+    def rows_in(self, number: int, block: int, first: int = 0, last: int = MAX_INDEX) -> tuple[Slots, list[str]]:
+        """(rows of `block` with live cells, ascending; their fields); group `number` wrote the block. Its rows have
+        indexes from `first` to `last`, which is where it is looked for."""
+        slots, live = self._cells_in(number, block, first, last)
         names = [
             name
             for name, any_live in zip(self.groups[number].fields, np.asarray(live.any(axis=1)), strict=True)
@@ -340,9 +342,11 @@ class Table:
         ]
         return np.sort(self.groups[number].row[slots]).astype(np.int64), names
 
-    def relocate(self, number: int, block: int, target: int, rows: Slots) -> None:
+    def relocate(
+        self, number: int, block: int, target: int, rows: Slots, first: int = 0, last: int = MAX_INDEX
+    ) -> None:
         group = self.groups[number]
-        slots, _ = self._cells_in(number, block)
+        slots, _ = self._cells_in(number, block, first, last)
         group.row[slots] = np.searchsorted(rows, group.row[slots])
         group.block[slots] = target
 
@@ -362,16 +366,18 @@ class Table:
         moved_from: list[int] = blocks[moved].tolist()
         return moved_from
 
-    def _cells_in(self, number: int, block: int) -> tuple[Slots, Flags]:
+    def _cells_in(self, number: int, block: int, first: int, last: int) -> tuple[Slots, Flags]:
         """(slots with live cells in `block`, which (field, slot) are live)."""
         group = self.groups[number]
-        slots = np.flatnonzero(self.alive[: self.size] & (group.block[: self.size] == block))
+        index = self.index[: self.size]
+        start, end = int(np.searchsorted(index, first)), int(np.searchsorted(index, last, side="right"))
+        slots = start + np.flatnonzero(self.alive[start:end] & (group.block[start:end] == block))
         live = self.cells[np.array([self.fields[name].number for name in group.fields])[:, None], slots] == number
         return slots[live.any(axis=0)], live
 
     def lose(self, number: int, block: int) -> Released:
         """The cells in `block`, which group `number` wrote, are absent again; their rows are remembered."""
-        slots, live = self._cells_in(number, block)
+        slots, live = self._cells_in(number, block, 0, MAX_INDEX)
         live = live[:, live.any(axis=0)]
         released = [(block, int(live.sum()))]
         for name, of_field in zip(self.groups[number].fields, live, strict=True):

@@ -12,15 +12,16 @@ from transfer_queue.errors import ConfigError
 from transfer_queue.memory.bytes import PAGE
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
+SYNC_FILE_RANGE_WRITE = 2
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # mmap(2); Python names it from 3.11 on some builds only
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def free_nbytes(directory: str) -> int | None:
+def free_nbytes(directory: str, setting: str = "arena_dir") -> int | None:
     """What the file system of an arena directory has free; None where it has no bound.
 
-    Raises `ConfigError` when arenas cannot lie there.
+    Raises `ConfigError`, which names the `setting`, when arenas cannot lie there.
     """
     try:
         probe = create(directory)
@@ -31,7 +32,7 @@ def free_nbytes(directory: str) -> int | None:
         finally:
             os.close(probe)
     except OSError as error:
-        raise ConfigError(f"backend.SimpleStorage.arena_dir: {directory!r} cannot hold arenas: {error}") from error
+        raise ConfigError(f"backend.SimpleStorage.{setting}: {directory!r} cannot hold arenas: {error}") from error
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
@@ -51,6 +52,12 @@ def reserve(fd: int, start: int, nbytes: int) -> bool:
             return False
         raise
     return True
+
+
+def start_writing(fd: int, start: int, nbytes: int) -> None:
+    """Have the system write a range of a file to its disk soon, so that its pages can go when memory is short. What
+    became of it shows in `os.fsync`; here nothing is reported, for nothing depends on it."""
+    _libc.sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), SYNC_FILE_RANGE_WRITE)
 
 
 def seal(fd: int) -> None:

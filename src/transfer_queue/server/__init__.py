@@ -11,6 +11,7 @@
     recycling           work that belongs to no request, in slices
     compaction          blocks of which few cells are left are written anew
     gathering           rows that were put alone become columns
+    spilling            blocks go to a disk before memory is full
     turns               whose long request is next
     fd_server           hands out arena descriptors on a unix socket
     bulk_writer         large answers to other hosts, from threads

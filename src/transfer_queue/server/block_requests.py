@@ -34,7 +34,7 @@ class BlockRequests:
     def inline(self, payload: memoryview) -> Block:
         """A block made of the payload of a message."""
         nbytes = max(1, len(payload))
-        block = self.unit.place(nbytes, None)
+        block = self.unit.place_anywhere(nbytes, None)
         if block is None:
             raise StoreFull(self.unit.full(nbytes))
         self.unit.memory(block)[: len(payload)] = payload

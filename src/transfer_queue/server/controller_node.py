@@ -12,6 +12,7 @@ from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor, start_compaction
 from transfer_queue.server.gathering import Gatherer, gather_lone_rows
 from transfer_queue.server.service import Service
+from transfer_queue.server.spilling import Spiller
 from transfer_queue.server.unit_registry import UnitConnection
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
@@ -41,6 +42,7 @@ class ControllerNode:
     def work(self) -> None:
         """What became due while messages were handled."""
         start_compaction(self.controller, self.members, self.compactor)
+        self.spiller.look()
         if self.controller.state.lone_blocks.is_due and (self._gathering is None or self._gathering.done()):
             gathering = gather_lone_rows(self.controller, self.members, self.gatherer)
             self._gathering = asyncio.get_running_loop().create_task(gathering)
@@ -49,10 +51,12 @@ class ControllerNode:
         """Begin on this event loop; what was begun on the one before is gone with it."""
         self.compactor = Compactor(self.service, self._moved_here)
         self.gatherer = Gatherer(self.service, self._gathered_here)
+        self.spiller = Spiller(self.service, self._moved_here)
         self._gathering = None
 
     def close(self) -> None:
         """Leave what was begun: the unit is about to go."""
+        self.spiller.close()
         if self._gathering is not None:
             self._gathering.cancel()
 

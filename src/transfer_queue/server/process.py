@@ -37,6 +37,7 @@ from transfer_queue.server.settings import (
     ServerConfig,
     budget_of,
     clear_run_dir,
+    spill_of,
 )
 from transfer_queue.server.standby.keeper import StandbyKeeper
 from transfer_queue.server.standby.recording import (
@@ -92,6 +93,7 @@ class Server:
         self.recorder = Recorder()
         self.role = self._joined() if config.join else self._leading()
         self.service = self.role.service
+        self.service.deliver = self.deliver
         self.listening: Listening
         self._keeper: StandbyKeeper | None = None
         self._entry = ""  # in the register of this user's servers
@@ -106,7 +108,7 @@ class Server:
     def _joined(self) -> StorageNode:
         """One more unit of a service that is there. It has no standby, whatever the service has."""
         config = self.config
-        unit = self._prepared(Unit(budget_of(config), config.arena_dir))
+        unit = self._prepared(Unit(budget_of(config), config.arena_dir, spill_of(config)))
         where = parse_address(config.join, config.token)
         return StorageNode(where, config.unit_token, unit, self.deliver, self._kind_of_service())
 
@@ -117,11 +119,13 @@ class Server:
         kind: type[Controller]
         unit: Unit
         if config.durability == "process":
-            kind, unit = RecordingController, RecordingUnit(budget_of(config), config.arena_dir, recorder)
+            kind = RecordingController
+            unit = RecordingUnit(budget_of(config), config.arena_dir, recorder, spill_of(config))
             sessions, members = RecordingSessions(recorder), RecordingRegistry(recorder)
             make = partial(of_service, sessions=sessions, members=members, settled=recorder.settle)
         else:
-            kind, unit, make = Controller, Unit(budget_of(config), config.arena_dir), of_service
+            kind, make = Controller, of_service
+            unit = Unit(budget_of(config), config.arena_dir, spill_of(config))
         controller = kind(
             from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness,
             lock_number=time.time_ns() // 1000, max_deliver=config.max_deliver,
@@ -262,7 +266,7 @@ class Server:
         from transfer_queue.server.metrics.collector import ServerCollector
         from transfer_queue.server.metrics.http import Endpoint
 
-        endpoint = Endpoint(ServerCollector(self.service, self.role.compactor, self.role.gatherer))
+        endpoint = Endpoint(ServerCollector(self.service, self.role))
         host = self.config.metrics_host or ("" if is_everywhere(self.config.host) else self.config.host)
         await endpoint.open(host, self._metrics_port)
         self._metrics_port = endpoint.port

@@ -97,6 +97,7 @@ class Service:
         self.num_requests = 0
         self.standby_pid = 0  # of the process that would take over
         self.takeovers = 0  # how often one did
+        self.deliver: Callable[[], None] = lambda: None  # sends what `answered` has; for those who are nobody's request
         self._held: dict[Hashable, list[HeldBlock]] = {}
         self._reading: dict[Hashable, Reading] = {}
         self._data_fetches = DataFetches(self._present, self.blocks.carried)
@@ -359,6 +360,8 @@ class Service:
             "arena_nbytes_used": self.unit.used_nbytes,
             "arena_nbytes_resident": self.unit.shm.resident_nbytes(),
             "arena_nbytes_budget": self.unit.budget_nbytes,
+            "spill_nbytes_used": self.unit.spilled_nbytes,
+            "spill_nbytes_budget": self.unit.spill.budget_nbytes,
             "pinned_nbytes": self.unit.pinned_nbytes(),
         }
 

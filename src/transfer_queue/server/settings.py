@@ -11,6 +11,7 @@ import msgspec
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.memory.memfd import free_nbytes
+from transfer_queue.storage.blocks import NOWHERE, SpillSpace
 from transfer_queue.wait_queue import NOTICE_AFTER_S
 from transfer_queue.wire.messages.staleness import Policy
 
@@ -57,6 +58,20 @@ def budget_of(config: ServerConfig) -> int:
     return min(wanted, int(free * DISK_SHARE))
 
 
+def spill_of(config: ServerConfig) -> SpillSpace:
+    """Where blocks go that have no room in memory. Raises `ConfigError` when what was configured does not fit there."""
+    if config.spill_dir is None:
+        return NOWHERE
+    free = free_nbytes(config.spill_dir, "spill_dir")
+    if free is None:
+        raise ConfigError(f"backend.SimpleStorage.spill_dir: {config.spill_dir!r} is memory, not a disk")
+    if config.spill_nbytes > free or not free:
+        raise ConfigError(
+            f"backend.SimpleStorage.spill_nbytes: {config.spill_nbytes} bytes, but {config.spill_dir} has {free} free"
+        )
+    return SpillSpace(config.spill_dir, config.spill_nbytes or int(free * DISK_SHARE))
+
+
 class ServerConfig(msgspec.Struct, kw_only=True):
     """All settings of one server process; travels as JSON over its standard input.
 
@@ -70,13 +85,15 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     max_rows, reserved_rows, sampler, client and durability do not count for others). budget_nbytes: bytes of all
     blocks (0: see `budget_of`). max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition
     has from the start. trim_after_s: free memory that was not needed for this long goes back to the system.
-    arena_dir: directory of the arena files instead of anonymous memory. sampler: a sampler's spec. client: what
-    attaching clients learn. metrics_port: serve Prometheus metrics on this port (None: no metrics). metrics_host: at
-    this address ("": `host`, but loopback where that is none or every address). logging_level: a level of the logging
-    module. staleness: how old rows may be. max_deliver: how often a task has a row on a lease in vain before it is a
-    dead letter (None: never). notice_after_s: when callers that wait are told what is missing,
-    ascending. durability: what the rows survive: "none", or "process", the server's being killed, for a standby takes
-    over. life: a descriptor that stays open as long as the server or its standby lives (-1: none).
+    arena_dir: directory of the arena files instead of anonymous memory. spill_dir: directory for blocks that have
+    no room in memory (None: they have to wait). spill_nbytes: bytes of these (0: what is free there). sampler: a
+    sampler's spec. client: what attaching clients learn. metrics_port: serve Prometheus metrics on this port (None:
+    no metrics). metrics_host: at this address ("": `host`, but loopback where that is none or every address).
+    logging_level: a level of the logging module. staleness: how old rows may be. max_deliver: how often a task has
+    a row on a lease in vain before it is a dead letter (None: never). notice_after_s: when callers that wait are
+    told what is missing, ascending. durability: what the rows survive: "none", or "process", the server's being
+    killed, for a standby takes over. life: a descriptor that stays open as long as the server or its standby lives
+    (-1: none).
     """
 
     run_dir: str
@@ -95,6 +112,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     reserved_rows: int = 1
     trim_after_s: float = 60.0
     arena_dir: str | None = None
+    spill_dir: str | None = None
+    spill_nbytes: int = 0
     sampler: dict[str, Any] = {}
     client: dict[str, Any] = {}
     metrics_port: int | None = None

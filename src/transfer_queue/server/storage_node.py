@@ -15,6 +15,7 @@ from transfer_queue.server.compaction import Compactor
 from transfer_queue.server.controller_proxy import ControllerProxy
 from transfer_queue.server.gathering import Gatherer
 from transfer_queue.server.service import Service
+from transfer_queue.server.spilling import Spiller
 from transfer_queue.server.unit_registry import UnitConnection, numbers
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import handshake
@@ -48,6 +49,7 @@ class StorageNode:
         self.service = make(self.remote, unit)
         self.compactor = Compactor(self.service, self._moved)
         self.gatherer = Gatherer(self.service, self._gathered)
+        self.spiller = Spiller(self.service, self._moved)
         self._controller = controller._replace(token=unit_token)
         self._address = ""
         self._deliver = deliver
@@ -106,6 +108,7 @@ class StorageNode:
 
     def work(self) -> None:
         """What became due while messages were handled."""
+        self.spiller.look()
         if self.service.in_doubt and not self._lost.is_set() and self._resolving is None:
             self._resolving = asyncio.get_running_loop().create_task(self._resolve_in_time())
 
@@ -167,5 +170,6 @@ class StorageNode:
 
     def close(self) -> None:
         self.gatherer.close()
+        self.spiller.close()
         self.remote.close()
         self._connection.close()

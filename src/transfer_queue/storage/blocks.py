@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
+from typing import NamedTuple
 
 from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.storage.pins import NO_REQUEST, Pins
-from transfer_queue.storage.shm import SharedMemory
+from transfer_queue.storage.shm import SMALL_NBYTES, SharedMemory
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire.messages import REMOTE, UNIT_SHIFT, Allocate, Allocated, Failed, InArena, Piece, Reply, Waiting
+
+FULL_SHARE, ROOMY_SHARE = 0.85, 0.75  # of the budget: blocks are moved to a disk above the one, down to the other
+
+
+class SpillSpace(NamedTuple):
+    """A directory for blocks that have no room in memory, and how many bytes of them it takes."""
+
+    directory: str | None
+    budget_nbytes: int
+
+
+NOWHERE = SpillSpace(None, 0)
 
 
 class Block:
     """A range of an arena. It lives until it is dropped by its owner or the controller, and no pin is left."""
 
-    __slots__ = ("arena", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins", "published")
+    __slots__ = ("arena", "digest", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins", "published")
 
     def __init__(self, number: int, arena: int, offset: int, nbytes: int, owner: bytes | None) -> None:
         self.number = number
@@ -24,6 +37,7 @@ class Block:
         self.nbytes = nbytes
         self.owner = owner  # the session that is filling it; None once published
         self.layout = b""
+        self.digest = 0  # xxh3-64 of its bytes, where they lie on a disk
         self.pins = 0
         self.published = False
         self.dropped = False
@@ -35,19 +49,26 @@ class Unit:
 
     An allocation that does not fit now is parked, and answered in `outbox` when memory is released, first come, first
     served. Arenas in a `directory` need space of its file system as well: none is as if the budget had no room.
+
+    `spill`: where blocks can be moved that have no room in memory, and how many bytes of them; they do not count in
+    the budget.
     """
 
-    def __init__(self, budget_nbytes: int, directory: str | None = None) -> None:
+    def __init__(self, budget_nbytes: int, directory: str | None = None, spill: SpillSpace = NOWHERE) -> None:
         self.budget_nbytes = budget_nbytes
+        self.spill = spill
         self.number = 0
         self.used_nbytes = 0
+        self.spilled_nbytes = self.num_spilled = 0
         self.peak_nbytes = 0  # since the last rotation of the trimmer
-        self.shm = SharedMemory(directory)
+        self.shm = SharedMemory(directory, spill.directory)
         self.outbox: list[tuple[Hashable, Reply]] = []
         self._blocks: dict[int, Block] = {}
         self._next = 1
         self._unpublished: dict[bytes, set[int]] = {}
         self._pins = Pins()
+        self.is_spilling = False  # blocks are being moved to the disk
+        self._resting: dict[int, None] = {}  # large blocks in memory that nobody reads, the longest unread first
         self._waiting: WaitQueue[Allocate] = WaitQueue()
         self._disk_is_full = False  # why the latest block that found no room found none
         self._refused: Waiter[Allocate] | None = None  # waits for space of the file system, and none was released yet
@@ -78,16 +99,28 @@ class Unit:
         return None
 
     def _allocated(self, message: Allocate, session: bytes) -> Allocated | None:
-        block = self.place(message.nbytes, session)
+        block = self.place_anywhere(message.nbytes, session, waits=True)
         if block is None:
             return None
         if message.pin:
             self.pin(block.number, session, message.rid)
         return Allocated(message.rid, block.number, block.arena, block.offset)
 
-    def place(self, nbytes: int, session: bytes | None) -> Block | None:
-        """A new block, or None when the budget or the file system has no room for it now."""
+    def place_anywhere(self, nbytes: int, session: bytes | None, waits: bool = False) -> Block | None:
+        """As `place`, in memory; else on the disk. Who `waits` gets memory as long as some can be given free."""
+        block = self.place(nbytes, session)
+        if block is None and self.spill.budget_nbytes and not (waits and (self._resting or self.is_spilling)):
+            block = self.place(nbytes, session, spills=True)
+        return block
+
+    def place(self, nbytes: int, session: bytes | None, spills: bool = False) -> Block | None:
+        """A new block, or None when the budget or the file system has no room for it now. `spills`: where those are
+        that have no room in memory."""
         size = self.shm.rounded(nbytes)
+        if spills:
+            fits = self.spilled_nbytes + size <= self.spill.budget_nbytes
+            spilled = self.shm.take(nbytes, spills=True) if fits else None
+            return None if spilled is None else self._enter(*spilled, nbytes, session)
         self._disk_is_full = False
         if self.used_nbytes + size > self.budget_nbytes:
             return None
@@ -108,9 +141,20 @@ class Unit:
         self._blocks[block.number] = block
         if session is not None:
             self._unpublished.setdefault(session, set()).add(block.number)
-        self.used_nbytes += self.shm.rounded(nbytes)
-        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+        self._count(block, self.shm.rounded(nbytes))
         return block
+
+    def _count(self, block: Block, nbytes: int) -> None:
+        """So many bytes more (or less) are taken where the block lies."""
+        if self.is_spilled(block):
+            self.spilled_nbytes += nbytes
+            self.num_spilled += 1 if nbytes > 0 else -1
+        else:
+            self.used_nbytes += nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+
+    def is_spilled(self, block: Block) -> bool:
+        return self.shm.arenas[block.arena].spills
 
     def unpublished(self, number: int, session: bytes) -> Block:
         """A block that `session` is filling, or `InvalidInput`."""
@@ -122,17 +166,19 @@ class Unit:
     def memory(self, block: Block) -> Bytes:
         return self.shm.slice(block.arena, block.offset, block.nbytes)
 
-    def publish(self, number: int, layout: bytes) -> None:
-        """The block's content is final; from now on the controller decides when it goes."""
+    def publish(self, number: int, layout: bytes, digest: int = 0) -> None:
+        """The block's content is final; from now on the controller decides when it goes. `digest`: see `Block`."""
         block = self._blocks[number]
         if block.owner is not None:
             self._unpublished[block.owner].discard(number)
-        block.owner, block.layout, block.published = None, layout, True
+        block.owner, block.layout, block.published, block.digest = None, layout, True, digest
+        self._rest(block)
 
     def drop(self, number: int) -> None:
         """Nobody needs the block any more; its memory is free once the last pin is gone."""
         block = self._blocks[number]
         block.dropped = True
+        self._resting.pop(number, None)
         if block.owner is not None:
             self._unpublished[block.owner].discard(number)
         if not block.pins:
@@ -141,7 +187,7 @@ class Unit:
     def _free(self, block: Block) -> None:
         del self._blocks[block.number]
         self.shm.give(block.arena, block.offset, block.nbytes)
-        self.used_nbytes -= self.shm.rounded(block.nbytes)
+        self._count(block, -self.shm.rounded(block.nbytes))
         self._refused = None
 
     # reading
@@ -168,7 +214,7 @@ class Unit:
         found = [piece for piece in pieces if piece.location == REMOTE and self.holds(piece.block, dropped)]
         for piece in found:
             block = self._blocks[piece.block]
-            piece.location, piece.nbytes = InArena(block.arena, block.offset), block.nbytes
+            piece.location, piece.nbytes = InArena(block.arena, block.offset, block.digest), block.nbytes
             if block.layout not in numbers:
                 numbers[block.layout] = len(layouts)
                 layouts.append(block.layout)
@@ -185,6 +231,7 @@ class Unit:
     def pin(self, number: int, session: bytes, rid: int = NO_REQUEST) -> None:
         self._blocks[number].pins += 1
         self._pins.add(number, session, rid)
+        self._resting.pop(number, None)
 
     def unpin(self, number: int, session: bytes, rid: int = NO_REQUEST) -> None:
         """Release one pin of a request; unknown ones are ignored."""
@@ -201,6 +248,8 @@ class Unit:
         block.pins -= 1
         if block.dropped and not block.pins:
             self._free(block)
+        else:
+            self._rest(block)
 
     def pinned(self, number: int, session: bytes) -> Block:
         """A block `session` has pinned. Raises `RowCleared` when it has not, or no longer: it locates the rows anew."""
@@ -216,6 +265,41 @@ class Unit:
         """Give `session` a pin on everything `parent` has pinned."""
         for number in self._pins.of(parent):
             self.pin(number, session)
+
+    # moving to a disk
+
+    def _rest(self, block: Block) -> None:
+        """Nobody reads the block now; it may be moved, before those that are read later."""
+        if not self.spill.budget_nbytes or block.pins or not block.published or block.dropped:
+            return
+        if block.nbytes > SMALL_NBYTES and not self.is_spilled(block):
+            self._resting[block.number] = None
+
+    def surplus_nbytes(self) -> int:
+        """How many bytes of memory are to be given free: for the first that waits, or for those that come next."""
+        if not self.spill.budget_nbytes:
+            return 0
+        first = next(iter(self._waiting), None)
+        if first is not None:
+            return max(1, self.used_nbytes + self.shm.rounded(first.message.nbytes) - self.budget_nbytes)
+        if self.used_nbytes <= FULL_SHARE * self.budget_nbytes:
+            return 0
+        return self.used_nbytes - int(ROOMY_SHARE * self.budget_nbytes)
+
+    @property
+    def can_spill(self) -> bool:
+        """Whether there are blocks to be moved."""
+        return bool(self._resting)
+
+    def longest_unread(self, nbytes: int) -> list[Block]:
+        """Blocks of `nbytes` together, at least one, to be moved; fewer when there are no more."""
+        found: list[Block] = []
+        for number in self._resting:
+            if nbytes <= 0:
+                break
+            found.append(self._blocks[number])
+            nbytes -= found[-1].nbytes
+        return found
 
     # trouble and time
 
@@ -281,11 +365,15 @@ class Unit:
     def full(self, nbytes: int) -> str:
         """Why a block of `nbytes` found no room just now."""
         why = f"the file system of {self.shm.directory} is full, " if self._disk_is_full else ""
-        return f"{nbytes} bytes do not fit: {why}{self.used_nbytes} of {self.budget_nbytes} bytes are in use"
+        text = f"{nbytes} bytes do not fit: {why}{self.used_nbytes} of {self.budget_nbytes} bytes are in use"
+        if self.spill.budget_nbytes:
+            text += f", {self.spilled_nbytes} of {self.spill.budget_nbytes} in {self.spill.directory}"
+        return text
 
     def trim(self, keep_nbytes: int) -> None:
         """Return free memory to the system until at most `keep_nbytes` (or what is in use) stays resident."""
         self.shm.trim(self.shm.resident_nbytes() - max(keep_nbytes, self.used_nbytes))
+        self.shm.trim(self.shm.resident_nbytes(spills=True) - self.spilled_nbytes, spills=True)
 
     def pinned_nbytes(self) -> dict[str, int]:
         """Bytes pinned by each client."""
@@ -301,6 +389,12 @@ class Unit:
         """Blocks do not overlap and fill exactly what the extents miss; tests call this after each event."""
         blocks = self._blocks.values()
         self.shm.check_invariants([(block.arena, block.offset, block.nbytes) for block in blocks])
-        assert sum(self.shm.rounded(block.nbytes) for block in blocks) == self.used_nbytes <= self.budget_nbytes
+        sizes = [0, 0]
+        for block in blocks:
+            sizes[self.is_spilled(block)] += self.shm.rounded(block.nbytes)
+        assert sizes == [self.used_nbytes, self.spilled_nbytes]
+        assert self.used_nbytes <= self.budget_nbytes
+        assert self.spilled_nbytes <= self.spill.budget_nbytes
+        assert all(not self._blocks[number].pins and self._blocks[number].published for number in self._resting)
         pins = self._pins.counts()
         assert all(block.pins == pins[block.number] for block in blocks)

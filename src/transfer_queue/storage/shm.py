@@ -29,11 +29,15 @@ CHUNK_NBYTES = 1 << 20  # reserved together, and remembered: reserving again wou
 class Arena:
     """`size` bytes handed out in multiples of `grain`; a file in `directory` instead of a memory file when given.
 
-    `fd`: an arena of this size that another process has made; nothing of it is taken here.
+    `fd`: an arena of this size that another process has made; nothing of it is taken here. `spills`: it is for blocks
+    that have no room in memory.
     """
 
-    def __init__(self, size: int, grain: int, directory: str | None = None, fd: int | None = None) -> None:
+    def __init__(
+        self, size: int, grain: int, directory: str | None = None, fd: int | None = None, spills: bool = False
+    ) -> None:
         self.size = size
+        self.spills = spills
         self.extents = Extents(size, grain)
         self.fd = memfd.create(directory) if fd is None else fd
         if fd is None:
@@ -92,20 +96,22 @@ class Arena:
 
 
 class SharedMemory:
-    """Ranges of arenas, which are opened as they are needed. `directory`: see `Arena`.
+    """Ranges of arenas, which are opened as they are needed. `directory`: see `Arena`. `spill_directory`: where the
+    arenas of blocks are that have no room in memory (None: nowhere).
 
     Small blocks share pages, the others are page-aligned, so that they can be viewed: each kind has its own arenas.
     """
 
-    def __init__(self, directory: str | None = None) -> None:
+    def __init__(self, directory: str | None = None, spill_directory: str | None = None) -> None:
         self.directory = directory
+        self.spill_directory = spill_directory
         self.arenas: list[Arena] = []
 
     def open(self) -> None:
         """Open an arena for small blocks and one for large ones: untouched they cost address space only, and later
         there may be no descriptor left for them."""
         for grain in GRAINS:
-            if all(arena.extents.grain != grain for arena in self.arenas):
+            if all(arena.extents.grain != grain or arena.spills for arena in self.arenas):
                 self.add(Arena(ARENA_NBYTES, grain, self.directory))
 
     def add(self, arena: Arena) -> None:
@@ -118,12 +124,12 @@ class SharedMemory:
         grain = GRAINS[nbytes > SMALL_NBYTES]
         return max(1, -(-nbytes // grain)) * grain
 
-    def take(self, nbytes: int) -> tuple[int, int] | None:
+    def take(self, nbytes: int, spills: bool = False) -> tuple[int, int] | None:
         """Arena and offset of a range that can be written; None when the file system has no space for it."""
         for attempt in range(2):
             if attempt:
-                self.trim(self.resident_nbytes())  # free ranges elsewhere hold space
-            place = self._find(nbytes)
+                self.trim(self.resident_nbytes(spills), spills)  # free ranges elsewhere hold space
+            place = self._find(nbytes, spills)
             if place is None:
                 continue
             arena, offset = self.arenas[place[0]], place[1]
@@ -132,17 +138,17 @@ class SharedMemory:
             arena.extents.give(offset, nbytes)
         return None
 
-    def _find(self, nbytes: int) -> tuple[int, int] | None:
+    def _find(self, nbytes: int, spills: bool) -> tuple[int, int] | None:
         """A range of an arena, if need be of a new one; None when there is no space for its file."""
         grain = GRAINS[nbytes > SMALL_NBYTES]
         for number, arena in enumerate(self.arenas):
-            if arena.extents.grain == grain:
+            if arena.extents.grain == grain and arena.spills == spills:
                 offset = arena.extents.take(nbytes)
                 if offset is not None:
                     return number, offset
         size = max(ARENA_NBYTES, -(-nbytes // PAGE) * PAGE)
         try:
-            self.add(Arena(size, grain, self.directory))
+            self.add(Arena(size, grain, self.spill_directory if spills else self.directory, spills=spills))
         except OSError as error:
             if error.errno not in memfd.NO_SPACE:
                 raise
@@ -162,15 +168,17 @@ class SharedMemory:
     def slice(self, arena: int, offset: int, nbytes: int) -> Bytes:
         return self.arenas[arena].slice(offset, nbytes)
 
-    def resident_nbytes(self) -> int:
-        """Bytes that occupy memory, used or free."""
-        return sum(arena.resident_nbytes() for arena in self.arenas)
+    def resident_nbytes(self, spills: bool = False) -> int:
+        """Bytes that occupy memory, or where blocks are that have no room there, used or free."""
+        return sum(arena.resident_nbytes() for arena in self.arenas if arena.spills == spills)
 
-    def trim(self, nbytes: int) -> None:
-        """Return about `nbytes` of free memory to the system."""
+    def trim(self, nbytes: int, spills: bool = False) -> None:
+        """Return about `nbytes` of what is free there to the system."""
         for arena in self.arenas:
             if nbytes <= 0:
                 return
+            if arena.spills != spills:
+                continue
             before = arena.resident_nbytes()
             arena.trim(nbytes)
             nbytes -= before - arena.resident_nbytes()

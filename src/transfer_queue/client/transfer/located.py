@@ -107,7 +107,9 @@ class LocatedRows:
             case m.Inline(offset=offset):
                 data = inline_bytes(self._payload, offset, piece.nbytes)
                 return LocatedBlock(rid, piece, layout, BlockBytes(data, layout, 0), None)
-            case m.InArena(arena=arena, offset=offset) if offset >= 0 and 0 <= arena < MAX_ARENAS:
+            case m.InArena(arena=arena, offset=offset, digest=digest) if offset >= 0 and 0 <= arena < MAX_ARENAS:
+                if digest:
+                    self._session.spilled.check(piece.block, piece.location, piece.nbytes)
                 data = self._session.arenas[arena].shared[offset : offset + piece.nbytes]
                 if len(data) < piece.nbytes:
                     raise ProtocolError(f"a block of {piece.nbytes} bytes at {offset}, beyond its arena")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from time import monotonic
+from typing import Protocol
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -23,10 +24,19 @@ from transfer_queue.controller.table import Table
 from transfer_queue.server.compaction import Compactor
 from transfer_queue.server.gathering import Gatherer
 from transfer_queue.server.metrics.counters import BOUNDS, CONTROLLER, STORAGE, Histogram, MeteredService
+from transfer_queue.server.spilling import Spiller
 
 PART = 64  # partitions per part of a family
 _LIMITS = [*map(floatToGoString, BOUNDS), "+Inf"]
 Rows = Iterable[tuple[Sequence[str], float]]  # label values and a number
+
+
+class Movers(Protocol):
+    """Who moves blocks in a server."""
+
+    compactor: Compactor
+    gatherer: Gatherer
+    spiller: Spiller
 
 
 class ServerCollector(Collector):
@@ -35,12 +45,11 @@ class ServerCollector(Collector):
     A family with many samples comes in several parts, one after the other, so that requests can be answered in between.
     """
 
-    def __init__(self, service: MeteredService, compactor: Compactor, gatherer: Gatherer) -> None:
+    def __init__(self, service: MeteredService, movers: Movers) -> None:
         self._service = service
         self._unit = service.unit
         self._controller = service.controller if isinstance(service.controller, Controller) else None
-        self._compactor = compactor
-        self._gatherer = gatherer
+        self._movers = movers
 
     def collect(self) -> Iterator[Metric]:
         if self._controller is not None:
@@ -95,13 +104,18 @@ class ServerCollector(Collector):
         yield _gauge("tq_pinned_bytes", "Bytes clients are reading, per reader.", sum(unit.pinned_nbytes().values()))
         yield _counter("tq_written_bytes", "Bytes of published blocks.", service.nbytes_in)
         yield _counter("tq_read_bytes", "Bytes of blocks handed to readers.", service.nbytes_out)
-        yield _counter("tq_compactions", "Blocks rewritten without their dead cells.", self._compactor.num_moved)
-        yield _counter("tq_gathered_rows", "Rows put alone that became columns.", self._gatherer.num_rows)
+        yield _counter("tq_compactions", "Blocks rewritten without their dead cells.", self._movers.compactor.num_moved)
+        yield _counter("tq_gathered_rows", "Rows put alone that became columns.", self._movers.gatherer.num_rows)
+        yield _counter("tq_spilled_blocks", "Blocks moved to a disk.", self._movers.spiller.num_moved)
 
     def _unit_sizes(self) -> Iterator[Metric]:
         yield self._of_unit("tq_storage_memory_rss_bytes", "Resident memory of the server process.", resident_nbytes())
-        for name in ("offload_enabled", "active_values", "active_bytes", "fallback_values_total"):
-            yield self._of_unit(f"tq_storage_ssd_{name}", "Always 0: nothing is moved to disk.", 0)
+        unit = self._unit
+        enabled = float(unit.spill.budget_nbytes > 0)
+        yield self._of_unit("tq_storage_ssd_offload_enabled", "Whether rows without room go to a disk.", enabled)
+        yield self._of_unit("tq_storage_ssd_active_values", "Blocks on the disk.", unit.num_spilled)
+        yield self._of_unit("tq_storage_ssd_active_bytes", "Bytes of these.", unit.spilled_nbytes)
+        yield self._of_unit("tq_storage_ssd_fallback_values_total", "Always 0.", 0)
 
     def _unit_requests(self) -> Iterator[Metric]:
         meters, unit = self._service.meters(STORAGE), str(self._unit.number)

@@ -12,7 +12,7 @@ from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.standby import records as r
 from transfer_queue.server.standby.journal import Journal
 from transfer_queue.server.unit_registry import UnitConnection, UnitRegistry
-from transfer_queue.storage.blocks import Block, Unit
+from transfer_queue.storage.blocks import NOWHERE, Block, SpillSpace, Unit
 from transfer_queue.storage.shm import Arena, SharedMemory
 from transfer_queue.wire import messages as m
 
@@ -126,25 +126,27 @@ class RecordingController(Controller):
 class RecordingMemory(SharedMemory):
     """The standby needs the descriptor of an arena before it hears of a block there."""
 
-    def __init__(self, directory: str | None, recorder: Recorder) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: str | None, spill_directory: str | None, recorder: Recorder) -> None:
+        super().__init__(directory, spill_directory)
         self._recorder = recorder
 
     def add(self, arena: Arena) -> None:
-        self._recorder.note(r.ArenaOpened(arena.size, arena.extents.grain))
+        self._recorder.note(r.ArenaOpened(arena.size, arena.extents.grain, arena.spills))
         self._recorder.send(arena)
         super().add(arena)
 
 
 class RecordingUnit(Unit):
-    def __init__(self, budget_nbytes: int, directory: str | None, recorder: Recorder) -> None:
-        super().__init__(budget_nbytes, directory)
-        self.shm = RecordingMemory(directory, recorder)
+    def __init__(
+        self, budget_nbytes: int, directory: str | None, recorder: Recorder, spill: SpillSpace = NOWHERE
+    ) -> None:
+        super().__init__(budget_nbytes, directory, spill)
+        self.shm = RecordingMemory(directory, spill.directory, recorder)
         self.recorder = recorder
         self._vacating = False
 
-    def place(self, nbytes: int, session: bytes | None) -> Block | None:
-        block = super().place(nbytes, session)
+    def place(self, nbytes: int, session: bytes | None, spills: bool = False) -> Block | None:
+        block = super().place(nbytes, session, spills)
         if block is not None:
             self.recorder.note(r.Placed(block.arena, block.offset, nbytes, session))
         return block
@@ -155,9 +157,9 @@ class RecordingUnit(Unit):
             self.recorder.note(r.BlockGiven(session, message.rid, allocated.block))
         return allocated
 
-    def publish(self, number: int, layout: bytes) -> None:
-        self.recorder.note(r.Published(number, layout))
-        super().publish(number, layout)
+    def publish(self, number: int, layout: bytes, digest: int = 0) -> None:
+        self.recorder.note(r.Published(number, layout, digest))
+        super().publish(number, layout, digest)
 
     def drop(self, number: int) -> None:
         if not self._vacating:

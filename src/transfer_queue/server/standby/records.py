@@ -98,6 +98,7 @@ class ArenaOpened(_Record, tag=12):
 
     size: int
     grain: int
+    spills: bool
 
 
 class Placed(_Record, tag=13):
@@ -118,6 +119,7 @@ class BlockGiven(_Record, tag=14):
 class Published(_Record, tag=15):
     block: int
     layout: bytes
+    digest: int
 
 
 class Dropped(_Record, tag=16):

@@ -165,7 +165,8 @@ class Replay:
         if descriptor is None:
             raise JournalUseless("the descriptor of an arena did not come")
         shm = self._unit.shm
-        shm.add(Arena(record.size, record.grain, shm.directory, descriptor))
+        directory = shm.spill_directory if record.spills else shm.directory
+        shm.add(Arena(record.size, record.grain, directory, descriptor, record.spills))
 
     def _placed(self, record: r.Placed) -> None:
         self._unit.place_at(record.arena, record.offset, record.nbytes, record.owner)
@@ -177,7 +178,7 @@ class Replay:
         session.remember((m.Allocated(record.rid, block.number, block.arena, block.offset), ()))
 
     def _published(self, record: r.Published) -> None:
-        self._unit.publish(record.block, record.layout)
+        self._unit.publish(record.block, record.layout, record.digest)
 
     def _dropped(self, record: r.Dropped) -> None:
         self._unit.drop(record.block)

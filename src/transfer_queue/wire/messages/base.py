@@ -30,10 +30,12 @@ class Inline(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=0):
 
 
 class InArena(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=1):
-    """The bytes lie in shared memory of the server that says so; whoever is told has them pinned, and maps them."""
+    """The bytes lie in shared memory of the server that says so; whoever is told has them pinned, and maps them.
+    `digest`, where it is not 0, is their xxh3-64: they lie on a disk."""
 
     arena: int
     offset: int
+    digest: int = 0
 
 
 class Remote(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=2):

@@ -1,0 +1,52 @@
+"""Blocks that lie on a disk: what it gives back is compared with what was written, once in each process."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from xxhash import xxh3_64
+
+from transfer_queue.client.arenas import MappedArenas
+from transfer_queue.errors import DataLost
+from transfer_queue.wire.messages import InArena
+
+CHUNK_NBYTES = 4 << 20
+MAX_KNOWN = 1 << 16
+
+
+class SpilledBlocks:
+    """Those whose bytes were found to be right. They are read with pread(2): where a disk fails, that is an error, and
+    a look at mapped memory the end of the process (SIGBUS). Afterwards they are in the system's page cache."""
+
+    def __init__(self, arenas: MappedArenas) -> None:
+        self._arenas = arenas
+        self._known: dict[tuple[int, int], None] = {}  # by block and digest
+
+    def check(self, block: int, where: InArena, nbytes: int) -> None:
+        """Raises `DataLost` unless these are the bytes that were written. The caller has the block pinned."""
+        if (block, where.digest) in self._known:
+            return
+        try:
+            found = _digest(self._arenas[where.arena].fd, where.offset, nbytes)
+        except OSError as error:
+            raise DataLost(f"block {block}: the disk that its rows were moved to has an error: {error}") from error
+        if found != where.digest:
+            raise DataLost(f"block {block}: the disk that its rows were moved to gives other bytes than were written")
+        if len(self._known) >= MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[block, where.digest] = None
+
+
+def _digest(fd: int, offset: int, nbytes: int) -> int:
+    """xxh3-64 of a range of a file. Raises `OSError`."""
+    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+    buffer = memoryview(np.empty(min(nbytes, CHUNK_NBYTES), np.uint8))  # type: ignore[arg-type]
+    state, at = xxh3_64(), 0
+    while at < nbytes:
+        count = os.preadv(fd, [buffer[: nbytes - at]], offset + at)
+        if not count:
+            raise OSError(f"the file ends at {offset + at}")
+        state.update(buffer[:count])
+        at += count
+    return state.intdigest()
