@@ -75,6 +75,11 @@ def picture(service: Service) -> dict[str, Any]:
             for number, one in leases._leases.items()
         },
         "delays": [(one.due, one.task, one.rows.tolist()) for one in fetching.redelivery._delays],
+        "steps": {
+            name: [[(one.partition, one.rows.tolist(), one.lease, one.sampling) for one in batches]
+                   for batches in (*known.done.values(), known.open, known.again)]
+            for name, known in fetching.steps._tasks.items()
+        },
         "unreceived": {
             session: {rid: type(grant).__name__ for rid, grant in held.items()}
             for session, held in fetching.unreceived._by_session.items()
@@ -267,6 +272,8 @@ class Simulation:
             (1, lambda: m.Release(rid, pick(self._leases), None)),
             (2, lambda: m.Nack(rid, pick(self._leases), None, pick([0.0, 0.4]), pick(["", "too long"]))),
             (1, lambda: m.Requeue(rid, partition, pick(TASKS), None)),
+            (2, lambda: m.MarkStep(rid, pick([below(6), rid]), pick([None, ["t"]]), [])),
+            (1, lambda: m.ResumeStep(rid, below(6), None)),
             (1, lambda: m.Renew(rid, pick(self._leases), 0.5)),
             (3, lambda: m.Get(rid, partition, keys[:1], None, ["x"], pick([True, False]))),
             (3, lambda: m.Clear(rid, partition, pick([keys, keys, None]), None)),

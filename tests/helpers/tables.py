@@ -48,7 +48,7 @@ def content(controller: Controller) -> tuple[Any, list[int]]:
 # They change nothing: what holds before them holds after them.
 QUERIES = (
     m.Get, m.Scan, m.NameRows, m.Consumption, m.Production, m.ListKeys, m.ListPartitions, m.GetPartition, m.ListLocks,
-    m.ListDeadLetters,
+    m.ListDeadLetters, m.GetStep,
 )  # fmt: skip
 
 
@@ -155,6 +155,19 @@ class Box:
 
     def requeue(self, rows: Sequence[int] | None = None, task: str = "t", partition: str = "p") -> int:
         return int(self.handle(m.Requeue(1, partition, task, None if rows is None else packed(rows))).count)
+
+    def mark(self, step: int, tasks: list[str] | None = None, used: Sequence[tuple[int, Any]] = ()) -> None:
+        named = [(lease, None if rows is None else packed(rows)) for lease, rows in used]
+        self.handle(m.MarkStep(1, step, tasks, named))
+
+    def resume(self, step: int, tasks: list[str] | None = None) -> tuple[int, int, int]:
+        """(batches, rows) to come once more, and batches lost."""
+        reply = self.handle(m.ResumeStep(1, step, tasks))
+        return reply.batches, reply.rows, reply.lost
+
+    def taken(self, step: int | None = None, task: str = "t") -> list[list[int]]:
+        """The rows of each batch."""
+        return [indexes(batch) for batch in self.handle(m.GetStep(1, task, step)).batches]
 
     def end_session(self, session: bytes = b"session") -> None:
         self.controller.end_session(session)

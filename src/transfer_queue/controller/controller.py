@@ -21,6 +21,7 @@ from transfer_queue.controller.restore import StateLoader
 from transfer_queue.controller.snapshot import capture
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.state import ControllerState
+from transfer_queue.controller.steps import REQUESTS as STEP_REQUESTS
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import Grant, InsertGrant, LockGrant
 from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, StoreFull, TransferQueueError, UnknownMode
@@ -89,6 +90,8 @@ class Controller:
             return self._fetching.fetch(parked, self.tables.get(message.partition))
         if isinstance(message, DEAD_LETTER_REQUESTS):
             return self._redelivery.handle(message)
+        if isinstance(message, STEP_REQUESTS):
+            return self._step(message, session)
         if isinstance(message, VERSION_REQUESTS):
             answer: m.Reply | None = self.staleness.handle(message, ticket, session, now)
             return answer
@@ -422,10 +425,22 @@ class Controller:
             self._leases.revoke(task)
             self._unreceived.void(table, name)
             task.group = None
+            self._fetching.steps.reset(name, table.name)
             task.reset(table)
             self.staleness.review(table, name)
             self._fetching.serve(table, task, list(task.views.values()))
         return m.Done(message.rid, note)
+
+    def _step(self, message: m.MarkStep | m.ResumeStep | m.GetStep, session: bytes) -> m.Reply:
+        steps = self._fetching.steps
+        if not isinstance(message, m.MarkStep):
+            return steps.handle(message)
+        steps.check_mark(message)
+        for lease, rows in message.used:
+            self._leases.check(lease, rows)
+        for lease, rows in message.used:
+            self._leases.handle(m.Ack(message.rid, lease, rows), session)
+        return steps.mark(message)
 
     def _set_partition(self, message: m.SetPartition) -> m.Reply:
         if message.size is not None and message.size < 0:
@@ -500,6 +515,7 @@ class Controller:
         """Tables agree with themselves, and the block index with the tables; tests call this after each event."""
         self._leases.check_invariants()
         self._redelivery.check_invariants()
+        self._fetching.steps.check_invariants()
         self._unreceived.check_invariants()
         self.staleness.check_invariants()
         self.locks.check_invariants()

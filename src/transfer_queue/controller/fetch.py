@@ -14,6 +14,7 @@ from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
+from transfer_queue.controller.steps import Steps, TakenRows
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import ConsumedGrant, Grant, LeaseGrant, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
@@ -76,6 +77,7 @@ class Fetching:
         self.staleness = Staleness(tables, outbox, self._rows_consumed, self.unreceived)
         self.redelivery = Redelivery(tables, self._offered, self.staleness.admissions.give_back)
         self.leases = Leases(tables, self._offered, self._rows_consumed, self.redelivery.came_back)
+        self.steps = Steps(tables, self._free_all, self._serve_all)
         self.parked: WaitQueue[Fetch] = WaitQueue()
         self._on_behalf: dict[bytes, list[Waiter[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Waiter[Fetch]]] = {}  # their partition does not exist (yet)
@@ -139,6 +141,7 @@ class Fetching:
             self.outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
         self._abandon(ended)
         self.dealing.forget(table)
+        self.steps.closed(table.name)
         self.sampler.clear_cache(table.name)
 
     def orphan(self, table: Table) -> None:
@@ -177,7 +180,7 @@ class Fetching:
         waiting, view.waiters = view.waiters, []
         kept = []
         for request in waiting:
-            if not view.count and self._needs_rows(request.message):
+            if not view.count and self._needs_rows(request.message) and not self.steps.are_due(request.message.task):
                 kept.append(request)  # many may wait for the same few rows
                 continue
             if not self.parked.holds(request):
@@ -214,6 +217,24 @@ class Fetching:
         self._remembered = True  # maybe amid the waiters of a view: they are all looked at again
         self._offered(table, task, slots)
         self._rows_consumed(table, table.tasks[task])
+
+    def _free_all(self, table: Table, name: str) -> None:
+        """Nothing of a task is lent or kept any more; `_serve_all` offers its rows."""
+        task = table.tasks[name]
+        self.leases.revoke(task)
+        self.unreceived.void(table, name)
+        task.group = None
+        task.free()
+        with contextlib.suppress(SamplerFailed):
+            self._ask(self.sampler.offer_again, table.name, name, set(table.index[table.live_slots()].tolist()))
+
+    def _serve_all(self, table: Table, name: str) -> None:
+        """All rows of a task that are ready and free are offered."""
+        task, live = table.tasks[name], table.live_slots()
+        for view in task.views.values():
+            task.refresh(view, table, live)
+        self.staleness.review(table, name)
+        self.serve(table, task, list(task.views.values()))
 
     def _rows_consumed(self, table: Table, task: Task) -> None:
         """Rows were consumed, lent or cleared: requests `until_done` may have nothing to wait for any more."""
@@ -293,6 +314,9 @@ class Fetching:
         """Rows for the request, consumed or lent; None when the sampler is not satisfied."""
         message, sampler = request.message, self.sampler
         view = self._view(table, message)
+        taken = self.steps.again(message, table) if self.steps.are_due(message.task) else None
+        if taken is not None:
+            return self._hand_out_again(request, table, taken)
         if message.dp_size:
             return self._share_out(request, table, view)
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
@@ -328,7 +352,15 @@ class Fetching:
         else:
             task.consume(fresh)
             self._note_consumed(request, table, used, fresh)
+        self.steps.note(message, reply)
         return reply
+
+    def _hand_out_again(self, request: Waiter[Fetch], table: Table, taken: TakenRows) -> RowSet:
+        """A batch that the task had, before its loop went back to an earlier step."""
+        slots = table.slots_of(taken.rows)
+        reply = row_set(request.message.rid, table, slots, request.message.fields)
+        reply.repeated = taken.repeated
+        return self._grant(request, table, slots[: len(slots) - taken.repeated], reply)
 
     def _share_out(self, request: Waiter[Fetch], table: Table, view: ReadyView) -> RowSet | None:
         """As `_attempt`, for one of several ranks: its share of a batch of all of them, which is dealt now if need be.
@@ -430,6 +462,7 @@ class Fetching:
                 return
             slots = grant.table.slots_of(grant.rows)
             back = grant.table.tasks[grant.task].give_back(slots[slots >= 0])
+            self.steps.undone(grant.task, grant.rows)
             self._offered(grant.table, grant.task, back)
 
     def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: ReadyView) -> tuple[Slots, Slots]:

@@ -116,8 +116,7 @@ class Leases:
         lease = self._live(message.lease)
         match message:
             case m.Ack(rows=rows):
-                if rows is not None and not lease.given_back.isdisjoint(indexes_of(rows).tolist()):
-                    raise LeaseExpired(f"lease {lease.number}: some of the rows were given back")
+                self.check(lease.number, rows)
                 self._end_rows(lease, rows, used=True)
             case m.Release(rows=rows):
                 self._end_rows(lease, rows, used=False)
@@ -125,6 +124,12 @@ class Leases:
                 check_attempt(delay_s, reason)
                 self._end_rows(lease, rows, used=False, attempt=FailedAttempt(reason or UNTOLD, delay_s))
         return m.Lent(message.rid, self._left(lease))
+
+    def check(self, number: int, rows: bytes | None) -> None:
+        """`LeaseExpired` unless these rows of a lease can be acknowledged."""
+        lease = self._live(number)
+        if rows is not None and not lease.given_back.isdisjoint(indexes_of(rows).tolist()):
+            raise LeaseExpired(f"lease {number}: some of the rows were given back")
 
     def _renew(self, message: m.Renew, session: bytes) -> m.Lent:
         check_lease(message.lease_s)

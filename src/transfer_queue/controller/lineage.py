@@ -32,9 +32,9 @@ class Lineage:
             self._check_of_other_life(message, named)
 
     def _check_of_other_life(self, message: m.Request, named: bytes) -> None:
-        if isinstance(message, LEASE_REQUESTS):
+        if isinstance(message, (*LEASE_REQUESTS, m.MarkStep)):
             if service_of(named) != self.service_id:
-                raise LeaseExpired(f"lease {message.lease} ended with the service that gave it, and with it its rows")
+                raise LeaseExpired("a lease ended with the service that gave it, and with it its rows")
             return
         keys: list[str] | None = getattr(message, "keys", None)
         rows = indexes_of(getattr(message, "rows", None) or b"")

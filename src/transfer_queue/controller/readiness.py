@@ -17,8 +17,9 @@ Flags = NDArray[np.bool_]
 SCAN_SLOTS = 4096
 FIRST_SLOTS = 64  # are looked at first, where few rows are wanted
 # In place of a lease: kept for a later request that the sampler already has rows for, or that they were dealt to.
-RESERVED, DEALT = -1, -2
-KEPT = frozenset((RESERVED, DEALT))
+# Or for a task that took it before and is to get it once more.
+RESERVED, DEALT, REPLAYED = -1, -2, -4
+KEPT = frozenset((RESERVED, DEALT, REPLAYED))
 DELAYED = -3  # likewise: refused, and not offered for a while
 NO_LEASES = KEPT | {DELAYED}
 MAX_VIEWS = 256
@@ -191,6 +192,10 @@ class Task:
             self.consumed[held] = True
             self.num_consumed += len(held)
         return held
+
+    def free(self) -> None:
+        """Nothing is lent or kept any more, but rows that are delayed."""
+        self._unlend(np.flatnonzero((self.lease != 0) & (self.lease != DELAYED)))
 
     def _unlend(self, held: Slots) -> None:
         """Lent slots are so no longer."""

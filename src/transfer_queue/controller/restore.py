@@ -202,6 +202,7 @@ def _switch(draft: NewState, saved: SavedController, versions: WeightVersions) -
     state.block_index.replace(entries)
     fetching.leases.clear()
     fetching.redelivery.clear()
+    fetching.steps.clear()
     fetching.unreceived.clear()
     for table in gone:
         fetching.orphan(table)

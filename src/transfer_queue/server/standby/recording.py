@@ -18,7 +18,7 @@ from transfer_queue.wire import messages as m
 
 READS = frozenset({
     m.Get, m.Scan, m.NameRows, m.ListKeys, m.Consumption, m.Production, m.ListPartitions, m.GetPartition,
-    m.DescribePartition, m.ListDeadLetters,
+    m.DescribePartition, m.ListDeadLetters, m.GetStep,
 })  # fmt: skip
 
 

@@ -110,6 +110,12 @@ from transfer_queue.wire.messages.staleness import Admitted as Admitted
 from transfer_queue.wire.messages.staleness import Announce as Announce
 from transfer_queue.wire.messages.staleness import Counted as Counted
 from transfer_queue.wire.messages.staleness import GiveBack as GiveBack
+from transfer_queue.wire.messages.steps import GetStep as GetStep
+from transfer_queue.wire.messages.steps import MarkStep as MarkStep
+from transfer_queue.wire.messages.steps import Resumed as Resumed
+from transfer_queue.wire.messages.steps import ResumeStep as ResumeStep
+from transfer_queue.wire.messages.steps import StepTaken as StepTaken
+from transfer_queue.wire.messages.steps import TakenBatch as TakenBatch
 from transfer_queue.wire.messages.tasks import Consumption as Consumption
 from transfer_queue.wire.messages.tasks import Fetch as Fetch
 from transfer_queue.wire.messages.tasks import Handed as Handed
@@ -139,12 +145,13 @@ ClientMessage: TypeAlias = (
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Nack | ListDeadLetters | Requeue | Announce | Admit | GiveBack
-    | Lock | KeepLock | Unlock | ListLocks
+    | Lock | KeepLock | Unlock | ListLocks | MarkStep | ResumeStep | GetStep
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
+    | Resumed | StepTaken
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -165,7 +172,7 @@ SMALL_HEADER_NBYTES, LARGE_HEADER_NBYTES = 1 << 20, 256 << 20
 LARGE = frozenset(
     one.__name__.encode()
     for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Gathered,
-                ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue)
+                ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep)
 )  # fmt: skip
 
 
@@ -180,5 +187,5 @@ def header_limit(head: memoryview) -> int:
 # Replies of these are remembered, so that a retried request has its first outcome.
 MUTATING = frozenset((
     Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Gathered, Restore,
-    Ack, Release, Nack, Requeue, Announce, Admit, GiveBack, Lock, Unlock,
+    Ack, Release, Nack, Requeue, Announce, Admit, GiveBack, Lock, Unlock, MarkStep, ResumeStep,
 ))  # fmt: skip
