@@ -9,6 +9,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
     locks                     locks on keys, for those who agree to ask for them
     utils, controller_actor   import paths of TransferQueue that programs use
     interface                 the functions of the package: this process's one connection to the service
+    bundles                   what a task took for a step of its loop, as files that need no service
     dump                      chosen rows as files, and back
     launch                    finding the service of this job, or starting one
     config                    settings: `config.yaml`, merged and checked
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from transfer_queue.dataloader import StreamingDataLoader as StreamingDataLoader
     from transfer_queue.dataloader import StreamingDataset as StreamingDataset
     from transfer_queue.dataloader import async_stream as async_stream
+    from transfer_queue.dataloader import replay as replay
     from transfer_queue.dataloader import stream as stream
     from transfer_queue.errors import LockLostError as LockLostError
     from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from transfer_queue.interface import load_data_by_key as load_data_by_key
     from transfer_queue.interface import read_row_index as read_row_index
     from transfer_queue.interface import save_checkpoint as save_checkpoint
+    from transfer_queue.interface import save_step as save_step
     from transfer_queue.interface import set_weight_version as set_weight_version
     from transfer_queue.locks import async_kv_global_lock as async_kv_global_lock
     from transfer_queue.locks import async_kv_global_locked as async_kv_global_locked
@@ -102,14 +105,14 @@ _HOMES = {
         "kv_batch_get_by_meta", "kv_list", "kv_clear", "async_kv_put", "async_kv_batch_put", "async_kv_batch_get",
         "async_kv_batch_get_by_meta", "async_kv_list", "async_kv_clear",
         "kv_update", "async_kv_update", "kv_empty", "async_kv_empty", "dump_data_by_key", "load_data_by_key",
-        "read_row_index",
+        "read_row_index", "save_step",
         "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",
         "give_back", "async_give_back",
     ),
     "transfer_queue.client.client": ("TransferQueueClient",),
     "transfer_queue.client.dense": ("Padding", "to_dense"),
     "transfer_queue.codec.registry": ("register_type",),
-    "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader", "stream", "async_stream"),
+    "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader", "stream", "async_stream", "replay"),
     "transfer_queue.errors": ("LockLostError", "StorageKeyNotFoundError"),
     "transfer_queue.locks": (
         "kv_local_lock", "async_kv_local_lock", "kv_global_lock", "async_kv_global_lock", "kv_local_locked",

@@ -84,10 +84,10 @@ def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str
     if isinstance(keys, str) or not set(map(type, keys)) <= {str}:
         raise UnsupportedValue("keys is a list of strings")
     target = Path(os.path.realpath(directory))
-    _refuse(target)
+    _refuse(target)  # before rows are read for it
     found = DumpedRows(partition_id, _rows(session, partition_id, list(dict.fromkeys(keys))), [])
     written: dict[str, files.File] = {}
-    with _draft(target) as draft:
+    with new_directory(target) as draft:
         (draft / SHARDS).mkdir()
         for positions in _alike(found.rows):
             plan = _planned(session, found, positions)
@@ -114,12 +114,13 @@ def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str
 
 def _refuse(target: Path) -> None:
     if os.path.lexists(target):
-        raise FileExistsError(f"{target} exists: a dump never replaces what is there")
+        raise FileExistsError(f"{target} exists: what is there is never replaced")
 
 
 @contextlib.contextmanager
-def _draft(target: Path) -> Iterator[Path]:
-    """An empty directory, which becomes `target` in the end, or vanishes on an error."""
+def new_directory(target: Path) -> Iterator[Path]:
+    """An empty directory, which becomes `target` in the end, or vanishes on an error. Raises `FileExistsError`."""
+    _refuse(target)
     path = files._beside(target, ".tmp")
     claim = files._claimed(path)
     try:

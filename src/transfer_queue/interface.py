@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from transfer_queue import checkpoint, dump
+from transfer_queue import bundles, checkpoint, dump
 from transfer_queue import config as settings
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async, show_as_public
@@ -354,6 +354,17 @@ def load_data_by_key(dump_dir: str | os.PathLike[str]) -> dict[str, dict[str, An
     `NotInitialized` (a RuntimeError).
     """
     return dump.load(_session(), dump_dir)
+
+
+def save_step(directory: str | os.PathLike[str], step: int, task_name: str) -> dict[str, int]:
+    """Write what a task used for a step (`TransferQueueClient.checkpoint`) to a new directory: its batches in order,
+    bit for bit, with keys, tags, settings and digests. `replay` reads it, `tq replay` shows it, without a service.
+
+    The directory appears whole, with all files on disk, or not at all. Returns `{"batches", "rows", "bytes"}`. Raises
+    `FileExistsError`, `InvalidInput` for a step that was not marked, `RowCleared` (a `StorageKeyNotFoundError`) when
+    rows of it were cleared, `NotInitialized` (a RuntimeError), OSError.
+    """
+    return bundles.save(_session(), directory, step, task_name)
 
 
 def read_row_index(dump_dir: str | os.PathLike[str]) -> dict[str, Any]:

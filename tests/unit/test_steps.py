@@ -238,6 +238,37 @@ def test_a_partition_of_the_same_name_has_other_rows() -> None:
     assert box.fetch(2) == new
 
 
+def test_batches_that_came_back_when_the_loop_died_are_those_of_before() -> None:
+    box = Box()
+    rows = indexes(box.insert(6))
+    box.mark(0, ["t"])
+    box.put(rows[3:])
+    lent = box.lend(2, session=b"dead")[1]
+    box.end_session(b"dead")
+    box.put(rows[:3])
+    assert box.resume(0) == (1, 2, 0)
+    assert box.lend(2)[1] == lent == rows[3:5]
+
+
+def test_a_row_that_waits_for_its_delay_comes_with_its_batch() -> None:
+    box, rows = filled(2)
+    box.nack(box.lend(2)[0], delay_s=60.0)
+    box.resume(0)
+    assert box.lend(2)[1] == rows
+    box.expire(5.0)
+    box.expire(100.0)
+    assert box.lend(2)[1] == rows
+
+
+def test_dead_letters_stay_dead() -> None:
+    box, rows = filled(2, max_deliver=1)
+    lease, _ = box.lend(2)
+    box.nack(lease, rows[:1])
+    box.ack(lease)
+    assert box.resume(0) == (1, 1, 0)
+    assert list(box.dead_letters()) == rows[:1]
+
+
 def test_a_loop_may_go_back_twice() -> None:
     box, rows = filled(4)
     taken = [box.fetch(2), box.fetch(2)]

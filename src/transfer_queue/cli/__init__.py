@@ -160,6 +160,65 @@ def dead_letters(
             print(f"{len(rows)} queued again")
 
 
+@app.command()
+def replay(
+    step: int,
+    task: str = typer.Option(help="Whose step."),
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A directory that --save wrote; no service then.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the step to this new directory.")] = None,
+    address: Address = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """What a task took in a step of its loop: batches, rows in order, keys, versions of the weights."""
+    rows = _taken(step, task, save, address) if source is None else _saved(source, step, task)
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        _print_rows(rows, ("batch", "partition", "row", "key", "tags"))
+
+
+def _saved(source: Path, step: int, task: str) -> list[dict[str, Any]]:
+    """The rows of a bundle, all of which is verified. Raises `InvalidInput` for that of another step."""
+    from transfer_queue.bundles import Bundle
+
+    bundle = Bundle(source)
+    if (bundle.step, bundle.task) != (step, task):
+        raise InvalidInput(f"{source} has step {bundle.step} of task {bundle.task!r}")
+    for number in range(len(bundle)):
+        bundle.verify(number)
+        print(f"batch {number}: xxh3-128 {bundle.digest(number)}, verified", file=sys.stderr)
+    return [
+        {"batch": row.batch, "partition": row.partition, "row": row.global_index, "key": row.key, "tags": row.tags}
+        for row in bundle.rows
+    ]
+
+
+def _taken(step: int, task: str, save: Path | None, address: str | None) -> list[dict[str, Any]]:
+    """The rows of a running service that were not cleared; saved where they are to be."""
+    from transfer_queue.bundles import save as save_step
+    from transfer_queue.client.client import TransferQueueClient
+    from transfer_queue.client.session import Session
+    from transfer_queue.wire.address import parse_address
+
+    client = TransferQueueClient.of(Session(parse_address(_chosen(address))))
+    try:
+        rows = []
+        for number, meta in enumerate(client.get_step(task, step)):
+            keys = client.kv_retrieve_keys(meta.global_indexes, meta.partition_ids[0]) if len(meta) else []
+            for index, key, tags in zip(meta.global_indexes, keys, meta.custom_meta, strict=True):
+                where = {"batch": number, "partition": meta.partition_ids[0], "row": index}
+                rows.append({**where, "key": key, "tags": tags})
+        if save is not None:
+            written = save_step(client.session, save, step, task)
+            text = f"{written['batches']} batches, {written['rows']} rows, {written['bytes']:,} bytes"
+            print(f"{save}: {text}", file=sys.stderr)
+    finally:
+        client.close()
+    return rows
+
+
 def _print_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table

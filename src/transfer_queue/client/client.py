@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.operations import rows as ops
-from transfer_queue.client.operations import staleness, update
+from transfer_queue.client.operations import staleness, steps, update
 from transfer_queue.client.operations.kv import kv_list
 from transfer_queue.client.operations.tasks import take
 from transfer_queue.client.remarks import warn
@@ -148,6 +148,41 @@ class Operations:
         rows, service_id = (None, b"") if metadata is None else (metadata.indexes.tobytes(), metadata.service_id)
         request = m.Requeue(self.session.next_rid(), partition_id, task_name, rows, service_id)
         return (yield Call(request))[0].count
+
+    def checkpoint(
+        self, step: int, tasks: Sequence[str] | None = None, used: BatchMeta | Sequence[BatchMeta] = ()
+    ) -> Operation[None]:
+        """What `tasks` (None: all) used since their last mark is what they used for `step`: call it when what was
+        learned up to there is saved, and once before the first step, for nothing is noted before.
+
+        The rows of `used`, which are on lease, are acknowledged with it: `stream.meta` of the batch in hand. Other rows
+        on lease belong to the next step. Atomic. `resume` goes back to a mark, `get_step` tells what was used; the last
+        1,024 are remembered as long as the service lives. The newest step may be marked again and then has all since,
+        so that every rank may call this. Raises `LeaseExpired` (nothing is marked then), `InvalidInput` for a step
+        before the last.
+        """
+        return steps.checkpoint(self.session, step, tasks, used)
+
+    def resume(self, step: int, tasks: Sequence[str] | None = None) -> Operation[steps.Resumed]:
+        """Go back to a mark: what `tasks` (None: all that have it) took since is handed to them once more, the same
+        rows in the same batches and order, to whoever asks for as many rows as then (by `dp_rank` where there is one).
+
+        What they have on lease is taken from whoever holds it. A task that asks for another number of rows gets them
+        as any others. Rows count as fresh, however old they are (docs/staleness.md). Later marks are gone. Raises
+        `InvalidInput` for a step that was not marked.
+        """
+        return steps.resume(self.session, step, tasks)
+
+    def get_step(self, task_name: str, step: int | None = None) -> Operation[list[BatchMeta]]:
+        """The batches that a task used for a step, in order; None: those since its last mark, with those on lease.
+
+        Rows that were cleared are left out. Raises `InvalidInput` for a step that was not marked, or is forgotten.
+        """
+        return steps.get_step(self.session, task_name, step)
+
+    def list_steps(self, task_name: str) -> Operation[list[int]]:
+        """The steps that a task has marks of, ascending. Raises `InvalidInput` for a task without."""
+        return steps.list_steps(self.session, task_name)
 
     def put(
         self,
@@ -373,6 +408,10 @@ class TransferQueueClient:
     renew, async_renew = blocking(Operations.renew), awaitable(Operations.renew)
     release, async_release = blocking(Operations.release), awaitable(Operations.release)
     nack, async_nack = blocking(Operations.nack), awaitable(Operations.nack)
+    checkpoint, async_checkpoint = blocking(Operations.checkpoint), awaitable(Operations.checkpoint)
+    resume, async_resume = blocking(Operations.resume), awaitable(Operations.resume)
+    get_step, async_get_step = blocking(Operations.get_step), awaitable(Operations.get_step)
+    list_steps, async_list_steps = blocking(Operations.list_steps), awaitable(Operations.list_steps)
     list_dead_letters = blocking(Operations.list_dead_letters)
     async_list_dead_letters = awaitable(Operations.list_dead_letters)
     requeue_dead_letters = blocking(Operations.requeue_dead_letters)

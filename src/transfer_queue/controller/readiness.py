@@ -194,8 +194,8 @@ class Task:
         return held
 
     def free(self) -> None:
-        """Nothing is lent or kept any more, but rows that are delayed."""
-        self._unlend(np.flatnonzero((self.lease != 0) & (self.lease != DELAYED)))
+        """Nothing is lent or kept any more."""
+        self._unlend(np.flatnonzero(self.lease))
 
     def _unlend(self, held: Slots) -> None:
         """Lent slots are so no longer."""

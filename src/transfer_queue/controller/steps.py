@@ -162,7 +162,7 @@ class Steps:
                 raise InvalidInput(f"step {message.step} of task {name!r}: {self._marks(name)}")
         if not names:
             raise InvalidInput(f"step {message.step} was not marked by any task, or is forgotten")
-        resumed = m.Resumed(message.rid, 0, 0, 0)
+        resumed = m.StepResumed(message.rid, 0, 0, 0)
         for name in names if message.tasks is None else dict.fromkeys(message.tasks):
             self._resume(name, message.step, resumed)
         return resumed
@@ -190,9 +190,9 @@ class Steps:
             known.forget_the_oldest()
         return m.Done(message.rid)
 
-    def _resume(self, name: str, step: int, resumed: m.Resumed) -> None:
+    def _resume(self, name: str, step: int, resumed: m.StepResumed) -> None:
         known = self._tasks[name]
-        latest = [part for one, used, lent in self._fates(name, known.open) for part in _part(one, used | lent)]
+        latest = [part for one, mine in self._with_theirs(name, known.open) for part in _part(one, mine)]
         later = [batch for number, batches in known.done.items() if number > step for batch in batches]
         batches = [*later, *latest, *known.again]
         known.done = {number: batches for number, batches in known.done.items() if number <= step}
@@ -205,7 +205,7 @@ class Steps:
         resumed.lost += sum(batch.partition not in there for batch in batches)
 
     def _hand_out_again(
-        self, table: Table, name: str, batches: list[TakenRows], known: TaskSteps, resumed: m.Resumed
+        self, table: Table, name: str, batches: list[TakenRows], known: TaskSteps, resumed: m.StepResumed
     ) -> None:
         task = table.tasks[name]
         rows = np.unique(np.concatenate([np.empty(0, np.int64), *(batch.rows for batch in batches)]))
@@ -227,26 +227,40 @@ class Steps:
         """(what of these the task has used, what it still has on lease); what came back is in neither."""
         used: list[TakenRows] = []
         lent: list[TakenRows] = []
-        for batch, is_used, is_lent in self._fates(name, batches):
-            for flags, found in ((is_used, used), (is_lent, lent)):
-                found += _part(batch, flags)
+        for batch, mine in self._with_theirs(name, batches):
+            is_used, is_lent = self._fate(name, batch)
+            used += _part(batch, mine & is_used)
+            lent += _part(batch, mine & is_lent)
         return used, lent
 
-    def _fates(self, name: str, batches: list[TakenRows]) -> list[tuple[TakenRows, Flags, Flags]]:
-        """(batch, which of its rows are used, which it still has on lease) of each."""
+    def _with_theirs(self, name: str, batches: list[TakenRows]) -> list[tuple[TakenRows, Flags]]:
+        """Each batch with which of its rows no later one has; without dead letters, which none has."""
         found = []
         later: dict[tuple[str, int], tuple[Any, ...]] = {}  # who took a row last, by partition and row
         for batch in reversed(batches):
-            table = self._tables.get(batch.partition)
             taker = (batch.lease, batch.sampling.get("batch_index"))
-            mine = [later.setdefault((batch.partition, row), taker) == taker for row in batch.rows.tolist()]
-            task = None if table is None else table.tasks.get(name)
-            if table is None or task is None:
-                everything = np.ones(len(mine), np.bool_)
-                found.append((batch, everything, ~everything))
-            else:
-                found.append((batch, *_fate(table, task, batch, np.array(mine, np.bool_))))
+            rows = batch.rows.tolist()
+            mine = np.array([later.setdefault((batch.partition, row), taker) == taker for row in rows], np.bool_)
+            table, task = self._of(name, batch)
+            if table is not None and task is not None:
+                mine &= ~np.isin(batch.rows, table.index[task.dead_letters()])
+            found.append((batch, mine))
         return found[::-1]
+
+    def _fate(self, name: str, batch: TakenRows) -> tuple[Flags, Flags]:
+        """Which rows of a batch are used, and which it still has on lease. Rows that were cleared are used."""
+        table, task = self._of(name, batch)
+        used, lent = np.ones(len(batch.rows), np.bool_), np.zeros(len(batch.rows), np.bool_)
+        if table is not None and task is not None:
+            slots = table.slots_of(batch.rows)
+            there = slots >= 0
+            used[there] = task.consumed[slots[there]]
+            lent[there] = (task.lease[slots[there]] == batch.lease) & (batch.lease > 0)
+        return used, lent
+
+    def _of(self, name: str, batch: TakenRows) -> tuple[Table | None, Task | None]:
+        table = self._tables.get(batch.partition)
+        return table, None if table is None else table.tasks.get(name)
 
     def _taken(self, message: m.GetStep) -> m.StepTaken:
         known = self._tasks.get(message.task)
@@ -291,17 +305,6 @@ def _part(batch: TakenRows, flags: Flags) -> list[TakenRows]:
     if flags.all():
         return [batch]
     return [batch._replace(rows=batch.rows[flags], repeated=0)] if flags.any() else []
-
-
-def _fate(table: Table, task: Task, batch: TakenRows, mine: Flags) -> tuple[Flags, Flags]:
-    """Which rows of a batch are used, and which it still has on lease. Rows that were cleared are used."""
-    slots = table.slots_of(batch.rows)
-    there = slots >= 0
-    used, lent = ~there, np.zeros(len(slots), np.bool_)
-    used[there] = task.consumed[slots[there]] & ~np.isin(slots[there], task.dead_letters())
-    if batch.lease:
-        lent[there] = task.lease[slots[there]] == batch.lease
-    return used & mine, lent & mine
 
 
 def _remove(batches: deque[TakenRows], batch: TakenRows) -> None:

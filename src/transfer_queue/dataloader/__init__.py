@@ -1,5 +1,6 @@
 """Torch datasets over a partition that others are still filling.
 
+replays                           the same out of a bundle, without a service
 streams                           one line over the rest; AsyncStream fetches on the running event loop
 streaming_dataloader              torch's DataLoader; with workers, the parent acknowledges what was used
  └─ streaming_dataset             batches, split into micro-batches; knows what is in the consumer's hands
@@ -12,8 +13,12 @@ worker_feed                       what a loader tells its workers, and whose tur
 parent                            workers end with the process that started them
 """
 
+from transfer_queue.dataloader.replays import BundleStream, replay
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import StreamingDataset
 from transfer_queue.dataloader.streams import AsyncStream, Stream, async_stream, stream
 
-__all__ = ["AsyncStream", "Stream", "StreamingDataLoader", "StreamingDataset", "async_stream", "stream"]
+__all__ = [
+    "AsyncStream", "BundleStream", "Stream", "StreamingDataLoader", "StreamingDataset", "async_stream", "replay",
+    "stream",
+]  # fmt: skip

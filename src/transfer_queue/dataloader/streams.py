@@ -62,7 +62,7 @@ def stream(
     """
     sizes, rank, terms = (batch_size, micro_batch_size), (dp_rank, dp_size), (lease_s, max_staleness, prefetch)
     dataset = _dataset(partition_id, data_fields, task, sizes, rank, terms)
-    return Stream(dataset, _Form(dense, pad, rows), num_workers, multiprocessing_context)
+    return Stream(dataset, Form(dense, pad, rows), num_workers, multiprocessing_context)
 
 
 def async_stream(
@@ -84,7 +84,7 @@ def async_stream(
     """As `stream`, for `async for`: nothing blocks the running loop, and cancellation gives the rows back."""
     sizes, rank, terms = (batch_size, micro_batch_size), (dp_rank, dp_size), (lease_s, max_staleness, prefetch)
     dataset = _dataset(partition_id, data_fields, task, sizes, rank, terms)
-    return AsyncStream(dataset, _Form(dense, pad, rows))
+    return AsyncStream(dataset, Form(dense, pad, rows))
 
 
 def _dataset(
@@ -105,7 +105,7 @@ def _dataset(
     return dataset
 
 
-class _Form:
+class Form:
     """What a batch is delivered as."""
 
     def __init__(self, dense: bool, pad: Pad | None, rows: bool) -> None:
@@ -133,7 +133,7 @@ def _items(column: Any) -> list[Any]:
 class _Streaming:
     """What both kinds of streams are: `meta` names the rows of the batch in hand."""
 
-    def __init__(self, dataset: StreamingDataset, form: _Form) -> None:
+    def __init__(self, dataset: StreamingDataset, form: Form) -> None:
         self._dataset = dataset
         self._form = form
         self.meta = BatchMeta.empty()
@@ -157,7 +157,7 @@ class Stream(_Streaming):
     """See `stream`. Each loop goes on where the one before was left, with the first rows not acknowledged."""
 
     def __init__(
-        self, dataset: StreamingDataset, form: _Form, num_workers: int = 0, multiprocessing_context: Any = None
+        self, dataset: StreamingDataset, form: Form, num_workers: int = 0, multiprocessing_context: Any = None
     ) -> None:
         super().__init__(dataset, form)
         self._loader: StreamingDataLoader | None = None
@@ -201,7 +201,7 @@ class AsyncStream(_Streaming):
     """See `async_stream`. Each loop goes on where the one before was left. `async with` gives rows back at its end;
     without, that happens soon after the loop was left."""
 
-    def __init__(self, dataset: StreamingDataset, form: _Form) -> None:
+    def __init__(self, dataset: StreamingDataset, form: Form) -> None:
         super().__init__(dataset, form)
         self._running: AsyncGenerator[Any, None] | None = None
 

@@ -5,5 +5,6 @@ tasks        rows of a task together with their data, in one round trip
 kv           rows by the user's keys
 update       cells changed by what they hold
 partitions   a partition as one object
+steps        what tasks took in each step of a loop, and going back to one
 staleness    versions of the weights, and how many rows may be started
 """

@@ -7,6 +7,7 @@
     reads        where the cells of rows lie
     tasks        rows that a task gets, and what it has had
     leases       rows that a task holds
+    steps        what tasks took in each step of a training loop
     listings     keys
     locks        names that are held
     partitions   a partition as a whole
@@ -112,8 +113,8 @@ from transfer_queue.wire.messages.staleness import Counted as Counted
 from transfer_queue.wire.messages.staleness import GiveBack as GiveBack
 from transfer_queue.wire.messages.steps import GetStep as GetStep
 from transfer_queue.wire.messages.steps import MarkStep as MarkStep
-from transfer_queue.wire.messages.steps import Resumed as Resumed
 from transfer_queue.wire.messages.steps import ResumeStep as ResumeStep
+from transfer_queue.wire.messages.steps import StepResumed as StepResumed
 from transfer_queue.wire.messages.steps import StepTaken as StepTaken
 from transfer_queue.wire.messages.steps import TakenBatch as TakenBatch
 from transfer_queue.wire.messages.tasks import Consumption as Consumption
@@ -136,7 +137,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 ClientMessage: TypeAlias = (
@@ -151,7 +152,7 @@ ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
-    | Resumed | StepTaken
+    | StepResumed | StepTaken
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -28,7 +28,7 @@ class ResumeStep(Request):
     tasks: list[str] | None
 
 
-class Resumed(Reply):
+class StepResumed(Reply):
     """So many batches, with so many rows, are handed out again. `lost`: batches of which rows were cleared."""
 
     batches: int

@@ -1,0 +1,187 @@
+"""A bundle: one step of one task as a directory that nothing else is needed for.
+
+    bundle.json               step, task, settings of the service, every batch; size and xxh3-128 of the other files
+    rows.jsonl                a line for every row in the order in which it was taken: key, tags, where it was
+    batch-00000.safetensors   the fields of a batch (see `columns`)
+
+It appears whole, with all files on disk, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save as bytes_of
+from tensordict import TensorDict
+
+from transfer_queue import checkpoint as files
+from transfer_queue.bundles.columns import SavedColumn, Tensors, packed, unpacked
+from transfer_queue.client.describing import REPEATED, field_specs
+from transfer_queue.client.drivers import run
+from transfer_queue.client.effects import Call
+from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.read import new_tensordict, read
+from transfer_queue.codec.plan import items_of
+from transfer_queue.dump import new_directory
+from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, RowCleared
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.schema import FieldSchema
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
+
+FORMAT = 1
+INFO, ROWS, BATCH = "bundle.json", "rows.jsonl", "batch-{:05d}.safetensors"
+
+
+class SavedBatch(msgspec.Struct):
+    """One answer to the task. `num_rows` counts the `repeated` ones at its end as well."""
+
+    partition: str
+    num_rows: int
+    batch_size: int
+    sampling: dict[str, Any]
+    repeated: int
+    schema: list[FieldSchema]
+    columns: list[SavedColumn]
+
+
+class SavedStep(msgspec.Struct):
+    """`settings`: those of the service, by their dotted names."""
+
+    step: int
+    task: str
+    settings: dict[str, Any]
+    batches: list[SavedBatch]
+
+
+class SavedRow(msgspec.Struct):
+    """A line of rows.jsonl: row number `position` of a batch. `weight_version` and the like are among the tags."""
+
+    batch: int
+    position: int
+    partition: str
+    global_index: int
+    key: str | None
+    tags: dict[str, Any]
+
+
+# saving
+
+
+def save(session: Session, directory: str | os.PathLike[str], step: int, task: str) -> dict[str, int]:
+    """See `transfer_queue.save_step`."""
+    target = Path(os.path.realpath(directory))
+    taken: m.StepTaken = session.call(Call(m.GetStep(session.next_rid(), task, step)))[0]
+    for batch in taken.batches:
+        if len(batch.there.rows) < len(batch.rows):
+            gone = np.setdiff1d(numbers_of(batch.rows), numbers_of(batch.there.rows))
+            text = f"rows {gone[:8].tolist()} of partition {batch.partition!r}, which step {step} took, were cleared"
+            raise RowCleared(f"{text}: save a step before its rows are")
+    written: dict[str, files.File] = {}
+    saved = SavedStep(step, task, dict(session.config.get("settings", {})), [])
+    with new_directory(target) as draft:
+        with files._Output(draft / ROWS, written) as out:
+            for row in _rows_of(taken.batches):
+                out.write(msgspec.json.encode(row) + b"\n")
+        for number, batch in enumerate(taken.batches):
+            tensors: Tensors = {}
+            saved.batches.append(_packed(session, batch, tensors))
+            with files._Output(draft / BATCH.format(number), written) as out:
+                out.write(bytes_of(tensors))
+        about = msgspec.to_builtins(saved)
+        with files._Output(draft / INFO, {}) as out:
+            out.write(files._metadata_bytes(files.Metadata(files.NO_DIGEST, FORMAT, True, about, written)))
+    return {
+        "batches": len(saved.batches),
+        "rows": sum(batch.num_rows for batch in saved.batches),
+        "bytes": sum(file.nbytes for file in written.values()),
+    }
+
+
+def _rows_of(batches: list[m.TakenBatch]) -> Iterator[SavedRow]:
+    for number, batch in enumerate(batches):
+        rows = numbers_of(batch.rows).tolist()
+        tags = batch.there.tags or [{}] * len(rows)
+        for position, (row, name, tag) in enumerate(zip(rows, batch.names, tags, strict=True)):
+            yield SavedRow(number, position, batch.partition, row, name, tag)
+
+
+def _packed(session: Session, batch: m.TakenBatch, tensors: Tensors) -> SavedBatch:
+    """Read a batch, and add its fields to `tensors`."""
+    request = m.Get(session.next_rid(), batch.partition, None, batch.rows, batch.fields, True)
+    data = run(session, read(session, [request]))
+    num_rows = len(batch.rows) // 8
+    columns = [packed(name, value, num_rows, session.allow_pickle, tensors) for name, value in items_of(data)]
+    sampling = json.loads(json.dumps(batch.sampling, default=repr))
+    return SavedBatch(
+        batch.partition, num_rows, batch.batch_size, sampling, batch.repeated, batch.there.schema, columns
+    )
+
+
+# reading
+
+
+class Bundle:
+    """What was saved of a step. Raises `CheckpointMissing` (a FileNotFoundError), `CheckpointCorrupt` and
+    `CheckpointUnsupported` (ValueErrors): the list of files and the rows are verified here, a batch when it is read."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointMissing(f"{self.directory}: no such directory")
+        self._info = files._sealed(self.directory / INFO, FORMAT)
+        try:
+            saved = msgspec.convert(self._info.user_metadata, SavedStep)
+            lines = files._content(self.directory / ROWS, self._info).splitlines()
+            self.rows = [msgspec.json.decode(line, type=SavedRow) for line in lines]
+        except msgspec.MsgspecError as error:
+            raise CheckpointCorrupt(f"{self.directory} is damaged: {error}") from None
+        self.step, self.task, self.settings, self.batches = saved.step, saved.task, saved.settings, saved.batches
+        counts = [0] * len(self.batches)
+        for row in self.rows:
+            if not 0 <= row.batch < len(counts) or row.position != counts[row.batch]:
+                raise CheckpointCorrupt(f"{self.directory / ROWS} is damaged: rows are not in order")
+            counts[row.batch] += 1
+        if counts != [batch.num_rows for batch in self.batches]:
+            raise CheckpointCorrupt(f"{self.directory / ROWS} is damaged: rows are missing")
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return len(self.batches)
+
+    def digest(self, number: int) -> str:
+        """xxh3-128 of the file of a batch, as it was written."""
+        name = BATCH.format(number)
+        if name not in self._info.files:
+            raise CheckpointCorrupt(f"{self.directory / INFO} is damaged: it does not name {name}")
+        return self._info.files[name].xxh3_128
+
+    def verify(self, number: int) -> None:
+        """Read the file of a batch, and raise `CheckpointCorrupt` unless it is what was written."""
+        files._content(self.directory / BATCH.format(number), self._info)
+
+    def batch(self, number: int, allow_pickle: bool = False) -> tuple[TensorDict, BatchMeta]:
+        """(fields, metadata) of a batch, as the task got them; every byte is verified."""
+        path, saved = self.directory / BATCH.format(number), self.batches[number]
+        try:
+            tensors = tensors_of(files._content(path, self._info))
+        except SafetensorError as error:
+            raise CheckpointCorrupt(f"{path} is damaged: {error}") from None
+        columns = {one.name: unpacked(one, tensors, saved.num_rows, allow_pickle) for one in saved.columns}
+        return new_tensordict(columns, saved.num_rows), self._meta(number, saved)
+
+    def _meta(self, number: int, saved: SavedBatch) -> BatchMeta:
+        rows = [row for row in self.rows if row.batch == number]
+        indexes = np.array([row.global_index for row in rows], np.int64)
+        meta = BatchMeta._build(indexes, saved.partition, field_specs(saved.schema), True, [row.tags for row in rows])
+        if saved.repeated:
+            meta.extra_info[REPEATED] = saved.repeated
+        return meta

@@ -1,0 +1,58 @@
+"""The steps of a training loop: marking them, what was taken for each, going back to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transfer_queue.client.describing import batch_meta
+from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.operations import rows as ops
+from transfer_queue.client.session import Session
+from transfer_queue.errors import InvalidInput
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+
+
+class Resumed(NamedTuple):
+    """What is handed out once more: `rows` rows in `batches` batches. `lost`: batches that are not, for some of their
+    rows were cleared; those that are left are offered like any others."""
+
+    batches: int
+    rows: int
+    lost: int
+
+
+def checkpoint(
+    session: Session, step: int, tasks: Sequence[str] | None, used: BatchMeta | Sequence[BatchMeta]
+) -> Operation[None]:
+    if isinstance(tasks, str):
+        raise InvalidInput("tasks is a list of names, not one str")
+    metas = [used] if isinstance(used, BatchMeta) else list(used)
+    leases = [ops.leased(meta) for meta in metas if len(meta)]
+    if len({service_id for _, _, service_id in leases}) > 1:
+        raise InvalidInput("the rows are of several lives of the service")
+    service_id = leases[0][2] if leases else b""
+    named: list[tuple[int, bytes | None]] = [(lease, rows) for lease, rows, _ in leases]
+    yield Call(m.MarkStep(session.next_rid(), step, _names(tasks), named, service_id))
+
+
+def resume(session: Session, step: int, tasks: Sequence[str] | None) -> Operation[Resumed]:
+    if isinstance(tasks, str):
+        raise InvalidInput("tasks is a list of names, not one str")
+    reply = (yield Call(m.ResumeStep(session.next_rid(), step, _names(tasks))))[0]
+    return Resumed(reply.batches, reply.rows, reply.lost)
+
+
+def _names(tasks: Sequence[str] | None) -> list[str] | None:
+    return None if tasks is None else list(tasks)
+
+
+def get_step(session: Session, task_name: str, step: int | None) -> Operation[list[BatchMeta]]:
+    taken: m.StepTaken = (yield Call(m.GetStep(session.next_rid(), task_name, step)))[0]
+    return [batch_meta(session.service_id, batch.there, batch.partition) for batch in taken.batches]
+
+
+def list_steps(session: Session, task_name: str) -> Operation[list[int]]:
+    taken: m.StepTaken = (yield Call(m.GetStep(session.next_rid(), task_name, None)))[0]
+    return taken.steps
