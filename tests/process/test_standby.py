@@ -28,6 +28,7 @@ from test_histories_processes import Nursery
 from zygote import CHILDREN
 
 import transfer_queue as tq
+from transfer_queue.client.session import Session
 from transfer_queue.errors import ConfigError, ServiceUnavailable
 
 Service = Callable[..., tq.TransferQueueClient]
@@ -273,6 +274,25 @@ def test_a_standby_that_is_killed_is_replaced(client: tq.TransferQueueClient) ->
     tq.kv_put("b", "p", fields={"x": torch.zeros(2)})
     replaced(client)
     assert set(tq.kv_list("p")["p"]) == {"a", "b"}
+
+
+def test_connections_of_servers_that_were_killed_hold_no_descriptors(client: tq.TransferQueueClient) -> None:
+    """A server with many clients would have none left for them after a few takeovers."""
+    sessions = [Session(client.address) for _ in range(50)]
+    others = [tq.TransferQueueClient.of(session) for session in sessions]
+
+    def descriptors() -> int:
+        standby_of(client)
+        assert all(other.stats()["pid"] == server_of(client) for other in others)
+        return len(os.listdir(f"/proc/{server_of(client)}/fd"))
+
+    before = descriptors()
+    assert before > 50
+    for _ in range(3):
+        replaced(client)
+    assert descriptors() < before + 30
+    for other in others:
+        other.close()
 
 
 def test_without_server_and_standby_the_service_is_gone(client: tq.TransferQueueClient) -> None:

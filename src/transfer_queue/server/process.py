@@ -104,6 +104,7 @@ class Server:
         self._wake_at = 0.0
         self._tidying = False
         self._recent_peak = 0
+        self._former: list[object] = []  # what servers before this one had that leads nowhere
 
     def _joined(self) -> StorageNode:
         """One more unit of a service that is there. It has no standby, whatever the service has."""
@@ -228,6 +229,8 @@ class Server:
     def _take_over(self) -> NoReturn:
         """In the standby: go on where the server was killed. Its event loop, and all that belonged to it, is gone."""
         now = time.monotonic()
+        # Whose last reference goes is taken apart, and would close a number that is somebody else's by now.
+        self._former.append((self.connection_limit, self.turns, self._timer, self._keeper, self._metrics))
         self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
         self.turns = Turns()
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None

@@ -152,7 +152,7 @@ class StandbyKeeper:
     def stand_by(self, journal: Journal, line: socket.socket) -> None:
         """Returns when this standby is not needed any more. Raises `JournalUseless`."""
         self._recorder.begin(None)  # the journal of the standby before is not for this one
-        _disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
+        lost = _disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
         arenas = _wait_for_the_end(line)
         if arenas is None or self._succession.current != journal.number:
             return
@@ -160,6 +160,8 @@ class StandbyKeeper:
         log.warning("the server was killed; process %d takes over, after %d events", os.getpid(), count)
         journal.close()
         line.close()
+        for number in lost:  # as many as there were clients: those that come back need room
+            os.close(number)
         self._service.standby_pid = 0
         self._take_over()
 
@@ -180,16 +182,23 @@ def _stand_by(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> N
         os._exit(status)
 
 
-def _disconnect(kept: set[int]) -> None:
+def _disconnect(kept: set[int]) -> list[int]:
     """Every other descriptor above standard error leads to /dev/null: peers see that the server is gone when it is, and
-    no number is free to be closed by its former owner when it is somebody else's."""
+    no number is free to be closed by its former owner when it is somebody else's. Returns those that were connections,
+    or watched a process: their owners are never taken apart (`gc.freeze`), so they may be closed once the server is
+    gone."""
+    lost = []
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         if number > 2 and number not in kept and number != nowhere:
             with contextlib.suppress(OSError):  # that of the listing itself
-                if not stat.S_ISCHR(os.fstat(number).st_mode):
+                kind, is_watch = os.fstat(number).st_mode, "[pidfd]" in os.readlink(f"/proc/self/fd/{name}")
+                if not stat.S_ISCHR(kind):
                     os.dup2(nowhere, number, inheritable=False)
+                if stat.S_ISSOCK(kind) or is_watch:
+                    lost.append(number)
+    return lost
 
 
 def _wait_for_the_end(line: socket.socket) -> list[int] | None:

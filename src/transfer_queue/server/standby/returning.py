@@ -22,32 +22,41 @@ class ReturningSessions:
     def __init__(self, service: Service, ended: Callable[[], None]) -> None:
         self._service = service
         self._ended = ended
-        self._watches: dict[int, ServerSession] = {}  # by the descriptor of the process (pidfd_open(2))
+        self._watches: dict[int, list[ServerSession]] = {}  # by the descriptor of the process (pidfd_open(2))
 
     def expect_all(self, now: float) -> None:
         """Every session there is. Those of other hosts, and those whose process cannot be watched, have a while."""
+        of_process: dict[int, list[ServerSession]] = {}
         for session in list(self._service.sessions.by_ident.values()):
-            if not session.local or not session.pid or len(self._watches) == MAX_WATCHES:
-                self._service.sessions.await_return(session, now)
+            of_process.setdefault(session.pid if session.local else 0, []).append(session)
+        for pid, sessions in of_process.items():
+            if pid and len(self._watches) < MAX_WATCHES and self._watch(pid, sessions):
                 continue
-            try:
-                watch = os.pidfd_open(session.pid)
-            except ProcessLookupError:
+            for session in sessions:
+                self._service.sessions.await_return(session, now)
+
+    def _watch(self, pid: int, sessions: list[ServerSession]) -> bool:
+        """Whether the process is watched, or has ended and its sessions with it."""
+        try:
+            watch = os.pidfd_open(pid)
+        except ProcessLookupError:
+            for session in sessions:
                 self._service.end(session)
-                continue
-            except OSError:  # no descriptor is left
-                self._service.sessions.await_return(session, now)
-                continue
-            self._watches[watch] = session
-            asyncio.get_running_loop().add_reader(watch, self._process_ended, watch)
+            return True
+        except OSError:  # no descriptor is left
+            return False
+        self._watches[watch] = sessions
+        asyncio.get_running_loop().add_reader(watch, self._process_ended, watch)
+        return True
 
     def _process_ended(self, watch: int) -> None:
-        session = self._watches.pop(watch)
+        sessions = self._watches.pop(watch)
         self._let_go(watch)
-        known = self._service.sessions.by_ident.get(session.ident)
-        if known is session and not session.connections:
-            self._service.end(session)
-            self._ended()
+        for session in sessions:
+            known = self._service.sessions.by_ident.get(session.ident)
+            if known is session and not session.connections:
+                self._service.end(session)
+                self._ended()
 
     def close(self) -> None:
         for watch in self._watches:
