@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench test-frameworks test-vllm matrix wheel-compat docs clean
+.PHONY: demo test check bench chaos stress test-frameworks test-vllm matrix wheel-compat docs clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
@@ -23,6 +23,21 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) -m bench $(ARGS)
+
+# An hour of trouble: histories of real processes that are killed and frozen, each of five seeds for SECONDS; a standby at
+# 20,000 random moments; hosts that are cut off, disks that are full, answers that are lost.
+SECONDS ?= 300
+chaos: $(STAMP)
+	for seed in 1 2 3 4 5; do TQ_HISTORY_SEED=$$seed TQ_HISTORY_SECONDS=$(SECONDS) $(RUN) -m pytest -k histor \
+		tests/process/test_histories_processes.py tests/process/test_standby.py || exit 1; done
+	TQ_STANDBY_SEEDS=20000 $(RUN) -m pytest --numprocesses auto tests/model/test_standby_simulation.py
+	for turn in 1 2 3 4 5; do $(RUN) -m pytest --numprocesses auto --dist loadfile tests/process/test_standby.py \
+		tests/process/test_spill.py tests/process/test_hosts_trouble.py tests/process/test_arena_limits.py \
+		tests/process/test_blips.py tests/process/test_unreceived.py tests/process/test_checkpoint_faults.py || exit 1; done
+
+# 8192 clients with a token, from 16 processes, whose server and processes are killed in turn; docs/img/stress.svg.
+stress: $(STAMP)
+	$(RUN) -m bench.stress --picture docs/img/stress.svg $(ARGS)
 
 # The site, in site/. Its packages go into .venv-docs; PYTHON has to be 3.11 or newer. ARGS="serve" shows it while you write.
 docs:

@@ -24,7 +24,7 @@ from histories import check_keys
 from histories_rows import check_rows
 from history_workers import TASKS, Recorder, drain, read_records
 from hosts import LARGE, Host, firsts, rows
-from test_histories_processes import Nursery
+from test_histories_processes import SECONDS, SEED, Nursery
 from zygote import CHILDREN
 
 import transfer_queue as tq
@@ -430,12 +430,13 @@ def test_another_word_for_durability_is_refused(service: Service) -> None:
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.timeout(SECONDS * 3 + 110)
 def test_histories_of_clients_are_possible_ones_while_the_server_is_killed(
     client: tq.TransferQueueClient, tmp_path: Path
 ) -> None:
     nursery = Nursery(tmp_path)
     try:
-        rng, over = random.Random(1), time.monotonic() + 7
+        rng, over = random.Random(SEED), time.monotonic() + SECONDS + 1
         for _ in range(4):
             nursery.start(over)
         kills = 0
