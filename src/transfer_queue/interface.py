@@ -359,6 +359,7 @@ def load_data_by_key(dump_dir: str | os.PathLike[str]) -> dict[str, dict[str, An
 def save_step(directory: str | os.PathLike[str], step: int, task_name: str) -> dict[str, int]:
     """Write what a task used for a step (`TransferQueueClient.checkpoint`) to a new directory: its batches in order,
     bit for bit, with keys, tags, settings and digests. `replay` reads it, `tq replay` shows it, without a service.
+    Cells and tags that were written anew since are saved as they are now.
 
     The directory appears whole, with all files on disk, or not at all. Returns `{"batches", "rows", "bytes"}`. Raises
     `FileExistsError`, `InvalidInput` for a step that was not marked, `RowCleared` (a `StorageKeyNotFoundError`) when

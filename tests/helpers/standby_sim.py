@@ -76,8 +76,10 @@ def picture(service: Service) -> dict[str, Any]:
         },
         "delays": [(one.due, one.task, one.rows.tolist()) for one in fetching.redelivery._delays],
         "steps": {
-            name: [[(one.partition, one.rows.tolist(), one.lease, one.sampling) for one in batches]
-                   for batches in (*known.done.values(), known.open, known.again)]
+            name: ([[(one.partition, one.rows.tolist(), one.lease, one.sampling) for one in batches]
+                    for batches in (*(part.batches for part in known.done.values()), known.open.batches, known.again,
+                                    known.served)],
+                   [(one.partition, one.rows.tolist()) for deals in (known.open.deals, known.deals) for one in deals])
             for name, known in fetching.steps._tasks.items()
         },
         "unreceived": {
@@ -272,8 +274,8 @@ class Simulation:
             (1, lambda: m.Release(rid, pick(self._leases), None)),
             (2, lambda: m.Nack(rid, pick(self._leases), None, pick([0.0, 0.4]), pick(["", "too long"]))),
             (1, lambda: m.Requeue(rid, partition, pick(TASKS), None)),
-            (2, lambda: m.MarkStep(rid, pick([below(6), rid]), pick([None, ["t"]]), [])),
-            (1, lambda: m.ResumeStep(rid, below(6), None)),
+            (2, lambda: m.MarkStep(rid, pick([below(6), rid]), pick([["t", "u"], ["t"]]), [])),
+            (1, lambda: m.ResumeStep(rid, below(6), ["t"])),
             (1, lambda: m.Renew(rid, pick(self._leases), 0.5)),
             (3, lambda: m.Get(rid, partition, keys[:1], None, ["x"], pick([True, False]))),
             (3, lambda: m.Clear(rid, partition, pick([keys, keys, None]), None)),

@@ -156,13 +156,13 @@ class Box:
     def requeue(self, rows: Sequence[int] | None = None, task: str = "t", partition: str = "p") -> int:
         return int(self.handle(m.Requeue(1, partition, task, None if rows is None else packed(rows))).count)
 
-    def mark(self, step: int, tasks: list[str] | None = None, used: Sequence[tuple[int, Any]] = ()) -> None:
+    def mark(self, step: int, tasks: Sequence[str] = ("t",), used: Sequence[tuple[int, Any]] = ()) -> None:
         named = [(lease, None if rows is None else packed(rows)) for lease, rows in used]
-        self.handle(m.MarkStep(1, step, tasks, named))
+        self.handle(m.MarkStep(1, step, list(tasks), named))
 
-    def resume(self, step: int, tasks: list[str] | None = None) -> tuple[int, int, int]:
+    def resume(self, step: int, tasks: Sequence[str] = ("t",)) -> tuple[int, int, int]:
         """(batches, rows) to come once more, and batches lost."""
-        reply = self.handle(m.ResumeStep(1, step, tasks))
+        reply = self.handle(m.ResumeStep(1, step, list(tasks)))
         return reply.batches, reply.rows, reply.lost
 
     def taken(self, step: int | None = None, task: str = "t") -> list[list[int]]:

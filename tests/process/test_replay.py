@@ -71,10 +71,10 @@ def test_a_loop_that_goes_back_gets_the_same_batches(client: tq.TransferQueueCli
     taken = []
     for step in range(1, 4):
         taken.append(take(client).global_indexes)
-        client.checkpoint(step)
+        client.checkpoint(step, ["actor"])
     taken.append(take(client).global_indexes)
     assert client.list_steps("actor") == [0, 1, 2, 3]
-    assert client.resume(1) == (3, 12, 0)
+    assert client.resume(1, ["actor"]) == (3, 12, 0)
     put(client, 4, first=20)
     again = [take(client).global_indexes for _ in range(5)]
     assert again[:3] == taken[1:]
@@ -111,7 +111,7 @@ def test_a_loop_on_a_stream_that_is_killed_goes_on_where_it_was_saved(
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     assert client.list_steps("actor") == [0, 2, 4]
-    assert client.resume(4).rows == 4
+    assert client.resume(4, ["actor"]).rows == 4
     train(5, None)
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [number for number, _ in steps] == [1, 2, 3, 4, 5, 5, 6]
@@ -125,11 +125,11 @@ def test_marks_go_on_when_the_server_is_killed(client: tq.TransferQueueClient) -
     standby_of(client)
     client.checkpoint(0, ["actor"])
     first = take(client).global_indexes
-    client.checkpoint(1)
+    client.checkpoint(1, ["actor"])
     second = take(client).global_indexes
     kill(client.stats()["pid"])
     assert [meta.global_indexes for meta in client.get_step("actor", 1)] == [first]
-    assert client.resume(1) == (1, 4, 0)
+    assert client.resume(1, ["actor"]) == (1, 4, 0)
     standby_of(client)
     kill(client.stats()["pid"])
     assert take(client).global_indexes == second
@@ -141,12 +141,12 @@ def test_a_lease_that_is_over_marks_nothing(client: tq.TransferQueueClient) -> N
     meta = take(client, lease_s=60.0)
     client.release(meta)
     with pytest.raises(LeaseExpired):
-        client.checkpoint(1, used=meta)
+        client.checkpoint(1, ["actor"], used=meta)
     assert client.list_steps("actor") == [0]
     with pytest.raises(InvalidInput):
         client.checkpoint(1, "actor")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput):
-        client.resume(7)
+        client.resume(7, ["actor"])
 
 
 # bundles
@@ -159,7 +159,7 @@ def step(client: tq.TransferQueueClient, tmp_path: Path) -> tuple[Path, list[Any
     client.checkpoint(2, ["actor"])
     metas = [take(client, 4), take(client, 3)]
     data = [client.get_data(meta) for meta in metas]
-    client.checkpoint(3)
+    client.checkpoint(3, ["actor"])
     assert tq.save_step(tmp_path / "step", 3, "actor")["rows"] == 7
     return tmp_path / "step", data
 
@@ -226,12 +226,12 @@ def test_a_step_whose_rows_were_cleared_is_not_saved(client: tq.TransferQueueCli
     put(client, 4)
     client.checkpoint(0, ["actor"])
     meta = take(client)
-    client.checkpoint(1)
+    client.checkpoint(1, ["actor"])
     client.clear_samples(meta[:1])
     with pytest.raises(RowCleared, match="were cleared"):
         tq.save_step(tmp_path / "step", 1, "actor")
     assert not (tmp_path / "step").exists()
-    client.checkpoint(2)
+    client.checkpoint(2, ["actor"])
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError):
         tq.save_step(tmp_path / "there", 2, "actor")
@@ -244,7 +244,7 @@ def test_a_person_looks_at_a_step_and_saves_it(client: tq.TransferQueueClient, t
     put(client, 8)
     client.checkpoint(0, ["actor"])
     meta = take(client)
-    client.checkpoint(1)
+    client.checkpoint(1, ["actor"])
     address, saved = tq.address(), str(tmp_path / "one")
     live = command("replay", "1", "--task", "actor", "--save", saved, "--json", "--address", address)
     assert live.returncode == 0, live.stderr

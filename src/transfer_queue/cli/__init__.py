@@ -219,13 +219,20 @@ def _taken(step: int, task: str, save: Path | None, address: str | None) -> list
     return rows
 
 
+def _printable(text: str) -> Any:
+    """`text`, which may be anybody's, without what a terminal would act on."""
+    from rich.text import Text
+
+    return Text("".join(one if one.isprintable() else repr(one)[1:-1] for one in text))
+
+
 def _print_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*columns)
     for row in rows:
-        table.add_row(*(str(row[name]) for name in columns))
+        table.add_row(*(_printable(str(row[name])) for name in columns))
     Console().print(table)
 
 

@@ -128,7 +128,10 @@ class Operations:
         counts as used by the task. Returns and raises as `ack`, and `InvalidInput` for a delay that is none.
         """
         lease, rows, service_id = ops.leased(metadata)
-        request = m.Nack(self.session.next_rid(), lease, rows, float(delay_s), reason, service_id)
+        if type(delay_s) not in (int, float) or not 0 <= delay_s < 1e9 or not isinstance(reason, str):
+            raise InvalidInput(f"delay_s {delay_s!r}, reason {reason!r}: expected seconds from 0, and a text")
+        told = reason.encode("utf-8", "replace").decode()
+        request = m.Nack(self.session.next_rid(), lease, rows, float(delay_s), told, service_id)
         return (yield Call(request))[0].rows
 
     def list_dead_letters(self, partition_id: str, task_name: str) -> Operation[BatchMeta]:
@@ -145,31 +148,35 @@ class Operations:
         Returns how many there were: rows that are none are ignored. Raises as `list_dead_letters`, and `DataLost` for
         rows of a service that has ended.
         """
+        if metadata is not None and not isinstance(metadata, BatchMeta):
+            raise InvalidInput(f"metadata is that of dead letters, got {metadata!r}")
         rows, service_id = (None, b"") if metadata is None else (metadata.indexes.tobytes(), metadata.service_id)
         request = m.Requeue(self.session.next_rid(), partition_id, task_name, rows, service_id)
         return (yield Call(request))[0].count
 
     def checkpoint(
-        self, step: int, tasks: Sequence[str] | None = None, used: BatchMeta | Sequence[BatchMeta] = ()
+        self, step: int, tasks: Sequence[str], used: BatchMeta | Sequence[BatchMeta] = ()
     ) -> Operation[None]:
-        """What `tasks` (None: all) used since their last mark is what they used for `step`: call it when what was
-        learned up to there is saved, and once before the first step, for nothing is noted before.
+        """What `tasks` used since their last mark is what they used for `step`: call it when what was learned up to
+        there is saved, and once before the first step, for nothing is noted before.
 
         The rows of `used`, which are on lease, are acknowledged with it: `stream.meta` of the batch in hand. Other rows
-        on lease belong to the next step. Atomic. `resume` goes back to a mark, `get_step` tells what was used; the last
-        1,024 are remembered as long as the service lives. The newest step may be marked again and then has all since,
-        so that every rank may call this. Raises `LeaseExpired` (nothing is marked then), `InvalidInput` for a step
-        before the last.
+        on lease belong to the next step. Atomic. With data-parallel ranks one of them calls it, once all have
+        acknowledged theirs. `resume` goes back to a mark, `get_step` tells what was used. The last 1,024 are remembered
+        as long as the service lives, unless `reset_consumption` begins anew or a step has more than 4 million rows. The
+        newest may be marked again and then has all since. Raises `LeaseExpired` (nothing is marked then),
+        `InvalidInput` for a step before the last.
         """
         return steps.checkpoint(self.session, step, tasks, used)
 
-    def resume(self, step: int, tasks: Sequence[str] | None = None) -> Operation[steps.Resumed]:
-        """Go back to a mark: what `tasks` (None: all that have it) took since is handed to them once more, the same
-        rows in the same batches and order, to whoever asks for as many rows as then (by `dp_rank` where there is one).
+    def resume(self, step: int, tasks: Sequence[str]) -> Operation[steps.Resumed]:
+        """Go back to a mark: what `tasks` took since is handed to them once more.
 
-        What they have on lease is taken from whoever holds it. A task that asks for another number of rows gets them
-        as any others. Rows count as fresh, however old they are (docs/staleness.md). Later marks are gone. Raises
-        `InvalidInput` for a step that was not marked.
+        A loop without ranks gets the same batches in the same order, ranks with a `dp_size` the same shares of the same
+        batches, beginning with the one that they ask for first. Rows count as fresh, however old they are
+        (docs/staleness.md). To loops that ask for other sizes, and to ranks without a `dp_size`, the rows are offered
+        like any others. What the tasks have on lease is taken from whoever holds it, so end the loop before. Later
+        marks are gone: the loop goes on counting from `step`. Raises `InvalidInput` for a step that was not marked.
         """
         return steps.resume(self.session, step, tasks)
 

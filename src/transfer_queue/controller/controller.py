@@ -425,7 +425,7 @@ class Controller:
             self._leases.revoke(task)
             self._unreceived.void(table, name)
             task.group = None
-            self._fetching.steps.reset(name, table.name)
+            self._fetching.steps.reset(name)
             task.reset(table)
             self.staleness.review(table, name)
             self._fetching.serve(table, task, list(task.views.values()))

@@ -14,7 +14,7 @@ It is also forgotten when consumption is reset, and when the partition goes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -54,6 +54,15 @@ class Share:
     def wanted(self, used: int) -> int:
         """How many rows its rank is to get, which used so many already."""
         return self.size - max(0, used - self.used) if self.is_cut else self.size
+
+
+class Dealt(Protocol):
+    """A batch that was dealt, by rank; `size` is what the largest share had."""
+
+    @property
+    def shares(self) -> Mapping[int, Slots]: ...
+    @property
+    def size(self) -> int: ...
 
 
 class RankGroup:
@@ -222,6 +231,21 @@ class Dealing:
                 deal[rank].is_torn = True
                 group.loose.update(share)
         return True
+
+    def deal_again(self, table: Table, message: Fetch, deals: Sequence[Dealt]) -> None:
+        """Batches that were dealt before are those from the one on that this request asks for. They are a new group's:
+        nobody has any of their rows."""
+        if not deals:
+            return
+        task = table.task(message.task)
+        if task.group is not None:
+            self.disband(table, message.task)
+        group = task.group = RankGroup(message.dp_size, message.batch_size)
+        _, batch = rank_and_batch(message)
+        for number, dealt in enumerate(deals, batch):
+            group.deals[number] = {rank: Share(rows, dealt.size, 0) for rank, rows in dealt.shares.items()}
+            for share in group.deals[number].values():
+                task.reserve(task.offered(table.slots_of(share.rows)), DEALT)
 
     def mend(self, table: Table, message: Fetch, share: Share) -> int:
         """A rank asks for a share of which rows had come back: they are its own again. Returns how many others took."""

@@ -77,7 +77,7 @@ class Fetching:
         self.staleness = Staleness(tables, outbox, self._rows_consumed, self.unreceived)
         self.redelivery = Redelivery(tables, self._offered, self.staleness.admissions.give_back)
         self.leases = Leases(tables, self._offered, self._rows_consumed, self.redelivery.came_back)
-        self.steps = Steps(tables, self._free_all, self._serve_all)
+        self.steps = Steps(tables, self._free_all, self._look_again, self._serve_all)
         self.parked: WaitQueue[Fetch] = WaitQueue()
         self._on_behalf: dict[bytes, list[Waiter[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Waiter[Fetch]]] = {}  # their partition does not exist (yet)
@@ -204,6 +204,7 @@ class Fetching:
 
     def _offered(self, table: Table, task: str, slots: Slots) -> None:
         """Rows that were lent are free again."""
+        slots = self.steps.came_back(table, task, slots)
         self.dealing.offered(table, task, slots)
         with contextlib.suppress(SamplerFailed):  # logged: the rows are free whatever the sampler makes of it
             self._ask(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
@@ -228,13 +229,18 @@ class Fetching:
         with contextlib.suppress(SamplerFailed):
             self._ask(self.sampler.offer_again, table.name, name, set(table.index[table.live_slots()].tolist()))
 
-    def _serve_all(self, table: Table, name: str) -> None:
-        """All rows of a task that are ready and free are offered."""
+    def _look_again(self, table: Table, name: str) -> None:
+        """All rows of a task that are ready and free are offered. Maybe amid its waiters: they are looked at again."""
         task, live = table.tasks[name], table.live_slots()
         for view in task.views.values():
             task.refresh(view, table, live)
         self.staleness.review(table, name)
-        self.serve(table, task, list(task.views.values()))
+        self._remembered = True
+
+    def _serve_all(self, table: Table, name: str) -> None:
+        """Offer them, and answer who waits."""
+        self._look_again(table, name)
+        self.serve(table, table.tasks[name], ())
 
     def _rows_consumed(self, table: Table, task: Task) -> None:
         """Rows were consumed, lent or cleared: requests `until_done` may have nothing to wait for any more."""
@@ -314,9 +320,12 @@ class Fetching:
         """Rows for the request, consumed or lent; None when the sampler is not satisfied."""
         message, sampler = request.message, self.sampler
         view = self._view(table, message)
-        taken = self.steps.again(message, table) if self.steps.are_due(message.task) else None
-        if taken is not None:
-            return self._hand_out_again(request, table, taken)
+        if self.steps.are_due(message.task):
+            if message.dp_size:
+                self.dealing.deal_again(table, message, self.steps.deals_again(message, table))
+            taken = self.steps.again(message, table)
+            if taken is not None:
+                return self._hand_out_again(request, table, taken)
         if message.dp_size:
             return self._share_out(request, table, view)
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
@@ -351,6 +360,7 @@ class Fetching:
                 self.unreceived.add(request.session, message.rid, LeaseGrant(reply.lease))
         else:
             task.consume(fresh)
+            task.forgive(fresh)
             self._note_consumed(request, table, used, fresh)
         self.steps.note(message, reply)
         return reply
@@ -358,9 +368,7 @@ class Fetching:
     def _hand_out_again(self, request: Waiter[Fetch], table: Table, taken: TakenRows) -> RowSet:
         """A batch that the task had, before its loop went back to an earlier step."""
         slots = table.slots_of(taken.rows)
-        reply = row_set(request.message.rid, table, slots, request.message.fields)
-        reply.repeated = taken.repeated
-        return self._grant(request, table, slots[: len(slots) - taken.repeated], reply)
+        return self._grant(request, table, slots, row_set(request.message.rid, table, slots, request.message.fields))
 
     def _share_out(self, request: Waiter[Fetch], table: Table, view: ReadyView) -> RowSet | None:
         """As `_attempt`, for one of several ranks: its share of a batch of all of them, which is dealt now if need be.
@@ -405,7 +413,11 @@ class Fetching:
                 return False
             total = num_ready
         shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
-        return self.dealing.enter(table, message, ranks, shares)
+        if not self.dealing.enter(table, message, ranks, shares):
+            return False
+        taken = {rank: np.array(share, np.int64) for rank, share in zip(ranks, shares, strict=True)}
+        self.steps.dealt(message, taken, max(map(len, shares)))
+        return True
 
     def _shares(
         self, message: Fetch, table: Table, view: ReadyView, loose: Slots, total: int, ranks: Sequence[int]

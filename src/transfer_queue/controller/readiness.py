@@ -191,7 +191,14 @@ class Task:
         if used:
             self.consumed[held] = True
             self.num_consumed += len(held)
+            self.forgive(held)
         return held
+
+    def forgive(self, slots: Slots) -> None:
+        """The rows were used: that they came back before is of no interest any more."""
+        if self.returned:
+            for slot in slots.tolist():
+                self.returned.pop(slot, None)
 
     def free(self) -> None:
         """Nothing is lent or kept any more."""
@@ -222,9 +229,7 @@ class Task:
         self.num_consumed -= int(np.count_nonzero(self.consumed[slots]))
         if self.num_lent:
             self._unlend(slots[self.lease[slots] != 0])
-        if self.returned:
-            for slot in slots.tolist():
-                self.returned.pop(slot, None)
+        self.forgive(slots)
         for view in self.views.values():
             view.remove(slots)
 

@@ -38,6 +38,15 @@ class Delay(NamedTuple):
     rows: Slots
 
 
+MIN_KEPT = 1024
+MAX_NUMBER = 1 << 31
+
+
+def _waits(delay: Delay) -> bool:
+    slots = delay.table.slots_of(delay.rows)
+    return bool((delay.table.tasks[delay.task].lease[slots[slots >= 0]] == DELAYED).any())
+
+
 class Redelivery:
     """`offered(table, task name, slots)` is called for rows that came back, after those that nobody is to get now were
     marked; `given_up(task name, count)` for dead letters. `max_deliver` is for tasks that ask for nothing else."""
@@ -54,6 +63,7 @@ class Redelivery:
         self._given_up = given_up
         self._delays: list[Delay] = []  # a heap
         self._numbers = itertools.count()
+        self._num_kept = MIN_KEPT  # how many were left when they were looked through
 
     def govern(self, task: Task, asked: Mapping[str, Any]) -> None:
         """Hold a task to what a request asks for: of those that ask, the strictest counts."""
@@ -80,6 +90,8 @@ class Redelivery:
             task.reserve(late, DELAYED)
             delay = Delay(now + attempt.delay_s, next(self._numbers), table, name, table.index[late])
             heapq.heappush(self._delays, delay)
+            if len(self._delays) > 2 * self._num_kept:
+                self._forget_the_gone()
         self._offered(table, name, slots)
 
     def next_deadline(self) -> float | None:
@@ -98,6 +110,12 @@ class Redelivery:
             free = task.take_back(slots[np.array(due, np.bool_)], DELAYED, used=False)
             if len(free):
                 self._offered(table, name, free)
+
+    def _forget_the_gone(self) -> None:
+        """Leave out what waits for nothing any more: rows that were cleared, or offered again by a reset."""
+        self._delays = [one for one in self._delays if self._tables.get(one.table.name) is one.table and _waits(one)]
+        heapq.heapify(self._delays)
+        self._num_kept = max(MIN_KEPT, len(self._delays))
 
     def clear(self) -> None:
         """All rows are gone."""
@@ -155,5 +173,5 @@ def redelivered(task: Task, slots: Slots) -> list[tuple[int, int, str]] | None:
 def check_max_deliver(asked: Mapping[str, Any]) -> None:
     """`InvalidInput` for what cannot be a number of deliveries."""
     number = asked.get(MAX_DELIVER)
-    if number is not None and (type(number) is not int or number < 1):
+    if number is not None and (type(number) is not int or not 1 <= number < MAX_NUMBER):
         raise InvalidInput(f"{MAX_DELIVER} {number!r}: expected a number of deliveries from 1, or None")

@@ -1,32 +1,42 @@
 """The steps of a training loop: which batches each task took for each, and handing them out once more.
 
-A loop marks a step when what it learned in it is on its disk. A loop that goes back to an earlier step gets the batches
-that it took since once more: the same rows in the same order, whoever else came meanwhile and however old they are by
-now. Batches are noted from the first mark of a task on. What a task took counts as used for a step once it is consumed:
-rows that were still on lease when a step was marked belong to the next one, those that came back to none.
+A loop marks a step when what it learned in it is on its disk. A loop that goes back to an earlier step gets what it
+took since once more: single loops the same batches in the same order, data-parallel ranks (`dp_size`) the same shares
+of the same batches, whoever else came meanwhile and however old the rows are by now. To other loops, and to those that
+ask for other batches than before, the rows are offered like any others.
+
+Batches are noted from the first mark of a task on. What a task took counts as used for a step once it is consumed: rows
+that were still on lease when a step was marked belong to the next one, those that came back to none.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_queue.controller.readiness import REPLAYED, Flags, Slots, Task
+from transfer_queue.controller.dealing import DP_SIZE
+from transfer_queue.controller.readiness import REPLAYED, Flags, Slots
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import InvalidInput
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 
+log = logging.getLogger("transfer_queue.controller")
+
 REQUESTS = (m.MarkStep, m.ResumeStep, m.GetStep)
-MAX_STEPS, MAX_ROWS = 1024, 1 << 22  # of one task: its oldest steps are forgotten
+MAX_STEPS, MAX_ROWS = 1024, 1 << 22  # of one task: its oldest steps are forgotten; all of them, when one has more rows
+_NONE = np.empty(0, np.int64)
 
 
 class TakenRows(NamedTuple):
-    """The answer to one fetch. `rows` are global indexes; `lease` is 0 where they were consumed at once."""
+    """The answer to one fetch. `rows` are global indexes, the last `repeated` of them for the sake of other ranks;
+    `lease` is 0 where they were consumed at once."""
 
+    number: int
     partition: str
     rows: Slots
     fields: list[str]
@@ -36,115 +46,218 @@ class TakenRows(NamedTuple):
     repeated: int
 
     @property
-    def rank(self) -> Any:
-        """The data-parallel rank it was for; None where there is none."""
-        return self.sampling.get("dp_rank")
+    def own(self) -> Slots:
+        return self.rows[: len(self.rows) - self.repeated]
 
-    def is_for(self, message: m.Fetch) -> bool:
-        """Whether a request asks for such a batch. A loop that began anew counts its batches from 0 again."""
-        return (self.partition, self.batch_size, self.rank) == (
-            message.partition, message.batch_size, message.sampling.get("dp_rank"),
-        )  # fmt: skip
+    @property
+    def is_plain(self) -> bool:
+        """Whether it was for a loop that has no ranks."""
+        return "dp_rank" not in self.sampling
+
+    def part(self, flags: Flags) -> list[TakenRows]:
+        """The batch with those of its own rows only; nothing where there are none."""
+        if flags.all():
+            return [self]
+        return [self._replace(rows=self.own[flags], repeated=0)] if flags.any() else []
+
+
+class TakenDeal(NamedTuple):
+    """A batch that was dealt to data-parallel ranks: the rows of each, and how many the largest share has."""
+
+    partition: str
+    dp_size: int
+    batch_size: int
+    shares: dict[int, Slots]
+    size: int
+
+    @property
+    def rows(self) -> Slots:
+        return np.concatenate([_NONE, *self.shares.values()])
+
+
+class Segment:
+    """What was taken between two marks."""
+
+    def __init__(self) -> None:
+        self.batches: list[TakenRows] = []
+        self.deals: list[TakenDeal] = []
+        self.num_rows = 0
+
+    def add(self, batches: Iterable[TakenRows], deals: Iterable[TakenDeal]) -> None:
+        for batch in batches:
+            self.batches.append(batch)
+            self.num_rows += len(batch.rows) + 1
+        for deal in deals:
+            self.deals.append(deal)
+            self.num_rows += deal.dp_size
 
 
 class TaskSteps:
-    """The batches of one task: `done` by step, ascending; `open` since; `again` are to be handed out once more."""
+    """One task's segments: `done` by step, ascending; `open` since. `again` is to be handed out once more, in this
+    order; `served` was, and is not used yet."""
 
     def __init__(self) -> None:
-        self.done: dict[int, list[TakenRows]] = {}
-        self.open: list[TakenRows] = []
-        self.again: deque[TakenRows] = deque()
+        self.done: dict[int, Segment] = {}
+        self.open = Segment()
+        self.again: list[TakenRows] = []
+        self.served: list[TakenRows] = []
+        self.deals: list[TakenDeal] = []  # to be dealt once more
 
-    @property
-    def last(self) -> int | None:
-        return next(reversed(self.done), None)
+    def are_due(self) -> bool:
+        return bool(self.again or self.deals)
 
     def forget_the_oldest(self) -> None:
-        rows = sum(len(batch.rows) for batches in self.done.values() for batch in batches)
+        rows = sum(segment.num_rows for segment in self.done.values())
         while len(self.done) > MAX_STEPS or (rows > MAX_ROWS and len(self.done) > 1):
-            rows -= sum(len(batch.rows) for batch in self.done.pop(next(iter(self.done))))
+            rows -= self.done.pop(next(iter(self.done))).num_rows
 
 
 class Steps:
-    """All tasks' steps. `free(table, task name)` offers everything that is lent to a task or kept for it;
-    `served(table, task name)` answers who waits."""
+    """All tasks' steps. `free(table, task name)`: nothing is lent to a task or kept for it any more; `offered(table,
+    task name)`: its free rows are on offer; `served(table, task name)` answers who waits."""
 
     def __init__(
         self,
         tables: Mapping[str, Table],
         free: Callable[[Table, str], None],
+        offered: Callable[[Table, str], None],
         served: Callable[[Table, str], None],
     ) -> None:
         self._tables = tables
         self._free = free
+        self._offered = offered
         self._served = served
         self._tasks: dict[str, TaskSteps] = {}
+        self._numbers = itertools.count()
 
     # what fetches do
 
     def note(self, message: m.Fetch, reply: m.RowSet) -> None:
         """A task takes these rows."""
         known = self._tasks.get(message.task)
+        if known is None:
+            return
+        sampling = {**message.sampling, DP_SIZE: message.dp_size} if message.dp_size else message.sampling
+        rows, fields = indexes_of(reply.rows), message.fields
+        taken = TakenRows(
+            next(self._numbers), message.partition, rows, fields, message.batch_size, sampling, reply.lease,
+            reply.repeated,
+        )  # fmt: skip
+        known.open.add([taken], [])
+        self._check_size(message.task, known)
+
+    def dealt(self, message: m.Fetch, shares: dict[int, Slots], size: int) -> None:
+        """A batch of a task was dealt to its ranks."""
+        known = self._tasks.get(message.task)
         if known is not None:
-            known.open.append(
-                TakenRows(
-                    message.partition, indexes_of(reply.rows), message.fields, message.batch_size,
-                    {**message.sampling, **({"dp_size": message.dp_size} if message.dp_size else {})}, reply.lease,
-                    reply.repeated,
-                )
-            )  # fmt: skip
+            deal = TakenDeal(message.partition, message.dp_size, message.batch_size, shares, size)
+            known.open.add([], [deal])
+
+    def _check_size(self, name: str, known: TaskSteps) -> None:
+        if known.open.num_rows > MAX_ROWS:
+            log.warning("task %r took more than %d rows since its last mark: its steps are forgotten", name, MAX_ROWS)
+            self._forget(name)
 
     def undone(self, task: str, rows: Slots) -> None:
         """Nobody got the answer with these rows, which were consumed by it."""
         known = self._tasks.get(task)
-        if known is not None:
-            known.open = [one for one in known.open if one.lease or not np.isin(one.rows, rows).any()]
+        for place in reversed(range(len(known.open.batches) if known is not None else 0)):
+            batch = known.open.batches[place]  # type: ignore[union-attr]
+            if not batch.lease and np.isin(batch.rows, rows).any():
+                del known.open.batches[place]  # type: ignore[union-attr]
+                return
 
     def are_due(self, task: str) -> bool:
         """Whether the task has batches to take once more."""
         known = self._tasks.get(task)
-        return known is not None and bool(known.again)
+        return known is not None and known.are_due()
 
     def again(self, message: m.Fetch, table: Table) -> TakenRows | None:
         """The batch that this request gets once more; None when it is to get others."""
         known = self._tasks[message.task]
         mine = [batch for batch in known.again if batch.partition == message.partition]
-        if mine and not any(batch.batch_size == message.batch_size for batch in mine):
+        is_plain = not message.dp_size and "dp_rank" not in message.sampling
+        if mine and (not is_plain or any(batch.batch_size != message.batch_size for batch in mine)):
             self._let_go(known, table, message.task, mine)  # the loop is another one now
             return None
+        gone: list[TakenRows] = []
         for batch in mine:
-            if batch.is_for(message):
-                slots = table.slots_of(batch.rows)
-                ready = table.ready(slots, message.fields) if (slots >= 0).all() else None
-                if ready is not None and ready.all():
-                    _remove(known.again, batch)
-                    return batch
-                self._let_go(known, table, message.task, [batch])
+            slots = table.slots_of(batch.rows)
+            ready = table.ready(slots, message.fields) if (slots >= 0).all() else None
+            if ready is not None and ready.all():
+                self._let_go(known, table, message.task, gone)
+                known.again = [one for one in known.again if one is not batch]
+                known.served.append(batch)
+                return batch
+            gone.append(batch)
+        self._let_go(known, table, message.task, gone)
         return None
 
-    def _let_go(self, known: TaskSteps, table: Table, name: str, batches: list[TakenRows]) -> None:
-        """These are not handed out once more, but their rows like any others."""
+    def deals_again(self, message: m.Fetch, table: Table) -> list[TakenDeal]:
+        """What the ranks of this request are dealt once more, the first as the batch that it asks for."""
+        known = self._tasks[message.task]
+        mine = [deal for deal in known.deals if deal.partition == message.partition]
+        if not mine:
+            return []
+        self._let_go(known, table, message.task, mine)
+        if any((deal.dp_size, deal.batch_size) != (message.dp_size, message.batch_size) for deal in mine):
+            return []
+        known.open.add([], mine)
+        return mine
+
+    def came_back(self, table: Table, name: str, slots: Slots) -> Slots:
+        """Those of these rows, which are free again, that anybody may have. A batch that was handed out once more and
+        came back whole is to be handed out once more again."""
+        known = self._tasks.get(name)
+        if known is None or not known.served:
+            return slots
+        rows = table.index[slots]
+        kept = []
+        for batch in list(known.served):
+            back = np.isin(batch.rows, rows) if batch.partition == table.name else np.zeros(1, np.bool_)
+            if back.any():
+                known.served = [one for one in known.served if one is not batch]
+            if back.all():
+                kept.append(batch)
+        if not kept:
+            return slots
+        known.again = sorted([*known.again, *kept], key=lambda batch: batch.number)
+        held = np.isin(rows, np.concatenate([batch.rows for batch in kept]))
         task = table.tasks[name]
-        for batch in batches:
-            _remove(known.again, batch)
+        task.reserve(task.offered(slots[held]), REPLAYED)
+        return slots[~held]
+
+    def _let_go(self, known: TaskSteps, table: Table, name: str, gone: list[Any]) -> None:
+        """These are not kept any more; their rows are offered like any others."""
+        if not gone:
+            return
+        lost = {id(one) for one in gone}
+        known.again = [batch for batch in known.again if id(batch) not in lost]
+        known.deals = [deal for deal in known.deals if id(deal) not in lost]
         kept = [batch.rows for batch in known.again if batch.partition == table.name]
+        kept += [deal.rows for deal in known.deals if deal.partition == table.name]
+        task = table.tasks[name]
         held = table.index[np.flatnonzero(task.lease == REPLAYED)]
-        slots = table.slots_of(np.setdiff1d(held, np.concatenate([np.empty(0, np.int64), *kept])))
+        slots = table.slots_of(np.setdiff1d(held, np.concatenate([_NONE, *kept])))
         if len(task.take_back(slots, REPLAYED, used=False)):
-            self._served(table, name)
+            self._offered(table, name)
 
     def closed(self, partition: str) -> None:
         """A partition is gone."""
-        self._forget(self._tasks.values(), partition)
+        for known in self._tasks.values():
+            known.again = [batch for batch in known.again if batch.partition != partition]
+            known.served = [batch for batch in known.served if batch.partition != partition]
+            known.deals = [deal for deal in known.deals if deal.partition != partition]
 
-    def reset(self, task: str, partition: str) -> None:
-        """A task begins with a partition anew."""
-        if task in self._tasks:
-            self._forget([self._tasks[task]], partition)
+    def reset(self, task: str) -> None:
+        """What a task used counts for nothing any more, and neither do its marks."""
+        self._tasks.pop(task, None)
 
-    def _forget(self, tasks: Iterable[TaskSteps], partition: str) -> None:
-        for known in tasks:
-            known.again = deque(batch for batch in known.again if batch.partition != partition)
+    def _forget(self, name: str) -> None:
+        known = self._tasks.pop(name)
+        for table in list(self._tables.values()):
+            if name in table.tasks:
+                self._let_go(known, table, name, [*known.again, *known.deals])
 
     def clear(self) -> None:
         """All rows are gone."""
@@ -156,14 +269,11 @@ class Steps:
         """Raises `InvalidInput` for a step that was not marked, or too long ago."""
         if isinstance(message, m.GetStep):
             return self._taken(message)
-        names = [name for name, known in self._tasks.items() if message.step in known.done]
-        for name in message.tasks or []:
-            if name not in names:
+        for name in message.tasks:
+            if name not in self._tasks or message.step not in self._tasks[name].done:
                 raise InvalidInput(f"step {message.step} of task {name!r}: {self._marks(name)}")
-        if not names:
-            raise InvalidInput(f"step {message.step} was not marked by any task, or is forgotten")
         resumed = m.StepResumed(message.rid, 0, 0, 0)
-        for name in names if message.tasks is None else dict.fromkeys(message.tasks):
+        for name in dict.fromkeys(message.tasks):
             self._resume(name, message.step, resumed)
         return resumed
 
@@ -172,56 +282,81 @@ class Steps:
         return f"it has marks of {list(known.done)}" if known is not None and known.done else "it has no marks"
 
     def check_mark(self, message: m.MarkStep) -> None:
-        """`InvalidInput` for a step before one that was marked."""
-        for name in message.tasks if message.tasks is not None else self._tasks:
-            last = self._tasks[name].last if name in self._tasks else None
+        """`InvalidInput` for a step before one that was marked, and for no tasks."""
+        if not message.tasks or message.step < 0:
+            raise InvalidInput(f"step {message.step} of tasks {message.tasks}: name a task at least, and a step from 0")
+        for name in message.tasks:
+            last = next(reversed(self._tasks[name].done), None) if name in self._tasks else None
             if last is not None and message.step < last:
                 raise InvalidInput(f"step {message.step}: task {name!r} is at step {last}; `resume` goes back to one")
 
     def mark(self, message: m.MarkStep) -> m.Reply:
-        """The newest step may be marked again, for what was taken since belongs to it as well."""
-        names = message.tasks
-        if names is None:
-            names = sorted({name for table in self._tables.values() for name in table.tasks} | self._tasks.keys())
-        for name in names:
+        """The newest step may be marked again: what was taken since belongs to it as well."""
+        for name in dict.fromkeys(message.tasks):
             known = self._tasks.setdefault(name, TaskSteps())
-            used, known.open = self._settled(name, known.open)
-            known.done.setdefault(message.step, []).extend(used)
+            used, lent = self._settled(name, known.open.batches)
+            over = [deal for deal in known.open.deals if self._is_used(name, deal)]
+            finished = {id(deal) for deal in over}
+            left = [deal for deal in known.open.deals if id(deal) not in finished]
+            known.done.setdefault(message.step, Segment()).add(used, over)
+            known.open, known.served = Segment(), []
+            known.open.add(lent, left)
             known.forget_the_oldest()
         return m.Done(message.rid)
 
     def _resume(self, name: str, step: int, resumed: m.StepResumed) -> None:
         known = self._tasks[name]
-        latest = [part for one, mine in self._with_theirs(name, known.open) for part in _part(one, mine)]
-        later = [batch for number, batches in known.done.items() if number > step for batch in batches]
-        batches = [*later, *latest, *known.again]
-        known.done = {number: batches for number, batches in known.done.items() if number <= step}
-        known.open, known.again = [], deque()
+        segments = [segment for number, segment in known.done.items() if number > step]
+        batches = [batch for segment in segments for batch in segment.batches]
+        batches += [part for one, mine in self._with_theirs(name, known.open.batches) for part in one.part(mine)]
+        batches += known.again
+        deals = [deal for segment in (*segments, known.open) for deal in segment.deals] + known.deals
+        known.done = {number: segment for number, segment in known.done.items() if number <= step}
+        known.open, known.again, known.served, known.deals = Segment(), [], [], []
         for table in list(self._tables.values()):
             if name in table.tasks:
                 mine = [batch for batch in batches if batch.partition == table.name]
-                self._hand_out_again(table, name, mine, known, resumed)
+                ours = [deal for deal in deals if deal.partition == table.name]
+                self._keep(table, name, mine, ours, resumed)
         there = self._tables.keys()
-        resumed.lost += sum(batch.partition not in there for batch in batches)
+        resumed.lost += sum(one.partition not in there for one in batches)
+        for table in list(self._tables.values()):
+            if name in table.tasks:
+                self._served(table, name)
 
-    def _hand_out_again(
-        self, table: Table, name: str, batches: list[TakenRows], known: TaskSteps, resumed: m.StepResumed
+    def _keep(
+        self, table: Table, name: str, batches: list[TakenRows], deals: list[TakenDeal], resumed: m.StepResumed
     ) -> None:
-        task = table.tasks[name]
-        rows = np.unique(np.concatenate([np.empty(0, np.int64), *(batch.rows for batch in batches)]))
-        slots = table.slots_of(rows)
+        """Nobody has any of these rows any more, and those that come in a batch again are kept for it."""
+        known, task = self._tasks[name], table.tasks[name]
+        dead = table.index[task.dead_letters()]
+        slots = table.slots_of(np.setdiff1d(np.concatenate([_NONE, *(batch.own for batch in batches)]), dead))
         task.give_back(slots[slots >= 0])
         self._free(table, name)
         for batch in batches:
-            slots = table.slots_of(batch.rows)
+            slots = table.slots_of(np.setdiff1d(batch.own, dead))
             if (slots < 0).any():
                 resumed.lost += 1
                 continue
-            known.again.append(batch)
-            task.reserve(task.offered(slots), REPLAYED)
             resumed.batches += 1
             resumed.rows += len(slots)
-        self._served(table, name)
+            if batch.is_plain and len(slots):
+                alive = batch.rows[~np.isin(batch.rows, dead)]
+                known.again.append(batch._replace(number=next(self._numbers), rows=alive, lease=0))
+                task.reserve(task.offered(slots), REPLAYED)
+        for deal in deals:
+            shares = {rank: self._left(table, name, rows) for rank, rows in deal.shares.items()}
+            if any(len(rows) for rows in shares.values()):
+                known.deals.append(deal._replace(shares=shares))
+                task.reserve(table.slots_of(known.deals[-1].rows), REPLAYED)
+
+    def _left(self, table: Table, name: str, rows: Slots) -> Slots:
+        """Those of these rows that are on offer, in order."""
+        slots = table.slots_of(rows)
+        there = slots >= 0
+        task = table.tasks[name]
+        there[there] = ~task.consumed[slots[there]] & (task.lease[slots[there]] == 0)
+        return rows[there]
 
     def _settled(self, name: str, batches: list[TakenRows]) -> tuple[list[TakenRows], list[TakenRows]]:
         """(what of these the task has used, what it still has on lease); what came back is in neither."""
@@ -229,55 +364,65 @@ class Steps:
         lent: list[TakenRows] = []
         for batch, mine in self._with_theirs(name, batches):
             is_used, is_lent = self._fate(name, batch)
-            used += _part(batch, mine & is_used)
-            lent += _part(batch, mine & is_lent)
+            used += batch.part(mine & is_used)
+            lent += batch.part(mine & is_lent) if len(mine) else []
         return used, lent
 
     def _with_theirs(self, name: str, batches: list[TakenRows]) -> list[tuple[TakenRows, Flags]]:
-        """Each batch with which of its rows no later one has; without dead letters, which none has."""
+        """Each batch with which of its own rows no later one has; without dead letters, which none has."""
         found = []
         later: dict[tuple[str, int], tuple[Any, ...]] = {}  # who took a row last, by partition and row
+        dead: dict[str, Slots] = {}
         for batch in reversed(batches):
             taker = (batch.lease, batch.sampling.get("batch_index"))
-            rows = batch.rows.tolist()
-            mine = np.array([later.setdefault((batch.partition, row), taker) == taker for row in rows], np.bool_)
-            table, task = self._of(name, batch)
-            if table is not None and task is not None:
-                mine &= ~np.isin(batch.rows, table.index[task.dead_letters()])
+            own = batch.own.tolist()
+            mine = np.array([later.setdefault((batch.partition, row), taker) == taker for row in own], np.bool_)
+            table = self._tables.get(batch.partition)
+            if table is not None and name in table.tasks:
+                if batch.partition not in dead:
+                    dead[batch.partition] = table.index[table.tasks[name].dead_letters()]
+                if len(dead[batch.partition]):
+                    mine &= ~np.isin(batch.own, dead[batch.partition])
             found.append((batch, mine))
         return found[::-1]
 
     def _fate(self, name: str, batch: TakenRows) -> tuple[Flags, Flags]:
-        """Which rows of a batch are used, and which it still has on lease. Rows that were cleared are used."""
-        table, task = self._of(name, batch)
-        used, lent = np.ones(len(batch.rows), np.bool_), np.zeros(len(batch.rows), np.bool_)
-        if table is not None and task is not None:
-            slots = table.slots_of(batch.rows)
+        """Which of a batch's own rows are used, and which it still has on lease. Rows that were cleared are used."""
+        table = self._tables.get(batch.partition)
+        used, lent = np.ones(len(batch.own), np.bool_), np.zeros(len(batch.own), np.bool_)
+        if table is not None and name in table.tasks:
+            task, slots = table.tasks[name], table.slots_of(batch.own)
             there = slots >= 0
             used[there] = task.consumed[slots[there]]
             lent[there] = (task.lease[slots[there]] == batch.lease) & (batch.lease > 0)
         return used, lent
 
-    def _of(self, name: str, batch: TakenRows) -> tuple[Table | None, Task | None]:
-        table = self._tables.get(batch.partition)
-        return table, None if table is None else table.tasks.get(name)
+    def _is_used(self, name: str, deal: TakenDeal) -> bool:
+        """Whether nothing of a deal is left to be used."""
+        table = self._tables.get(deal.partition)
+        if table is None or name not in table.tasks:
+            return True
+        slots = table.slots_of(deal.rows)
+        return bool(table.tasks[name].consumed[slots[slots >= 0]].all())
 
-    def _taken(self, message: m.GetStep) -> m.StepTaken:
+    def _taken(self, message: m.GetStep) -> m.Reply:
         known = self._tasks.get(message.task)
         if known is None:
             raise InvalidInput(f"task {message.task!r} has no marks: steps are known from the first `checkpoint` on")
-        if message.step is None:
-            batches, lent = self._settled(message.task, known.open)
-            batches = [*batches, *lent]
-        elif message.step in known.done:
-            batches = known.done[message.step]
-        else:
+        batches: list[TakenRows] = []
+        if message.step is not None and message.step not in known.done:
             raise InvalidInput(f"step {message.step} of task {message.task!r}: {self._marks(message.task)}")
-        return m.StepTaken(message.rid, list(known.done), [self._told(batch) for batch in batches])
+        if message.step is not None:
+            batches = known.done[message.step].batches
+        elif message.with_batches:
+            used, lent = self._settled(message.task, known.open.batches)
+            batches = sorted([*used, *lent], key=lambda batch: batch.number)
+        told = [self._told(batch) for batch in batches] if message.with_batches else []
+        return m.StepTaken(message.rid, list(known.done), told)
 
     def _told(self, batch: TakenRows) -> m.TakenBatch:
         table = self._tables.get(batch.partition)
-        slots = np.empty(0, np.int64) if table is None else table.slots_of(batch.rows)
+        slots = _NONE if table is None else table.slots_of(batch.rows)
         slots = slots[slots >= 0]
         there = m.RowSet(0, b"", None, [], None)
         names: list[str | None] = []
@@ -291,22 +436,10 @@ class Steps:
         )  # fmt: skip
 
     def check_invariants(self) -> None:
-        """What is kept to be handed out once more is in a batch that is; tests call this after each event."""
+        """What is kept to be handed out once more is in a batch that is, or in a deal; tests call this."""
         for table in self._tables.values():
             for name, task in table.tasks.items():
                 kept = set(table.index[np.flatnonzero(task.lease == REPLAYED)].tolist())
                 known = self._tasks.get(name)
-                again = [batch.rows.tolist() for batch in known.again] if known is not None else []
-                assert kept <= {row for rows in again for row in rows}
-
-
-def _part(batch: TakenRows, flags: Flags) -> list[TakenRows]:
-    """The batch with those of its rows only; nothing where there are none."""
-    if flags.all():
-        return [batch]
-    return [batch._replace(rows=batch.rows[flags], repeated=0)] if flags.any() else []
-
-
-def _remove(batches: deque[TakenRows], batch: TakenRows) -> None:
-    """Arrays do not compare: by identity."""
-    del batches[next(place for place, one in enumerate(batches) if one is batch)]
+                again = [] if known is None else [*(b.rows for b in known.again), *(d.rows for d in known.deals)]
+                assert kept <= {row for rows in again for row in rows.tolist()}

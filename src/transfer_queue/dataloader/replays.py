@@ -31,8 +31,8 @@ def replay(
     `CheckpointMissing` (a FileNotFoundError), `CheckpointCorrupt` and `CheckpointUnsupported` (ValueErrors), here or
     when the loop comes to a file that is damaged.
     """
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise InvalidInput(f"micro_batch_size must be >= 1, got {micro_batch_size}")
+    if micro_batch_size is not None and (type(micro_batch_size) is not int or micro_batch_size < 1):
+        raise InvalidInput(f"micro_batch_size must be a whole number from 1, got {micro_batch_size!r}")
     return BundleStream(Bundle(directory), micro_batch_size, Form(dense, pad, rows), allow_pickle)
 
 

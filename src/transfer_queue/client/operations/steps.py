@@ -13,6 +13,8 @@ from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
+MAX_STEP = 1 << 62
+
 
 class Resumed(NamedTuple):
     """What is handed out once more: `rows` rows in `batches` batches. `lost`: batches that are not, for some of their
@@ -24,35 +26,43 @@ class Resumed(NamedTuple):
 
 
 def checkpoint(
-    session: Session, step: int, tasks: Sequence[str] | None, used: BatchMeta | Sequence[BatchMeta]
+    session: Session, step: int, tasks: Sequence[str], used: BatchMeta | Sequence[BatchMeta]
 ) -> Operation[None]:
-    if isinstance(tasks, str):
-        raise InvalidInput("tasks is a list of names, not one str")
-    metas = [used] if isinstance(used, BatchMeta) else list(used)
+    metas = [used] if isinstance(used, BatchMeta) else used
+    if not isinstance(metas, (list, tuple)) or not all(isinstance(meta, BatchMeta) for meta in metas):
+        raise InvalidInput(f"used is a BatchMeta or a list of them, got {used!r}")
     leases = [ops.leased(meta) for meta in metas if len(meta)]
     if len({service_id for _, _, service_id in leases}) > 1:
         raise InvalidInput("the rows are of several lives of the service")
     service_id = leases[0][2] if leases else b""
     named: list[tuple[int, bytes | None]] = [(lease, rows) for lease, rows, _ in leases]
-    yield Call(m.MarkStep(session.next_rid(), step, _names(tasks), named, service_id))
+    yield Call(m.MarkStep(session.next_rid(), _number(step), _names(tasks), named, service_id))
 
 
-def resume(session: Session, step: int, tasks: Sequence[str] | None) -> Operation[Resumed]:
-    if isinstance(tasks, str):
-        raise InvalidInput("tasks is a list of names, not one str")
-    reply = (yield Call(m.ResumeStep(session.next_rid(), step, _names(tasks))))[0]
+def resume(session: Session, step: int, tasks: Sequence[str]) -> Operation[Resumed]:
+    reply = (yield Call(m.ResumeStep(session.next_rid(), _number(step), _names(tasks))))[0]
     return Resumed(reply.batches, reply.rows, reply.lost)
 
 
-def _names(tasks: Sequence[str] | None) -> list[str] | None:
-    return None if tasks is None else list(tasks)
+def _number(step: int) -> int:
+    if type(step) is not int or not 0 <= step < MAX_STEP:
+        raise InvalidInput(f"step {step!r}: expected a whole number from 0")
+    return step
+
+
+def _names(tasks: Sequence[str]) -> list[str]:
+    if not isinstance(tasks, (list, tuple)) or not tasks or not all(type(name) is str for name in tasks):
+        raise InvalidInput(f"tasks is a list of names, got {tasks!r}")
+    return list(tasks)
 
 
 def get_step(session: Session, task_name: str, step: int | None) -> Operation[list[BatchMeta]]:
-    taken: m.StepTaken = (yield Call(m.GetStep(session.next_rid(), task_name, step)))[0]
+    taken: m.StepTaken = (
+        yield Call(m.GetStep(session.next_rid(), task_name, None if step is None else _number(step)))
+    )[0]
     return [batch_meta(session.service_id, batch.there, batch.partition) for batch in taken.batches]
 
 
 def list_steps(session: Session, task_name: str) -> Operation[list[int]]:
-    taken: m.StepTaken = (yield Call(m.GetStep(session.next_rid(), task_name, None)))[0]
+    taken: m.StepTaken = (yield Call(m.GetStep(session.next_rid(), task_name, None, False)))[0]
     return taken.steps

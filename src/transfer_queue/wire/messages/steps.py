@@ -11,21 +11,20 @@ from transfer_queue.wire.messages.rows import RowSet
 
 
 class MarkStep(Request):
-    """What `tasks` (None: all) used since their last mark is what they used for `step`. Before that the rows in `used`,
-    (lease, rows or None for all), are acknowledged: all of it happens, or nothing."""
+    """What `tasks` used since their last mark is what they used for `step`. Before that the rows in `used`, (lease,
+    rows or None for all), are acknowledged: all of it happens, or nothing."""
 
     step: int
-    tasks: list[str] | None
+    tasks: list[str]
     used: list[tuple[int, bytes | None]]
     service: bytes = b""
 
 
 class ResumeStep(Request):
-    """What `tasks` (None: all that have such a mark) took after `step` is handed to them again, in the batches and the
-    order of before."""
+    """What `tasks` took after `step` is handed to them again, in the batches and the order of before."""
 
     step: int
-    tasks: list[str] | None
+    tasks: list[str]
 
 
 class StepResumed(Reply):
@@ -37,10 +36,12 @@ class StepResumed(Reply):
 
 
 class GetStep(Request):
-    """What a task used for a step; None: what it took since its last mark."""
+    """What a task used for a step; None: what it took since its last mark. Without `with_batches`: which steps it has
+    marks of."""
 
     task: str
     step: int | None
+    with_batches: bool = True
 
 
 class TakenBatch(msgspec.Struct, array_like=True):
