@@ -256,6 +256,8 @@ def _spill_dir(simple: Any) -> str | None:
     """`spill_dir`, or what TransferQueue calls so."""
     name = "backend.SimpleStorage.ssd_offload"
     ours = _directory(simple.spill_dir, "backend.SimpleStorage.spill_dir")
+    if simple.spill_nbytes is not None and ours is None and not simple.ssd_offload.enabled:
+        raise ConfigError("backend.SimpleStorage.spill_nbytes: where to? Name backend.SimpleStorage.spill_dir")
     theirs = _directory(simple.ssd_offload.path, f"{name}.path")
     if not _flag(simple.ssd_offload.enabled, f"{name}.enabled"):
         return ours
@@ -269,7 +271,7 @@ def _spill_dir(simple: Any) -> str | None:
 def _directory(value: Any, name: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"{name}: expected a directory, got {value!r}")
-    return value
+    return None if value is None else os.path.abspath(os.path.expanduser(value))
 
 
 def _durability(value: Any, joins: bool) -> Durability:

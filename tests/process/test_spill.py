@@ -16,6 +16,9 @@ from hosts import Host
 from test_standby import kill
 
 import transfer_queue as tq
+from transfer_queue.client.drivers import run
+from transfer_queue.client.operations import kv
+from transfer_queue.client.session import Session
 from transfer_queue.errors import ConfigError, DataLost, StoreFull
 
 MIB = 1 << 20
@@ -144,9 +147,32 @@ def test_bytes_that_a_disk_changed_are_not_given_out(client: tq.TransferQueueCli
             read(client, number)
 
 
-def _damaged(client: tq.TransferQueueClient, number: int) -> bool:
+def test_rows_that_were_put_alone_are_compared_as_well(service: Service, tmp_path: Path) -> None:
+    client = service(**store(spill_dir=str(tmp_path), budget_nbytes=8 * MIB))
+    keys = [str(number) for number in range(200)]
+    for number, key in enumerate(keys):
+        tq.kv_put(key, "p", {"x": column(number, 100_000).view(-1)})
+    until(lambda: on_disk(client) > 0, "spilling")
+    found = tq.kv_batch_get(keys, "p")["x"]
+    assert all(torch.equal(row, column(number, 100_000).view(-1)) for number, row in enumerate(found.unbind()))
+    damaged = [key for number, key in enumerate(keys) if _damaged(client, number, 100_000, 70_000)]
+    assert len(damaged) > 30
+    with tq.TransferQueueClient.of(Session(client.address)) as other, pytest.raises(DataLost, match="other bytes"):
+        run(other.session, kv.kv_batch_get(other.session, damaged, "p"))
+
+
+def test_a_checkpoint_of_what_a_disk_changed_is_not_written(client: tq.TransferQueueClient, tmp_path: Path) -> None:
+    put(client, range(12))
+    until(lambda: on_disk(client) > 0, "spilling")
+    assert any(_damaged(client, number) for number in range(12))
+    with pytest.raises(DataLost, match="other bytes"):
+        tq.save_checkpoint(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
+
+
+def _damaged(client: tq.TransferQueueClient, number: int, nbytes: int = 8 * MIB, place: int = 100_000) -> bool:
     """Change a byte of a column where it lies on the disk; False where it does not lie there."""
-    wanted = column(number).numpy().tobytes()[:64]
+    wanted = column(number, nbytes).numpy().tobytes()[:64]
     server = f"/proc/{client.stats()['pid']}/fd"
     for name in os.listdir(server):
         if "memfd" in os.readlink(f"{server}/{name}") or "deleted" not in os.readlink(f"{server}/{name}"):
@@ -155,8 +181,8 @@ def _damaged(client: tq.TransferQueueClient, number: int) -> bool:
             data = file.read(256 * MIB)
             at = data.find(wanted)
             if at >= 0:
-                file.seek(at + 100_000)
-                file.write(bytes([data[at + 100_000] ^ 1]))
+                file.seek(at + place)
+                file.write(bytes([data[at + place] ^ 1]))
                 return True
     return False
 
@@ -217,3 +243,15 @@ def test_a_disk_that_is_none_or_too_small_is_refused_at_the_start(service: Servi
         service(**store(spill_dir=str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match="spill_nbytes"):
         service(**store(spill_dir=str(tmp_path), spill_nbytes=1 << 60))
+    with pytest.raises(ConfigError, match="where to"):
+        service(**store(spill_nbytes=1 << 20))
+    with pytest.raises(ConfigError, match="is memory"):
+        service(**store(spill_dir="/dev/shm"))
+
+
+def test_a_put_that_is_larger_than_memory_goes_to_the_disk(client: tq.TransferQueueClient) -> None:
+    large = column(1, 2 * BUDGET)
+    meta = client.put({"x": large}, partition_id="large")
+    assert torch.equal(client.get_data(meta, dense=True)["x"], large)
+    put(client, range(12))
+    check(client, range(12))

@@ -17,7 +17,7 @@ from units import Shell
 from transfer_queue.client.spilled import SpilledBlocks
 from transfer_queue.codec.plan import plan_batch
 from transfer_queue.controller import Controller
-from transfer_queue.errors import DataLost
+from transfer_queue.errors import DataLost, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server import spilling
@@ -176,7 +176,7 @@ def test_a_block_that_somebody_began_to_read_stays(rig: Rig, monkeypatch: pytest
     rig.run()
     assert rig.unit.block(first) is not None
     assert not rig.unit.is_spilled(rig.unit.block(first))  # type: ignore[arg-type]
-    assert rig.unit.num_spilled == 2, "the others went"
+    assert rig.unit.num_spilled == 3, "others went in its place"
 
 
 def test_rows_that_are_cleared_meanwhile_leave_nothing(rig: Rig) -> None:
@@ -203,20 +203,78 @@ def test_a_disk_that_is_full_is_asked_again_after_a_while(tmp_path: Path) -> Non
     assert rig.unit.num_spilled == 1
     rig.run()
     assert rig.unit.num_spilled == 1
+    assert rig.unit.disk_is_short
     assert "bytes do not fit" in rig.unit.full(1)
     assert str(tmp_path) in rig.unit.full(1)
     rig.unit.close()
 
 
-def test_a_block_that_its_writer_described_wrongly_stays(tmp_path: Path) -> None:
-    rig = Rig(str(tmp_path))
-    wrong = rig.unit.block(next(iter(rig.controller.block_index.entries)))
-    assert wrong is not None
-    wrong.layout = b"nonsense"
+def test_a_directory_that_is_gone_leaves_everything_in_memory_and_is_asked_again(tmp_path: Path) -> None:
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    rig = Rig(str(folder))
+    folder.rmdir()
     rig.run()
-    assert not rig.unit.is_spilled(wrong)
-    assert rig.unit.num_spilled >= 2
+    assert rig.unit.num_spilled == 0
+    assert not rig.unit.pinned_nbytes()
+    assert "No such file" in rig.unit.full(1)
+    folder.mkdir()
+    rig.spiller._next_s = 0.0
+    rig.run()
+    assert rig.unit.num_spilled == 3
+    assert rig.content() == list(range(10))
     rig.unit.close()
+
+
+def test_blocks_whose_rows_are_gone_are_copied_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a snapshot is open they stay in memory."""
+    rig.controller.state.captures.add(b"saver")
+    rig.ask(m.Clear(100, "p", None, None))
+    copied: list[int] = []
+    write = rig.spiller._write
+
+    def counted(copies: Any) -> list[int]:
+        copied.extend(one.block.number for one in copies)
+        return write(copies)
+
+    monkeypatch.setattr(rig.spiller, "_write", counted)
+    for _ in range(3):
+        rig.spiller._next_s = 0.0
+        rig.run()
+    assert len(copied) == len(set(copied))
+    assert rig.unit.num_spilled == 0
+
+
+def test_nothing_is_moved_while_it_is_not_known_what_became_of_a_copy(rig: Rig) -> None:
+    async def away(block: int, target: int, rows: Ints) -> bool:
+        raise ServiceUnavailable("the controller is away")
+
+    rig.spiller._moved = away
+    for _ in range(3):
+        rig.spiller._next_s = 0.0
+        rig.run()
+    assert len(rig.service.in_doubt) == rig.unit.num_spilled == 3
+
+
+def test_who_cannot_wait_or_needs_more_than_memory_gets_the_disk_at_once(shell: Shell) -> None:
+    full(shell, 10)
+    assert shell.allocate(NBYTES) is not None
+    assert shell.unit.num_spilled == 1
+    small = Shell(BLOCK, spill=shell.unit.spill)
+    assert small.allocate(2 * NBYTES, wait_s=1.0) is not None
+    with pytest.raises(StoreFull):
+        small.allocate(4 * NBYTES, wait_s=1.0)
+    small.unit.close()
+
+
+def test_who_waits_gets_the_disk_where_what_is_in_memory_does_not_fit_there(tmp_path: Path) -> None:
+    shell = Shell(BUDGET, spill=SpillSpace(str(tmp_path), BLOCK))
+    shell.published(9 * NBYTES)
+    shell.unit.disk_is_short = True
+    assert shell.allocate(NBYTES, wait_s=1.0) is not None
+    assert shell.allocate(NBYTES, wait_s=1.0) is not None
+    assert shell.unit.num_spilled == 1
+    shell.unit.close()
 
 
 # reading

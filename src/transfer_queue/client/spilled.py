@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterable
 
 import numpy as np
 from xxhash import xxh3_64
 
 from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.errors import DataLost
-from transfer_queue.wire.messages import InArena
+from transfer_queue.wire.messages import InArena, Piece
 
 CHUNK_NBYTES = 4 << 20
 MAX_KNOWN = 1 << 16
@@ -22,6 +24,7 @@ class SpilledBlocks:
     def __init__(self, arenas: MappedArenas) -> None:
         self._arenas = arenas
         self._known: dict[tuple[int, int], None] = {}  # by block and digest
+        self._lock = threading.Lock()
 
     def check(self, block: int, where: InArena, nbytes: int) -> None:
         """Raises `DataLost` unless these are the bytes that were written. The caller has the block pinned."""
@@ -33,9 +36,19 @@ class SpilledBlocks:
             raise DataLost(f"block {block}: the disk that its rows were moved to has an error: {error}") from error
         if found != where.digest:
             raise DataLost(f"block {block}: the disk that its rows were moved to gives other bytes than were written")
-        if len(self._known) >= MAX_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[block, where.digest] = None
+        with self._lock:
+            if len(self._known) >= MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[block, where.digest] = None
+
+    def has_to_compare(self, pieces: Iterable[Piece]) -> bool:
+        """Whether some of these lie on a disk, and were not compared."""
+        return any(
+            isinstance(piece.location, InArena)
+            and piece.location.digest != 0
+            and (piece.block, piece.location.digest) not in self._known
+            for piece in pieces
+        )
 
 
 def _digest(fd: int, offset: int, nbytes: int) -> int:

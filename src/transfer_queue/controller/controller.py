@@ -463,7 +463,8 @@ class Controller:
         return None if entry is None else entry.table.rows_in(entry.group, block, entry.first, entry.last)
 
     def relocate(self, block: int, target: int, rows: Slots) -> bool:
-        """The live cells of `block` now lie in `target`, whose rows are `rows` of the old block, ascending.
+        """The live cells of `block` now lie in `target`, whose rows are `rows` of the old block, ascending (none: all,
+        as they are).
 
         `block` is freed. False when none was left to move. `ProtocolError` when `target` cannot be that.
         """
@@ -471,9 +472,11 @@ class Controller:
         if entry is None:
             return False
         between = (entry.first, entry.last)
-        left, _ = entry.table.rows_in(entry.group, block, *between)
         is_other = self.block_index.find(target) is not None or target >> m.UNIT_SHIFT != block >> m.UNIT_SHIFT
-        if is_other or bool((rows[1:] <= rows[:-1]).any()) or not np.isin(left, rows).all():
+        if len(rows) and not is_other:
+            left, _ = entry.table.rows_in(entry.group, block, *between)
+            is_other = bool((rows[1:] <= rows[:-1]).any()) or not np.isin(left, rows).all()
+        if is_other:
             raise ProtocolError(f"block {target} does not have what is left of block {block}")
         entry.table.relocate(entry.group, block, target, rows, *between)
         self.block_index.open(target, entry.live, entry.table, entry.group, *between)

@@ -342,16 +342,21 @@ def _place(draft: NewState, table: Table, number: int, saved: SavedGroup) -> Ste
         group.block[slots], group.row[slots] = block[run], row[run] + offset
         yield
     live = np.add.reduceat(cells[written], ends - count) if len(runs) else ends
-    yield from _enter(draft, table, number, np.stack([runs[:, 1], live], axis=1), _ints(saved.blocks, 2))
+    between = (table.index[first], table.index[first + count - 1]) if len(runs) else (ends, ends)
+    yield from _enter(draft, table, number, np.stack([runs[:, 1], live, *between], axis=1), _ints(saved.blocks, 2))
     return int(live.sum())
 
 
 def _enter(draft: NewState, table: Table, group: int, runs: NDArray[np.int64], known: NDArray[np.int64]) -> Steps[None]:
-    """Enter the blocks of one group. `runs`: (saved block, live cells); `known`: (saved block, cells it had)."""
+    """Enter the blocks of one group. `runs`: (saved block, live cells, first and last index of its rows); `known`:
+    (saved block, cells it had)."""
     cells: dict[int, int] = {}
+    between: dict[int, tuple[int, int]] = {}
     for at in range(0, len(runs), PIECE):
-        for block, number in runs[at : at + PIECE].tolist():
+        for block, number, first, last in runs[at : at + PIECE].tolist():
             cells[block] = cells.get(block, 0) + number
+            low, high = between.get(block, (first, last))
+            between[block] = min(low, first), max(high, last)
         yield
     entered = 0
     for at in range(0, len(known), PIECE):
@@ -359,7 +364,7 @@ def _enter(draft: NewState, table: Table, group: int, runs: NDArray[np.int64], k
             live = cells.pop(block, 0)
             if not 0 < live <= total:
                 refuse(f"blocks of {table.name!r}")
-            entry = BlockEntry(total, table, group)
+            entry = BlockEntry(total, table, group, *between[block])
             entry.live = live
             if draft.entries.setdefault(draft.blocks[block], entry) is not entry:
                 refuse(f"block {block} belongs to several puts")

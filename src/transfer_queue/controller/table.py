@@ -346,6 +346,11 @@ class Table:
         self, number: int, block: int, target: int, rows: Slots, first: int = 0, last: int = MAX_INDEX
     ) -> None:
         group = self.groups[number]
+        if not len(rows):
+            start, end = self._between(first, last)
+            blocks = group.block[start:end]
+            blocks[blocks == block] = target
+            return
         slots, _ = self._cells_in(number, block, first, last)
         group.row[slots] = np.searchsorted(rows, group.row[slots])
         group.block[slots] = target
@@ -366,11 +371,15 @@ class Table:
         moved_from: list[int] = blocks[moved].tolist()
         return moved_from
 
+    def _between(self, first: int, last: int) -> tuple[int, int]:
+        """The slots of rows with these indexes and those between, as (first, the one after the last)."""
+        index = self.index[: self.size]
+        return int(np.searchsorted(index, first)), int(np.searchsorted(index, last, side="right"))
+
     def _cells_in(self, number: int, block: int, first: int, last: int) -> tuple[Slots, Flags]:
         """(slots with live cells in `block`, which (field, slot) are live)."""
         group = self.groups[number]
-        index = self.index[: self.size]
-        start, end = int(np.searchsorted(index, first)), int(np.searchsorted(index, last, side="right"))
+        start, end = self._between(first, last)
         slots = start + np.flatnonzero(self.alive[start:end] & (group.block[start:end] == block))
         live = self.cells[np.array([self.fields[name].number for name in group.fields])[:, None], slots] == number
         return slots[live.any(axis=0)], live

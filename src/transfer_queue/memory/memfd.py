@@ -36,6 +36,18 @@ def free_nbytes(directory: str, setting: str = "arena_dir") -> int | None:
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
+def is_memory(directory: str) -> bool:
+    """Whether the files of a directory lie in memory (proc(5), mountinfo)."""
+    status = os.stat(directory)
+    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            fields, _, kind = line.partition(" - ")
+            if fields.split()[2] == device:
+                return kind.split()[0] in ("tmpfs", "ramfs")
+    return False
+
+
 def create(directory: str | None, name: str = "transfer_queue") -> int:
     """A file without a name, in `directory` or (None) in memory; sealable there. `name`: what /proc shows."""
     if directory is None:

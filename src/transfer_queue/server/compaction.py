@@ -9,11 +9,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from xxhash import xxh3_64_intdigest
+
 from transfer_queue.codec.layout import decode_layout, encode_layout
 from transfer_queue.codec.select import selected
 from transfer_queue.controller import Controller
 from transfer_queue.errors import ProtocolError, TransferQueueError
-from transfer_queue.memory.bytes import Ints
+from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.server.service import Service
 from transfer_queue.server.unit_registry import UnitRegistry, unit_of
 from transfer_queue.wire import messages as m
@@ -54,6 +56,9 @@ class Compactor:
         unit.pin(number, OWNER)
         try:
             source, layout = unit.memory(block), decode_layout(block.layout)
+            if block.digest and await asyncio.to_thread(_digest, source) != block.digest:
+                log.error("block %d stays as it is: its disk gives other bytes than were written", number)
+                return
             smaller, fill = await asyncio.to_thread(selected, layout, source, rows, fields)
             target = unit.place(max(1, smaller.nbytes), OWNER)
             if target is None:
@@ -74,6 +79,10 @@ class Compactor:
         finally:
             unit.unpin(number, OWNER)
             self._service.apply_outcomes()
+
+
+def _digest(data: Bytes) -> int:
+    return xxh3_64_intdigest(memoryview(data))  # type: ignore[arg-type]
 
 
 def start_compaction(controller: Controller, members: UnitRegistry, compactor: Compactor) -> None:

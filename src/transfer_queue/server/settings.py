@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.memory.memfd import free_nbytes
+from transfer_queue.memory.memfd import free_nbytes, is_memory
 from transfer_queue.storage.blocks import NOWHERE, SpillSpace
 from transfer_queue.wait_queue import NOTICE_AFTER_S
 from transfer_queue.wire.messages.staleness import Policy
@@ -63,7 +63,7 @@ def spill_of(config: ServerConfig) -> SpillSpace:
     if config.spill_dir is None:
         return NOWHERE
     free = free_nbytes(config.spill_dir, "spill_dir")
-    if free is None:
+    if free is None or is_memory(config.spill_dir):
         raise ConfigError(f"backend.SimpleStorage.spill_dir: {config.spill_dir!r} is memory, not a disk")
     if config.spill_nbytes > free or not free:
         raise ConfigError(

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from transfer_queue.codec.layout import decode_layout
-from transfer_queue.errors import ProtocolError, TransferQueueError
+from transfer_queue.errors import TransferQueueError
 from transfer_queue.memory import memfd
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.server.service import Service
@@ -27,17 +26,20 @@ from transfer_queue.storage.blocks import Block
 
 log = logging.getLogger("transfer_queue.server")
 
-BATCH_NBYTES = 128 << 20  # moved together: memory is given free in such steps
+BATCH_NBYTES, BATCH_BLOCKS = 128 << 20, 256  # moved together at most: memory is given free in such steps
+STEP_S = 0.001
 AGAIN_S = 1.0  # after the disk was full or failed
 OWNER = b"spilling"
 
 
+AS_THEY_ARE = np.empty(0, np.int64)  # the rows of a copy, which has all of them, see `Controller.relocate`
+
+
 class Copy(NamedTuple):
-    """A block and the place for it on the disk; its rows are numbered alike there."""
+    """A block and the place for it on the disk."""
 
     block: Block
     target: Block
-    num_rows: int
 
 
 class Spiller:
@@ -51,13 +53,16 @@ class Spiller:
         self._task: asyncio.Task[None] | None = None
         self._next_s = 0.0
         self._closed = False
+        self._step_began = 0.0
         self._unit.is_spilling = False  # a server that was killed may have left it so
         self.num_moved = 0
 
     def look(self) -> None:
         """Begin to move blocks where that is due."""
         unit = self._unit
-        if self._task is None and unit.surplus_nbytes() and unit.can_spill and time.monotonic() >= self._next_s:
+        if self._task is not None or not unit.can_spill or self._service.in_doubt or time.monotonic() < self._next_s:
+            return
+        if unit.surplus_nbytes():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def close(self) -> None:
@@ -69,12 +74,12 @@ class Spiller:
         self._unit.is_spilling = True
         try:
             while surplus := self._unit.surplus_nbytes():
-                victims = self._unit.longest_unread(min(surplus, BATCH_NBYTES))
-                if not victims:
+                blocks = self._unit.longest_unread(min(surplus, BATCH_NBYTES))[:BATCH_BLOCKS]
+                if not blocks:
                     return
-                if not await self._move(victims):
+                if not await self._move(blocks):
                     self._next_s = time.monotonic() + AGAIN_S
-                    asyncio.get_running_loop().call_later(AGAIN_S, self._service.deliver)
+                    asyncio.get_running_loop().call_later(AGAIN_S, self._tell)
                     return
         finally:
             self._task, self._unit.is_spilling = None, False
@@ -82,25 +87,25 @@ class Spiller:
 
     async def _move(self, blocks: list[Block]) -> bool:
         """Whether some of them lie on the disk now."""
+        before, left = self.num_moved, set[int]()
         for block in blocks:
             self._unit.pin(block.number, OWNER)
-        copies = self._placed(blocks)
-        left = {copy.target.number for copy in copies}
         try:
+            copies = await self._placed(blocks, left)
             digests = await asyncio.to_thread(self._write, copies)
             for copy, digest in zip(copies, digests, strict=True):
                 left.discard(copy.target.number)
                 await self._switch(copy, digest)
+                await self._breathe()
         except OSError as error:
             log.error("%s: blocks stay in memory: %s", self._unit.spill.directory, str(error))
-            return False
         finally:
             for number in left:
                 self._unit.drop(number)
             for block in blocks:
                 self._unit.unpin(block.number, OWNER)
             self._tell()
-        return bool(copies)
+        return self.num_moved > before
 
     def _tell(self) -> None:
         """Memory was given free: answer who waits for it."""
@@ -108,18 +113,25 @@ class Spiller:
             self._service.apply_outcomes()
             self._service.deliver()
 
-    def _placed(self, blocks: list[Block]) -> list[Copy]:
+    async def _breathe(self) -> None:
+        """Let others go first when this step has taken its time."""
+        if time.perf_counter() - self._step_began > STEP_S:
+            self._service.apply_outcomes()
+            await asyncio.sleep(0)
+            self._step_began = time.perf_counter()
+
+    async def _placed(self, blocks: list[Block], placed: set[int]) -> list[Copy]:
+        """A place for each that there is room for; their numbers are in `placed`."""
         copies = []
+        self._step_began = time.perf_counter()
         for block in blocks:
-            try:
-                num_rows = decode_layout(block.layout).rows
-            except ProtocolError as error:
-                log.warning("block %d stays in memory, its writer described it wrongly: %s", block.number, error)
-                continue
             target = self._unit.place(block.nbytes, OWNER, spills=True)
             if target is None:
-                break
-            copies.append(Copy(block, target, num_rows))
+                self._unit.disk_is_short = True
+                continue
+            placed.add(target.number)
+            copies.append(Copy(block, target))
+            await self._breathe()
         return copies
 
     def _write(self, copies: list[Copy]) -> list[int]:
@@ -129,13 +141,13 @@ class Spiller:
 
     async def _switch(self, copy: Copy, digest: int) -> None:
         """The rows lie in the copy from now on, unless somebody reads them where they were, or they are gone."""
-        unit, (block, target, num_rows) = self._unit, copy
+        unit, (block, target) = self._unit, copy
         if block.dropped or block.pins > 1:
             unit.drop(target.number)
             return
         unit.publish(target.number, block.layout, digest)
         try:
-            taken = await self._moved(block.number, target.number, np.arange(num_rows))
+            taken = await self._moved(block.number, target.number, AS_THEY_ARE)
         except TransferQueueError as error:
             log.warning("block %d: %s", block.number, error)
             self._service.in_doubt.append(target.number)
@@ -143,6 +155,7 @@ class Spiller:
         if taken:
             self.num_moved += 1
         else:
+            block.stays = True  # its rows are gone, and it will be in a moment
             unit.drop(target.number)
 
 

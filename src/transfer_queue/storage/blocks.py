@@ -28,7 +28,9 @@ NOWHERE = SpillSpace(None, 0)
 class Block:
     """A range of an arena. It lives until it is dropped by its owner or the controller, and no pin is left."""
 
-    __slots__ = ("arena", "digest", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins", "published")
+    __slots__ = (
+        "arena", "digest", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins", "published", "stays",
+    )  # fmt: skip
 
     def __init__(self, number: int, arena: int, offset: int, nbytes: int, owner: bytes | None) -> None:
         self.number = number
@@ -41,6 +43,7 @@ class Block:
         self.pins = 0
         self.published = False
         self.dropped = False
+        self.stays = False  # it was to be moved to a disk, which could not be done
 
 
 class Unit:
@@ -68,6 +71,7 @@ class Unit:
         self._unpublished: dict[bytes, set[int]] = {}
         self._pins = Pins()
         self.is_spilling = False  # blocks are being moved to the disk
+        self.disk_is_short = False  # there was no room for the last ones
         self._resting: dict[int, None] = {}  # large blocks in memory that nobody reads, the longest unread first
         self._waiting: WaitQueue[Allocate] = WaitQueue()
         self._disk_is_full = False  # why the latest block that found no room found none
@@ -84,7 +88,7 @@ class Unit:
         """A block for `session`, or None after parking the request; `StoreFull` when it can never fit."""
         if message.nbytes < 1:
             raise InvalidInput(f"a block of {message.nbytes} bytes")
-        if message.nbytes > self.budget_nbytes:
+        if message.nbytes > max(self.budget_nbytes, self.spill.budget_nbytes):
             raise StoreFull(f"{message.nbytes} bytes exceed the store's budget of {self.budget_nbytes} bytes")
         is_first = not len(self._waiting)
         allocated = self._allocated(message, session) if is_first else None
@@ -99,7 +103,8 @@ class Unit:
         return None
 
     def _allocated(self, message: Allocate, session: bytes) -> Allocated | None:
-        block = self.place_anywhere(message.nbytes, session, waits=True)
+        waits = message.timeout_s > 0 and message.nbytes <= self.budget_nbytes
+        block = self.place_anywhere(message.nbytes, session, waits)
         if block is None:
             return None
         if message.pin:
@@ -109,7 +114,8 @@ class Unit:
     def place_anywhere(self, nbytes: int, session: bytes | None, waits: bool = False) -> Block | None:
         """As `place`, in memory; else on the disk. Who `waits` gets memory as long as some can be given free."""
         block = self.place(nbytes, session)
-        if block is None and self.spill.budget_nbytes and not (waits and (self._resting or self.is_spilling)):
+        waits = waits and not self.disk_is_short and bool(self._resting or self.is_spilling)
+        if block is None and self.spill.budget_nbytes and not waits:
             block = self.place(nbytes, session, spills=True)
         return block
 
@@ -149,6 +155,7 @@ class Unit:
         if self.is_spilled(block):
             self.spilled_nbytes += nbytes
             self.num_spilled += 1 if nbytes > 0 else -1
+            self.disk_is_short = self.disk_is_short and nbytes > 0
         else:
             self.used_nbytes += nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
@@ -270,7 +277,7 @@ class Unit:
 
     def _rest(self, block: Block) -> None:
         """Nobody reads the block now; it may be moved, before those that are read later."""
-        if not self.spill.budget_nbytes or block.pins or not block.published or block.dropped:
+        if not self.spill.budget_nbytes or block.pins or not block.published or block.dropped or block.stays:
             return
         if block.nbytes > SMALL_NBYTES and not self.is_spilled(block):
             self._resting[block.number] = None
@@ -280,9 +287,9 @@ class Unit:
         if not self.spill.budget_nbytes:
             return 0
         first = next(iter(self._waiting), None)
-        if first is not None:
+        if first is not None and first.message.nbytes <= self.budget_nbytes:
             return max(1, self.used_nbytes + self.shm.rounded(first.message.nbytes) - self.budget_nbytes)
-        if self.used_nbytes <= FULL_SHARE * self.budget_nbytes:
+        if self.used_nbytes <= (ROOMY_SHARE if self.is_spilling else FULL_SHARE) * self.budget_nbytes:
             return 0
         return self.used_nbytes - int(ROOMY_SHARE * self.budget_nbytes)
 
@@ -368,6 +375,7 @@ class Unit:
         text = f"{nbytes} bytes do not fit: {why}{self.used_nbytes} of {self.budget_nbytes} bytes are in use"
         if self.spill.budget_nbytes:
             text += f", {self.spilled_nbytes} of {self.spill.budget_nbytes} in {self.spill.directory}"
+            text += f" ({self.shm.trouble})" if self.shm.trouble else ""
         return text
 
     def trim(self, keep_nbytes: int) -> None:

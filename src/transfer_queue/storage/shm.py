@@ -40,14 +40,18 @@ class Arena:
         self.spills = spills
         self.extents = Extents(size, grain)
         self.fd = memfd.create(directory) if fd is None else fd
-        if fd is None:
-            os.ftruncate(self.fd, size)
-            if directory is None:
-                memfd.seal(self.fd)
+        try:
+            if fd is None:
+                os.ftruncate(self.fd, size)
+                if directory is None:
+                    memfd.seal(self.fd)
+            self._map = memfd.map_shared(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self._reserved: np.ndarray | None = None  # chunks whose space is ours; None: not in a directory
         if directory is not None:
             self._reserved = np.zeros(-(-size // CHUNK_NBYTES), np.bool_)
-        self._map = memfd.map_shared(self.fd, size)
         self.memory: Bytes = np.frombuffer(self._map, np.uint8)
 
     def reserve(self, start: int, nbytes: int) -> bool:
@@ -105,6 +109,7 @@ class SharedMemory:
     def __init__(self, directory: str | None = None, spill_directory: str | None = None) -> None:
         self.directory = directory
         self.spill_directory = spill_directory
+        self.trouble = ""  # with that directory, when it was asked last
         self.arenas: list[Arena] = []
 
     def open(self) -> None:
@@ -125,7 +130,20 @@ class SharedMemory:
         return max(1, -(-nbytes // grain)) * grain
 
     def take(self, nbytes: int, spills: bool = False) -> tuple[int, int] | None:
-        """Arena and offset of a range that can be written; None when the file system has no space for it."""
+        """Arena and offset of a range that can be written; None when the file system has no space for it. Where blocks
+        spill, one that fails has none: `trouble` says so."""
+        try:
+            place = self._take(nbytes, spills)
+        except OSError as error:
+            if not spills:
+                raise
+            self.trouble = str(error)
+            return None
+        if spills and place is not None:
+            self.trouble = ""
+        return place
+
+    def _take(self, nbytes: int, spills: bool) -> tuple[int, int] | None:
         for attempt in range(2):
             if attempt:
                 self.trim(self.resident_nbytes(spills), spills)  # free ranges elsewhere hold space
@@ -133,9 +151,14 @@ class SharedMemory:
             if place is None:
                 continue
             arena, offset = self.arenas[place[0]], place[1]
-            if arena.reserve(offset, nbytes):
+            reserved = False
+            try:
+                reserved = arena.reserve(offset, nbytes)
+            finally:
+                if not reserved:
+                    arena.extents.give(offset, nbytes)
+            if reserved:
                 return place
-            arena.extents.give(offset, nbytes)
         return None
 
     def _find(self, nbytes: int, spills: bool) -> tuple[int, int] | None:

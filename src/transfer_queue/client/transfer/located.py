@@ -190,6 +190,9 @@ class LocatedRows:
         """Where these rows lie: all in arenas, or all in the payload."""
         lying = [(p.location.arena, p.location.offset) for p in pieces if isinstance(p.location, m.InArena)]
         if lying:
+            for piece in pieces:
+                if isinstance(piece.location, m.InArena) and piece.location.digest:
+                    self._session.spilled.check(piece.block, piece.location, piece.nbytes)
             arenas = sorted({arena for arena, _ in lying})
             if arenas[0] < 0 or arenas[-1] >= MAX_ARENAS:
                 return None

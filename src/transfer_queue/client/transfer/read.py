@@ -60,7 +60,8 @@ def read(
     name_row = _names([(request, one.reply.count) for request, one in zip(requests, replies, strict=True)])
     plain = dense and pad is None
     work = functools.partial(_assembled, session, replies, out, name_row, plain)
-    found: TensorDict = yield Offload(work, nbytes if gathers else 0)
+    compares = any(session.spilled.has_to_compare(one.reply.pieces) for one in replies)
+    found: TensorDict = yield Offload(work, nbytes if gathers or compares else 0)
     if device is not None:
         found = found.to(device)
     for one in replies:

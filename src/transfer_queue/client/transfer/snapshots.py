@@ -96,6 +96,8 @@ class PinnedSnapshot:
             asked: deque[Future[memoryview]] = deque()
             for (piece, to, _), at in wanted:
                 if isinstance(lies := piece.location, m.InArena):
+                    if lies.digest and not at:
+                        self._session.spilled.check(piece.block, lies, piece.nbytes)
                     start, nbytes = lies.offset + at, min(CHUNK_NBYTES, piece.nbytes - at)
                     mapped = self._session.arenas[lies.arena].shared[start : start + nbytes]
                     while asked:
