@@ -125,6 +125,18 @@ def test_a_call_that_waits_is_answered_by_the_standby(client: tq.TransferQueueCl
     assert len(found[0].global_indexes) == 3
 
 
+def test_a_call_that_waits_outlives_several_servers(client: tq.TransferQueueClient) -> None:
+    found: list[Any] = []
+    waiter = threading.Thread(target=lambda: found.append(client.get_meta(["x"], 1, "p", task_name="t", timeout_s=30)))
+    waiter.start()
+    for _ in range(3):
+        until(lambda: client.stats()["waiting_requests"] == 1, "the wait")
+        replaced(client)
+    client.put({"x": torch.arange(1)}, partition_id="p")
+    waiter.join()
+    assert len(found[0].global_indexes) == 1
+
+
 def values(column: Any) -> list[Any]:
     return [row.tolist() for row in column.unbind()]
 

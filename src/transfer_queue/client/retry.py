@@ -13,8 +13,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
 class Retry:
     """The attempts of one call until `deadline` (time.monotonic()).
 
-    Networks cut connections and mend: a call over TCP is tried again until its deadline. A unix socket is not cut: a
-    lost connection is replaced once, and where nobody listens the server is gone.
+    Networks cut connections and mend, and servers are killed and replaced: a call is tried again until its deadline.
+    Where nobody listens at a unix socket the server is gone, for a standby listens there from the first moment on.
     """
 
     def __init__(self, is_local: bool, deadline: float) -> None:
@@ -30,8 +30,8 @@ class Retry:
         if isinstance(error, (ServiceRestarted, TooManyConnections)) or now >= self._deadline:
             return None
         refused = nobody_listens(error)
-        if self._is_local:
-            return None if refused or self._attempts > 1 else 0.0
+        if self._is_local and refused:
+            return None
         if not refused:
             self._refused_at = None
         elif self._refused_at is None:

@@ -446,7 +446,8 @@ class Session:
             except BaseException as error:
                 self._loops.pop((loop, to), None)
                 if isinstance(error, ServiceUnavailable):
-                    error = self._explained(error, to)
+                    cause, error = error.__cause__, self._explained(error, to)
+                    error.__cause__ = cause  # it says whether anybody listens
                 if isinstance(error, TransferQueueError):
                     future.set_exception(error)
                     future.exception()  # seen: whoever else waits gets it too
