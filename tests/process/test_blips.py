@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -21,6 +24,9 @@ from proxy import Proxy
 
 import transfer_queue as tq
 from transfer_queue.errors import DeadlineExceeded, LeaseExpired, ServiceUnavailable
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.aio import AsyncConnection
 
 CALLS, THREADS, LEAST_CUTS = 200, 3, 40
 
@@ -125,3 +131,28 @@ def test_calls_over_a_network_that_cuts_connections_succeed_and_take_effect_once
     assert proxy.num_cuts > LEAST_CUTS, summary
     assert not wrong, "\n".join([summary, *map(str, wrong)])
     assert not errors, "\n".join([summary, *(str(error) for worker in workers for error in worker.errors)])
+
+
+def test_a_connection_that_is_lost_before_anything_was_asked_is_noticed() -> None:
+    """A server with more newcomers than it takes closes some; on a busy loop that is seen before the first message."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def turn_away() -> None:
+            newcomer, _ = server.accept()
+            newcomer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            newcomer.close()
+
+        class Busy(AsyncConnection):
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                guard.join()  # until the other end is closed
+
+        async def connect() -> None:
+            connection = Busy(parse_address(f"tcp:127.0.0.1:{port}", TOKEN), m.decode_server)
+            with pytest.raises(ServiceUnavailable):
+                await connection.open(bytes(16), 5.0)
+
+        guard = threading.Thread(target=turn_away)
+        guard.start()
+        asyncio.run(connect())

@@ -126,6 +126,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
                 return cast(m.Welcome, stop.value)
 
     async def _greet(self, message: m.Message, timeout_s: float) -> m.Message:
+        if self.error is not None:  # lost since the answer before: nobody would tell this one
+            raise self.error
         self._hello = self.loop.create_future()
         self._transport.write(frame(m.encode(message)))
         try:
