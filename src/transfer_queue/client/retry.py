@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 from transfer_queue.errors import ServiceRestarted, ServiceUnavailable, TooManyConnections
 
 REFUSED_S = 3.0  # for so long a host where nobody listens may be one whose server comes back in a moment
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
 
 
 class Retry:
@@ -40,7 +41,8 @@ class Retry:
             return None
         if self._attempts == 1 and not refused:
             return 0.0
-        return min(FIRST_PAUSE_S * 2 ** min(self._attempts, 10), LONGEST_PAUSE_S, self._deadline - now)
+        longest = min(FIRST_PAUSE_S * 2 ** min(self._attempts, 10), LONGEST_PAUSE_S, self._deadline - now)
+        return longest * random.uniform(0.5, 1.0)  # thousands that lost the same server must not come back together
 
 
 def nobody_listens(error: ServiceUnavailable) -> bool:

@@ -6,7 +6,7 @@ import resource
 from typing import Generic, Protocol, TypeVar
 
 SPARE_DESCRIPTORS = 64  # for listeners, arenas, doors' visitors, metrics, checkpoints and the loop itself
-MAX_STRANGERS = 1024  # of other hosts, in the midst of a handshake
+MAX_STRANGERS = 4096  # of other hosts, in the midst of a handshake; all come at once when a server was replaced
 
 
 class Limited(Protocol):
