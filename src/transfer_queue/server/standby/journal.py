@@ -56,13 +56,7 @@ class Journal:
         """All of an event, which has happened then, or nothing of it. Written together, records cost half as much."""
         try:
             data = encode(event)
-        except (
-            msgspec.MsgspecError,
-            TypeError,
-            ValueError,
-            OverflowError,
-            RecursionError,
-        ):  # no journal is a reason to fail a request
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError):
             # A journal is no reason to fail a request.
             log.exception("not in the journal: %s", [type(record).__name__ for record in event])
             self.leave()
