@@ -49,6 +49,7 @@ STRATEGIES: dict[Any, Any] = {
     list[m.Cut]: st.lists(st.builds(m.Cut, numbers, raw, st.lists(names, max_size=3)), max_size=3),
     list[m.Refilled]: st.lists(st.builds(m.Refilled, numbers, numbers, numbers), max_size=3),
     list[bytes]: st.lists(raw, max_size=3),
+    list[tuple[int, bytes | None]]: st.lists(st.tuples(numbers, st.none() | raw), max_size=3),
     dict[str, tuple[int, int]]: st.dictionaries(names, st.tuples(numbers, numbers), max_size=3),
 }  # fmt: skip
 
@@ -71,7 +72,10 @@ class Place:
             fields = [FieldSchema("x", "dense", "int64", ()), FieldSchema("y", "objects", "", ())]
             self.send(m.Commit(0, partition, ROWS, keys, None, fields, 0, LAYOUT, [{"a": 1}] * ROWS, 0.0), bytes(512))
         self.send(m.Allocate(0, 100_000, True, 0.0))
+        self.send(m.MarkStep(0, 0, ["t"], []))
         self.send(m.Fetch(0, "p", ["x"], 2, "t", {}, 0.0, True, 60.0))
+        self.send(m.Fetch(0, "p", ["x"], 1, "t", {}, 0.0, True))
+        self.send(m.MarkStep(0, 1, ["t"], []))
         self.send(m.Lock(0, "p", ["k0"], 60.0, 0.0, {}))
 
     def send(self, message: m.Request, payload: bytes = b"", session: ServerSession | None = None) -> m.Reply | None:
@@ -126,7 +130,7 @@ def sample(kind: Any) -> m.Message:
         "blocks": packed([1]), "lease": 1, "tags": [{}, {}], "timeout_s": 0.0, "nbytes": 100, "offset": 0,
         "layout": LAYOUT, "batch_size": 1, "cuts": [m.Cut(1, packed([0, 2]), ["x"])], "target": 2, "address": ":1",
         "lease_s": 1.0, "layouts": [LAYOUT], "names": ["a"], "session": b"remote", "known": {}, "rids": [7],
-        "lock": 1, "holder": {"pid": 1} if kind is m.Lock else b"",
+        "lock": 1, "holder": {"pid": 1} if kind is m.Lock else b"", "tasks": ["t"], "step": 1,
     }  # fmt: skip
     if kind is m.Commit:
         known |= {"fields": [FieldSchema("x", "dense", "int64", ())], "block": 3}
@@ -134,6 +138,8 @@ def sample(kind: Any) -> m.Message:
         known["blocks"] = [m.Refilled(1, 3, 0)]
     if kind is m.Unpin:
         known["blocks"] = [1]
+    if kind is m.MarkStep:
+        known["used"] = [(1, None)]
     if kind in (m.Find, m.Lock):
         known["keys"] = ["k0", "new"]
     empty: dict[Any, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", m.Tags: {}}

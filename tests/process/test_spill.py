@@ -235,6 +235,18 @@ def test_units_have_disks_of_their_own_and_others_read_from_there(hosts: tuple[H
     check(second.client, range(24))
 
 
+def test_other_hosts_are_not_given_what_a_disk_changed(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    put(second.client, range(12))
+    until(lambda: on_disk(second.client) > 0, "spilling of the unit")
+    moved = [number for number in range(12) if _damaged(second.client, number)]
+    some = [rows_of(first.client, number).select_samples([0, 3]) for number in moved]
+    for meta in some:
+        with pytest.raises(DataLost, match="other bytes"):
+            first.client.get_data(meta)
+    check(first.client, range(moved[-1] + 1, 12))
+
+
 # settings
 
 

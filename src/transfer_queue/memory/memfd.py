@@ -8,8 +8,10 @@ import fcntl
 import mmap
 import os
 
+import numpy as np
+
 from transfer_queue.errors import ConfigError
-from transfer_queue.memory.bytes import PAGE
+from transfer_queue.memory.bytes import PAGE, Bytes
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 SYNC_FILE_RANGE_WRITE = 2
@@ -70,6 +72,18 @@ def start_writing(fd: int, start: int, nbytes: int) -> None:
     """Have the system write a range of a file to its disk soon, so that its pages can go when memory is short. What
     became of it shows in `os.fsync`; here nothing is reported, for nothing depends on it."""
     _libc.sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), SYNC_FILE_RANGE_WRITE)
+
+
+def read_file(fd: int, start: int, nbytes: int) -> Bytes:
+    """A range of a file, copied. Raises `OSError`."""
+    data = np.empty(nbytes, np.uint8)
+    view, at = memoryview(data), 0  # type: ignore[arg-type]
+    while at < nbytes:
+        count = os.preadv(fd, [view[at:]], start + at)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends at {start + at}")
+        at += count
+    return data
 
 
 def seal(fd: int) -> None:

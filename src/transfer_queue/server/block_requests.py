@@ -129,7 +129,7 @@ class BlockRequests:
             at += -(-block.nbytes // ALIGN) * ALIGN
         own = bytearray(at - start)
         for offset, block in parts:
-            own[offset : offset + block.nbytes] = memoryview(self.unit.memory(block))  # type: ignore[arg-type]
+            own[offset : offset + block.nbytes] = memoryview(self.unit.content(block))  # type: ignore[arg-type]
         return [*payload, bytes(start - before), own] if before else (own,)
 
     def take(self, message: m.Request, session: ServerSession) -> Answer:
@@ -165,7 +165,7 @@ class BlockRequests:
         self.unit.pin(block.number, session.ident, rid)
         if len(rows) == layout.rows and {column.name for column in layout.columns} <= set(cut.fields):
             return block.number
-        smaller, fill = selected(layout, self.unit.memory(block), rows, cut.fields)
+        smaller, fill = selected(layout, self.unit.content(block), rows, cut.fields)
         part = self.unit.place(max(1, smaller.nbytes), None)
         if part is None:
             return block.number
@@ -182,7 +182,7 @@ class BlockRequests:
         end = message.offset + message.nbytes
         if message.offset < 0 or message.nbytes < 0 or end > block.nbytes:
             raise InvalidInput(f"bytes {message.offset}..{end} of a block of {block.nbytes}")
-        data = memoryview(self.unit.memory(block)[message.offset : end])  # type: ignore[arg-type]
+        data = memoryview(self.unit.content(block, message.offset, end))  # type: ignore[arg-type]
         return m.Data(message.rid), (data,)  # the reader keeps its pin until it has everything
 
     # pins

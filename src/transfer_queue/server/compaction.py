@@ -9,13 +9,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from xxhash import xxh3_64_intdigest
-
 from transfer_queue.codec.layout import decode_layout, encode_layout
 from transfer_queue.codec.select import selected
 from transfer_queue.controller import Controller
-from transfer_queue.errors import ProtocolError, TransferQueueError
-from transfer_queue.memory.bytes import Bytes, Ints
+from transfer_queue.errors import DataLost, ProtocolError, TransferQueueError
+from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.service import Service
 from transfer_queue.server.unit_registry import UnitRegistry, unit_of
 from transfer_queue.wire import messages as m
@@ -55,10 +53,8 @@ class Compactor:
             return
         unit.pin(number, OWNER)
         try:
-            source, layout = unit.memory(block), decode_layout(block.layout)
-            if block.digest and await asyncio.to_thread(_digest, source) != block.digest:
-                log.error("block %d stays as it is: its disk gives other bytes than were written", number)
-                return
+            layout = decode_layout(block.layout)
+            source = await asyncio.to_thread(unit.content, block)
             smaller, fill = await asyncio.to_thread(selected, layout, source, rows, fields)
             target = unit.place(max(1, smaller.nbytes), OWNER)
             if target is None:
@@ -74,15 +70,13 @@ class Compactor:
                 unit.drop(target.number)
                 return
             self.num_moved += 1
+        except DataLost as error:
+            log.error("block %d stays as it is: %s", number, error)
         except ProtocolError as error:
             log.warning("block %d stays as it is, its writer described it wrongly: %s", number, error)
         finally:
             unit.unpin(number, OWNER)
             self._service.apply_outcomes()
-
-
-def _digest(data: Bytes) -> int:
-    return xxh3_64_intdigest(memoryview(data))  # type: ignore[arg-type]
 
 
 def start_compaction(controller: Controller, members: UnitRegistry, compactor: Compactor) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Sequence
 from typing import NamedTuple
 
-from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
+from xxhash import xxh3_64_intdigest
+
+from transfer_queue.errors import DataLost, InvalidInput, RowCleared, StoreFull
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.memory.memfd import read_file
 from transfer_queue.storage.pins import NO_REQUEST, Pins
 from transfer_queue.storage.shm import SMALL_NBYTES, SharedMemory
 from transfer_queue.wait_queue import Waiter, WaitQueue
@@ -172,6 +175,23 @@ class Unit:
 
     def memory(self, block: Block) -> Bytes:
         return self.shm.slice(block.arena, block.offset, block.nbytes)
+
+    def content(self, block: Block, start: int = 0, end: int | None = None) -> Bytes:
+        """Bytes of a published block, to be looked at. Those of a disk are read, for a look at mapped ones would end
+        this process where the disk fails (SIGBUS); all of a block are compared with what was written. Raises
+        `DataLost`."""
+        end = block.nbytes if end is None else end
+        if not self.is_spilled(block):
+            return self.memory(block)[start:end]
+        where = f"block {block.number}: the disk that its rows were moved to"
+        try:
+            data = read_file(self.shm.arenas[block.arena].fd, block.offset + start, end - start)
+        except OSError as error:
+            raise DataLost(f"{where} has an error: {error}") from error
+        compares = block.digest != 0 and len(data) == block.nbytes
+        if compares and xxh3_64_intdigest(memoryview(data)) != block.digest:  # type: ignore[arg-type]
+            raise DataLost(f"{where} gives other bytes than were written")
+        return data
 
     def publish(self, number: int, layout: bytes, digest: int = 0) -> None:
         """The block's content is final; from now on the controller decides when it goes. `digest`: see `Block`."""
