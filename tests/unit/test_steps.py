@@ -403,6 +403,15 @@ def test_a_loop_without_ranks_gets_what_ranks_had() -> None:
     assert [box.fetch(2), box.fetch(2)] == [rows[:2], rows[2:]]
 
 
+def test_a_loop_without_ranks_gets_what_was_dealt() -> None:
+    box, rows = filled(4)
+    for rank in range(2):
+        box.ack(deal(box, rank, 0)[0])
+    assert box.fetch(2, wait_s=60, ticket="next") is None
+    box.resume(0)
+    assert [*box.answers()[0][1], *box.fetch(2)] == rows
+
+
 def test_repeated_rows_are_their_owners() -> None:
     box, rows = filled(1)
     box.controller.tables["p"].declared = 1

@@ -175,6 +175,9 @@ class Steps:
     def again(self, message: m.Fetch, table: Table) -> TakenRows | None:
         """The batch that this request gets once more; None when it is to get others."""
         known = self._tasks[message.task]
+        if not message.dp_size:  # what ranks had is theirs only
+            deals = [deal for deal in known.deals if deal.partition == message.partition]
+            self._let_go(known, table, message.task, deals)
         mine = [batch for batch in known.again if batch.partition == message.partition]
         is_plain = not message.dp_size and "dp_rank" not in message.sampling
         if mine and (not is_plain or any(batch.batch_size != message.batch_size for batch in mine)):
