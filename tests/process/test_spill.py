@@ -104,7 +104,7 @@ def test_cleared_rows_give_the_disk_back(client: tq.TransferQueueClient) -> None
 
 
 def test_a_put_fails_only_when_memory_and_disk_are_full(service: Service, tmp_path: Path) -> None:
-    client = service(**store(spill_dir=str(tmp_path), spill_nbytes=4 * 8 * MIB), client={"timeout_s": 2.0})
+    client = service(**store(spill_dir=str(tmp_path), spill_nbytes=4 * 8 * MIB), client={"timeout_s": 5.0})
     put(client, range(12))
     with pytest.raises(StoreFull, match=str(tmp_path)):
         put(client, range(12, 13))
