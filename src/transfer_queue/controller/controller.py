@@ -257,8 +257,7 @@ class Controller:
         if message.fields and message.block != NO_BLOCK:
             number = table.group(message.fields)
             released = table.write(slots, number, message.block)
-            written = table.index[slots]
-            between = (int(written.min()), int(written.max()))
+            between = _between(table, slots)
             self.block_index.open(message.block, count * len(message.fields), table, number, *between)
             self.block_index.release(released)
             if count == 1:
@@ -525,6 +524,15 @@ class Controller:
         for table in self.tables.values():
             table.check_invariants()
         self.block_index.check_invariants(self.tables.values(), self.state.cleared_partitions.blocks())
+
+
+def _between(table: Table, slots: Slots) -> tuple[int, int]:
+    """The lowest and the highest index of these rows; of one row in a tenth of the time."""
+    if len(slots) == 1:
+        index = int(table.index[slots[0]])
+        return index, index
+    indexes = table.index[slots]
+    return int(indexes.min()), int(indexes.max())
 
 
 class RowQuotaExceeded(Exception):

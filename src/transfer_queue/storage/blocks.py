@@ -155,7 +155,7 @@ class Unit:
 
     def _count(self, block: Block, nbytes: int) -> None:
         """So many bytes more (or less) are taken where the block lies."""
-        if self.is_spilled(block):
+        if self.spill.budget_nbytes and self.is_spilled(block):
             self.spilled_nbytes += nbytes
             self.num_spilled += 1 if nbytes > 0 else -1
             self.disk_is_short = self.disk_is_short and nbytes > 0
@@ -199,7 +199,8 @@ class Unit:
         if block.owner is not None:
             self._unpublished[block.owner].discard(number)
         block.owner, block.layout, block.published, block.digest = None, layout, True, digest
-        self._rest(block)
+        if self.spill.budget_nbytes:
+            self._rest(block)
 
     def drop(self, number: int) -> None:
         """Nobody needs the block any more; its memory is free once the last pin is gone."""
@@ -275,7 +276,7 @@ class Unit:
         block.pins -= 1
         if block.dropped and not block.pins:
             self._free(block)
-        else:
+        elif self.spill.budget_nbytes:
             self._rest(block)
 
     def pinned(self, number: int, session: bytes) -> Block:
@@ -297,7 +298,7 @@ class Unit:
 
     def _rest(self, block: Block) -> None:
         """Nobody reads the block now; it may be moved, before those that are read later."""
-        if not self.spill.budget_nbytes or block.pins or not block.published or block.dropped or block.stays:
+        if block.pins or not block.published or block.dropped or block.stays:
             return
         if block.nbytes > SMALL_NBYTES and not self.is_spilled(block):
             self._resting[block.number] = None
