@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -138,35 +140,31 @@ class LeasesModel(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), whole=st.booleans())
     def release(self, data: st.DataObject, whole: bool) -> None:
-        number = data.draw(st.sampled_from(sorted(self.leases)))
-        held = self.leases[number]
-        rows = None if whole or not self.rows else data.draw(st.lists(st.sampled_from(self.rows), max_size=4))
-        try:
-            left = self.box.release(number, rows)
-        except LeaseExpired:
-            assert held.over
-            return
-        back = set(held.open) if rows is None else held.open & set(rows)
-        held.open -= back
-        held.given_back |= back
-        assert left == len(held.open)
+        self.give_back(data, whole, self.box.release)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), whole=st.booleans(), delay_s=st.sampled_from([0, 0, 3]))
     def nack(self, data: st.DataObject, whole: bool, delay_s: int) -> None:
+        held, back = self.give_back(data, whole, lambda number, rows: self.box.nack(number, rows, delay_s))
+        self.tried(held, back, delay_s)
+
+    def give_back(
+        self, data: st.DataObject, whole: bool, call: Callable[[int, list[int] | None], int]
+    ) -> tuple[Held, set[int]]:
+        """The lease that it was, and what is back of it."""
         number = data.draw(st.sampled_from(sorted(self.leases)))
         held = self.leases[number]
         rows = None if whole or not self.rows else data.draw(st.lists(st.sampled_from(self.rows), max_size=4))
         try:
-            left = self.box.nack(number, rows, delay_s)
+            left = call(number, rows)
         except LeaseExpired:
             assert held.over
-            return
+            return held, set()
         back = set(held.open) if rows is None else held.open & set(rows)
         held.open -= back
         held.given_back |= back
-        self.tried(held, back, delay_s)
         assert left == len(held.open)
+        return held, back
 
     @rule(task=tasks)
     def requeue(self, task: str) -> None:

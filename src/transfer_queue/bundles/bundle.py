@@ -79,8 +79,8 @@ class SavedRow(msgspec.Struct):
 def save(session: Session, directory: str | os.PathLike[str], step: int, task: str) -> dict[str, int]:
     """See `transfer_queue.save_step`."""
     target = Path(os.path.realpath(directory))
-    taken: m.StepTaken = session.call(Call(m.GetStep(session.next_rid(), task, step)))[0]
-    for batch in taken.batches:
+    batches = _taken(session, step, task)
+    for batch in batches:
         if len(batch.there.rows) < len(batch.rows):
             gone = np.setdiff1d(numbers_of(batch.rows), numbers_of(batch.there.rows))
             text = f"rows {gone[:8].tolist()} of partition {batch.partition!r}, which step {step} took, were cleared"
@@ -89,9 +89,9 @@ def save(session: Session, directory: str | os.PathLike[str], step: int, task: s
     saved = SavedStep(step, task, dict(session.config.get("settings", {})), [])
     with new_directory(target) as draft:
         with files._Output(draft / ROWS, written) as out:
-            for row in _rows_of(taken.batches):
+            for row in _rows_of(batches):
                 out.write(msgspec.json.encode(row) + b"\n")
-        for number, batch in enumerate(taken.batches):
+        for number, batch in enumerate(batches):
             tensors: Tensors = {}
             saved.batches.append(_packed(session, batch, tensors))
             with files._Output(draft / BATCH.format(number), written) as out:
@@ -106,9 +106,20 @@ def save(session: Session, directory: str | os.PathLike[str], step: int, task: s
     }
 
 
+def rows_taken(session: Session, step: int, task: str) -> list[SavedRow]:
+    """What a task took for a step, without the rows that were cleared."""
+    return list(_rows_of(_taken(session, step, task)))
+
+
+def _taken(session: Session, step: int, task: str) -> list[m.TakenBatch]:
+    taken: m.StepTaken = session.call(Call(m.GetStep(session.next_rid(), task, step)))[0]
+    return taken.batches
+
+
 def _rows_of(batches: list[m.TakenBatch]) -> Iterator[SavedRow]:
+    """The rows that are there."""
     for number, batch in enumerate(batches):
-        rows = numbers_of(batch.rows).tolist()
+        rows = numbers_of(batch.there.rows).tolist()
         tags = batch.there.tags or [{}] * len(rows)
         for position, (row, name, tag) in enumerate(zip(rows, batch.names, tags, strict=True)):
             yield SavedRow(number, position, batch.partition, row, name, tag)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,10 @@ from transfer_queue import config as settings
 from transfer_queue.errors import InvalidInput, NotInitialized, TransferQueueError
 from transfer_queue.launch import local
 from transfer_queue.server import host_registry
+
+if TYPE_CHECKING:
+    from transfer_queue.bundles.bundle import SavedRow
+    from transfer_queue.client.client import TransferQueueClient
 
 COMMAND_WIDTH = 80
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -61,20 +65,22 @@ def serve(
 @app.command()
 def status(address: Address = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Counts and sizes of a running service, and its partitions."""
-    from transfer_queue.client.client import TransferQueueClient
-    from transfer_queue.client.session import Session
-    from transfer_queue.wire.address import parse_address
-
-    client = TransferQueueClient.of(Session(parse_address(_chosen(address))))
-    try:
+    with _attached(address) as client:
         values = client.stats()
         partitions = {name: client.get_partition(name) for name in client.get_partition_list()}
-    finally:
-        client.close()
     if as_json:
         print(json.dumps({**values, "partition": partitions}))
     else:
         _print(values, partitions)
+
+
+def _attached(address: str | None) -> TransferQueueClient:
+    """A client of the service that was chosen. Raises as `_chosen`."""
+    from transfer_queue.client.client import TransferQueueClient
+    from transfer_queue.client.session import Session
+    from transfer_queue.wire.address import parse_address
+
+    return TransferQueueClient.of(Session(parse_address(_chosen(address))))
 
 
 def _chosen(address: str | None) -> str:
@@ -136,21 +142,13 @@ def dead_letters(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """The rows that a task tried as often as it may, with how often and why it gave them up."""
-    from transfer_queue.client.client import TransferQueueClient
-    from transfer_queue.client.session import Session
-    from transfer_queue.wire.address import parse_address
-
-    client = TransferQueueClient.of(Session(parse_address(_chosen(address))))
-    try:
+    with _attached(address) as client:
         found = client.list_dead_letters(partition, task)
-        tags = [{**tag} for tag in found.custom_meta]
         if requeue:
             client.requeue_dead_letters(partition, task, found)
-    finally:
-        client.close()
     rows = [
         {"row": row, "attempts": one.attempts, "reason": one.reason, "tags": tag}
-        for (row, one), tag in zip(found.redelivered.items(), tags, strict=True)
+        for (row, one), tag in zip(found.redelivered.items(), found.custom_meta, strict=True)
     ]
     if as_json:
         print(json.dumps(rows))
@@ -172,14 +170,18 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """What a task took in a step of its loop: batches, rows in order, keys, versions of the weights."""
-    rows = _taken(step, task, save, address) if source is None else _saved(source, step, task)
+    found = _taken(step, task, save, address) if source is None else _saved(source, step, task)
+    rows = [
+        {"batch": row.batch, "partition": row.partition, "row": row.global_index, "key": row.key, "tags": row.tags}
+        for row in found
+    ]
     if as_json:
         print(json.dumps(rows))
     else:
         _print_rows(rows, ("batch", "partition", "row", "key", "tags"))
 
 
-def _saved(source: Path, step: int, task: str) -> list[dict[str, Any]]:
+def _saved(source: Path, step: int, task: str) -> list[SavedRow]:
     """The rows of a bundle, all of which is verified. Raises `InvalidInput` for that of another step."""
     from transfer_queue.bundles import Bundle
 
@@ -189,33 +191,19 @@ def _saved(source: Path, step: int, task: str) -> list[dict[str, Any]]:
     for number in range(len(bundle)):
         bundle.verify(number)
         print(f"batch {number}: xxh3-128 {bundle.digest(number)}, verified", file=sys.stderr)
-    return [
-        {"batch": row.batch, "partition": row.partition, "row": row.global_index, "key": row.key, "tags": row.tags}
-        for row in bundle.rows
-    ]
+    return bundle.rows
 
 
-def _taken(step: int, task: str, save: Path | None, address: str | None) -> list[dict[str, Any]]:
+def _taken(step: int, task: str, save: Path | None, address: str | None) -> list[SavedRow]:
     """The rows of a running service that were not cleared; saved where they are to be."""
-    from transfer_queue.bundles import save as save_step
-    from transfer_queue.client.client import TransferQueueClient
-    from transfer_queue.client.session import Session
-    from transfer_queue.wire.address import parse_address
+    from transfer_queue import bundles
 
-    client = TransferQueueClient.of(Session(parse_address(_chosen(address))))
-    try:
-        rows = []
-        for number, meta in enumerate(client.get_step(task, step)):
-            keys = client.kv_retrieve_keys(meta.global_indexes, meta.partition_ids[0]) if len(meta) else []
-            for index, key, tags in zip(meta.global_indexes, keys, meta.custom_meta, strict=True):
-                where = {"batch": number, "partition": meta.partition_ids[0], "row": index}
-                rows.append({**where, "key": key, "tags": tags})
+    with _attached(address) as client:
+        rows = bundles.rows_taken(client.session, step, task)
         if save is not None:
-            written = save_step(client.session, save, step, task)
+            written = bundles.save(client.session, save, step, task)
             text = f"{written['batches']} batches, {written['rows']} rows, {written['bytes']:,} bytes"
             print(f"{save}: {text}", file=sys.stderr)
-    finally:
-        client.close()
     return rows
 
 

@@ -15,6 +15,7 @@ from transfer_queue.wire.messages import InArena, Piece
 
 CHUNK_NBYTES = 4 << 20
 MAX_KNOWN = 1 << 16
+MAX_ARENAS = 1 << 16
 
 
 class SpilledBlocks:
@@ -25,6 +26,23 @@ class SpilledBlocks:
         self._arenas = arenas
         self._known: dict[tuple[int, int], None] = {}  # by block and digest
         self._lock = threading.Lock()
+
+    def unknown(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Those that lie on a disk, as far as the reply says so rightly, and were not compared."""
+        found = [piece for piece in pieces if isinstance(piece.location, InArena) and piece.location.digest]
+        return [piece for piece in found if not self._is_known(piece) and self._is_there(piece)]
+
+    def _is_known(self, piece: Piece) -> bool:
+        assert isinstance(piece.location, InArena)
+        return (piece.block, piece.location.digest) in self._known
+
+    def _is_there(self, piece: Piece) -> bool:
+        """Whether it lies within an arena; whoever reads it refuses one that does not."""
+        lies = piece.location
+        assert isinstance(lies, InArena)
+        if not 0 <= lies.arena < MAX_ARENAS or min(lies.offset, piece.nbytes) < 0:
+            return False
+        return lies.offset + piece.nbytes <= self._arenas[lies.arena].size
 
     def check(self, block: int, where: InArena, nbytes: int) -> None:
         """Raises `DataLost` unless these are the bytes that were written. The caller has the block pinned."""
@@ -40,15 +58,6 @@ class SpilledBlocks:
             if len(self._known) >= MAX_KNOWN:
                 del self._known[next(iter(self._known))]
             self._known[block, where.digest] = None
-
-    def has_to_compare(self, pieces: Iterable[Piece]) -> bool:
-        """Whether some of these lie on a disk, and were not compared."""
-        return any(
-            isinstance(piece.location, InArena)
-            and piece.location.digest != 0
-            and (piece.block, piece.location.digest) not in self._known
-            for piece in pieces
-        )
 
 
 def _digest(fd: int, offset: int, nbytes: int) -> int:

@@ -195,7 +195,7 @@ class Task:
         return held
 
     def forgive(self, slots: Slots) -> None:
-        """The rows were used: that they came back before is of no interest any more."""
+        """The rows were used, or are gone: that they came back before is of no interest any more."""
         if self.returned:
             for slot in slots.tolist():
                 self.returned.pop(slot, None)

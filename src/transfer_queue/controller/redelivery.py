@@ -75,12 +75,11 @@ class Redelivery:
         """A lease on these rows of a task ended, and nobody used them."""
         task = table.tasks[name]
         allowed = task.max_deliver or self.max_deliver or math.inf
-        dead = np.zeros(len(slots), np.bool_)
+        dead, due = np.zeros(len(slots), np.bool_), now + attempt.delay_s
         for place, slot in enumerate(slots.tolist()):
             before = task.returned.get(slot)
             attempts = 1 if before is None else before.attempts + 1
             dead[place] = attempts >= allowed
-            due = now + attempt.delay_s
             task.returned[slot] = Returned(attempts, attempt.reason, due, bool(dead[place]))
         task.consume(slots[dead])
         if dead.any():
@@ -88,7 +87,7 @@ class Redelivery:
         late = slots[~dead]
         if attempt.delay_s > 0 and len(late):
             task.reserve(late, DELAYED)
-            delay = Delay(now + attempt.delay_s, next(self._numbers), table, name, table.index[late])
+            delay = Delay(due, next(self._numbers), table, name, table.index[late])
             heapq.heappush(self._delays, delay)
             if len(self._delays) > 2 * self._num_kept:
                 self._forget_the_gone()

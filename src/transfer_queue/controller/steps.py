@@ -298,9 +298,10 @@ class Steps:
         for name in dict.fromkeys(message.tasks):
             known = self._tasks.setdefault(name, TaskSteps())
             used, lent = self._settled(name, known.open.batches)
-            over = [deal for deal in known.open.deals if self._is_used(name, deal)]
-            finished = {id(deal) for deal in over}
-            left = [deal for deal in known.open.deals if id(deal) not in finished]
+            over: list[TakenDeal] = []
+            left: list[TakenDeal] = []
+            for deal in known.open.deals:
+                (over if self._is_used(name, deal) else left).append(deal)
             known.done.setdefault(message.step, Segment()).add(used, over)
             known.open, known.served = Segment(), []
             known.open.add(lent, left)

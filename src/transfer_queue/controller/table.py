@@ -384,9 +384,10 @@ class Table:
         live = self.cells[np.array([self.fields[name].number for name in group.fields])[:, None], slots] == number
         return slots[live.any(axis=0)], live
 
-    def lose(self, number: int, block: int) -> Released:
-        """The cells in `block`, which group `number` wrote, are absent again; their rows are remembered."""
-        slots, live = self._cells_in(number, block, 0, MAX_INDEX)
+    def lose(self, number: int, block: int, first: int = 0, last: int = MAX_INDEX) -> Released:
+        """The cells in `block`, which group `number` wrote, are absent again; their rows are remembered. `first` and
+        `last` as in `rows_in`."""
+        slots, live = self._cells_in(number, block, first, last)
         live = live[:, live.any(axis=0)]
         released = [(block, int(live.sum()))]
         for name, of_field in zip(self.groups[number].fields, live, strict=True):

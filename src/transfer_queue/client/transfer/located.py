@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from transfer_queue.client.session import Session
+from transfer_queue.client.spilled import MAX_ARENAS
 from transfer_queue.client.transfer.remote import ReceivedBlock, inline_bytes, layout_of
 from transfer_queue.codec.layout import Layout, Template, decode_layout, sizes_of, template_of
 from transfer_queue.codec.lone_rows import LoneRows
@@ -21,7 +22,6 @@ from transfer_queue.wire.arrays import Numbers, numbers_of
 
 # Smaller reads are copied: they must not hold a whole block, and tidying up after a view costs the size of its block.
 VIEW_NBYTES, VIEW_SHARE, LARGE_VIEW_NBYTES = 64 << 10, 8, 32 << 20
-MAX_ARENAS = 1 << 16
 MANY = 16  # short runs, from which on one pass over all of them costs less than a look at each
 SHORT = 4  # rows, on average: longer runs are copied faster as runs
 
@@ -107,9 +107,7 @@ class LocatedRows:
             case m.Inline(offset=offset):
                 data = inline_bytes(self._payload, offset, piece.nbytes)
                 return LocatedBlock(rid, piece, layout, BlockBytes(data, layout, 0), None)
-            case m.InArena(arena=arena, offset=offset, digest=digest) if offset >= 0 and 0 <= arena < MAX_ARENAS:
-                if digest:
-                    self._session.spilled.check(piece.block, piece.location, piece.nbytes)
+            case m.InArena(arena=arena, offset=offset) if offset >= 0 and 0 <= arena < MAX_ARENAS:
                 data = self._session.arenas[arena].shared[offset : offset + piece.nbytes]
                 if len(data) < piece.nbytes:
                     raise ProtocolError(f"a block of {piece.nbytes} bytes at {offset}, beyond its arena")
@@ -190,9 +188,6 @@ class LocatedRows:
         """Where these rows lie: all in arenas, or all in the payload."""
         lying = [(p.location.arena, p.location.offset) for p in pieces if isinstance(p.location, m.InArena)]
         if lying:
-            for piece in pieces:
-                if isinstance(piece.location, m.InArena) and piece.location.digest:
-                    self._session.spilled.check(piece.block, piece.location, piece.nbytes)
             arenas = sorted({arena for arena, _ in lying})
             if arenas[0] < 0 or arenas[-1] >= MAX_ARENAS:
                 return None

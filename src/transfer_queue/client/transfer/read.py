@@ -59,9 +59,9 @@ def read(
     nbytes = sum(piece.nbytes for one in replies for piece in one.reply.pieces)
     name_row = _names([(request, one.reply.count) for request, one in zip(requests, replies, strict=True)])
     plain = dense and pad is None
-    work = functools.partial(_assembled, session, replies, out, name_row, plain)
-    compares = any(session.spilled.has_to_compare(one.reply.pieces) for one in replies)
-    found: TensorDict = yield Offload(work, nbytes if gathers or compares else 0)
+    spilled = [piece for one in replies for piece in session.spilled.unknown(one.reply.pieces)]
+    work = functools.partial(_assembled, session, replies, out, name_row, plain, spilled)
+    found: TensorDict = yield Offload(work, nbytes if gathers or spilled else 0)
     if device is not None:
         found = found.to(device)
     for one in replies:
@@ -124,7 +124,11 @@ def _assembled(
     out: Mapping[str, torch.Tensor] | None,
     name_row: Callable[[int], str],
     plain: bool,
+    spilled: list[m.Piece],
 ) -> TensorDict:
+    for piece in spilled:
+        assert isinstance(piece.location, m.InArena)
+        session.spilled.check(piece.block, piece.location, piece.nbytes)
     copies = Copies(session.mover)
     copier = Copier(session.pool.allocate, copies.copy, copies.take, copies.collect)
     assembler = Assembler(copier, session.allow_pickle, out, name_row, plain)

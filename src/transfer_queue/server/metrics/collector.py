@@ -80,7 +80,7 @@ class ServerCollector(Collector):
         for task, number in controller.staleness.num_stale.items():
             stale.add_metric([task], number)
         yield stale
-        dead = controller.statistics()["dead_letters"]
+        dead = controller.state.fetching.redelivery.num_dead
         yield _gauge("tq_dead_letters", "Rows that a task tried as often as it may.", dead)
         rows, capacity = controller.num_rows, controller.max_rows
         if capacity is not None:
