@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tables import Box, busy, indexes, reloaded
+from tables import Box, indexes, reloaded
 
-from transfer_queue.controller import steps
+from transfer_queue.controller import taken
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired
 from transfer_queue.sampler import GRPOGroupNSampler, RankAwareSampler
 
@@ -126,7 +126,7 @@ def test_the_newest_step_may_be_marked_again_and_no_earlier_one() -> None:
 
 
 def test_the_oldest_steps_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MAX_STEPS", 2)
+    monkeypatch.setattr(taken, "MAX_STEPS", 2)
     box, _ = filled(1)
     for step in range(1, 5):
         box.mark(step)
@@ -135,7 +135,7 @@ def test_the_oldest_steps_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_step_of_many_rows_pushes_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MAX_ROWS", 3)
+    monkeypatch.setattr(taken, "MAX_ROWS", 3)
     box, _ = filled(6)
     for step in range(1, 4):
         box.fetch(2)
@@ -363,11 +363,49 @@ def test_a_stream_is_not_over_while_batches_are_to_come_once_more() -> None:
     assert box.lend(2, until_done=True)[1] == rows
 
 
-def test_a_loaded_checkpoint_has_no_marks() -> None:
-    box = busy()
-    box.mark(0)
-    with pytest.raises(InvalidInput, match="no marks"):
-        reloaded(box).taken(0)
+# checkpoints
+
+
+def test_a_loaded_checkpoint_has_the_steps() -> None:
+    box, rows = filled(8)
+    first = box.fetch(2)
+    box.mark(1)
+    open_ = box.fetch(3)
+    fresh = reloaded(box)
+    assert (fresh.taken(1), fresh.taken(None)) == ([first], [open_])
+    fresh.resume(0)
+    assert [fresh.fetch(2), fresh.fetch(3), fresh.fetch(3)] == [first, open_, rows[5:]]
+
+
+def test_a_loaded_checkpoint_hands_out_once_more_what_was_to_be() -> None:
+    box, rows = filled(6)
+    batches = [box.fetch(2), box.fetch(2)]
+    box.resume(0)
+    lease, again = box.lend(2)
+    assert again == batches[0], "it was handed out, and is not used yet"
+    fresh = reloaded(box)
+    assert [fresh.fetch(2), fresh.fetch(2), fresh.fetch(2)] == [*batches, rows[4:]]
+    fresh.controller.check_invariants()
+
+
+def test_rows_that_were_on_lease_in_a_checkpoint_are_of_no_step() -> None:
+    box, rows = filled(3)
+    lease, _ = box.lend(2)
+    box.ack(lease, rows[:1])
+    fresh = reloaded(box)
+    other, lent = fresh.lend(2)
+    assert lent == rows[1:]
+    fresh.ack(other)
+    fresh.mark(1)
+    assert fresh.taken(1) == [rows[:1], rows[1:]]
+
+
+def test_a_checkpoint_brings_deals_of_ranks_that_are_to_come_again() -> None:
+    box, rows = filled(8)
+    taken_ = [deal(box, rank, 0)[1] for rank in (0, 1)]
+    box.resume(0)
+    fresh = reloaded(box)
+    assert [deal(fresh, rank, 0)[1] for rank in (0, 1)] == taken_
 
 
 # what a reviewer found
@@ -520,7 +558,7 @@ def test_a_waiter_for_a_field_that_nobody_wrote_harms_nobody() -> None:
 
 
 def test_a_task_that_never_marks_again_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MAX_ROWS", 10)
+    monkeypatch.setattr(taken, "MAX_ROWS", 10)
     box, _ = filled(20)
     for _ in range(10):
         box.fetch(2)

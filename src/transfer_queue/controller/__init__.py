@@ -10,7 +10,7 @@
      │   ├─ dealing             batches of data-parallel ranks
      │   ├─ leases              rows that are lent, until when
      │   ├─ redelivery          rows that came back: attempts, delays, dead letters
-     │   ├─ steps               what tasks took in each step of a loop, to be handed out once more
+     │   ├─ steps, taken        what tasks took in each step of a loop, to be handed out once more
      │   └─ unreceived          what was handed to askers who have not said that they have it
      ├─ block_index             how many live cells every block still holds
      ├─ lone_blocks             rows that were put alone and stay

@@ -17,6 +17,7 @@ from transfer_queue.controller.saved_state import SavedController, SavedGroup, S
 from transfer_queue.controller.snapshot import sampler_name
 from transfer_queue.controller.state import ControllerState
 from transfer_queue.controller.table import Table
+from transfer_queue.controller.taken import TaskSteps
 from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import (
     CheckpointCorrupt,
@@ -164,6 +165,7 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
         )
     yield
     versions = WeightVersions.restored(saved.versions)
+    steps = {name: TaskSteps.restored(one) for name, one in saved.steps.items()}
     for one in saved.tables:
         if one.name in draft.tables:
             refuse("partitions repeat")
@@ -180,7 +182,7 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
             waited.task(parked.message.task).view(tuple(parked.message.fields), waited)
             yield
     _load_sampler(sampler, saved.sampler_state)
-    _switch(draft, saved, versions)
+    _switch(draft, saved, versions, steps)
 
 
 def _load_sampler(sampler: BaseSampler, state: Any) -> None:
@@ -192,7 +194,7 @@ def _load_sampler(sampler: BaseSampler, state: Any) -> None:
         raise CheckpointCorrupt(f"{sampler_name(sampler)} does not take the saved state: {error!r}") from error
 
 
-def _switch(draft: NewState, saved: SavedController, versions: WeightVersions) -> None:
+def _switch(draft: NewState, saved: SavedController, versions: WeightVersions, steps: dict[str, TaskSteps]) -> None:
     """Costs the partitions and the requests that wait, not the rows."""
     state, fetching = draft.replaces, draft.replaces.fetching
     tables, draft.tables = draft.tables, {}
@@ -202,7 +204,6 @@ def _switch(draft: NewState, saved: SavedController, versions: WeightVersions) -
     state.block_index.replace(entries)
     fetching.leases.clear()
     fetching.redelivery.clear()
-    fetching.steps.clear()
     fetching.unreceived.clear()
     for table in gone:
         fetching.orphan(table)
@@ -210,6 +211,7 @@ def _switch(draft: NewState, saved: SavedController, versions: WeightVersions) -
     state.tables.update(tables)
     for table in gone:
         state.cleared_partitions.add(table, before)
+    fetching.steps.restore(steps)
     for table in tables.values():
         fetching.opened(table)
         for task in table.tasks.values():

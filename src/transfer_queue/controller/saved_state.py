@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from transfer_queue.controller.admission import AdmissionGrant
+from transfer_queue.controller.taken import SavedSteps
 from transfer_queue.controller.weight_versions import SavedVersions
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported
 from transfer_queue.schema import FieldSchema
@@ -82,6 +83,7 @@ class SavedController(msgspec.Struct):
     versions: SavedVersions = msgspec.field(default_factory=SavedVersions)
     admitted: dict[str, AdmissionGrant] = {}
     lineage: dict[bytes, int] = {}
+    steps: dict[str, SavedSteps] = {}
 
 
 class TableOf1(SavedTable):

@@ -46,6 +46,7 @@ def exported(state: ControllerState) -> tuple[bytes, list[int]]:
         state.staleness.admissions.versions.saved(),
         state.staleness.admissions.tasks,
         state.lineage.saved(state.next_index),
+        state.fetching.steps.saved(),
     )
     return encode(saved), sorted(block for table in state.tables.values() for block in table.blocks)
 

@@ -11,16 +11,16 @@ that were still on lease when a step was marked belong to the next one, those th
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from transfer_queue.controller.dealing import DP_SIZE
 from transfer_queue.controller.readiness import REPLAYED, Flags, Slots
 from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.controller.taken import MAX_ROWS, SavedSteps, Segment, TakenDeal, TakenRows, TaskSteps
 from transfer_queue.errors import InvalidInput
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
@@ -28,88 +28,7 @@ from transfer_queue.wire.arrays import indexes_of
 log = logging.getLogger("transfer_queue.controller")
 
 REQUESTS = (m.MarkStep, m.ResumeStep, m.GetStep)
-MAX_STEPS, MAX_ROWS = 1024, 1 << 22  # of one task: its oldest steps are forgotten; all of them, when one has more rows
 _NONE = np.empty(0, np.int64)
-
-
-class TakenRows(NamedTuple):
-    """The answer to one fetch. `rows` are global indexes, the last `repeated` of them for the sake of other ranks;
-    `lease` is 0 where they were consumed at once."""
-
-    number: int
-    partition: str
-    rows: Slots
-    fields: list[str]
-    batch_size: int
-    sampling: dict[str, Any]
-    lease: int
-    repeated: int
-
-    @property
-    def own(self) -> Slots:
-        return self.rows[: len(self.rows) - self.repeated]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it was for a loop that has no ranks."""
-        return "dp_rank" not in self.sampling
-
-    def part(self, flags: Flags) -> list[TakenRows]:
-        """The batch with those of its own rows only; nothing where there are none."""
-        if flags.all():
-            return [self]
-        return [self._replace(rows=self.own[flags], repeated=0)] if flags.any() else []
-
-
-class TakenDeal(NamedTuple):
-    """A batch that was dealt to data-parallel ranks: the rows of each, and how many the largest share has."""
-
-    partition: str
-    dp_size: int
-    batch_size: int
-    shares: dict[int, Slots]
-    size: int
-
-    @property
-    def rows(self) -> Slots:
-        return np.concatenate([_NONE, *self.shares.values()])
-
-
-class Segment:
-    """What was taken between two marks."""
-
-    def __init__(self) -> None:
-        self.batches: list[TakenRows] = []
-        self.deals: list[TakenDeal] = []
-        self.num_rows = 0
-
-    def add(self, batches: Iterable[TakenRows], deals: Iterable[TakenDeal]) -> None:
-        for batch in batches:
-            self.batches.append(batch)
-            self.num_rows += len(batch.rows) + 1
-        for deal in deals:
-            self.deals.append(deal)
-            self.num_rows += deal.dp_size
-
-
-class TaskSteps:
-    """One task's segments: `done` by step, ascending; `open` since. `again` is to be handed out once more, in this
-    order; `served` was, and is not used yet."""
-
-    def __init__(self) -> None:
-        self.done: dict[int, Segment] = {}
-        self.open = Segment()
-        self.again: list[TakenRows] = []
-        self.served: list[TakenRows] = []
-        self.deals: list[TakenDeal] = []  # to be dealt once more
-
-    def are_due(self) -> bool:
-        return bool(self.again or self.deals)
-
-    def forget_the_oldest(self) -> None:
-        rows = sum(segment.num_rows for segment in self.done.values())
-        while len(self.done) > MAX_STEPS or (rows > MAX_ROWS and len(self.done) > 1):
-            rows -= self.done.pop(next(iter(self.done))).num_rows
 
 
 class Steps:
@@ -128,7 +47,44 @@ class Steps:
         self._offered = offered
         self._served = served
         self._tasks: dict[str, TaskSteps] = {}
-        self._numbers = itertools.count()
+        self._next = 0  # number of a batch
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    # saving
+
+    def saved(self) -> dict[str, SavedSteps]:
+        """What was handed out once more and is not used yet counts as what is still to be."""
+        return {name: known.saved() for name, known in self._tasks.items()}
+
+    def restore(self, tasks: dict[str, TaskSteps]) -> None:
+        """Go on with the steps of a saved state, whose tables are there; nothing is lent of them."""
+        self._tasks.clear()
+        self._tasks.update(tasks)
+        self._next = max([self._next, *(known.next_number for known in tasks.values())])
+        self._keep_again()
+
+    def _keep_again(self) -> None:
+        """Keep the rows of what is to be handed out once more for it, as far as all of a batch are free."""
+        for name, known in self._tasks.items():
+            known.again = [one for one in known.again if self._is_free(name, one.partition, one.rows)]
+            known.deals = [one for one in known.deals if one.partition in self._tables]
+            for one in (*known.again, *known.deals):
+                table = self._tables[one.partition]
+                slots = table.slots_of(one.rows)
+                task = table.task(name)
+                task.reserve(task.offered(slots[slots >= 0]), REPLAYED)
+
+    def _is_free(self, name: str, partition: str, rows: Slots) -> bool:
+        """Whether all rows are there, and the task has none of them."""
+        table = self._tables.get(partition)
+        slots = _NONE if table is None else table.slots_of(rows)
+        if table is None or not bool((slots >= 0).all()):
+            return False
+        task = table.task(name)
+        return bool((~task.consumed[slots] & (task.lease[slots] == 0)).all())
 
     # what fetches do
 
@@ -140,7 +96,7 @@ class Steps:
         sampling = {**message.sampling, DP_SIZE: message.dp_size} if message.dp_size else message.sampling
         rows, fields = indexes_of(reply.rows), message.fields
         taken = TakenRows(
-            next(self._numbers), message.partition, rows, fields, message.batch_size, sampling, reply.lease,
+            self._number(), message.partition, rows, fields, message.batch_size, sampling, reply.lease,
             reply.repeated,
         )  # fmt: skip
         known.open.add([taken], [])
@@ -154,7 +110,7 @@ class Steps:
             known.open.add([], [deal])
 
     def _check_size(self, name: str, known: TaskSteps) -> None:
-        if known.open.num_rows > MAX_ROWS:
+        if known.open.is_too_long:
             log.warning("task %r took more than %d rows since its last mark: its steps are forgotten", name, MAX_ROWS)
             self._forget(name)
 
@@ -262,10 +218,6 @@ class Steps:
             if name in table.tasks:
                 self._let_go(known, table, name, [*known.again, *known.deals])
 
-    def clear(self) -> None:
-        """All rows are gone."""
-        self._tasks.clear()
-
     # requests
 
     def handle(self, message: m.ResumeStep | m.GetStep) -> m.Reply:
@@ -346,7 +298,7 @@ class Steps:
             resumed.rows += len(slots)
             if batch.is_plain and len(slots):
                 alive = batch.rows[~np.isin(batch.rows, dead)]
-                known.again.append(batch._replace(number=next(self._numbers), rows=alive, lease=0))
+                known.again.append(batch._replace(number=self._number(), rows=alive, lease=0))
                 task.reserve(task.offered(slots), REPLAYED)
         for deal in deals:
             shares = {rank: self._left(table, name, rows) for rank, rows in deal.shares.items()}
