@@ -16,6 +16,9 @@
     │   ├── CheckpointMissing          (FileNotFoundError) no checkpoint there, or a file of it is missing
     │   ├── CheckpointCorrupt          (ValueError)      a file of a checkpoint is not what was saved
     │   ├── CheckpointUnsupported      (ValueError)      a checkpoint of another format, or pickled
+    │   ├── JournalCorrupt             (ValueError)      a journal is damaged, or a file of it is missing
+    │   ├── JournalUnsupported         (ValueError)      a journal of another format
+    │   ├── JournalInUse               (RuntimeError)    another server keeps this journal
     │   ├── BadManifest                (ValueError)      a version of weights is described wrongly or unreadably
     │   ├── UnknownTensor              (KeyError)        the model, or the base of a delta, has no such tensor
     │   ├── ShapeMismatch              (ValueError)      a tensor's dtype, shape or tying is not the model's
@@ -154,6 +157,24 @@ class CheckpointUnsupported(CallerError, ValueError):
     """A checkpoint of a format that this version does not read; pickled ones are never loaded."""
 
     code = "checkpoint_unsupported"
+
+
+class JournalCorrupt(CallerError, ValueError):
+    """A file of a journal is damaged in its middle, missing, or does not fit the others. The journal is as it was."""
+
+    code = "journal_corrupt"
+
+
+class JournalUnsupported(CallerError, ValueError):
+    """A journal of a format that this version does not read."""
+
+    code = "journal_unsupported"
+
+
+class JournalInUse(CallerError, RuntimeError):
+    """Another server, or its standby, keeps this journal."""
+
+    code = "journal_in_use"
 
 
 class BadManifest(CallerError, ValueError):

@@ -16,6 +16,7 @@ from typing import Any
 from services import FIELD
 
 from transfer_queue.controller import Controller
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.snapshot import exported
 from transfer_queue.memory.bytes import PAGE
 from transfer_queue.sampler import GRPOGroupNSampler, RankAwareSampler, SequentialSampler
@@ -51,9 +52,9 @@ class Link:
         self.session_ident = session_ident
 
 
-def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7) -> Service:
+def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7, ledger: Ledger | None = None) -> Service:
     """A service of which `recorder` hears."""
-    controller = RecordingController(sampler, MAX_ROWS, 0, lock_number=lock_number, max_deliver=2)
+    controller = RecordingController(sampler, MAX_ROWS, 0, lock_number=lock_number, max_deliver=2, ledger=ledger)
     controller.recorder = recorder
     controller.state.cleared_partitions.at_once = -1  # everything is put off, as with large ones
     return Service(
@@ -116,11 +117,11 @@ def picture(service: Service) -> dict[str, Any]:
 class Simulation:
     """One run. `pictures[i]` is the state after event i, and `lengths[i]` how long the journal was then."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ledger: Ledger | None = None) -> None:
         self._random = random.Random(seed)
         self._sampler = self._random.choice(SAMPLERS)
         self._recorder = Recorder()
-        self.service = recorded(self._sampler(), self._recorder)
+        self.service = recorded(self._sampler(), self._recorder, ledger=ledger)
         self.service.unit.shm.open()
         self.journal = Journal(size=JOURNAL_NBYTES)
         self._recorder.begin(self.journal)
@@ -131,6 +132,7 @@ class Simulation:
         self._allocated: list[tuple[bytes, int]] = []
         self._rows: dict[str, set[int]] = {name: set() for name in PARTITIONS}
         self._leases = [1]
+        self._batches: dict[tuple[str, str, int], int] = {}
         self.pictures: list[dict[str, Any]] = []
         self.lengths: list[int] = []
 
@@ -146,8 +148,12 @@ class Simulation:
                     self._learn(session, answer[0])
             self.service.check_invariants()
             self._recorder.settle()
-            self.pictures.append(picture(self.service))
-            self.lengths.append(self.journal._words[0])
+            self._look()
+
+    def _look(self) -> None:
+        """Keep what the service is now."""
+        self.pictures.append(picture(self.service))
+        self.lengths.append(self.journal._words[0])
 
     def replica(self, event: int) -> Service:
         """What a standby that was forked at the beginning has, when the server is killed right after this event."""
@@ -270,6 +276,7 @@ class Simulation:
             (4, lambda: self._filled(rid, session, partition, count, keys, wait_s)),
             (6, lambda: m.Fetch(rid, partition, [pick("xy")], pick([2, 4]), pick(TASKS), self._sampling(), wait_s,
                                 pick([True, False]), pick([0.0, 0.0, 0.4]), locate=pick([True, False]))),
+            (2, lambda: self._shared(rid, partition, pick(TASKS), wait_s)),
             (3, lambda: m.Ack(rid, pick(self._leases), None)),
             (1, lambda: m.Release(rid, pick(self._leases), None)),
             (2, lambda: m.Nack(rid, pick(self._leases), None, pick([0.0, 0.4]), pick(["", "too long"]))),
@@ -300,6 +307,13 @@ class Simulation:
         mine = [block for ident, block in self._allocated if ident == session.ident] or [4711]
         block = self._random.choice(mine)
         return m.Commit(rid, partition, count, keys, None, FIELD, block, b"filled", None, wait_s)
+
+    def _shared(self, rid: int, partition: str, task: str, wait_s: float) -> m.Fetch:
+        """What one of two data-parallel ranks asks for."""
+        rank = self._random.randrange(2)
+        index = self._batches[partition, task, rank] = self._batches.get((partition, task, rank), -1) + 1
+        return m.Fetch(rid, partition, ["x"], 2, task, {"dp_rank": rank, "batch_index": index}, wait_s, True, 0.4,
+                       dp_size=2)  # fmt: skip
 
     def _sampling(self) -> dict[str, Any]:
         return {"dp_rank": self._random.randrange(2), "batch_index": self._random.randrange(4)}

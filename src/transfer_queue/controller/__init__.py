@@ -26,6 +26,8 @@
     hints, notices              what to remark on unknown names, and to those who have waited for long
     snapshot, saved_state       the whole state as bytes
     restore                     putting one back, step by step
+    facts, ledger               what lasts of what happens, as typed entries; writing them down
+    recovery                    carrying them out on the state that they began with
 
 A state machine without I/O: a request is answered at once, or parked and answered by the event that completes it.
 Answers to parked requests collect in `outbox`, blocks nobody needs any more in `freed`; the shell (`server`) sends and

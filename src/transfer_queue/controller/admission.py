@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 import msgspec
 
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.unreceived import Unreceived
 from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import DeadlineExceeded, InvalidInput
@@ -24,12 +25,15 @@ class Admissions:
     """The task uses `rows_per_version` rows for each version, so of the rows it gets, number i is used i //
     rows_per_version announcements after the first. Requests of one task are answered in order of arrival."""
 
-    def __init__(self, outbox: list[tuple[Hashable, m.Reply]], unreceived: Unreceived) -> None:
+    def __init__(
+        self, outbox: list[tuple[Hashable, m.Reply]], unreceived: Unreceived, ledger: Ledger | None = None
+    ) -> None:
         self.versions = WeightVersions()
         self.tasks: dict[str, AdmissionGrant] = {}
         self.parked: WaitQueue[m.Admit] = WaitQueue()
         self._outbox = outbox
         self._unreceived = unreceived
+        self._ledger = ledger
 
     def admit(self, message: m.Admit, parked: Waiter[m.Admit]) -> m.Reply | None:
         """The answer, or None after parking the request. Raises `DeadlineExceeded` when it may not wait."""
@@ -39,7 +43,9 @@ class Admissions:
             raise InvalidInput("admit: a number of rows and rows_per_version from 1, max_staleness from 0")
         if message.count > (most := (message.max_age + 1) * message.rows_per_version):
             raise InvalidInput(f"{message.count} rows at once, of which some would be too old: at most {most}")
-        self.tasks.setdefault(message.task, self._new())
+        if message.task not in self.tasks:
+            self.tasks[message.task] = self._new()
+            self._changed(message.task)
         waits = any(one.message.task == message.task for one in self.parked)
         if not waits and self._fits(message):
             return self._take(parked)
@@ -47,6 +53,10 @@ class Admissions:
             raise DeadlineExceeded(self._late(message))
         self.parked.add(parked)
         return None
+
+    def _changed(self, task: str) -> None:
+        if self._ledger is not None:
+            self._ledger.granted(task, self.tasks[task])
 
     def _new(self) -> AdmissionGrant:
         """The first version announced is what producers begin with: no rows were used for it."""
@@ -60,6 +70,7 @@ class Admissions:
     def _take(self, parked: Waiter[m.Admit]) -> m.Reply:
         message = parked.message
         self.tasks[message.task].rows += message.count
+        self._changed(message.task)
         admitted = m.Admitted(message.rid, message.task, message.count)
         self._unreceived.add(parked.session, message.rid, admitted)
         return admitted
@@ -69,6 +80,7 @@ class Admissions:
         mine = self.tasks.get(task)
         if mine is not None and count:
             mine.rows = max(0, mine.rows - count)
+            self._changed(task)
             self.serve()
 
     def serve(self) -> None:

@@ -9,8 +9,10 @@ import numpy as np
 
 from transfer_queue.controller import hints
 from transfer_queue.controller.expected_cells import check_expected
+from transfer_queue.controller.facts import CellsGathered, CellsMoved
 from transfer_queue.controller.fetch import check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
 from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import tell_waiting
@@ -21,7 +23,6 @@ from transfer_queue.controller.restore import StateLoader
 from transfer_queue.controller.snapshot import capture
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.state import ControllerState
-from transfer_queue.controller.steps import REQUESTS as STEP_REQUESTS
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import Grant, InsertGrant, LockGrant
 from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, StoreFull, TransferQueueError, UnknownMode
@@ -42,7 +43,7 @@ class Controller:
     `outbox`. `block_index.freed` lists blocks without live cells. `max_rows` bounds the rows over all partitions (None:
     no bound), `reserved_rows` is how many rows a new partition has from the start. `policy`: how old rows may be. Locks
     have numbers above `lock_number`. A row that a task had on a lease `max_deliver` times in vain is a dead letter
-    (None: never).
+    (None: never). `ledger`: where it is written down what lasts.
     """
 
     def __init__(
@@ -53,14 +54,15 @@ class Controller:
         policy: Policy | None = None,
         lock_number: int = 0,
         max_deliver: int | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        self.state = state = ControllerState(sampler, max_rows)
+        self.state = state = ControllerState(sampler, max_rows, ledger)
         self.tables, self.block_index, self.lineage = state.tables, state.block_index, state.lineage
         self.outbox, self.payloads = state.outbox, state.payloads
         self.in_doubt: set[Hashable] = set()
         self.restoring = StateLoader(state, self.retry_quota_waiters)
         self.max_rows = max_rows
-        self._reserved_rows = reserved_rows
+        self.reserved_rows = reserved_rows
         self._fetching = state.fetching
         self._leases = self._fetching.leases
         self._unreceived = self._fetching.unreceived
@@ -73,8 +75,11 @@ class Controller:
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
             m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
-            **Queries(self.tables).rules,
+            m.Announce: self.staleness.announce, m.ResumeStep: self._fetching.steps.resume,
         }  # fmt: skip
+        if ledger is not None:
+            self._rules = {kind: ledger.noting(rule, state) for kind, rule in self._rules.items()}
+        self._rules |= {m.GetStep: self._fetching.steps.taken, **Queries(self.tables).rules}
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         self._leases.now = now
@@ -90,8 +95,8 @@ class Controller:
             return self._fetching.fetch(parked, self.tables.get(message.partition))
         if isinstance(message, DEAD_LETTER_REQUESTS):
             return self._redelivery.handle(message)
-        if isinstance(message, STEP_REQUESTS):
-            return self._step(message, session)
+        if isinstance(message, m.MarkStep):
+            return self._mark(message, session)
         if isinstance(message, VERSION_REQUESTS):
             answer: m.Reply | None = self.staleness.handle(message, ticket, session, now)
             return answer
@@ -119,6 +124,10 @@ class Controller:
                 raise StoreFull(str(full)) from None
             self._quota_waiters.add(Waiter(ticket, session, message, now + timeout_s, now))
             return None
+
+    def apply(self, message: m.Request) -> None:
+        """Carry out a request that was not refused before, in the state that it was made in."""
+        self._rules[type(message)](message)
 
     def notice_after(self, seconds: Sequence[float]) -> None:
         """When those who wait are told what is missing; ascending."""
@@ -194,7 +203,7 @@ class Controller:
             slots = table.slots_of(grant.rows)
             slots = slots[slots >= 0]
             bare = slots[(table.cells[: len(table.fields), slots] == 0).all(axis=0)]
-            self._clear(m.Clear(0, table.name, None, rows_bytes(table.index[bare])))
+            self._rules[m.Clear](m.Clear(0, table.name, None, rows_bytes(table.index[bare])))
 
     @property
     def freed(self) -> list[int]:
@@ -327,10 +336,10 @@ class Controller:
     def _open(self, name: str, count: int) -> Table:
         """Create a partition about to get `count` rows."""
         self._check_room(count)
-        table = self.tables[name] = Table(name, self.lineage.loads)
-        if self._reserved_rows:
-            table.reserve(self.state.next_index, self._reserved_rows)
-            self.state.next_index += self._reserved_rows
+        table = self.tables[name] = Table(name, self.lineage.loads, self.state.ledger)
+        if self.reserved_rows:
+            table.reserve(self.state.next_index, self.reserved_rows)
+            self.state.next_index += self.reserved_rows
         self._fetching.opened(table)
         return table
 
@@ -430,10 +439,8 @@ class Controller:
             self._fetching.serve(table, task, list(task.views.values()))
         return m.Done(message.rid, note)
 
-    def _step(self, message: m.MarkStep | m.ResumeStep | m.GetStep, session: bytes) -> m.Reply:
+    def _mark(self, message: m.MarkStep, session: bytes) -> m.Reply:
         steps = self._fetching.steps
-        if not isinstance(message, m.MarkStep):
-            return steps.handle(message)
         steps.check_mark(message)
         for lease, rows in message.used:
             self._leases.check(lease, rows)
@@ -477,6 +484,8 @@ class Controller:
             is_other = bool((rows[1:] <= rows[:-1]).any()) or not np.isin(left, rows).all()
         if is_other:
             raise ProtocolError(f"block {target} does not have what is left of block {block}")
+        if self.state.ledger is not None:
+            self.state.ledger.note(CellsMoved(block, target, rows_bytes(rows)))
         entry.table.relocate(entry.group, block, target, rows, *between)
         self.block_index.open(target, entry.live, entry.table, entry.group, *between)
         self.block_index.release([(block, entry.live)])
@@ -499,6 +508,8 @@ class Controller:
         moved = entry.table.gather(entry.group, target, blocks, rows)
         if not moved:
             return False
+        if self.state.ledger is not None:
+            self.state.ledger.note(CellsGathered(target, rows_bytes(blocks), rows_bytes(rows)))
         cells = len(entry.table.groups[entry.group].fields)
         between = (int(rows[0]), int(rows[-1]))
         self.block_index.open(target, cells * len(moved), entry.table, entry.group, *between)

@@ -11,11 +11,13 @@ import numpy as np
 
 from transfer_queue.controller.dealing import Dealing, Share
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
-from transfer_queue.controller.steps import Steps, TakenRows
+from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.controller.taken import TakenRows
 from transfer_queue.controller.unreceived import ConsumedGrant, Grant, LeaseGrant, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler, takes
@@ -69,15 +71,21 @@ class SamplerView:
 class Fetching:
     """Fetch requests of all partitions. `outbox` collects (ticket, reply) for parked ones that were answered."""
 
-    def __init__(self, sampler: BaseSampler, outbox: list[tuple[Hashable, Reply]], tables: Mapping[str, Table]) -> None:
+    def __init__(
+        self,
+        sampler: BaseSampler,
+        outbox: list[tuple[Hashable, Reply]],
+        tables: Mapping[str, Table],
+        ledger: Ledger | None = None,
+    ) -> None:
         self.sampler = sampler
         self.tables = tables
         self.unreceived = Unreceived()
         self.dealing = Dealing(self._freed)
-        self.staleness = Staleness(tables, outbox, self._rows_consumed, self.unreceived)
+        self.staleness = Staleness(tables, outbox, self._rows_consumed, self.unreceived, ledger)
         self.redelivery = Redelivery(tables, self._offered, self.staleness.admissions.give_back)
         self.leases = Leases(tables, self._offered, self._rows_consumed, self.redelivery.came_back)
-        self.steps = Steps(tables, self._free_all, self._look_again, self._serve_all)
+        self.steps = Steps(tables, self._free_all, self._look_again, self._serve_all, ledger)
         self.parked: WaitQueue[Fetch] = WaitQueue()
         self._on_behalf: dict[bytes, list[Waiter[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Waiter[Fetch]]] = {}  # their partition does not exist (yet)
@@ -85,6 +93,7 @@ class Fetching:
         kind = type(sampler)
         self._samples_rows_only = (kind.least_ready, kind.has_cached_result) == _OF_EVERY_SAMPLER
         self._remembered = False  # the sampler remembers a result that others may wait for
+        self.has_asked = False  # the sampler, which may have changed what it remembers
 
     def fetch(self, request: Waiter[Fetch], table: Table | None) -> Reply | None:
         """Rows at once, or None after parking the request."""
@@ -489,6 +498,7 @@ class Fetching:
 
     def _ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the sampler. It may be anybody's code: whatever it raises becomes an error of the one who asked."""
+        self.has_asked = True
         try:
             return question(*args, **kwargs)
         except TransferQueueError:

@@ -92,13 +92,21 @@ class Returned(NamedTuple):
     dead: bool
 
 
+class Watch(Protocol):
+    """Who hears of it when what a task used is another thing than before."""
+
+    def touch(self, slots: Slots) -> None: ...
+    def moved(self, order: Slots) -> None: ...
+
+
 class Task:
-    """One consumer group of a partition.
+    """One consumer group of a partition. `watch` hears of what it used.
 
     A row is offered; then consumed, or lent and after that consumed or offered again; or first reserved.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, watch: Watch | None = None) -> None:
+        self.watch = watch
         self.consumed: Flags = np.zeros(capacity, np.bool_)
         self.num_consumed = 0  # of live rows
         self.lease: Slots = np.zeros(capacity, np.int64)  # number of the lease that holds the row, 0 for none
@@ -110,6 +118,11 @@ class Task:
         self.returned: dict[int, Returned] = {}  # by slot; of rows that were on a lease that ended without an ack
         self.max_deliver: int | None = None  # asked by one of its requests
         self.group: Any = None  # data-parallel ranks that share its rows (`dealing.Group`)
+
+    def touch(self, slots: Slots) -> None:
+        """Whether these rows are used, or came back, may be another thing than before."""
+        if self.watch is not None and len(slots):
+            self.watch.touch(slots)
 
     def view(self, fields: tuple[str, ...], table: Written) -> ReadyView:
         """The view over `fields`, built by one scan when it is new."""
@@ -158,12 +171,14 @@ class Task:
     def reserve(self, slots: Slots, kind: int = RESERVED) -> None:
         """Offered rows are kept for later requests."""
         if len(slots):
+            self.touch(slots)
             before = self.lent.get(kind, 0)
             self.lend(slots, kind)
             self.lent[kind] += before
 
     def consume(self, slots: Slots) -> None:
         """Offered rows are handed out for good."""
+        self.touch(slots)
         self.consumed[slots] = True
         self.num_consumed += len(slots)
         for view in self.views.values():
@@ -172,6 +187,7 @@ class Task:
     def give_back(self, slots: Slots) -> Slots:
         """Those of live `slots` that are consumed, which they are no longer."""
         held = slots[self.consumed[slots]]
+        self.touch(held)
         self.consumed[held] = False
         self.num_consumed -= len(held)
         return held
@@ -197,6 +213,7 @@ class Task:
     def forgive(self, slots: Slots) -> None:
         """The rows were used, or are gone: that they came back before is of no interest any more."""
         if self.returned:
+            self.touch(slots)
             for slot in slots.tolist():
                 self.returned.pop(slot, None)
 
@@ -206,6 +223,7 @@ class Task:
 
     def _unlend(self, held: Slots) -> None:
         """Lent slots are so no longer."""
+        self.touch(held)
         numbers, counts = np.unique(self.lease[held], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             self.lent[number] -= count
@@ -235,6 +253,8 @@ class Task:
 
     def resize(self, order: Slots | None, capacity: int) -> None:
         """Follow the table: grow to `capacity`, or keep only the slots in `order`."""
+        if order is not None and self.watch is not None:
+            self.watch.moved(order)
         self.consumed = resized(self.consumed, order, capacity)
         self.lease = resized(self.lease, order, capacity)
         if order is not None and self.returned:

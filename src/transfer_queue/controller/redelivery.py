@@ -81,6 +81,7 @@ class Redelivery:
             attempts = 1 if before is None else before.attempts + 1
             dead[place] = attempts >= allowed
             task.returned[slot] = Returned(attempts, attempt.reason, due, bool(dead[place]))
+        task.touch(slots)
         task.consume(slots[dead])
         if dead.any():
             self._given_up(name, int(np.count_nonzero(dead)))

@@ -169,7 +169,7 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
     for one in saved.tables:
         if one.name in draft.tables:
             refuse("partitions repeat")
-        table = draft.tables[one.name] = Table(one.name, state.lineage.loads + 1)
+        table = draft.tables[one.name] = Table(one.name, state.lineage.loads + 1, state.ledger)
         yield from _fill(draft, table, one, versions)
     if len(draft.entries) != len(draft.blocks) or not 0 <= saved.next_index < 1 << 62:
         refuse("blocks or indexes do not add up")

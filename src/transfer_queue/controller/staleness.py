@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transfer_queue.controller.admission import Admissions
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Slots, Task
 from transfer_queue.controller.row_versions import Key
 from transfer_queue.controller.table import Table
@@ -27,7 +28,7 @@ from transfer_queue.wire.messages.staleness import Policy
 
 VERSION, EPOCH = "weight_version", "weight_epoch"  # tags
 LIMIT, BARE = SETTINGS[:2]  # in a sampling_config
-REQUESTS = (m.Announce, m.Admit, m.GiveBack)
+REQUESTS = (m.Admit, m.GiveBack)
 FORGED: Key = ("\0", 0)  # an epoch that nobody can announce
 MIN_LISTED = 4096
 
@@ -53,22 +54,17 @@ class Staleness:
         outbox: list[tuple[Hashable, m.Reply]],
         rows_consumed: Callable[[Table, Task], None],
         unreceived: Unreceived,
+        ledger: Ledger | None = None,
     ) -> None:
         self.policy = Policy()
-        self.admissions = Admissions(outbox, unreceived)
+        self.admissions = Admissions(outbox, unreceived, ledger)
         self.num_stale: dict[str, int] = {}
         self._tables = tables
         self._rows_consumed = rows_consumed
 
-    def handle(self, message: m.Announce | m.Admit | m.GiveBack, ticket: Hashable, session: bytes, now: float) -> Any:
+    def handle(self, message: m.Admit | m.GiveBack, ticket: Hashable, session: bytes, now: float) -> Any:
         """The answer, or None when it has to wait."""
         match message:
-            case m.Announce(epoch=epoch, version=version):
-                if epoch == FORGED[0]:
-                    raise InvalidInput(f"epoch {epoch!r}")
-                if self.admissions.versions.announce(epoch, version):
-                    self._announced()
-                return m.Counted(message.rid, self.admissions.versions.count)
             case m.GiveBack(task=task, count=count):
                 if count < 1:
                     raise InvalidInput(f"{count} rows to give back")
@@ -79,6 +75,14 @@ class Staleness:
         if message.rows_per_version is None:
             message.rows_per_version = self.policy.rows_per_version
         return self.admissions.admit(message, Waiter(ticket, session, message, now + message.timeout_s, now))
+
+    def announce(self, message: m.Announce) -> m.Reply:
+        """Raises `InvalidInput`, and as `WeightVersions.announce`."""
+        if message.epoch == FORGED[0]:
+            raise InvalidInput(f"epoch {message.epoch!r}")
+        if self.admissions.versions.announce(message.epoch, message.version):
+            self._announced()
+        return m.Counted(message.rid, self.admissions.versions.count)
 
     # rows
 

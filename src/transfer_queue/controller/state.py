@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from transfer_queue.controller.block_index import BlockIndex
 from transfer_queue.controller.cleared_partitions import ClearedPartitions
 from transfer_queue.controller.fetch import Fetching
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.lineage import Lineage
 from transfer_queue.controller.lone_blocks import LoneBlocks
 from transfer_queue.controller.table import Table
@@ -21,11 +22,14 @@ class ControllerState:
 
     `outbox`: answers to send. `payloads`: bytes that came or go with a request, by ticket. `captures`: sessions that
     are about to pin the blocks of a snapshot. `max_rows`: over all partitions (None: no bound). The next new row gets
-    a number of at least `next_index`.
+    a number of at least `next_index`. `ledger`: where it is written down what lasts (None: nowhere).
     """
 
-    def __init__(self, sampler: BaseSampler, max_rows: int | None) -> None:
+    def __init__(self, sampler: BaseSampler, max_rows: int | None, ledger: Ledger | None = None) -> None:
         self.tables: dict[str, Table] = {}
+        self.ledger = ledger
+        if ledger is not None:
+            ledger.tables = self.tables
         self.outbox: list[tuple[Hashable, m.Reply]] = []
         self.payloads: dict[Hashable, memoryview] = {}
         self.captures: set[bytes] = set()
@@ -33,7 +37,7 @@ class ControllerState:
         self.lone_blocks = LoneBlocks(self.block_index)
         self.cleared_partitions = ClearedPartitions(self.block_index.freed)
         self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))
-        self.fetching = Fetching(sampler, self.outbox, self.tables)
+        self.fetching = Fetching(sampler, self.outbox, self.tables, ledger)
         self.staleness = self.fetching.staleness
         self.max_rows = max_rows
         self.next_index = 0

@@ -12,12 +12,14 @@ that were still on lease when a step was marked belong to the next one, those th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from transfer_queue.controller import facts as f
 from transfer_queue.controller.dealing import DP_SIZE
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import REPLAYED, Flags, Slots
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.taken import MAX_ROWS, SavedSteps, Segment, TakenDeal, TakenRows, TaskSteps
@@ -27,7 +29,6 @@ from transfer_queue.wire.arrays import indexes_of
 
 log = logging.getLogger("transfer_queue.controller")
 
-REQUESTS = (m.MarkStep, m.ResumeStep, m.GetStep)
 _NONE = np.empty(0, np.int64)
 
 
@@ -41,17 +42,15 @@ class Steps:
         free: Callable[[Table, str], None],
         offered: Callable[[Table, str], None],
         served: Callable[[Table, str], None],
+        ledger: Ledger | None = None,
     ) -> None:
+        self._ledger = ledger
         self._tables = tables
         self._free = free
         self._offered = offered
         self._served = served
         self._tasks: dict[str, TaskSteps] = {}
         self._next = 0  # number of a batch
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next - 1
 
     # saving
 
@@ -71,10 +70,12 @@ class Steps:
         for name, known in self._tasks.items():
             known.again = [one for one in known.again if self._is_free(name, one.partition, one.rows)]
             known.deals = [one for one in known.deals if one.partition in self._tables]
-            for one in (*known.again, *known.deals):
-                table = self._tables[one.partition]
-                slots = table.slots_of(one.rows)
-                task = table.task(name)
+            kept = [(one.partition, one.rows) for one in known.again] + [
+                (one.partition, one.rows) for one in known.deals
+            ]
+            for partition, rows in kept:
+                table = self._tables[partition]
+                slots, task = table.slots_of(rows), table.task(name)
                 task.reserve(task.offered(slots[slots >= 0]), REPLAYED)
 
     def _is_free(self, name: str, partition: str, rows: Slots) -> bool:
@@ -86,33 +87,61 @@ class Steps:
         task = table.task(name)
         return bool((~task.consumed[slots] & (task.lease[slots] == 0)).all())
 
+    def hold_again(self, name: str, again: Sequence[int], served: Sequence[int], deals: Sequence[str]) -> None:
+        """Of what a task takes once more, these batches are still to come, it has those, and the deals of these
+        partitions are to come."""
+        known = self._tasks[name]
+        batches = {batch.number: batch for batch in (*known.again, *known.served)}
+        known.again, known.served = [batches[one] for one in again], [batches[one] for one in served]
+        known.deals = [deal for deal in known.deals if deal.partition in deals]
+
+    def end_leases(self) -> None:
+        """Nothing is lent any more: what was handed out once more, and was not used, is to come again."""
+        for known in self._tasks.values():
+            known.end_leases()
+            known.again = sorted([*known.again, *known.served], key=lambda batch: batch.number)
+            known.served = []
+        for table in self._tables.values():
+            for task in table.tasks.values():
+                task.take_back(np.flatnonzero(task.lease == REPLAYED), REPLAYED, used=False)
+        self._keep_again()
+
     # what fetches do
 
     def note(self, message: m.Fetch, reply: m.RowSet) -> None:
         """A task takes these rows."""
-        known = self._tasks.get(message.task)
-        if known is None:
+        if message.task not in self._tasks:
             return
         sampling = {**message.sampling, DP_SIZE: message.dp_size} if message.dp_size else message.sampling
         rows, fields = indexes_of(reply.rows), message.fields
         taken = TakenRows(
-            self._number(), message.partition, rows, fields, message.batch_size, sampling, reply.lease,
-            reply.repeated,
-        )  # fmt: skip
+            self._next, message.partition, rows, fields, message.batch_size, sampling, reply.lease, reply.repeated
+        )
+        self.took(message.task, taken)
+
+    def took(self, name: str, taken: TakenRows) -> None:
+        """A task with steps takes a batch."""
+        known = self._tasks[name]
+        self._next = max(self._next, taken.number + 1)
+        if self._ledger is not None:
+            self._ledger.note(f.BatchTaken(name, taken.saved()))
         known.open.add([taken], [])
-        self._check_size(message.task, known)
-
-    def dealt(self, message: m.Fetch, shares: dict[int, Slots], size: int) -> None:
-        """A batch of a task was dealt to its ranks."""
-        known = self._tasks.get(message.task)
-        if known is not None:
-            deal = TakenDeal(message.partition, message.dp_size, message.batch_size, shares, size)
-            known.open.add([], [deal])
-
-    def _check_size(self, name: str, known: TaskSteps) -> None:
         if known.open.is_too_long:
             log.warning("task %r took more than %d rows since its last mark: its steps are forgotten", name, MAX_ROWS)
             self._forget(name)
+
+    def dealt(self, message: m.Fetch, shares: dict[int, Slots], size: int) -> None:
+        """A batch of a task was dealt to its ranks."""
+        if message.task in self._tasks:
+            deal = TakenDeal(message.partition, message.dp_size, message.batch_size, shares, size)
+            self.add_deals(message.task, [deal])
+
+    def add_deals(self, name: str, deals: list[TakenDeal]) -> None:
+        """Ranks of a task with steps are dealt these."""
+        self._tasks[name].open.add([], deals)
+        if self._ledger is not None:
+            for deal in deals:
+                self._ledger.note(f.BatchDealt(name, deal.saved()))
 
     def undone(self, task: str, rows: Slots) -> None:
         """Nobody got the answer with these rows, which were consumed by it."""
@@ -120,6 +149,8 @@ class Steps:
         for place in reversed(range(len(known.open.batches) if known is not None else 0)):
             batch = known.open.batches[place]  # type: ignore[union-attr]
             if not batch.lease and np.isin(batch.rows, rows).any():
+                if self._ledger is not None:
+                    self._ledger.note(f.BatchUndone(task, rows.tobytes()))
                 del known.open.batches[place]  # type: ignore[union-attr]
                 return
 
@@ -147,6 +178,7 @@ class Steps:
                 self._let_go(known, table, message.task, gone)
                 known.again = [one for one in known.again if one is not batch]
                 known.served.append(batch)
+                self._note_again(message.task)
                 return batch
             gone.append(batch)
         self._let_go(known, table, message.task, gone)
@@ -161,7 +193,7 @@ class Steps:
         self._let_go(known, table, message.task, mine)
         if any((deal.dp_size, deal.batch_size) != (message.dp_size, message.batch_size) for deal in mine):
             return []
-        known.open.add([], mine)
+        self.add_deals(message.task, mine)
         return mine
 
     def came_back(self, table: Table, name: str, slots: Slots) -> Slots:
@@ -179,12 +211,20 @@ class Steps:
             if back.all():
                 kept.append(batch)
         if not kept:
+            self._note_again(name)
             return slots
         known.again = sorted([*known.again, *kept], key=lambda batch: batch.number)
         held = np.isin(rows, np.concatenate([batch.rows for batch in kept]))
         task = table.tasks[name]
         task.reserve(task.offered(slots[held]), REPLAYED)
+        self._note_again(name)
         return slots[~held]
+
+    def _note_again(self, name: str) -> None:
+        if self._ledger is not None:
+            known = self._tasks[name]
+            again, served = ([batch.number for batch in batches] for batches in (known.again, known.served))
+            self._ledger.note(f.HeldAgain(name, again, served, sorted({deal.partition for deal in known.deals})))
 
     def _let_go(self, known: TaskSteps, table: Table, name: str, gone: list[Any]) -> None:
         """These are not kept any more; their rows are offered like any others."""
@@ -193,6 +233,8 @@ class Steps:
         lost = {id(one) for one in gone}
         known.again = [batch for batch in known.again if id(batch) not in lost]
         known.deals = [deal for deal in known.deals if id(deal) not in lost]
+        if name in self._tasks:
+            self._note_again(name)
         kept = [batch.rows for batch in known.again if batch.partition == table.name]
         kept += [deal.rows for deal in known.deals if deal.partition == table.name]
         task = table.tasks[name]
@@ -220,10 +262,8 @@ class Steps:
 
     # requests
 
-    def handle(self, message: m.ResumeStep | m.GetStep) -> m.Reply:
+    def resume(self, message: m.ResumeStep) -> m.Reply:
         """Raises `InvalidInput` for a step that was not marked, or too long ago."""
-        if isinstance(message, m.GetStep):
-            return self._taken(message)
         for name in message.tasks:
             if name not in self._tasks or message.step not in self._tasks[name].done:
                 raise InvalidInput(f"step {message.step} of task {name!r}: {self._marks(name)}")
@@ -249,16 +289,20 @@ class Steps:
         """The newest step may be marked again: what was taken since belongs to it as well."""
         for name in dict.fromkeys(message.tasks):
             known = self._tasks.setdefault(name, TaskSteps())
-            used, lent = self._settled(name, known.open.batches)
-            over: list[TakenDeal] = []
-            left: list[TakenDeal] = []
-            for deal in known.open.deals:
-                (over if self._is_used(name, deal) else left).append(deal)
-            known.done.setdefault(message.step, Segment()).add(used, over)
-            known.open, known.served = Segment(), []
-            known.open.add(lent, left)
-            known.forget_the_oldest()
+            lent = self._settled(name, known.open.batches)[1]
+            left = [deal for deal in known.open.deals if not self._is_used(name, deal)]
+            self.close(name, message.step, lent, left)
         return m.Done(message.rid)
+
+    def close(self, name: str, step: int, lent: list[TakenRows], left: list[TakenDeal]) -> None:
+        """What a task took since its last mark, it used for `step`; but not what is still `lent` to it, or `left`."""
+        if self._ledger is not None:
+            saved = [batch.saved() for batch in lent], [deal.saved() for deal in left]
+            self._ledger.note(f.StepMarked(name, step, *saved))
+        known = self._tasks.setdefault(name, TaskSteps())
+        used = self._settled(name, known.open.batches)[0]
+        over = [deal for deal in known.open.deals if self._is_used(name, deal)]
+        known.close(step, Segment.of(used, over), Segment.of(lent, left))
 
     def _resume(self, name: str, step: int, resumed: m.StepResumed) -> None:
         known = self._tasks[name]
@@ -298,7 +342,8 @@ class Steps:
             resumed.rows += len(slots)
             if batch.is_plain and len(slots):
                 alive = batch.rows[~np.isin(batch.rows, dead)]
-                known.again.append(batch._replace(number=self._number(), rows=alive, lease=0))
+                known.again.append(batch._replace(number=self._next, rows=alive, lease=0))
+                self._next += 1
                 task.reserve(task.offered(slots), REPLAYED)
         for deal in deals:
             shares = {rank: self._left(table, name, rows) for rank, rows in deal.shares.items()}
@@ -361,7 +406,8 @@ class Steps:
         slots = table.slots_of(deal.rows)
         return bool(table.tasks[name].consumed[slots[slots >= 0]].all())
 
-    def _taken(self, message: m.GetStep) -> m.Reply:
+    def taken(self, message: m.GetStep) -> m.Reply:
+        """Raises `InvalidInput` for a step that was not marked, or too long ago."""
         known = self._tasks.get(message.task)
         if known is None:
             raise InvalidInput(f"task {message.task!r} has no marks: steps are known from the first `checkpoint` on")

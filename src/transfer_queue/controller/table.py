@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.controller.changes import ChangeLog
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
 from transfer_queue.controller.row_versions import RowVersions
 from transfer_queue.errors import InvalidInput, SchemaConflict
@@ -52,8 +53,9 @@ class LocatedCells(NamedTuple):
 
 
 class Table:
-    def __init__(self, name: str, loads: int = 0) -> None:
+    def __init__(self, name: str, loads: int = 0, ledger: Ledger | None = None) -> None:
         self.name = name
+        self.ledger = ledger
         self.loads = loads  # see `lineage`
         self.declared: int | None = None
         self.metadata: Tags = {}
@@ -406,7 +408,8 @@ class Table:
     def task(self, name: str) -> Task:
         task = self.tasks.get(name)
         if task is None:
-            task = self.tasks[name] = Task(len(self.index))
+            watch = None if self.ledger is None else self.ledger.watch(self, name)
+            task = self.tasks[name] = Task(len(self.index), watch)
         return task
 
     def merge_tags(self, slots: Slots, tags: Sequence[Tags], replace: bool = False) -> None:

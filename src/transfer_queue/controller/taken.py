@@ -1,4 +1,4 @@
-"""What tasks took, for steps: one answer to a fetch, one deal to ranks, what lies between two marks; and how it is saved.
+"""What tasks took, for steps: the answer to one fetch, one deal to ranks, what lies between two marks. And as saved.
 
 Saved batches belong to no lease: a lease ends with the state it was given in.
 """
@@ -126,7 +126,7 @@ class TakenDeal(NamedTuple):
     def restored(cls, saved: SavedDeal) -> TakenDeal:
         """Raises `CheckpointCorrupt`."""
         shares = {rank: _rows(rows) for rank, rows in saved.shares.items()}
-        if not 1 <= saved.dp_size or not all(0 <= rank < saved.dp_size for rank in shares):
+        if saved.dp_size < 1 or not all(0 <= rank < saved.dp_size for rank in shares):
             raise _damaged()
         return cls(saved.partition, saved.dp_size, saved.batch_size, shares, saved.size)
 
@@ -150,8 +150,12 @@ class Segment:
     @classmethod
     def restored(cls, saved: SavedSegment) -> Segment:
         """Raises `CheckpointCorrupt`."""
+        return cls.of(map(TakenRows.restored, saved.batches), map(TakenDeal.restored, saved.deals))
+
+    @classmethod
+    def of(cls, batches: Iterable[TakenRows], deals: Iterable[TakenDeal]) -> Segment:
         found = cls()
-        found.add(map(TakenRows.restored, saved.batches), map(TakenDeal.restored, saved.deals))
+        found.add(batches, deals)
         return found
 
     def end_leases(self) -> None:
@@ -181,7 +185,13 @@ class TaskSteps:
     def are_due(self) -> bool:
         return bool(self.again or self.deals)
 
-    def forget_the_oldest(self) -> None:
+    def close(self, step: int, used: Segment, left: Segment) -> None:
+        """What was taken since the last mark is `used` for this step; what is `left` of it is not used yet."""
+        self.done.setdefault(step, Segment()).add(used.batches, used.deals)
+        self.open, self.served = left, []
+        self._forget_the_oldest()
+
+    def _forget_the_oldest(self) -> None:
         rows = sum(segment.num_rows for segment in self.done.values())
         while len(self.done) > MAX_STEPS or (rows > MAX_ROWS and len(self.done) > 1):
             rows -= self.done.pop(next(iter(self.done))).num_rows

@@ -1,0 +1,113 @@
+"""What lasts of what happens in a controller, as typed entries: a state and the facts after it make the state of later.
+
+Facts say what came of things, not what was asked: who has a row on lease, waits or holds a lock is none. What can be
+computed from the tables alone (rows, keys, tags, cells) is a request that is carried out again; what depends on who
+asked when, such as which rows a task took, is said as it is afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from transfer_queue.controller.taken import SavedBatch, SavedDeal
+from transfer_queue.wire import messages as m
+
+
+class Fact(msgspec.Struct, array_like=True, gc=False):
+    """Base of all facts."""
+
+
+class Applied(Fact, tag=0):
+    """A request that was not refused. The next new row gets the number `next_index` after it."""
+
+    message: m.ClientMessage
+    next_index: int
+
+
+class Taken(Fact, tag=1):
+    """What `rows` (int64 indexes) are to a task: one byte each, 1 for used; and (position in `rows`, attempts, reason,
+    dead) of those that came back to it, the others did not."""
+
+    partition: str
+    task: str
+    rows: bytes
+    used: bytes
+    returned: list[tuple[int, int, str, bool]]
+
+
+class Granted(Fact, tag=2):
+    """How many rows producers may have started for a task (`AdmissionGrant`)."""
+
+    task: str
+    base: int
+    rows: int
+
+
+class BatchTaken(Fact, tag=3):
+    """A task with steps got a batch."""
+
+    task: str
+    batch: SavedBatch
+
+
+class BatchDealt(Fact, tag=4):
+    """Ranks of a task with steps were dealt a batch."""
+
+    task: str
+    deal: SavedDeal
+
+
+class BatchUndone(Fact, tag=5):
+    """The batch with one of these rows (int64) reached nobody."""
+
+    task: str
+    rows: bytes
+
+
+class StepMarked(Fact, tag=6):
+    """A task marked a step. `lent` and `left` are not used yet and belong to the next one."""
+
+    task: str
+    step: int
+    lent: list[SavedBatch]
+    left: list[SavedDeal]
+
+
+class HeldAgain(Fact, tag=7):
+    """Of what a task takes once more: the numbers of the batches that are to come, and of those that it has now; the
+    partitions of deals that are to come."""
+
+    task: str
+    again: list[int]
+    served: list[int]
+    deals: list[str]
+
+
+class CellsMoved(Fact, tag=8):
+    """See `Controller.relocate`."""
+
+    block: int
+    target: int
+    rows: bytes
+
+
+class CellsGathered(Fact, tag=9):
+    """See `Controller.gather`."""
+
+    target: int
+    blocks: bytes
+    rows: bytes
+
+
+class SamplerIs(Fact, tag=10):
+    """What the sampler remembers."""
+
+    state: Any
+
+
+ControllerFact: TypeAlias = (
+    Applied | Taken | Granted | BatchTaken | BatchDealt | BatchUndone | StepMarked | HeldAgain | CellsMoved
+    | CellsGathered | SamplerIs
+)  # fmt: skip

@@ -1,0 +1,126 @@
+"""Writing down what lasts, as facts in the order in which it happened.
+
+What tasks took is written down as it is when the event is over, or when the next fact is: a row that was lent and given
+back meanwhile is in it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from transfer_queue.controller import facts as f
+from transfer_queue.controller.readiness import RESERVED, Slots, Task
+from transfer_queue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transfer_queue.controller.admission import AdmissionGrant
+    from transfer_queue.controller.table import Table
+
+M = TypeVar("M", bound=m.Request)
+
+
+class Numbering(Protocol):
+    """Where the number of the next new row is."""
+
+    next_index: int
+
+
+class Ledger:
+    """The facts since they were taken last."""
+
+    def __init__(self) -> None:
+        self.tables: Mapping[str, Table] = {}
+        self._facts: list[f.ControllerFact] = []
+        self._touched: list[TaskWatch] = []
+        self._granted: dict[str, AdmissionGrant] = {}
+
+    def note(self, fact: f.ControllerFact) -> None:
+        """This happened, after everything that was said before."""
+        self._write_down()
+        self._facts.append(fact)
+
+    def noting(self, rule: Callable[[Any], m.Reply], numbering: Numbering) -> Callable[[Any], m.Reply]:
+        """`rule`, of which it is noted what it was asked, before all that comes of it. What it refuses is no fact."""
+
+        def apply(message: Any) -> m.Reply:
+            if type(message) is m.Find and not message.create:
+                return rule(message)
+            self._write_down()
+            place = len(self._facts)
+            reply = rule(message)
+            self._facts.insert(place, f.Applied(message, numbering.next_index))
+            return reply
+
+        return apply
+
+    def watch(self, table: Table, name: str) -> TaskWatch:
+        """Of a new task of a table, which is a fact in itself: what is asked of all tasks is asked of it, too."""
+        if self.tables.get(table.name) is table:  # not one that is being loaded
+            self.note(f.Taken(table.name, name, b"", b"", []))
+        return TaskWatch(self._touched, table, name)
+
+    def granted(self, task: str, grant: AdmissionGrant) -> None:
+        """It is another one than before."""
+        self._granted[task] = grant
+
+    def take(self) -> list[f.ControllerFact]:
+        """What was noted, which is forgotten here."""
+        if self._touched or self._granted:
+            self._write_down()
+        found, self._facts = self._facts, []
+        return found
+
+    def _write_down(self) -> None:
+        for watch in self._touched:
+            slots = watch.taken()
+            if self.tables.get(watch.table.name) is watch.table and len(slots):
+                self._facts.append(_taken(watch.table, watch.name, slots))
+        self._touched.clear()
+        for task, grant in self._granted.items():
+            self._facts.append(f.Granted(task, grant.base, grant.rows))
+        self._granted.clear()
+
+
+class TaskWatch:
+    """Which slots of a task were touched: used, given back, kept for it or not, returned or not."""
+
+    def __init__(self, touched: list[TaskWatch], table: Table, name: str) -> None:
+        self.table = table
+        self.name = name
+        self._touched = touched
+        self._slots: list[Slots] = []
+
+    def touch(self, slots: Slots) -> None:
+        if not self._slots:
+            self._touched.append(self)
+        self._slots.append(slots)
+
+    def moved(self, order: Slots) -> None:
+        """The table keeps these slots only, in this order."""
+        if self._slots:
+            self._slots = [np.flatnonzero(np.isin(order, np.concatenate(self._slots)))]
+
+    def taken(self) -> Slots:
+        """The slots of live rows that were touched, which are forgotten here."""
+        slots = self._slots[0] if len(self._slots) == 1 else np.unique(np.concatenate(self._slots))
+        self._slots = []
+        return slots[self.table.alive[slots]]
+
+
+def _taken(table: Table, name: str, slots: Slots) -> f.Taken:
+    task = table.tasks[name]
+    used = is_used(task, slots)
+    returned = [
+        (place, one.attempts, one.reason, one.dead)
+        for place, slot in enumerate(slots.tolist() if task.returned else ())
+        if (one := task.returned.get(slot)) is not None
+    ]
+    return f.Taken(table.name, name, table.index[slots].tobytes(), used.tobytes(), returned)
+
+
+def is_used(task: Task, slots: Slots) -> Any:
+    """Which rows a task has used, or its sampler keeps for it: it would not offer them again."""
+    return task.consumed[slots] | (task.lease[slots] == RESERVED)
