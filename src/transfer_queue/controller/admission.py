@@ -56,7 +56,7 @@ class Admissions:
 
     def _changed(self, task: str) -> None:
         if self._ledger is not None:
-            self._ledger.granted(task, self.tasks[task])
+            self._ledger.granted(task, self.tasks[task].base, self.tasks[task].rows)
 
     def _new(self) -> AdmissionGrant:
         """The first version announced is what producers begin with: no rows were used for it."""

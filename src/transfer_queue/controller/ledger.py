@@ -7,19 +7,23 @@ back meanwhile is in it once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transfer_queue.controller import facts as f
-from transfer_queue.controller.readiness import RESERVED, Slots, Task
+from transfer_queue.controller.readiness import RESERVED, Flags, Slots, Task
 from transfer_queue.wire import messages as m
 
-if TYPE_CHECKING:
-    from transfer_queue.controller.admission import AdmissionGrant
-    from transfer_queue.controller.table import Table
 
-M = TypeVar("M", bound=m.Request)
+class Consumed(Protocol):
+    """A table as far as its tasks are concerned."""
+
+    name: str
+    tasks: dict[str, Task]
+    index: NDArray[np.int64]
+    alive: Flags
 
 
 class Numbering(Protocol):
@@ -32,10 +36,10 @@ class Ledger:
     """The facts since they were taken last."""
 
     def __init__(self) -> None:
-        self.tables: Mapping[str, Table] = {}
+        self.tables: Mapping[str, Consumed] = {}
         self._facts: list[f.ControllerFact] = []
         self._touched: list[TaskWatch] = []
-        self._granted: dict[str, AdmissionGrant] = {}
+        self._granted: dict[str, tuple[int, int]] = {}
 
     def note(self, fact: f.ControllerFact) -> None:
         """This happened, after everything that was said before."""
@@ -56,15 +60,15 @@ class Ledger:
 
         return apply
 
-    def watch(self, table: Table, name: str) -> TaskWatch:
+    def watch(self, table: Consumed, name: str) -> TaskWatch:
         """Of a new task of a table, which is a fact in itself: what is asked of all tasks is asked of it, too."""
         if self.tables.get(table.name) is table:  # not one that is being loaded
             self.note(f.Taken(table.name, name, b"", b"", []))
         return TaskWatch(self._touched, table, name)
 
-    def granted(self, task: str, grant: AdmissionGrant) -> None:
-        """It is another one than before."""
-        self._granted[task] = grant
+    def granted(self, task: str, base: int, rows: int) -> None:
+        """What producers may have started for a task is another number than before."""
+        self._granted[task] = base, rows
 
     def take(self) -> list[f.ControllerFact]:
         """What was noted, which is forgotten here."""
@@ -79,15 +83,14 @@ class Ledger:
             if self.tables.get(watch.table.name) is watch.table and len(slots):
                 self._facts.append(_taken(watch.table, watch.name, slots))
         self._touched.clear()
-        for task, grant in self._granted.items():
-            self._facts.append(f.Granted(task, grant.base, grant.rows))
+        self._facts += [f.Granted(task, *grant) for task, grant in self._granted.items()]
         self._granted.clear()
 
 
 class TaskWatch:
     """Which slots of a task were touched: used, given back, kept for it or not, returned or not."""
 
-    def __init__(self, touched: list[TaskWatch], table: Table, name: str) -> None:
+    def __init__(self, touched: list[TaskWatch], table: Consumed, name: str) -> None:
         self.table = table
         self.name = name
         self._touched = touched
@@ -110,7 +113,7 @@ class TaskWatch:
         return slots[self.table.alive[slots]]
 
 
-def _taken(table: Table, name: str, slots: Slots) -> f.Taken:
+def _taken(table: Consumed, name: str, slots: Slots) -> f.Taken:
     task = table.tasks[name]
     used = is_used(task, slots)
     returned = [
