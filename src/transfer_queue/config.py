@@ -190,7 +190,8 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     join = str(conf.server.join or "")
     if join and parse_address(join).is_local:
         raise ConfigError(f"server.join: {join!r}; expected tcp:HOST:PORT")
-    durability = _durability(conf.server.durability, bool(join))
+    journal_dir = _directory(conf.server.journal_dir, "server.journal_dir")
+    durability = _durability(conf.server.durability, bool(join), journal_dir)
     metrics_port = _port(conf.metrics.port, "metrics.port")
     has_metrics = _flag(conf.metrics.enabled, "metrics.enabled")
     metrics_host = str(conf.metrics.host or "")
@@ -218,6 +219,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         metrics_host=metrics_host,
         logging_level=environment.logging_level or "WARNING",
         durability=durability,
+        journal_dir=journal_dir,
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
         max_deliver=_number(conf.controller.max_deliver, "controller.max_deliver", 1),
@@ -274,13 +276,16 @@ def _directory(value: Any, name: str) -> str | None:
     return None if value is None else os.path.abspath(os.path.expanduser(value))
 
 
-def _durability(value: Any, joins: bool) -> Durability:
+def _durability(value: Any, joins: bool, journal_dir: str | None) -> Durability:
+    if joins and (value not in (None, "none") or journal_dir is not None):
+        text = "a unit that joins a service has no standby and no journal, only its controller's server has them"
+        raise ConfigError(f"server.durability: {text}")
     if value is None:
-        return "none" if joins else "process"
-    if joins and value != "none":
-        raise ConfigError("server.durability: a unit that joins a service has no standby, only its controller has one")
+        return "none" if joins else "process" if journal_dir is None else "machine"
     if value not in get_args(Durability):
         raise ConfigError(f"server.durability: expected {' or '.join(get_args(Durability))}, got {value!r}")
+    if (value == "machine") != (journal_dir is not None):
+        raise ConfigError(f"server.durability: {value}, and server.journal_dir is {journal_dir}: machine needs one")
     return cast(Durability, value)
 
 

@@ -26,6 +26,7 @@ from transfer_queue.server.settings import NotStarted, Ready, ServerConfig, clea
 from transfer_queue.wire.address import Address, parse_address
 
 START_TIMEOUT_S = 30.0
+RECOVERY_TIMEOUT_S = 600.0  # where a journal is read first: 100 GB of rows at 0.2 GB/s
 STOP_TIMEOUT_S = 10.0
 LOCK_INTERVAL_S = 0.01
 
@@ -207,7 +208,8 @@ def start(config: ServerConfig, orphan: bool = False, lock: int = -1) -> LocalSe
     with process.stdout:
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(msgspec.json.encode(config))
-        line = _first_line(process.stdout.fileno(), START_TIMEOUT_S)
+        timeout_s = START_TIMEOUT_S if config.journal_dir is None else RECOVERY_TIMEOUT_S
+        line = _first_line(process.stdout.fileno(), timeout_s)
     answer = msgspec.json.decode(line, type=Ready | NotStarted) if line else None
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         if isinstance(answer, Ready):

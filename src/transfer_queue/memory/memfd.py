@@ -68,6 +68,19 @@ def reserve(fd: int, start: int, nbytes: int) -> bool:
     return True
 
 
+def reserve_ahead(fd: int, start: int, nbytes: int) -> bool:
+    """Whether the file system has space for a range behind the end of a file, which is reserved then, or cannot say."""
+    try:
+        _fallocate(fd, FALLOC_FL_KEEP_SIZE, start, nbytes)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return True
+        if error.errno in NO_SPACE:
+            return False
+        raise
+    return True
+
+
 def start_writing(fd: int, start: int, nbytes: int) -> None:
     """Have the system write a range of a file to its disk soon, so that its pages can go when memory is short. What
     became of it shows in `os.fsync`; here nothing is reported, for nothing depends on it."""

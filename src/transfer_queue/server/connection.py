@@ -24,6 +24,7 @@ from transfer_queue.errors import (
 from transfer_queue.server.block_requests import Answer
 from transfer_queue.server.bulk_writer import BulkWriter, Parts
 from transfer_queue.server.connection_limit import ConnectionLimit
+from transfer_queue.server.journal.journal import Journal
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.server.turns import LONG, Turns
@@ -39,6 +40,9 @@ HELLO_TIMEOUT_S = 5.0
 STALLED_S = 10.0
 HELLO_HEADER_NBYTES = 4096
 UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Gathered, m.ResolveCommits})
+# What is asked for that lasts where there is a journal; and answers to parked requests that say nothing of the kind.
+LASTING = m.MUTATING - {m.Allocate, m.Lock, m.Unlock, m.Moved, m.Gathered}
+PASSING = frozenset({m.Allocated, m.Locked, m.Failed, m.Located})
 ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
 
 
@@ -49,6 +53,7 @@ class Listener(Protocol):
     turns: Turns
     service: Service
     scratch: memoryview
+    journal: Journal | None
 
     def welcome(self, local: bool) -> m.Welcome: ...
     def of_unit(self, message: m.Request, host: str, line: ServerConnection) -> m.Reply: ...
@@ -284,6 +289,16 @@ class ServerConnection(asyncio.BufferedProtocol):
         if answer is None:
             self._tickets.add(ticket)
         else:
+            self._answer_when_kept(answer, type(message) in LASTING)
+
+    def _answer_when_kept(self, answer: Answer, waits: bool) -> None:
+        """Answer, once what it says lasts as long as was promised; where nothing that lasts was asked for, at once."""
+        journal = self._server.journal
+        if journal is None or not waits or not journal.hold(lambda: self._answer_late(answer)):
+            self._answer(answer)
+
+    def _answer_late(self, answer: Answer) -> None:
+        if not self._transport.is_closing():
             self._answer(answer)
 
     def _is_unit(self) -> bool:
@@ -308,7 +323,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         assert self._session is not None
         self._server.service.close_request(self._session, answer)  # over a lost connection it is asked for again
         if not self._transport.is_closing():
-            self._answer(answer)
+            self._answer_when_kept(answer, type(answer[0]) not in PASSING)
 
     def _answer(self, answer: Answer) -> None:
         reply, payload = answer

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transfer_queue.controller import Controller
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import StoreFull, TransferQueueError
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor, start_compaction
 from transfer_queue.server.gathering import Gatherer, gather_lone_rows
@@ -51,7 +51,7 @@ class ControllerNode:
         """Begin on this event loop; what was begun on the one before is gone with it."""
         self.compactor = Compactor(self.service, self._moved_here)
         self.gatherer = Gatherer(self.service, self._gathered_here)
-        self.spiller = Spiller(self.service, self._moved_here)
+        self.spiller = Spiller(self.service, self._spilled_here)
         self._gathering = None
 
     def close(self) -> None:
@@ -61,10 +61,28 @@ class ControllerNode:
             self._gathering.cancel()
 
     async def _gathered_here(self, target: int, blocks: Ints, rows: Ints) -> bool:
-        return self.controller.gather(target, blocks, rows)
+        return await self._is_kept(target) and self.controller.gather(target, blocks, rows)
 
     async def _moved_here(self, block: int, target: int, rows: Ints) -> bool:
-        return self.controller.relocate(block, target, rows)
+        return await self._is_kept(target) and self.controller.relocate(block, target, rows)
+
+    async def _spilled_here(self, block: int, target: int, rows: Ints) -> bool:
+        """As `_moved_here`, of a copy: what the journal has of the block is that of the copy from then on."""
+        moved = self.controller.relocate(block, target, rows)
+        if moved and self.service.journal is not None:
+            self.service.journal.copied(block, target)
+        return moved
+
+    async def _is_kept(self, number: int) -> bool:
+        """Whether a block of this unit is where it has to be before rows may lie in it."""
+        block, journal = self.service.unit.block(number), self.service.journal
+        if block is None or journal is None:
+            return True
+        try:
+            await journal.keep(block, 0.0)
+        except StoreFull:
+            return False  # the rows stay where they are
+        return True
 
     def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         """The reply to a storage unit of another host, which connects from `host`."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 import msgspec
 
 from transfer_queue.controller import Controller
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import from_spec
 from transfer_queue.server import host_registry, processes
@@ -27,6 +28,8 @@ from transfer_queue.server.connection import ServerConnection
 from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
 from transfer_queue.server.controller_node import ControllerNode
 from transfer_queue.server.fd_server import ArenaFdServer
+from transfer_queue.server.journal.journal import Journal
+from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.metrics.counters import MeteredService
 from transfer_queue.server.service import Service
 from transfer_queue.server.settings import (
@@ -95,6 +98,7 @@ class Server:
         self.service = self.role.service
         self.service.deliver = self.deliver
         self.listening: Listening
+        self.journal: Journal | None = None  # where there is to be one, from `run` on
         self._keeper: StandbyKeeper | None = None
         self._entry = ""  # in the register of this user's servers
         self._metrics: Endpoint | None = None
@@ -119,22 +123,42 @@ class Server:
         make: Callable[[Controller, Unit], Service]
         kind: type[Controller]
         unit: Unit
-        if config.durability == "process":
+        if config.durability != "none":
             kind = RecordingController
-            unit = RecordingUnit(budget_of(config), config.arena_dir, recorder, spill_of(config))
+            of_unit = KeptUnit if config.journal_dir is not None else RecordingUnit
+            unit = of_unit(budget_of(config), config.arena_dir, recorder, spill_of(config))
             sessions, members = RecordingSessions(recorder), RecordingRegistry(recorder)
-            make = partial(of_service, sessions=sessions, members=members, settled=recorder.settle)
+            make = partial(of_service, sessions=sessions, members=members, settled=self._settle)
         else:
             kind, make = Controller, of_service
             unit = Unit(budget_of(config), config.arena_dir, spill_of(config))
         controller = kind(
             from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness,
             lock_number=time.time_ns() // 1000, max_deliver=config.max_deliver,
+            ledger=None if config.journal_dir is None else Ledger(),
         )  # fmt: skip
         if isinstance(controller, RecordingController):
             controller.recorder = recorder
         controller.notice_after(config.notice_after_s)
         return ControllerNode(controller, self._prepared(unit), make, config.client)
+
+    def _settle(self) -> None:
+        """An event is over: what came of it is written down where it is to be."""
+        self.recorder.settle()
+        if self.journal is not None:
+            self.journal.settle()
+
+    def _open_journal(self) -> None:
+        """What its directory has is what this service has. Raises as `Journal`."""
+        controller, unit = self.service.controller, self.service.unit
+        if self.config.journal_dir is not None and isinstance(controller, Controller) and isinstance(unit, KeptUnit):
+            self.journal = self.service.journal = Journal(self.config.journal_dir, controller, unit, self._abandon)
+            self.recorder.settle()  # nobody stands by yet
+
+    def _abandon(self) -> NoReturn:
+        """Nothing can be promised any more: end, and let nobody take over."""
+        self._dismiss_standby()
+        os._exit(1)
 
     def _prepared(self, unit: Unit) -> Unit:
         unit.notice_after(self.config.notice_after_s)
@@ -149,6 +173,7 @@ class Server:
         self._begin()
         home = await _move_in(self.config.run_dir)
         try:
+            self._open_journal()
             self.listening = Listening(self.config, home)
             if isinstance(self.role, StorageNode):
                 await self.role.join(self._advertised(self.listening.tcp_name))
@@ -188,6 +213,10 @@ class Server:
             watch = self._watch_owner(loop)
             host_registry.leave(self._entry)  # of the server that was killed
             self._entry = self._enter(path, tcp)
+            if self.journal is not None:
+                await self.journal.start()
+                if announce is not None:
+                    await self.journal.complete()
             self._start_standby()
             if announce is not None:
                 self._announce(announce, path, tcp)
@@ -207,6 +236,8 @@ class Server:
                 link.close()
             self.role.close()
             await asyncio.sleep(0)
+            if self.journal is not None:
+                await self.journal.close()
         finally:
             self._dismiss_standby()
             if self._metrics is not None:
@@ -224,7 +255,8 @@ class Server:
 
     def _kept(self) -> list[int]:
         """What a standby needs to serve."""
-        return [*self.listening.descriptors(), self.config.life]
+        journal = [] if self.journal is None else [self.journal.held]
+        return [*self.listening.descriptors(), self.config.life, *journal]
 
     def _take_over(self) -> NoReturn:
         """In the standby: go on where the server was killed. Its event loop, and all that belonged to it, is gone."""

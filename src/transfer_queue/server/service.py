@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
+import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +23,7 @@ from transfer_queue.wire.lives import ID_NBYTES
 
 NO_BYTES = memoryview(b"")
 
+GROWING = frozenset({m.Commit, m.Insert, m.Find, m.SetTags, m.SetPartition, m.Restore})  # they add to what is kept
 MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
 
 
@@ -52,6 +55,16 @@ class ControllerLike(Protocol):
     def next_deadline(self) -> float | None: ...
     def statistics(self) -> dict[str, Any]: ...
     def check_invariants(self) -> None: ...
+
+
+class Journal(Protocol):
+    """Where the bytes of blocks are on a disk before their rows are there."""
+
+    def has(self, block: Block) -> bool: ...
+    async def keep(self, block: Block, wait_s: float) -> None: ...
+    def copied(self, block: int, copy: int) -> None: ...
+    def check_room(self) -> None: ...
+    def statistics(self) -> dict[str, Any]: ...
 
 
 class HeldBlock(NamedTuple):
@@ -98,6 +111,9 @@ class Service:
         self.standby_pid = 0  # of the process that would take over
         self.takeovers = 0  # how often one did
         self.deliver: Callable[[], None] = lambda: None  # sends what `answered` has; for those who are nobody's request
+        self.journal: Journal | None = None
+        self._kept_first: set[Hashable] = set()  # commits whose blocks are being written to it
+        self._background: set[asyncio.Task[None]] = set()
         self._held: dict[Hashable, list[HeldBlock]] = {}
         self._reading: dict[Hashable, Reading] = {}
         self._data_fetches = DataFetches(self._present, self.blocks.carried)
@@ -126,6 +142,7 @@ class Service:
         for session in self.sessions.by_ident.values():
             session.parked.clear()
             session.connections = 0
+        self._kept_first.clear()
         self.unit.keep(self.sessions.by_ident.keys())
         self.controller.outbox.clear()
         self.unit.outbox.clear()
@@ -144,6 +161,7 @@ class Service:
     def _forget(self, tickets: set[Hashable]) -> None:
         self.controller.forget(tickets)
         self.unit.forget_tickets(tickets)
+        self._kept_first -= tickets
         for ticket in tickets:
             self._reading.pop(ticket, None)
             self._data_fetches.unpark(ticket)
@@ -248,6 +266,8 @@ class Service:
         rule = self._rules.get(type(message))
         if rule is not None:
             return rule(message, session)
+        if self.journal is not None and type(message) in GROWING:
+            self.journal.check_room()
         if isinstance(message, m.Allocate):
             if message.timeout_s <= 0:
                 self.recycler.make_room(message.nbytes)
@@ -287,6 +307,9 @@ class Service:
             block = self.blocks.inline(payload)
         else:
             block = self.unit.unpublished(message.block, session.ident)
+            if self.journal is not None and not self.journal.has(block):
+                self._keep_first(message, payload, session, ticket, [block])
+                return None
         layout, message.block, message.layout = message.layout, block.number, b""
         try:
             reply = self.controller.handle(message, ticket, session.ident, now)
@@ -310,6 +333,9 @@ class Service:
             for one in message.blocks
             if not self.members.has(one.block)
         ]
+        if self.journal is not None and not all(self.journal.has(block) for block, _ in filled):
+            self._keep_first(message, payload, session, ticket, [block for block, _ in filled])
+            return None
         self.controller.payloads[ticket] = payload
         try:
             reply = self.controller.handle(message, ticket, session.ident, now)
@@ -321,6 +347,40 @@ class Service:
         for block, layout in filled:
             self.unit.publish(block.number, layout)
         return reply, ()
+
+    def _keep_first(
+        self, message: m.Commit | m.Restore, payload: memoryview, session: ServerSession, ticket: Hashable,
+        blocks: list[Block],
+    ) -> None:  # fmt: skip
+        """Handle the request once the bytes of its blocks are on the disk."""
+        self._kept_first.add(ticket)
+        wait_s = message.timeout_s if isinstance(message, m.Commit) else 0.0
+        task = asyncio.get_running_loop().create_task(
+            self._when_kept(message, payload, session, ticket, blocks, wait_s)
+        )
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _when_kept(
+        self, message: m.Commit | m.Restore, payload: memoryview, session: ServerSession, ticket: Hashable,
+        blocks: list[Block], wait_s: float,
+    ) -> None:  # fmt: skip
+        assert self.journal is not None
+        answer: Answer | None
+        try:
+            for block in blocks:
+                await self.journal.keep(block, wait_s)
+            if ticket not in self._kept_first:
+                return
+            answer = self._handle(message, payload, session, ticket, time.monotonic())
+        except TransferQueueError as error:
+            answer = (m.Failed(message.rid, error.code, str(error)), ())
+        if ticket in self._kept_first:
+            self._kept_first.discard(ticket)
+            if answer is not None:
+                self.unit.outbox.append((ticket, answer[0]))
+            self.apply_outcomes()
+            self.deliver()
 
     def _hold(self, ticket: Hashable, blocks: list[tuple[Block, bytes]]) -> None:
         self._held[ticket] = [HeldBlock(block, block.owner, layout) for block, layout in blocks]
@@ -363,6 +423,7 @@ class Service:
             "spill_nbytes_used": self.unit.spilled_nbytes,
             "spill_nbytes_budget": self.unit.spill.budget_nbytes,
             "pinned_nbytes": self.unit.pinned_nbytes(),
+            **({} if self.journal is None else self.journal.statistics()),
         }
 
     # consequences

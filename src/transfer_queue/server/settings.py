@@ -15,7 +15,7 @@ from transfer_queue.storage.blocks import NOWHERE, SpillSpace
 from transfer_queue.wait_queue import NOTICE_AFTER_S
 from transfer_queue.wire.messages.staleness import Policy
 
-Durability: TypeAlias = Literal["none", "process"]
+Durability: TypeAlias = Literal["none", "process", "machine"]
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
 MEMORY_SHARE = 0.6
 DISK_SHARE = 0.95  # of what is free where the arena files are: their books need space as well
@@ -92,8 +92,9 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     logging_level: a level of the logging module. staleness: how old rows may be. max_deliver: how often a task has
     a row on a lease in vain before it is a dead letter (None: never). notice_after_s: when callers that wait are
     told what is missing, ascending. durability: what the rows survive: "none", or "process", the server's being
-    killed, for a standby takes over. life: a descriptor that stays open as long as the server or its standby lives
-    (-1: none).
+    killed, for a standby takes over; or "machine", everything but the loss of a disk, for a journal there has them.
+    journal_dir: its directory (None: there is no journal). life: a descriptor that stays open as long as the server or
+    its standby lives (-1: none).
     """
 
     run_dir: str
@@ -123,6 +124,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     max_deliver: int | None = None
     notice_after_s: tuple[float, ...] = NOTICE_AFTER_S
     durability: Durability = "none"
+    journal_dir: str | None = None
     life: int = -1
 
 

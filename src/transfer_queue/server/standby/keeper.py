@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import socket
-import stat
 import sys
 import time
 import traceback
@@ -16,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
 
+from transfer_queue.server.forks import disconnect
 from transfer_queue.server.service import Service
 from transfer_queue.server.standby.journal import Journal, JournalUseless, Succession
 from transfer_queue.server.standby.recording import Recorder
@@ -152,7 +152,7 @@ class StandbyKeeper:
     def stand_by(self, journal: Journal, line: socket.socket) -> None:
         """Returns when this standby is not needed any more. Raises `JournalUseless`."""
         self._recorder.begin(None)  # the journal of the standby before is not for this one
-        lost = _disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
+        lost = disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
         arenas = _wait_for_the_end(line)
         if arenas is None or self._succession.current != journal.number:
             return
@@ -180,25 +180,6 @@ def _stand_by(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> N
         if sys.exc_info()[0] is not None:  # whatever it was, it must not unwind what was the server's
             traceback.print_exc()
         os._exit(status)
-
-
-def _disconnect(kept: set[int]) -> list[int]:
-    """Every other descriptor above standard error leads to /dev/null: peers see that the server is gone when it is, and
-    no number is free to be closed by its former owner when it is somebody else's. Returns those that were connections,
-    or watched a process: their owners are never taken apart (`gc.freeze`), so they may be closed once the server is
-    gone."""
-    lost = []
-    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for name in os.listdir("/proc/self/fd"):
-        number = int(name)
-        if number > 2 and number not in kept and number != nowhere:
-            with contextlib.suppress(OSError):  # that of the listing itself
-                kind, is_watch = os.fstat(number).st_mode, "[pidfd]" in os.readlink(f"/proc/self/fd/{name}")
-                if not stat.S_ISCHR(kind):
-                    os.dup2(nowhere, number, inheritable=False)
-                if stat.S_ISSOCK(kind) or is_watch:
-                    lost.append(number)
-    return lost
 
 
 def _wait_for_the_end(line: socket.socket) -> list[int] | None:

@@ -156,11 +156,28 @@ class CommitsResolved(_Record, tag=21):
     message: m.ResolveCommits
 
 
+class BlockOnDisk(_Record, tag=22):
+    """The bytes of a block are in a blocks file of the journal as well (`server.journal`)."""
+
+    block: int
+    file: int
+    offset: int
+    nbytes: int
+    digest: int
+
+
+class BlockCopied(_Record, tag=23):
+    """What the journal has of a block is that of its copy now."""
+
+    block: int
+    copy: int
+
+
 Record: TypeAlias = (
     Requested | Forgotten | AnswerReceived | TakenBack | Expired | Tidied | Relocated | RowsGathered | UnitLost
     | Attached | Detached | Ended
     | ArenaOpened | Placed | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
-    | UnitJoined | CommitsResolved
+    | UnitJoined | CommitsResolved | BlockOnDisk | BlockCopied
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

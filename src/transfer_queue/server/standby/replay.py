@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from transfer_queue.errors import TransferQueueError
+from transfer_queue.server.journal.kept_unit import KeptUnit
+from transfer_queue.server.journal.payloads import Place
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.server.standby import records as r
@@ -47,6 +49,7 @@ class Replay:
             r.Published: self._published, r.Dropped: self._dropped, r.BlockPinned: self._pinned,
             r.BlockUnpinned: self._unpinned, r.Vacated: self._vacated,
             r.UnitJoined: self._unit_joined, r.CommitsResolved: self._commits_resolved,
+            r.BlockOnDisk: self._on_disk, r.BlockCopied: self._copied,
         }  # fmt: skip
 
     def run(self, records: Iterable[r.Record]) -> int:
@@ -191,6 +194,14 @@ class Replay:
 
     def _vacated(self, record: r.Vacated) -> None:
         self._unit.forget(record.session)
+
+    def _on_disk(self, record: r.BlockOnDisk) -> None:
+        assert isinstance(self._unit, KeptUnit)
+        self._unit.stored(record.block, Place(record.file, record.offset, record.nbytes, record.digest))
+
+    def _copied(self, record: r.BlockCopied) -> None:
+        assert isinstance(self._unit, KeptUnit)
+        self._unit.copied(record.block, record.copy)
 
     # units of other hosts
 

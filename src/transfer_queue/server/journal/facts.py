@@ -1,0 +1,63 @@
+"""What a log says about blocks, and how facts are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import msgspec
+
+from transfer_queue.controller.facts import ControllerFact, Fact
+from transfer_queue.errors import JournalCorrupt
+
+LENGTH_NBYTES = 4
+
+
+class BlockLogged(Fact, tag=20):
+    """A block, with its bytes."""
+
+    block: int
+    layout: bytes
+    data: bytes
+
+
+class BlockStored(Fact, tag=21):
+    """A block whose bytes lie in a blocks file; `digest` is their xxh3-64."""
+
+    block: int
+    layout: bytes
+    file: int
+    offset: int
+    nbytes: int
+    digest: int
+
+
+class BlockRenamed(Fact, tag=22):
+    """A block is a copy of another one, whose bytes in the journal are its own from now on."""
+
+    block: int
+    copy: int
+
+
+JournalFact: TypeAlias = ControllerFact | BlockLogged | BlockStored | BlockRenamed
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[JournalFact]).decode
+
+
+def encoded(facts: list[JournalFact]) -> bytes:
+    """The facts of an event."""
+    data = _encode(facts)
+    return len(data).to_bytes(LENGTH_NBYTES, "little") + data
+
+
+def decoded(payload: memoryview) -> Iterator[JournalFact]:
+    """The facts of several events. Raises `JournalCorrupt`."""
+    at = 0
+    while at < len(payload):
+        start = at + LENGTH_NBYTES
+        at = start + int.from_bytes(payload[at:start], "little")
+        try:
+            yield from _decode(payload[start:at])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise JournalCorrupt(f"facts that cannot be read: {error}") from None

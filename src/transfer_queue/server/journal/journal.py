@@ -1,0 +1,280 @@
+"""What is written down when, and what waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from transfer_queue.controller import Controller
+from transfer_queue.controller.facts import SamplerIs
+from transfer_queue.errors import StoreFull
+from transfer_queue.memory import memfd
+from transfer_queue.server.journal import snapshots
+from transfer_queue.server.journal.facts import JournalFact, encoded
+from transfer_queue.server.journal.files import claim, name_of, numbers
+from transfer_queue.server.journal.kept_unit import KeptUnit
+from transfer_queue.server.journal.log import DiskLog, LogFile
+from transfer_queue.server.journal.payloads import Payloads, Place
+from transfer_queue.server.journal.recovery import last_number, recover
+from transfer_queue.storage.blocks import Block
+
+log = logging.getLogger("transfer_queue.server")
+
+LOG_NBYTES = 32 << 20  # or as much as the last snapshot, where that is more: then a new log begins
+AGAIN_S = 1.0
+LOOK_S = 0.1  # how often a writer that waits for the disk looks whether there is space
+OWNER = b"journal"
+
+
+class Journal:
+    """The journal in a directory, of a controller with a ledger and of its unit. `broken()` is called when the disk
+    fails; it does not return. After that nothing is promised any more."""
+
+    def __init__(self, directory: str, controller: Controller, unit: KeptUnit, broken: Callable[[], None]) -> None:
+        """Claim the directory, and make of controller and unit what it says. Raises `JournalInUse`, `ConfigError`, and
+        as `recover`."""
+        self.directory = Path(os.path.abspath(directory))
+        self.held = claim(self.directory)
+        self._controller = controller
+        self._unit = unit
+        self._broken = broken
+        self._position = recover(self.directory, controller, unit).position
+        self._number = -1
+        self._log: DiskLog
+        self._payloads: Payloads
+        self._is_on = False
+        self._loads = controller.lineage.loads
+        self._sampler: Any = None
+        self._snapshots: dict[int, snapshots.Written] = {}
+        self._awaited = -1  # the snapshot without which the log does not count
+        self._snapshot_nbytes = 0
+        self._complete = asyncio.Event()  # nothing is awaited
+        self._freed: deque[tuple[int, Place]] = deque()  # ranges, and the event after which they are
+        unit.given_up = self._given_up
+
+    async def start(self) -> None:
+        """Begin a new log with a snapshot of now, on this event loop. Whoever waits for `complete` waits for that."""
+        controller = self._controller
+        controller.state.captures.discard(OWNER)
+        self._forget_facts()
+        self._freed.clear()
+        self._snapshots.clear()
+        self._complete = asyncio.Event()
+        self._payloads = Payloads(self.directory, self._unit.places.values())
+        self._number = last_number(self.directory) + 1
+        self._log = DiskLog(LogFile(self.directory, self._number, self._position, False), self._position, self._fail)
+        self._is_on = True
+        self._await_snapshot()
+
+    async def complete(self) -> None:
+        """Wait until all that was promised is on the disk without the log before."""
+        await self._complete.wait()
+
+    def settle(self) -> None:
+        """An event is over: what came of it is written down before anybody is told."""
+        if not self._is_on:
+            return
+        if self._controller.lineage.loads != self._loads:
+            self._begin(follows=False)  # a checkpoint was loaded: nothing of before lasts
+        facts: list[JournalFact] = [*self._unit.take_facts(), *self._controller.state.ledger.take()]  # type: ignore[union-attr]
+        self._look_at_sampler(facts)
+        if facts:
+            self._log.append(encoded(facts))
+            if self._log.nbytes > max(LOG_NBYTES, self._snapshot_nbytes) and not self._snapshots:
+                self._begin(follows=True)
+        while self._freed and self._freed[0][0] <= self._log.kept:
+            self._payloads.give(self._freed.popleft()[1])
+
+    def hold(self, send: Callable[[], None]) -> bool:
+        """Whether `send` is kept until all that happened so far is on the disk; else it is there."""
+        return self._is_on and self._log.hold(send)
+
+    def check_room(self) -> None:
+        """`StoreFull` where the disk has no space for more than was promised."""
+        if self._is_on and self._log.is_full:
+            raise StoreFull(f"the disk of the journal, {self.directory}, is full")
+
+    # blocks
+
+    def has(self, block: Block) -> bool:
+        """Whether nothing is left to be done before the block can be a fact."""
+        return self._unit.is_kept(block)
+
+    async def keep(self, block: Block, wait_s: float = 0.0) -> None:
+        """When this returns, the bytes of a block are on the disk, unless it was dropped meanwhile.
+
+        Raises `StoreFull` when the disk has had no space for `wait_s`.
+        """
+        if self._unit.is_kept(block):
+            return
+        self._unit.pin(block.number, OWNER)
+        place: Place | None = None
+        try:
+            await self._complete.wait()  # what is free in memory may still be in the snapshot before
+            place = await self._room(block.nbytes, time.monotonic() + wait_s)
+            digest = await asyncio.to_thread(self._payloads.write, place, self._unit.memory(block))
+            if not block.dropped:
+                self._unit.stored(block.number, place._replace(digest=digest))
+                place = None
+        except OSError as error:
+            if error.errno in memfd.NO_SPACE:
+                raise StoreFull(f"{block.nbytes} bytes: the disk of the journal is full: {error}") from error
+            self._fail(error)
+        finally:
+            if place is not None:
+                self._payloads.give(place)
+            self._unit.unpin(block.number, OWNER)
+
+    def copied(self, block: int, copy: int) -> None:
+        """A block has the bytes of another one, whose rows lie in it from now on."""
+        self._unit.copied(block, copy)
+
+    async def _room(self, nbytes: int, until: float) -> Place:
+        while True:
+            try:
+                return self._payloads.take(nbytes)
+            except StoreFull:
+                if time.monotonic() >= until:
+                    raise
+            await asyncio.sleep(LOOK_S)
+
+    def _given_up(self, place: Place) -> None:
+        """The range is free once it is on the disk that its block is gone, which the event says that is going on."""
+        if self._is_on:
+            self._freed.append((self._log.position + 1, place))
+
+    # logs and snapshots
+
+    def _begin(self, follows: bool) -> None:
+        """A new log, with a snapshot of now. Where it does not follow the one before, it counts only with that."""
+        self._loads = self._controller.lineage.loads
+        try:
+            number = self._number + 1
+            file = LogFile(self.directory, number, self._log.position, follows)
+        except OSError as error:
+            self._retry(follows, error)
+            return
+        self._number = number
+        self._log.go_on_in(file)
+        if follows:
+            self._fork(follows)
+        else:
+            self._await_snapshot()
+
+    def _retry(self, follows: bool, error: object) -> None:
+        log.error("%s: no new log, the next attempt is in %g s: %s", self.directory, AGAIN_S, error)
+        if not follows:
+            self._log.shut()
+            self._complete.clear()
+            asyncio.get_running_loop().call_later(AGAIN_S, self._begin, follows)
+
+    def _await_snapshot(self) -> None:
+        self._log.shut()
+        self._complete.clear()
+        self._forget_facts()
+        self._awaited = self._number
+        self._log.append(encoded([]))  # whoever is answered from here on waits for the snapshot
+        self._fork(False)
+
+    def _forget_facts(self) -> None:
+        """They are in the state of now."""
+        self._unit.take_facts()
+        self._controller.state.ledger.take()  # type: ignore[union-attr]
+
+    def _fork(self, follows: bool) -> None:
+        self._controller.state.captures.add(OWNER)
+        position = self._log.position if follows else self._log.position - 1
+        try:
+            written = snapshots.fork(self.directory, self._number, position, self._controller, self._unit, self.held)
+        except OSError as error:
+            self._controller.state.captures.discard(OWNER)
+            self._retry(follows, error)
+            return
+        self._snapshots[written.number] = written
+        asyncio.get_running_loop().add_reader(written.watch, self._ended, written)
+
+    def _ended(self, written: snapshots.Written) -> None:
+        asyncio.get_running_loop().remove_reader(written.watch)
+        os.close(written.watch)
+        _, status = os.waitpid(written.pid, 0)
+        del self._snapshots[written.number]
+        if not self._snapshots:
+            self._controller.state.captures.discard(OWNER)
+        path = self.directory / name_of("snapshot", written.number)
+        if status:
+            log.error("%s was not written; see above", path)
+            if written.number == self._awaited:
+                asyncio.get_running_loop().call_later(AGAIN_S, self._begin, False)
+            else:
+                self._snapshot_nbytes = self._log.nbytes + LOG_NBYTES  # try again when the log is longer
+            return
+        self._snapshot_nbytes = path.stat().st_size
+        self._remove_before(written.number)
+        if written.number == self._awaited:
+            self._awaited = -1
+            self._complete.set()
+            self._log.open()
+
+    def _remove_before(self, number: int) -> None:
+        """What the snapshot of this number replaces. Logs go first, in order: a log without the one before is none."""
+        for kind in ("log", "snapshot"):
+            for one in numbers(self.directory, kind):
+                if one < number:
+                    (self.directory / name_of(kind, one)).unlink(missing_ok=True)
+        for path in self.directory.glob("snapshot-????????.tmp"):
+            if path.stem < name_of("snapshot", number):
+                path.unlink(missing_ok=True)
+
+    def _look_at_sampler(self, facts: list[JournalFact]) -> None:
+        """What the sampler remembers, where it was asked and remembers another thing than before."""
+        fetching = self._controller.state.fetching
+        if not fetching.has_asked:
+            return
+        fetching.has_asked = False
+        try:
+            state = msgspec.msgpack.encode(fetching.sampler.save_checkpoint())
+            if state != self._sampler:
+                facts.append(SamplerIs(msgspec.msgpack.decode(state)))
+                self._sampler = state
+        except Exception:  # a sampler may be anybody's
+            log.exception("what the sampler remembers is not in the journal")
+
+    def _fail(self, error: OSError) -> None:
+        log.critical("%s: the journal cannot be written, so this server ends: %s", self.directory, error)
+        self._broken()
+
+    def statistics(self) -> dict[str, Any]:
+        if not self._is_on:
+            return {}
+        return {
+            "journal_nbytes": self._log.nbytes + self._snapshot_nbytes,
+            "journal_blocks_nbytes": self._payloads.used_nbytes,
+            "journal_lag_s": self._log.lag_s,
+        }
+
+    async def close(self) -> None:
+        """Everything is on the disk."""
+        if not self._is_on:
+            return
+        self.settle()
+        await self._complete.wait()
+        await self._log.flush()
+        self._is_on = False
+        for written in self._snapshots.values():
+            asyncio.get_running_loop().remove_reader(written.watch)
+            os.kill(written.pid, signal.SIGKILL)  # another one is written at the next start
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(written.pid, 0)
+            os.close(written.watch)
+        self._log.close()
+        self._payloads.close()

@@ -1,0 +1,82 @@
+"""A unit whose blocks are in a journal, too: which ones are new, and where large ones lie on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transfer_queue.server.journal.facts import BlockLogged, BlockRenamed, BlockStored, JournalFact
+from transfer_queue.server.journal.payloads import Place
+from transfer_queue.server.standby import records as r
+from transfer_queue.server.standby.recording import Recorder, RecordingUnit
+from transfer_queue.storage.blocks import NOWHERE, Block, SpillSpace
+from transfer_queue.storage.shm import SMALL_NBYTES
+
+
+class KeptUnit(RecordingUnit):
+    """`places` has the large blocks that are on the disk. `given_up(place)` is called when one is gone from here.
+
+    A block is a fact once it is published and its bytes can be named: at once where they are few.
+    """
+
+    def __init__(
+        self, budget_nbytes: int, directory: str | None, recorder: Recorder, spill: SpillSpace = NOWHERE
+    ) -> None:
+        super().__init__(budget_nbytes, directory, recorder, spill)
+        self.places: dict[int, Place] = {}
+        self.facts: list[JournalFact] = []
+        self.given_up: Callable[[Place], None] = lambda place: None
+
+    def is_kept(self, block: Block) -> bool:
+        """Whether its bytes are on the disk, or will be with the fact of it."""
+        return block.nbytes <= SMALL_NBYTES or block.number in self.places
+
+    def publish(self, number: int, layout: bytes, digest: int = 0) -> None:
+        super().publish(number, layout, digest)
+        self._say(self._blocks[number])
+
+    def stored(self, number: int, place: Place) -> None:
+        """The bytes of a block are on the disk."""
+        self.recorder.note(r.BlockOnDisk(number, *place))
+        self.places[number] = place
+        block = self._blocks[number]
+        if block.published:
+            self._say(block)
+
+    def copied(self, number: int, copy: int) -> None:
+        """A block has the bytes of another one, which is about to go: on the disk they are its own now."""
+        if number in self.places and copy in self._blocks:
+            self.recorder.note(r.BlockCopied(number, copy))
+            self.places[copy] = self.places.pop(number)
+            self.facts.append(BlockRenamed(number, copy))
+
+    def _say(self, block: Block) -> None:
+        place = self.places.get(block.number)
+        if place is not None:
+            self.facts.append(BlockStored(block.number, block.layout, *place))
+        elif block.nbytes <= SMALL_NBYTES:
+            data = bytes(memoryview(self.memory(block)))  # type: ignore[arg-type]
+            self.facts.append(BlockLogged(block.number, block.layout, data))
+
+    def drop(self, number: int) -> None:
+        super().drop(number)
+        place = self.places.pop(number, None)
+        if place is not None:
+            self.given_up(place)
+
+    def take_facts(self) -> list[JournalFact]:
+        """What became of blocks since they were taken last."""
+        found, self.facts = self.facts, []
+        return found
+
+    def lasting(self) -> list[Block]:
+        """The blocks that are facts: those that only the controller can drop."""
+        return [one for one in self._blocks.values() if one.published and not one.dropped and self.is_kept(one)]
+
+    def put_back(self, number: int, nbytes: int) -> Block | None:
+        """Room for a block of this number, which is above those of all blocks here; None where there is none."""
+        self._next = number
+        return self.place_anywhere(nbytes, None)
+
+    def put_next(self, number: int) -> None:
+        """The next block gets this number, which is above those of all blocks here."""
+        self._next = max(self._next, number)

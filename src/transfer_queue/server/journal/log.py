@@ -1,0 +1,170 @@
+"""Facts of many events in one write and one sync, by a thread of its own; answers that wait until theirs is done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from transfer_queue.memory import memfd
+from transfer_queue.server.journal.files import FORMAT, Head, framed, name_of, sync_directory, write_all
+
+log = logging.getLogger("transfer_queue.server")
+
+AHEAD_NBYTES = 16 << 20  # of the disk, kept for what was already promised when it is full
+AGAIN_S = 0.5
+
+
+class LogFile:
+    """One log. `nbytes`: how long it is; up to `reserved` the disk has space for it."""
+
+    def __init__(self, directory: Path, number: int, position: int, follows: bool) -> None:
+        """It is on the disk, with its head. Raises `OSError`."""
+        self.number = number
+        self.path = directory / name_of("log", number)
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.reserved = 0
+        head = msgspec.msgpack.encode(Head(FORMAT, "log", number, position, follows))
+        self.nbytes = write_all(self.fd, framed(position, [head]), 0)
+        os.fdatasync(self.fd)
+        sync_directory(directory)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Whether the disk has space for so many bytes more, and for what others may still want."""
+        wanted = self.nbytes + nbytes
+        if wanted + AHEAD_NBYTES // 2 > self.reserved:
+            if not memfd.reserve_ahead(self.fd, self.reserved, wanted + AHEAD_NBYTES - self.reserved):
+                return False
+            self.reserved = wanted + AHEAD_NBYTES
+        return True
+
+    def write(self, position: int, payload: list[bytes]) -> None:
+        """Blocks until the frame is on the disk. Raises `OSError`, and then it may be written again."""
+        end = write_all(self.fd, framed(position, payload), self.nbytes)
+        os.fdatasync(self.fd)
+        self.nbytes = end
+
+
+class DiskLog:
+    """The log that is written now. `position` is the number of the next event, `synced` of the first that is not on the
+    disk.
+
+    `broken(error)` is called when the disk fails: nothing after that is promised to anybody.
+    """
+
+    def __init__(self, file: LogFile, position: int, broken: Callable[[OSError], None]) -> None:
+        self.position = self.synced = position
+        self.is_full = not file.reserve(0)  # the disk has no space for more than was promised
+        self.pending_nbytes = 0
+        self._file = file
+        self._broken = broken
+        self._later: deque[tuple[int, LogFile]] = deque()  # the files of later events, and the first one of each
+        self._since = 0.0  # when the first event was appended of those that are not on the disk
+        self._began = 0.0  # the write that is going on
+        self._gate: int | None = None  # answers after this position wait for more than the log
+        self._events: deque[bytes] = deque()
+        self._held: deque[tuple[int, Callable[[], None]]] = deque()
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._writing: Future[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def nbytes(self) -> int:
+        return self._file.nbytes + self.pending_nbytes
+
+    @property
+    def lag_s(self) -> float:
+        """For how long the first event has waited for the disk; 0 when none does."""
+        return 0.0 if self.synced == self.position else time.monotonic() - self._since
+
+    @property
+    def kept(self) -> int:
+        """All events below this number last, whatever becomes of the machine."""
+        return self.synced if self._gate is None else min(self.synced, self._gate)
+
+    def append(self, event: bytes) -> None:
+        """It happened; a write begins when this turn of the loop is over."""
+        self._events.append(event)
+        if self.position == self.synced:
+            self._since = time.monotonic()
+        self.position += 1
+        self.pending_nbytes += len(event)
+        if self._idle.is_set():
+            self._idle.clear()
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def hold(self, send: Callable[[], None]) -> bool:
+        """Whether `send` is kept until all that was appended so far is on the disk; else it is there already."""
+        if self.synced == self.position and self._gate is None:
+            return False
+        self._held.append((self.position, send))
+        return True
+
+    def shut(self) -> None:
+        """Answers from here on wait until `open`, too."""
+        if self._gate is None:
+            self._gate = self.position
+
+    def open(self) -> None:
+        self._gate = None
+        self._release()
+
+    def go_on_in(self, file: LogFile) -> None:
+        """What is appended from now on goes to this file."""
+        self._later.append((self.position, file))
+
+    def _write(self) -> None:
+        while self._later and self.synced == self._later[0][0]:
+            os.close(self._file.fd)
+            self._file = self._later.popleft()[1]
+        until = self._later[0][0] if self._later else self.position
+        count = until - self.synced
+        if not count:
+            self._idle.set()
+            return
+        events = [self._events[place] for place in range(count)]
+        loop = asyncio.get_running_loop()
+        self._began = time.monotonic()
+        self._writing = self._thread.submit(self._file.write, self.synced, events)
+        self._writing.add_done_callback(lambda done: loop.call_soon_threadsafe(self._written, done, count))
+
+    def _written(self, done: Future[None], count: int) -> None:
+        error = done.exception()
+        if isinstance(error, OSError) and error.errno in memfd.NO_SPACE:
+            if not self.is_full:
+                log.error("%s: the disk is full; answers wait for space", self._file.path)
+            self.is_full = True
+            asyncio.get_running_loop().call_later(AGAIN_S, self._write)
+            return
+        if error is not None:
+            self._broken(error if isinstance(error, OSError) else OSError(str(error)))
+            return
+        for _ in range(count):
+            self.pending_nbytes -= len(self._events.popleft())
+        self.synced += count
+        self._since = self._began  # at the latest
+        self.is_full = not self._file.reserve(self.pending_nbytes)
+        self._release()
+        self._write()
+
+    def _release(self) -> None:
+        while self._held and self._held[0][0] <= self.kept:
+            self._held.popleft()[1]()
+
+    async def flush(self) -> None:
+        """Wait until all that was appended is on the disk."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._thread.shutdown()
+        for file in (self._file, *(file for _, file in self._later)):
+            os.close(file.fd)

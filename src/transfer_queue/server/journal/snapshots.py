@@ -1,0 +1,140 @@
+"""The whole state on a disk: written by a fork of the server, which goes on meanwhile.
+
+    head; the controller's state; the numbers of the blocks in it; all blocks, as facts; end
+
+Nothing that the fork reads changes: its memory is a copy, and blocks of before are not recycled until it is done.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+
+from transfer_queue.controller import Controller
+from transfer_queue.controller.snapshot import exported
+from transfer_queue.errors import JournalCorrupt
+from transfer_queue.server.forks import disconnect
+from transfer_queue.server.journal.facts import BlockLogged, BlockStored, JournalFact, decoded, encoded
+from transfer_queue.server.journal.files import (
+    FORMAT,
+    Head,
+    framed,
+    frames,
+    head_of,
+    name_of,
+    sync_directory,
+    write_all,
+)
+from transfer_queue.server.journal.kept_unit import KeptUnit
+from transfer_queue.storage.shm import SMALL_NBYTES
+from transfer_queue.wire.arrays import numbers_of
+
+log = logging.getLogger("transfer_queue.server")
+
+PART_NBYTES = 8 << 20
+END = b"end"
+
+
+class Snapshot(NamedTuple):
+    """A state, which is opaque here, the blocks that it refers to, and what is known of these and others."""
+
+    head: Head
+    state: memoryview
+    numbers: list[int]
+    blocks: list[JournalFact]
+
+
+class Written(NamedTuple):
+    """A snapshot that is being written by process `pid`; `watch` is readable when that has ended (pidfd_open(2))."""
+
+    number: int
+    pid: int
+    watch: int
+
+
+def fork(directory: Path, number: int, position: int, controller: Controller, unit: KeptUnit, held: int) -> Written:
+    """Begin to write a snapshot of now. `held`: the descriptor that claims the directory. Raises `OSError`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of theirs
+        pid = os.fork()
+    if not pid:
+        _write_and_exit(directory, Head(FORMAT, "snapshot", number, position, True, controller.reserved_rows),
+                        controller, unit, held)  # fmt: skip
+    return Written(number, pid, os.pidfd_open(pid))
+
+
+def _write_and_exit(directory: Path, head: Head, controller: Controller, unit: KeptUnit, held: int) -> NoReturn:
+    """The fork's whole life. It is deep inside the server's event loop, which is never run again, nor taken apart."""
+    status = 1
+    try:
+        gc.freeze()
+        gc.disable()
+        disconnect({held})
+        write(directory, head, controller, unit)
+        status = 0
+    finally:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        os._exit(status)
+
+
+def write(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -> None:
+    """Blocks until it is on the disk under its name. Raises `OSError`, and `SamplerFailed`."""
+    path = directory / name_of("snapshot", head.number)
+    draft = path.with_suffix(".tmp")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        at = write_all(fd, framed(0, [msgspec.msgpack.encode(head)]), 0)
+        state, numbers = exported(controller.state)
+        for part in ([state], [np.array(numbers, np.int64).tobytes()]):
+            at = write_all(fd, framed(0, part), at)
+        for part in _parts(unit):
+            at = write_all(fd, framed(0, part), at)
+        write_all(fd, framed(0, [END]), at)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(draft, path)
+    sync_directory(directory)
+
+
+def _parts(unit: KeptUnit) -> Iterator[list[bytes]]:
+    """The blocks, some megabytes at a time."""
+    found: list[bytes] = []
+    nbytes = 0
+    for block in unit.lasting():
+        fact: JournalFact
+        if block.nbytes <= SMALL_NBYTES:
+            data = bytes(memoryview(unit.memory(block)))  # type: ignore[arg-type]
+            fact = BlockLogged(block.number, block.layout, data)
+        else:
+            fact = BlockStored(block.number, block.layout, *unit.places[block.number])
+        found.append(encoded([fact]))
+        nbytes += len(found[-1])
+        if nbytes > PART_NBYTES:
+            yield found
+            found, nbytes = [], 0
+    if found:
+        yield found
+
+
+def read(directory: Path, number: int) -> Snapshot:
+    """Raises `JournalCorrupt` and `JournalUnsupported`."""
+    path = directory / name_of("snapshot", number)
+    found = frames(path)
+    head = head_of(path, "snapshot", number, found)
+    parts = [frame.payload for frame in found]
+    if len(parts) < 3 or parts[-1] != END:
+        raise JournalCorrupt(f"{path} has no end")
+    state, numbers, *blocks, _ = parts
+    return Snapshot(head, state, numbers_of(bytes(numbers)).tolist(), [one for part in blocks for one in decoded(part)])
