@@ -38,10 +38,10 @@ GIB = 1 << 30
 class Place:
     """A service and a client of it."""
 
-    def __init__(self, durability: Durability, budget_nbytes: int = 4 * GIB) -> None:
+    def __init__(self, durability: Durability, budget_nbytes: int = 4 * GIB, journal_dir: str | None = None) -> None:
         config = ServerConfig(
             run_dir="", owner_pid=os.getpid(), budget_nbytes=budget_nbytes, client=CLIENT, durability=durability,
-            sampler={"class": "SequentialSampler"},
+            sampler={"class": "SequentialSampler"}, journal_dir=journal_dir,
         )  # fmt: skip
         self.server = local.start(config)
         self.path = self.server.address.removeprefix("unix:")

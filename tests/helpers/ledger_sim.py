@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from transfer_queue.controller.recovery import Recovery
 from transfer_queue.controller.saved_state import decoded
 from transfer_queue.controller.snapshot import exported
 from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.server.standby.recording import RecordingUnit
 
 _states: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 
@@ -27,9 +28,9 @@ _states: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 class LedgerSimulation(Simulation):
     """`states[i]` is what would be saved after event i, with its blocks, and `facts[i]` what was written down in it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kind: Callable[..., RecordingUnit] = RecordingUnit) -> None:
         self.ledger = Ledger()
-        super().__init__(seed, self.ledger)
+        super().__init__(seed, self.ledger, kind)
         self.states: list[tuple[bytes, list[int]]] = []
         self.facts: list[bytes] = []
 
@@ -37,8 +38,11 @@ class LedgerSimulation(Simulation):
         controller = self.service.controller
         assert isinstance(controller, Controller)
         sampler = SamplerIs(msgspec.msgpack.decode(msgspec.msgpack.encode(controller.state.sampler.save_checkpoint())))
-        self.facts.append(msgspec.msgpack.encode([*self.ledger.take(), sampler]))
+        self._write_down([*self.ledger.take(), sampler])
         self.states.append(exported(controller.state))
+
+    def _write_down(self, facts: list[ControllerFact]) -> None:
+        self.facts.append(msgspec.msgpack.encode(facts))
 
     def recovered(self, since: int, event: int) -> Controller:
         """What is made of the state after event `since`, and the facts up to `event`."""

@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from services import FIELD
@@ -52,13 +52,14 @@ class Link:
         self.session_ident = session_ident
 
 
-def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7, ledger: Ledger | None = None) -> Service:
+def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7, ledger: Ledger | None = None,
+             kind: Callable[..., RecordingUnit] = RecordingUnit) -> Service:  # fmt: skip
     """A service of which `recorder` hears."""
     controller = RecordingController(sampler, MAX_ROWS, 0, lock_number=lock_number, max_deliver=2, ledger=ledger)
     controller.recorder = recorder
     controller.state.cleared_partitions.at_once = -1  # everything is put off, as with large ones
     return Service(
-        controller, RecordingUnit(BUDGET, None, recorder, SPILL), RecordingSessions(recorder),
+        controller, kind(BUDGET, None, recorder, SPILL), RecordingSessions(recorder),
         RecordingRegistry(recorder),
         recorder.settle,
     )  # fmt: skip
@@ -117,11 +118,13 @@ def picture(service: Service) -> dict[str, Any]:
 class Simulation:
     """One run. `pictures[i]` is the state after event i, and `lengths[i]` how long the journal was then."""
 
-    def __init__(self, seed: int, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, seed: int, ledger: Ledger | None = None, kind: Callable[..., RecordingUnit] = RecordingUnit
+    ) -> None:
         self._random = random.Random(seed)
         self._sampler = self._random.choice(SAMPLERS)
         self._recorder = Recorder()
-        self.service = recorded(self._sampler(), self._recorder, ledger=ledger)
+        self.service = recorded(self._sampler(), self._recorder, ledger=ledger, kind=kind)
         self.service.unit.shm.open()
         self.journal = Journal(size=JOURNAL_NBYTES)
         self._recorder.begin(self.journal)

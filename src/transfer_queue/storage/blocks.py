@@ -167,9 +167,9 @@ class Unit:
         return self.shm.arenas[block.arena].spills
 
     def unpublished(self, number: int, session: bytes) -> Block:
-        """A block that `session` is filling, or `InvalidInput`."""
+        """A block that `session` is filling, or `InvalidInput`: also for one that it gave up and still has pinned."""
         block = self._blocks.get(number)
-        if block is None or block.owner != session:
+        if block is None or block.owner != session or block.dropped:
             raise InvalidInput(f"block {number} is not one this client is filling")
         return block
 

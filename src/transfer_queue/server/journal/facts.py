@@ -39,7 +39,13 @@ class BlockRenamed(Fact, tag=22):
     copy: int
 
 
-JournalFact: TypeAlias = ControllerFact | BlockLogged | BlockStored | BlockRenamed
+class SnapshotComplete(Fact, tag=23):
+    """The snapshot of this number, without which its log did not count, is on the disk."""
+
+    number: int
+
+
+JournalFact: TypeAlias = ControllerFact | BlockLogged | BlockStored | BlockRenamed | SnapshotComplete
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[JournalFact]).decode

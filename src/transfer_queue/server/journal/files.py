@@ -26,11 +26,11 @@ log = logging.getLogger("transfer_queue.server")
 
 FORMAT = 1
 MAGIC = b"TQJ\n"
-FRAME = struct.Struct("<4s4xQQQQ")  # magic, bytes, xxh3-64 of all that follows, position, time.time_ns()
+FRAME = struct.Struct("<4sQQQQ")  # magic, bytes, xxh3-64 of all that follows, position, time.time_ns()
 CHECKED = struct.Struct("<QQ")
 NAME = re.compile(r"(snapshot|log|blocks)-(\d{8})")
 LOCK = "lock"
-VACATE_S = 10.0  # how long the server before, or a snapshot of it, may take to end
+VACATE_S = 3.0  # how long the server before, or a snapshot of it, may take to end
 
 
 class Head(msgspec.Struct):

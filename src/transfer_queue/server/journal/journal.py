@@ -20,7 +20,7 @@ from transfer_queue.controller.facts import SamplerIs
 from transfer_queue.errors import StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import snapshots
-from transfer_queue.server.journal.facts import JournalFact, encoded
+from transfer_queue.server.journal.facts import JournalFact, SnapshotComplete, encoded
 from transfer_queue.server.journal.files import claim, name_of, numbers
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.log import DiskLog, LogFile
@@ -223,6 +223,7 @@ class Journal:
         if written.number == self._awaited:
             self._awaited = -1
             self._complete.set()
+            self._log.append(encoded([SnapshotComplete(written.number)]))
             self._log.open()
 
     def _remove_before(self, number: int) -> None:

@@ -77,6 +77,9 @@ class Payloads:
         return self.take(nbytes)
 
     def _reserve(self, fd: int, place: Place) -> bool:
+        free = os.fstatvfs(fd)
+        if place.nbytes > free.f_bavail * free.f_frsize:  # to try would take all that others could still have
+            return False
         try:
             return memfd.reserve(fd, place.offset, place.nbytes)
         except OSError as error:

@@ -16,6 +16,7 @@ from transfer_queue.server.journal.facts import (
     BlockRenamed,
     BlockStored,
     JournalFact,
+    SnapshotComplete,
     decoded,
 )
 from transfer_queue.server.journal.files import Frame, frames, head_of, name_of, numbers
@@ -71,9 +72,17 @@ def recover(directory: Path, controller: Controller, unit: KeptUnit) -> Recovere
 
 
 def _follows(directory: Path, number: int, snapshot: int) -> bool:
-    """Whether a log counts with this snapshot; else only with one that is not there."""
+    """Whether a log counts with this snapshot; else only with one that was not finished. Raises `JournalCorrupt` where
+    that was, and is missing."""
     path = directory / name_of("log", number)
-    return number == snapshot or head_of(path, "log", number, frames(path)).follows
+    if number == snapshot:
+        return True
+    found = frames(path)
+    if head_of(path, "log", number, found).follows:
+        return True
+    if any(fact == SnapshotComplete(number) for frame in found for fact in decoded(frame.payload)):
+        raise JournalCorrupt(f"{directory / name_of('snapshot', number)} is missing")
+    return False
 
 
 def _replay(directory: Path, number: int, position: int, recovery: Recovery, blocks: Blocks) -> int:
@@ -127,6 +136,8 @@ class Blocks:
                     raise JournalCorrupt(f"a copy of block {fact.block}, which is not there")
                 self._large[fact.copy] = self._large.pop(fact.block)
                 self._last = max(self._last, fact.copy)
+            case SnapshotComplete():
+                pass
             case _:
                 return False
         return True

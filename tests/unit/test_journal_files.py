@@ -1,0 +1,166 @@
+"""Frames on a disk: what is torn is left out, what is damaged is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from transfer_queue.errors import ConfigError, JournalCorrupt, JournalInUse, JournalUnsupported, StoreFull
+from transfer_queue.server.journal import files
+from transfer_queue.server.journal.files import claim, framed, frames, head_of, numbers
+from transfer_queue.server.journal.log import LogFile
+from transfer_queue.server.journal.payloads import Payloads, Place
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A log of three entries, and its path."""
+    file = LogFile(tmp_path, 0, 0, True)
+    for number in range(3):
+        file.write(number, [f"entry {number}".encode() * 9])
+    os.close(file.fd)
+    return file.path
+
+
+def entries(path: Path) -> list[bytes]:
+    return [bytes(frame.payload) for frame in frames(path)][1:]
+
+
+def test_what_was_written_is_read(log: Path) -> None:
+    assert entries(log) == [f"entry {number}".encode() * 9 for number in range(3)]
+
+
+def test_a_file_that_ends_at_any_byte_has_the_entries_before(log: Path) -> None:
+    data = log.read_bytes()
+    whole = [frame.offset for frame in frames(log)] + [len(data)]
+    for end in range(whole[1], len(data)):
+        log.write_bytes(data[:end])
+        assert len(entries(log)) == sum(one <= end for one in whole) - 2
+
+
+def test_a_torn_entry_may_be_garbage_or_zeros(log: Path) -> None:
+    data = log.read_bytes()
+    last = [frame.offset for frame in frames(log)][-1]
+    for torn in (bytes(len(data) - last), random.Random(1).randbytes(5000), data[last:-1] + b"?"):
+        log.write_bytes(data[:last] + torn)
+        assert len(entries(log)) == 2
+
+
+def test_every_changed_byte_before_the_last_entry_is_found(log: Path) -> None:
+    data = log.read_bytes()
+    last = [frame.offset for frame in frames(log)][-1]
+    for at in range(last):
+        log.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(JournalCorrupt, match=str(log)):
+            list(frames(log))
+
+
+def test_a_file_of_another_kind_or_format_is_refused(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(JournalCorrupt, match="is log-00000000"):
+        head_of(log, "log", 7, frames(log))
+    monkeypatch.setattr(files, "FORMAT", 2)
+    with pytest.raises(JournalUnsupported, match="of format 1, this version reads 2"):
+        head_of(log, "log", 0, frames(log))
+
+
+def test_an_empty_file_has_no_head(tmp_path: Path) -> None:
+    path = tmp_path / "log-00000000"
+    path.write_bytes(b"")
+    with pytest.raises(JournalCorrupt, match="no head"):
+        head_of(path, "log", 0, frames(path))
+
+
+def test_files_are_found_by_their_names(tmp_path: Path) -> None:
+    for name in ("log-00000003", "log-00000001", "snapshot-00000002", "snapshot-00000004.tmp", "log-1", "other"):
+        (tmp_path / name).touch()
+    assert (numbers(tmp_path, "log"), numbers(tmp_path, "snapshot")) == ([1, 3], [2])
+
+
+def test_a_frame_says_when_it_was_written(tmp_path: Path) -> None:
+    first, second = framed(1, [b"x"]), framed(1, [b"x"])
+    assert first[0] != second[0]
+
+
+def test_a_directory_has_one_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "VACATE_S", 0.0)
+    held = claim(tmp_path / "new" / "journal")
+    try:
+        with pytest.raises(JournalInUse, match="another server"):
+            claim(tmp_path / "new" / "journal")
+    finally:
+        os.close(held)
+    os.close(claim(tmp_path / "new" / "journal"))
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"server\.journal_dir"):
+        claim(tmp_path / "file")
+
+
+# blocks
+
+
+@pytest.fixture
+def payloads(tmp_path: Path) -> Payloads:
+    return Payloads(tmp_path, ())
+
+
+def store(payloads: Payloads, value: int, nbytes: int = 100_000) -> Place:
+    place = payloads.take(nbytes)
+    return place._replace(digest=payloads.write(place, full(value, nbytes)))
+
+
+def full(value: int, nbytes: int = 100_000) -> object:
+    import numpy as np
+
+    return np.full(nbytes, value, np.uint8)
+
+
+def test_blocks_are_read_as_they_were_written(payloads: Payloads, tmp_path: Path) -> None:
+    places = [store(payloads, number) for number in range(3)]
+    payloads.close()
+    again = Payloads(tmp_path, places)
+    for number, place in enumerate(places):
+        into = full(9)
+        again.read(place, into)  # type: ignore[arg-type]
+        assert (into == full(number)).all()  # type: ignore[attr-defined]
+    assert store(again, 7).offset not in {place.offset for place in places}
+    again.close()
+
+
+def test_a_range_that_was_given_back_is_used_again(payloads: Payloads) -> None:
+    first = store(payloads, 1)
+    store(payloads, 2)
+    payloads.give(first)
+    assert store(payloads, 3).offset == first.offset
+    payloads.close()
+
+
+def test_a_changed_byte_of_a_block_is_found(payloads: Payloads, tmp_path: Path) -> None:
+    place = store(payloads, 1)
+    path = tmp_path / "blocks-00000000"
+    data = bytearray(path.read_bytes())
+    data[place.offset + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(JournalCorrupt, match=f"{path} is damaged"):
+        payloads.read(place, full(0))  # type: ignore[arg-type]
+    payloads.close()
+
+
+def test_blocks_that_overlap_or_have_no_file_are_refused(payloads: Payloads, tmp_path: Path) -> None:
+    place = store(payloads, 1)
+    payloads.close()
+    for wrong in ([place, place], [place._replace(file=3)]):
+        with pytest.raises(JournalCorrupt, match="overlap"):
+            Payloads(tmp_path, wrong)
+
+
+def test_a_block_that_no_disk_has_space_for_is_refused(payloads: Payloads) -> None:
+    with pytest.raises(StoreFull, match="disk of the journal"):
+        payloads.take(1 << 42)
+    assert payloads.used_nbytes == 0
+    payloads.close()
