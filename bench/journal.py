@@ -2,9 +2,9 @@
 
     python -m bench.journal [--rounds 5] [--directory DIR]
 
-Two services at the same time, one with a standby alone and one with a journal as well; every call is made to the one and
-then to the other, in turn with who is first. `file` is what the disk does alone: one file, written at once and synced
-(`os.fdatasync`), and removed. The directory should be on the disk to be measured.
+Two services at the same time, one with a standby alone and one with a journal as well; every call is made to the one
+and then to the other, in turn with who is first. `file` is what the disk does alone: one file, written at once and
+synced (`os.fdatasync`), and removed. The directory should be on the disk to be measured.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def calls(rounds: int, directory: str) -> None:
         text += f" (p95 {late[1]:9,.0f})  {with_it / without:5.2f}x"
         if seconds[2]:
             file_s = statistics.median(seconds[2])
-            text += f"  file {file_s * 1e6:9,.0f} us: {len(payload) / file_s / 1e6:,.0f} MB/s, of which {file_s / with_it * 1e6:.2f}"
+            text += (
+                f"  file {file_s * 1e6:9,.0f} us, {len(payload) / file_s / 1e6:,.0f} MB/s: {file_s / with_it * 1e6:.2f}"
+            )
         print(text, flush=True)
     for place in places:
         place.close()

@@ -33,6 +33,7 @@ log = logging.getLogger("transfer_queue.server")
 LOG_NBYTES = 32 << 20  # or as much as the last snapshot, where that is more: then a new log begins
 AGAIN_S = 1.0
 LOOK_S = 0.1  # how often a writer that waits for the disk looks whether there is space
+CLOSE_S = 60.0  # how long a disk may take for what is left at the end
 OWNER = b"journal"
 
 
@@ -58,6 +59,8 @@ class Journal:
         self._snapshots: dict[int, snapshots.Written] = {}
         self._awaited = -1  # the snapshot without which the log does not count
         self._snapshot_nbytes = 0
+        self._next_s = 0.0  # no earlier (time.monotonic()) does a long log end
+        self._waits_for_first = False  # nobody is served yet
         self._complete = asyncio.Event()  # nothing is awaited
         self._freed: deque[tuple[int, Place]] = deque()  # ranges, and the event after which they are
         unit.given_up = self._given_up
@@ -72,13 +75,22 @@ class Journal:
         self._complete = asyncio.Event()
         self._payloads = Payloads(self.directory, self._unit.places.values())
         self._number = last_number(self.directory) + 1
-        self._log = DiskLog(LogFile(self.directory, self._number, self._position, False), self._position, self._fail)
+        try:
+            file = LogFile(self.directory, self._number, self._position, False)
+        except OSError as error:
+            raise StoreFull(f"server.journal_dir: {self.directory}: {error}") from error
+        self._log = DiskLog(file, self._position, self._fail)
         self._is_on = True
         self._await_snapshot()
 
     async def complete(self) -> None:
-        """Wait until all that was promised is on the disk without the log before."""
+        """Wait until all that was promised is on the disk without the log before. Raises `StoreFull` where that could
+        not be written."""
+        self._waits_for_first = True
         await self._complete.wait()
+        self._waits_for_first = False
+        if self._awaited >= 0:
+            raise StoreFull(f"server.journal_dir: no snapshot could be written to {self.directory}; see above")
 
     def settle(self) -> None:
         """An event is over: what came of it is written down before anybody is told."""
@@ -90,10 +102,13 @@ class Journal:
         self._look_at_sampler(facts)
         if facts:
             self._log.append(encoded(facts))
-            if self._log.nbytes > max(LOG_NBYTES, self._snapshot_nbytes) and not self._snapshots:
+            if self._is_long() and not self._snapshots and time.monotonic() >= self._next_s:
                 self._begin(follows=True)
         while self._freed and self._freed[0][0] <= self._log.kept:
             self._payloads.give(self._freed.popleft()[1])
+
+    def _is_long(self) -> bool:
+        return self._log.nbytes > max(LOG_NBYTES, self._snapshot_nbytes)
 
     def hold(self, send: Callable[[], None]) -> bool:
         """Whether `send` is kept until all that happened so far is on the disk; else it is there."""
@@ -173,6 +188,7 @@ class Journal:
 
     def _retry(self, follows: bool, error: object) -> None:
         log.error("%s: no new log, the next attempt is in %g s: %s", self.directory, AGAIN_S, error)
+        self._next_s = time.monotonic() + AGAIN_S
         if not follows:
             self._log.shut()
             self._complete.clear()
@@ -213,10 +229,11 @@ class Journal:
         path = self.directory / name_of("snapshot", written.number)
         if status:
             log.error("%s was not written; see above", path)
-            if written.number == self._awaited:
+            self._next_s = time.monotonic() + AGAIN_S
+            if self._waits_for_first:
+                self._complete.set()
+            elif written.number == self._awaited:
                 asyncio.get_running_loop().call_later(AGAIN_S, self._begin, False)
-            else:
-                self._snapshot_nbytes = self._log.nbytes + LOG_NBYTES  # try again when the log is longer
             return
         self._snapshot_nbytes = path.stat().st_size
         self._remove_before(written.number)
@@ -263,13 +280,20 @@ class Journal:
             "journal_lag_s": self._log.lag_s,
         }
 
+    async def _finished(self) -> None:
+        await self._complete.wait()
+        await self._log.flush()
+
     async def close(self) -> None:
         """Everything is on the disk."""
         if not self._is_on:
             return
         self.settle()
-        await self._complete.wait()
-        await self._log.flush()
+        try:
+            await asyncio.wait_for(self._finished(), CLOSE_S)
+        except TimeoutError:
+            log.error("%s: the disk does not take what was not promised yet; it is left out", self.directory)
+            os._exit(1)
         self._is_on = False
         for written in self._snapshots.values():
             asyncio.get_running_loop().remove_reader(written.watch)

@@ -1,0 +1,198 @@
+"""Answers wait for the disk: who is told when, and what happens when the disk is full, slow or broken."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transfer_queue.memory import memfd
+from transfer_queue.server.journal import log as log_module
+from transfer_queue.server.journal.files import frames
+from transfer_queue.server.journal.log import DiskLog, LogFile
+
+
+class Disk:
+    """A log whose writes wait until they are let through, in a file of a real disk."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        self.told: list[str] = []
+        self.errors: list[OSError] = []
+        self.fails: list[OSError] = []
+        self._write = LogFile.write
+        self._open = threading.Event()
+        self._open.set()
+        monkeypatch.setattr(LogFile, "write", lambda *given: self._slowly(*given))
+        self.log = DiskLog(LogFile(directory, 0, 0, True), 0, self.errors.append)
+
+    def _slowly(self, file: LogFile, position: int, payload: list[bytes]) -> None:
+        assert self._open.wait(10)
+        if self.fails:
+            raise self.fails.pop()
+        self._write(file, position, payload)
+
+    def stop(self) -> None:
+        self._open.clear()
+
+    def go_on(self) -> None:
+        self._open.set()
+
+    def answer(self, name: str) -> None:
+        """As a server does: at once, or when the log says so."""
+        if not self.log.hold(lambda: self.told.append(name)):
+            self.told.append(name)
+
+    def entries(self, number: int = 0) -> list[bytes]:
+        found = frames(self.directory / f"log-{number:08d}")
+        return [bytes(frame.payload) for frame in found][1:]
+
+
+async def passes(condition: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("it did not come")
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs a coroutine that gets a disk."""
+
+    def run(work: Callable[[Disk], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            disk = Disk(tmp_path, monkeypatch)
+            try:
+                await work(disk)
+            finally:
+                disk.go_on()
+                disk.log.close()
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_an_answer_waits_until_its_event_is_on_the_disk(on_disk: Callable[..., None]) -> None:
+    async def work(disk: Disk) -> None:
+        disk.answer("before")
+        assert disk.told == ["before"], "nothing is under way"
+        disk.stop()
+        disk.log.append(b"one")
+        disk.answer("one")
+        await asyncio.sleep(0.02)
+        disk.log.append(b"two")
+        disk.answer("two")
+        await asyncio.sleep(0.02)
+        assert disk.told == ["before"]
+        assert disk.log.lag_s >= 0.04
+        disk.go_on()
+        await passes(lambda: len(disk.told) == 3)
+        assert disk.told == ["before", "one", "two"]
+        assert disk.entries() == [b"one", b"two"]
+        assert disk.log.lag_s == 0
+
+    on_disk(work)
+
+
+def test_events_that_come_while_the_disk_is_busy_share_a_write(on_disk: Callable[..., None]) -> None:
+    async def work(disk: Disk) -> None:
+        disk.stop()
+        for number in range(100):
+            disk.log.append(b"%03d" % number)
+            await asyncio.sleep(0)
+        disk.go_on()
+        await disk.log.flush()
+        assert b"".join(disk.entries()) == b"".join(b"%03d" % number for number in range(100))
+        assert len(disk.entries()) < 5
+
+    on_disk(work)
+
+
+def test_events_after_a_new_file_are_in_it(on_disk: Callable[..., None]) -> None:
+    async def work(disk: Disk) -> None:
+        disk.stop()
+        disk.log.append(b"old")
+        for number in (1, 2):
+            disk.log.go_on_in(LogFile(disk.directory, number, disk.log.position, True))
+            disk.log.append(b"new %d" % number)
+        disk.go_on()
+        await disk.log.flush()
+        assert [disk.entries(number) for number in range(3)] == [[b"old"], [b"new 1"], [b"new 2"]]
+
+    on_disk(work)
+
+
+def test_behind_a_gate_answers_wait_for_more_than_the_disk(on_disk: Callable[..., None]) -> None:
+    async def work(disk: Disk) -> None:
+        disk.log.append(b"before")
+        disk.answer("before")
+        disk.log.shut()
+        disk.log.append(b"behind")
+        disk.answer("behind")
+        await disk.log.flush()
+        assert disk.told == ["before"]
+        assert disk.log.kept == 1, "no range of a block of before may be used again"
+        disk.log.open()
+        assert (disk.told, disk.log.kept) == (["before", "behind"], 2)
+
+    on_disk(work)
+
+
+def test_a_full_disk_delays_answers_and_leaves_no_hole(
+    on_disk: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "AGAIN_S", 0.01)
+
+    async def work(disk: Disk) -> None:
+        disk.fails = [OSError(errno.ENOSPC, "no space") for _ in range(3)]
+        for name in ("one", "two"):
+            disk.log.append(name.encode())
+            disk.answer(name)
+            await asyncio.sleep(0.005)
+        assert disk.told == []
+        assert disk.log.is_full
+        await passes(lambda: disk.told == ["one", "two"])
+        assert b"".join(disk.entries()) == b"onetwo"
+        assert not disk.log.is_full
+
+    on_disk(work)
+
+
+def test_space_is_reserved_before_it_is_needed(on_disk: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(disk: Disk) -> None:
+        monkeypatch.setattr(memfd, "reserve_ahead", lambda *_: False)
+        disk.log.append(bytes(log_module.AHEAD_NBYTES))
+        await disk.log.flush()
+        assert disk.log.is_full, "what was promised has space, and nothing more is to be"
+
+    on_disk(work)
+
+
+def test_an_error_of_the_disk_tells_nobody_anything(on_disk: Callable[..., None]) -> None:
+    async def work(disk: Disk) -> None:
+        disk.fails = [OSError(errno.EIO, "broken")]
+        disk.log.append(b"one")
+        disk.answer("one")
+        await passes(lambda: bool(disk.errors))
+        assert disk.told == []
+
+    on_disk(work)
+
+
+def test_an_entry_is_synced_before_its_write_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    pwrite, sync = os.pwrite, os.fdatasync
+    monkeypatch.setattr(os, "pwrite", lambda *given: (done.append("write"), pwrite(*given))[1])
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (done.append("sync"), sync(fd))[1])
+    file = LogFile(tmp_path, 0, 0, True)
+    file.write(0, [b"entry"])
+    os.close(file.fd)
+    assert done == ["write", "sync", "write", "sync"]
