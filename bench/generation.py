@@ -6,8 +6,8 @@ Rollout workers finish trajectories that took so many seconds to generate (log-n
 as fast here, only the seconds count) and put them; a trainer takes batches of 32 on lease and acknowledges them after a
 step of 30 s. At a random moment the server is killed with kill -9. Lost are the seconds of trajectories whose put had
 returned, that the trainer had not acknowledged, and that are not there afterwards; `again` are rows that the trainer
-had acknowledged and would get once more. Arms: nothing kept; a checkpoint every 120 s, loaded into a new service; and
-`durability: process`.
+had acknowledged and would get once more. Arms: nothing kept; a checkpoint every 120 s, loaded into a new service;
+`durability: process`; and a journal, where the standby is killed as well and a new service begins with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transfer_queue.launch import local
 from transfer_queue.server.settings import Durability, ServerConfig
 from transfer_queue.wire.address import parse_address
 
-ARMS = ("nothing kept", "checkpoint", "process")
+ARMS = ("nothing kept", "checkpoint", "process", "machine")
 SPEED = 100.0
 MEDIAN_S, SPREAD, STEP_S, SAVE_S = 60.0, 0.6, 30.0, 120.0
 BATCH, TOKENS = 32, 4096
@@ -53,10 +53,12 @@ class Crash(NamedTuple):
     away_s: float
 
 
-def started(durability: Durability) -> tuple[local.LocalServer, TransferQueueClient]:
+def started(durability: Durability, folder: Path) -> tuple[local.LocalServer, TransferQueueClient]:
+    journal_dir = str(folder / "journal") if durability == "machine" else None
     config = ServerConfig(
-        run_dir="", owner_pid=os.getpid(), client=CLIENT, durability=durability, sampler={"class": "SequentialSampler"}
-    )
+        run_dir="", owner_pid=os.getpid(), client=CLIENT, durability=durability, journal_dir=journal_dir,
+        sampler={"class": "SequentialSampler"},
+    )  # fmt: skip
     server = local.start(config)
     return server, TransferQueueClient.of(Session(parse_address(server.address)))
 
@@ -69,7 +71,8 @@ class Job:
         self._folder = folder
         self._rng = rng
         self._over = threading.Event()
-        self.server, self.client = started("process" if arm == "process" else "none")
+        self._durability: Durability = "process" if arm == "process" else "machine" if arm == "machine" else "none"
+        self.server, self.client = started(self._durability, folder)
         self.finished: dict[str, float] = {}  # seconds of generation by key, once the put has returned
         self.used: set[str] = set()
 
@@ -114,7 +117,10 @@ class Job:
         self._over.set()
         while self._arm == "process" and not self.client.stats()["standby"]:
             time.sleep(0.001)
-        os.kill(self.client.stats()["pid"], signal.SIGKILL)
+        if self._arm == "machine":
+            os.killpg(self.server._process.pid, signal.SIGKILL)
+        else:
+            os.kill(self.client.stats()["pid"], signal.SIGKILL)
         began = time.monotonic()
         after = self._recovered()
         away_s = time.monotonic() - began
@@ -132,7 +138,8 @@ class Job:
         if self._arm == "process":
             self.client.stats()
             return self.client
-        self.server, after = started("none")
+        self.server.wait()
+        self.server, after = started(self._durability, self._folder)
         if self._arm == "checkpoint" and (self._folder / "saved").exists():
             checkpoint.load(after.session, self._folder / "saved")
         return after

@@ -437,7 +437,7 @@ def test_a_unit_that_joins_has_no_standby(service: Service) -> None:
 
 
 def test_another_word_for_durability_is_refused(service: Service) -> None:
-    with pytest.raises(ConfigError, match=r"server\.durability: expected none or process, got 'disk'"):
+    with pytest.raises(ConfigError, match=r"server\.durability: expected none or process or machine, got 'disk'"):
         service(server={"durability": "disk"})
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from transfer_queue.controller.taken import SavedBatch, SavedDeal
+from transfer_queue.controller.taken import SavedDeal, SavedTaken
 from transfer_queue.wire import messages as m
 
 
@@ -26,7 +26,7 @@ class Applied(Fact, tag=0):
     next_index: int
 
 
-class Taken(Fact, tag=1):
+class RowsTaken(Fact, tag=1):
     """What `rows` (int64 indexes) are to a task: one byte each, 1 for used; and (position in `rows`, attempts, reason,
     dead) of those that came back to it, the others did not."""
 
@@ -49,7 +49,7 @@ class BatchTaken(Fact, tag=3):
     """A task with steps got a batch."""
 
     task: str
-    batch: SavedBatch
+    batch: SavedTaken
 
 
 class BatchDealt(Fact, tag=4):
@@ -71,7 +71,7 @@ class StepMarked(Fact, tag=6):
 
     task: str
     step: int
-    lent: list[SavedBatch]
+    lent: list[SavedTaken]
     left: list[SavedDeal]
 
 
@@ -108,6 +108,6 @@ class SamplerIs(Fact, tag=10):
 
 
 ControllerFact: TypeAlias = (
-    Applied | Taken | Granted | BatchTaken | BatchDealt | BatchUndone | StepMarked | HeldAgain | CellsMoved
+    Applied | RowsTaken | Granted | BatchTaken | BatchDealt | BatchUndone | StepMarked | HeldAgain | CellsMoved
     | CellsGathered | SamplerIs
 )  # fmt: skip

@@ -63,7 +63,7 @@ class Ledger:
     def watch(self, table: Consumed, name: str) -> TaskWatch:
         """Of a new task of a table, which is a fact in itself: what is asked of all tasks is asked of it, too."""
         if self.tables.get(table.name) is table:  # not one that is being loaded
-            self.note(f.Taken(table.name, name, b"", b"", []))
+            self.note(f.RowsTaken(table.name, name, b"", b"", []))
         return TaskWatch(self._touched, table, name)
 
     def granted(self, task: str, base: int, rows: int) -> None:
@@ -113,7 +113,7 @@ class TaskWatch:
         return slots[self.table.alive[slots]]
 
 
-def _taken(table: Consumed, name: str, slots: Slots) -> f.Taken:
+def _taken(table: Consumed, name: str, slots: Slots) -> f.RowsTaken:
     task = table.tasks[name]
     used = is_used(task, slots)
     returned = [
@@ -121,7 +121,7 @@ def _taken(table: Consumed, name: str, slots: Slots) -> f.Taken:
         for place, slot in enumerate(slots.tolist() if task.returned else ())
         if (one := task.returned.get(slot)) is not None
     ]
-    return f.Taken(table.name, name, table.index[slots].tobytes(), used.tobytes(), returned)
+    return f.RowsTaken(table.name, name, table.index[slots].tobytes(), used.tobytes(), returned)
 
 
 def is_used(task: Task, slots: Slots) -> Any:

@@ -41,8 +41,9 @@ class Recovery:
         controller.state.max_rows = None
         controller.restoring.replace(state, {block: block for block in blocks})
         self._rules: dict[type, Rule] = {
-            f.Applied: self._applied, f.Taken: self._taken, f.Granted: self._granted, f.BatchTaken: self._batch_taken,
-            f.BatchDealt: self._batch_dealt, f.BatchUndone: self._batch_undone, f.StepMarked: self._step_marked,
+            f.Applied: self._applied, f.RowsTaken: self._taken, f.Granted: self._granted,
+            f.BatchTaken: self._batch_taken, f.BatchDealt: self._batch_dealt, f.BatchUndone: self._batch_undone,
+            f.StepMarked: self._step_marked,
             f.HeldAgain: self._held_again, f.CellsMoved: self._moved, f.CellsGathered: self._gathered,
             f.SamplerIs: self._sampler_is,
         }  # fmt: skip
@@ -77,7 +78,7 @@ class Recovery:
         if self._controller.state.next_index != fact.next_index:
             raise InternalError(f"the next row is {self._controller.state.next_index}, it was {fact.next_index}")
 
-    def _taken(self, fact: f.Taken) -> None:
+    def _taken(self, fact: f.RowsTaken) -> None:
         table = self._controller.tables[fact.partition]
         task, slots = table.task(fact.task), table.slots_of(indexes_of(fact.rows))
         used = np.frombuffer(fact.used, np.bool_)

@@ -41,7 +41,7 @@ def exported(state: ControllerState) -> tuple[bytes, list[int]]:
         FORMAT,
         state.next_index,
         sampler_name(state.sampler),
-        _sampler_state(state.sampler),
+        sampler_state(state.sampler),
         [_saved_table(table, state.block_index.entries) for table in state.tables.values()],
         state.staleness.admissions.versions.saved(),
         state.staleness.admissions.tasks,
@@ -55,8 +55,8 @@ def sampler_name(sampler: BaseSampler) -> str:
     return f"{type(sampler).__module__}:{type(sampler).__qualname__}"
 
 
-def _sampler_state(sampler: BaseSampler) -> Any:
-    """The state of a sampler, which may be anybody's, as plain data."""
+def sampler_state(sampler: BaseSampler) -> Any:
+    """What a sampler, which may be anybody's, remembers, as plain data. Raises `SamplerFailed`."""
     try:
         return msgspec.msgpack.decode(encode(sampler.save_checkpoint()))
     except Exception as error:

@@ -18,7 +18,7 @@ MAX_STEPS, MAX_ROWS = 1024, 1 << 22  # of one task: its oldest steps are forgott
 _NONE = np.empty(0, np.int64)
 
 
-class SavedBatch(msgspec.Struct, array_like=True):
+class SavedTaken(msgspec.Struct, array_like=True):
     """A `TakenRows`; `rows` are int64."""
 
     number: int
@@ -42,7 +42,7 @@ class SavedDeal(msgspec.Struct, array_like=True):
 
 
 class SavedSegment(msgspec.Struct, array_like=True):
-    batches: list[SavedBatch]
+    batches: list[SavedTaken]
     deals: list[SavedDeal]
 
 
@@ -51,7 +51,7 @@ class SavedSteps(msgspec.Struct, array_like=True):
 
     done: list[tuple[int, SavedSegment]]
     open: SavedSegment
-    again: list[SavedBatch]
+    again: list[SavedTaken]
     deals: list[SavedDeal]
 
 
@@ -77,14 +77,14 @@ class TakenRows(NamedTuple):
         """Whether it was for a loop that has no ranks."""
         return "dp_rank" not in self.sampling
 
-    def saved(self) -> SavedBatch:
-        return SavedBatch(
+    def saved(self) -> SavedTaken:
+        return SavedTaken(
             self.number, self.partition, self.rows.tobytes(), self.fields, self.batch_size, self.sampling, self.lease,
             self.repeated,
         )  # fmt: skip
 
     @classmethod
-    def restored(cls, saved: SavedBatch) -> TakenRows:
+    def restored(cls, saved: SavedTaken) -> TakenRows:
         """Raises `CheckpointCorrupt`."""
         rows = _rows(saved.rows)
         if not 0 <= saved.repeated <= len(rows) or saved.number < 0:

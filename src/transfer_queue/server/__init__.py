@@ -20,6 +20,8 @@
     storage_node        a unit's membership: joining, staying joined
     controller_proxy    the controller of another host, as a unit's server sees it
     standby             another process that takes over when this one is killed
+    journal             what lasts, on a disk: the rows outlive the machine
+    forks               copies of the server's process
     host_registry       this user's servers on this host, a small file each
     processes           who started whom
     metrics             counts for monitoring, and GET /metrics

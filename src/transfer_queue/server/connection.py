@@ -24,7 +24,7 @@ from transfer_queue.errors import (
 from transfer_queue.server.block_requests import Answer
 from transfer_queue.server.bulk_writer import BulkWriter, Parts
 from transfer_queue.server.connection_limit import ConnectionLimit
-from transfer_queue.server.journal.journal import Journal
+from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.server.turns import LONG, Turns
@@ -53,7 +53,7 @@ class Listener(Protocol):
     turns: Turns
     service: Service
     scratch: memoryview
-    journal: Journal | None
+    journal: DiskJournal | None
 
     def welcome(self, local: bool) -> m.Welcome: ...
     def of_unit(self, message: m.Request, host: str, line: ServerConnection) -> m.Reply: ...

@@ -28,7 +28,7 @@ from transfer_queue.server.connection import ServerConnection
 from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
 from transfer_queue.server.controller_node import ControllerNode
 from transfer_queue.server.fd_server import ArenaFdServer
-from transfer_queue.server.journal.journal import Journal
+from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.metrics.counters import MeteredService
 from transfer_queue.server.service import Service
@@ -98,7 +98,7 @@ class Server:
         self.service = self.role.service
         self.service.deliver = self.deliver
         self.listening: Listening
-        self.journal: Journal | None = None  # where there is to be one, from `run` on
+        self.journal: DiskJournal | None = None  # where there is to be one, from `run` on
         self._keeper: StandbyKeeper | None = None
         self._entry = ""  # in the register of this user's servers
         self._metrics: Endpoint | None = None
@@ -128,7 +128,7 @@ class Server:
             of_unit = KeptUnit if config.journal_dir is not None else RecordingUnit
             unit = of_unit(budget_of(config), config.arena_dir, recorder, spill_of(config))
             sessions, members = RecordingSessions(recorder), RecordingRegistry(recorder)
-            make = partial(of_service, sessions=sessions, members=members, settled=self._settle)
+            make = partial(of_service, sessions=sessions, members=members, settled=recorder.settle)
         else:
             kind, make = Controller, of_service
             unit = Unit(budget_of(config), config.arena_dir, spill_of(config))
@@ -142,18 +142,13 @@ class Server:
         controller.notice_after(config.notice_after_s)
         return ControllerNode(controller, self._prepared(unit), make, config.client)
 
-    def _settle(self) -> None:
-        """An event is over: what came of it is written down where it is to be."""
-        self.recorder.settle()
-        if self.journal is not None:
-            self.journal.settle()
-
     def _open_journal(self) -> None:
-        """What its directory has is what this service has. Raises as `Journal`."""
+        """What its directory has is what this service has. Raises as `DiskJournal`."""
         controller, unit = self.service.controller, self.service.unit
         if self.config.journal_dir is not None and isinstance(controller, Controller) and isinstance(unit, KeptUnit):
-            self.journal = self.service.journal = Journal(self.config.journal_dir, controller, unit, self._abandon)
+            self.journal = self.service.journal = DiskJournal(self.config.journal_dir, controller, unit, self._abandon)
             self.recorder.settle()  # nobody stands by yet
+            self.recorder.settled = self.journal.settle
 
     def _abandon(self) -> NoReturn:
         """Nothing can be promised any more: end, and let nobody take over."""

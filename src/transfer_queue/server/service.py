@@ -57,7 +57,7 @@ class ControllerLike(Protocol):
     def check_invariants(self) -> None: ...
 
 
-class Journal(Protocol):
+class JournalLike(Protocol):
     """Where the bytes of blocks are on a disk before their rows are there."""
 
     def has(self, block: Block) -> bool: ...
@@ -111,7 +111,7 @@ class Service:
         self.standby_pid = 0  # of the process that would take over
         self.takeovers = 0  # how often one did
         self.deliver: Callable[[], None] = lambda: None  # sends what `answered` has; for those who are nobody's request
-        self.journal: Journal | None = None
+        self.journal: JournalLike | None = None
         self._kept_first: set[Hashable] = set()  # commits whose blocks are being written to it
         self._background: set[asyncio.Task[None]] = set()
         self._held: dict[Hashable, list[HeldBlock]] = {}

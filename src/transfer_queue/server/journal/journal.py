@@ -13,11 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from transfer_queue.controller import Controller
 from transfer_queue.controller.facts import SamplerIs
-from transfer_queue.errors import StoreFull
+from transfer_queue.controller.snapshot import sampler_state
+from transfer_queue.errors import SamplerFailed, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import JournalFact, SnapshotComplete, encoded
@@ -37,7 +36,7 @@ CLOSE_S = 60.0  # how long a disk may take for what is left at the end
 OWNER = b"journal"
 
 
-class Journal:
+class DiskJournal:
     """The journal in a directory, of a controller with a ledger and of its unit. `broken()` is called when the disk
     fails; it does not return. After that nothing is promised any more."""
 
@@ -56,7 +55,7 @@ class Journal:
         self._is_on = False
         self._loads = controller.lineage.loads
         self._sampler: Any = None
-        self._snapshots: dict[int, snapshots.Written] = {}
+        self._snapshots: dict[int, snapshots.SnapshotProcess] = {}
         self._awaited = -1  # the snapshot without which the log does not count
         self._snapshot_nbytes = 0
         self._next_s = 0.0  # no earlier (time.monotonic()) does a long log end
@@ -219,7 +218,7 @@ class Journal:
         self._snapshots[written.number] = written
         asyncio.get_running_loop().add_reader(written.watch, self._ended, written)
 
-    def _ended(self, written: snapshots.Written) -> None:
+    def _ended(self, written: snapshots.SnapshotProcess) -> None:
         asyncio.get_running_loop().remove_reader(written.watch)
         os.close(written.watch)
         _, status = os.waitpid(written.pid, 0)
@@ -260,12 +259,13 @@ class Journal:
             return
         fetching.has_asked = False
         try:
-            state = msgspec.msgpack.encode(fetching.sampler.save_checkpoint())
-            if state != self._sampler:
-                facts.append(SamplerIs(msgspec.msgpack.decode(state)))
-                self._sampler = state
-        except Exception:  # a sampler may be anybody's
-            log.exception("what the sampler remembers is not in the journal")
+            state = sampler_state(fetching.sampler)
+        except SamplerFailed as error:
+            log.error("what the sampler remembers is not in the journal: %s", error)
+            return
+        if state != self._sampler:
+            facts.append(SamplerIs(state))
+            self._sampler = state
 
     def _fail(self, error: OSError) -> None:
         log.critical("%s: the journal cannot be written, so this server ends: %s", self.directory, error)

@@ -34,10 +34,10 @@ class KeptUnit(RecordingUnit):
         super().publish(number, layout, digest)
         self._say(self._blocks[number])
 
-    def stored(self, number: int, place: Place) -> None:
+    def stored(self, number: int, place: r.Range) -> None:
         """The bytes of a block are on the disk."""
-        self.recorder.note(r.BlockOnDisk(number, *place))
-        self.places[number] = place
+        self.recorder.note(r.BlockOnDisk(number, place))
+        self.places[number] = Place(*place)
         block = self._blocks[number]
         if block.published:
             self._say(block)

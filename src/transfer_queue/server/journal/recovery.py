@@ -54,7 +54,7 @@ def recover(directory: Path, controller: Controller, unit: KeptUnit) -> Recovere
             raise JournalCorrupt(f"{directory}: there are logs, and the snapshot that they follow is missing")
         return Recovered(0, last_number(directory))
     found = snapshots.read(directory, snapshot)
-    blocks = Blocks()
+    blocks = KnownBlocks()
     for fact in found.blocks:
         blocks.apply(fact)
     recovery = Recovery(controller, found.state, found.numbers, found.head.reserved_rows)
@@ -85,7 +85,7 @@ def _follows(directory: Path, number: int, snapshot: int) -> bool:
     return False
 
 
-def _replay(directory: Path, number: int, position: int, recovery: Recovery, blocks: Blocks) -> int:
+def _replay(directory: Path, number: int, position: int, recovery: Recovery, blocks: KnownBlocks) -> int:
     """Carry out the facts of a log; returns the number of the next event."""
     path = directory / name_of("log", number)
     found = frames(path)
@@ -113,7 +113,7 @@ def _num_events(frame: Frame) -> int:
     return count
 
 
-class Blocks:
+class KnownBlocks:
     """Where the bytes of each block are that was said to be there."""
 
     def __init__(self) -> None:

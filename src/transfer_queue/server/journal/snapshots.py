@@ -45,7 +45,7 @@ PART_NBYTES = 8 << 20
 END = b"end"
 
 
-class Snapshot(NamedTuple):
+class ReadSnapshot(NamedTuple):
     """A state, which is opaque here, the blocks that it refers to, and what is known of these and others."""
 
     head: Head
@@ -54,7 +54,7 @@ class Snapshot(NamedTuple):
     blocks: list[JournalFact]
 
 
-class Written(NamedTuple):
+class SnapshotProcess(NamedTuple):
     """A snapshot that is being written by process `pid`; `watch` is readable when that has ended (pidfd_open(2))."""
 
     number: int
@@ -62,7 +62,9 @@ class Written(NamedTuple):
     watch: int
 
 
-def fork(directory: Path, number: int, position: int, controller: Controller, unit: KeptUnit, held: int) -> Written:
+def fork(
+    directory: Path, number: int, position: int, controller: Controller, unit: KeptUnit, held: int
+) -> SnapshotProcess:
     """Begin to write a snapshot of now. `held`: the descriptor that claims the directory. Raises `OSError`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of theirs
@@ -70,7 +72,7 @@ def fork(directory: Path, number: int, position: int, controller: Controller, un
     if not pid:
         _write_and_exit(directory, Head(FORMAT, "snapshot", number, position, True, controller.reserved_rows),
                         controller, unit, held)  # fmt: skip
-    return Written(number, pid, os.pidfd_open(pid))
+    return SnapshotProcess(number, pid, os.pidfd_open(pid))
 
 
 def _write_and_exit(directory: Path, head: Head, controller: Controller, unit: KeptUnit, held: int) -> NoReturn:
@@ -128,7 +130,7 @@ def _parts(unit: KeptUnit) -> Iterator[list[bytes]]:
         yield found
 
 
-def read(directory: Path, number: int) -> Snapshot:
+def read(directory: Path, number: int) -> ReadSnapshot:
     """Raises `JournalCorrupt` and `JournalUnsupported`."""
     path = directory / name_of("snapshot", number)
     found = frames(path)
@@ -137,4 +139,6 @@ def read(directory: Path, number: int) -> Snapshot:
     if len(parts) < 3 or parts[-1] != END:
         raise JournalCorrupt(f"{path} has no end")
     state, numbers, *blocks, _ = parts
-    return Snapshot(head, state, numbers_of(bytes(numbers)).tolist(), [one for part in blocks for one in decoded(part)])
+    return ReadSnapshot(
+        head, state, numbers_of(bytes(numbers)).tolist(), [one for part in blocks for one in decoded(part)]
+    )

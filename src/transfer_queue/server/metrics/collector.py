@@ -107,6 +107,13 @@ class ServerCollector(Collector):
         yield _counter("tq_compactions", "Blocks rewritten without their dead cells.", self._movers.compactor.num_moved)
         yield _counter("tq_gathered_rows", "Rows put alone that became columns.", self._movers.gatherer.num_rows)
         yield _counter("tq_spilled_blocks", "Blocks moved to a disk.", self._movers.spiller.num_moved)
+        if service.journal is not None:
+            told = service.journal.statistics()
+            nbytes = told["journal_nbytes"] + told["journal_blocks_nbytes"]
+            yield _gauge(
+                "tq_journal_lag_seconds", "How long the first event waits for the disk.", told["journal_lag_s"]
+            )
+            yield _gauge("tq_journal_bytes", "Bytes of the journal: log, snapshot and blocks.", nbytes)
 
     def _unit_sizes(self) -> Iterator[Metric]:
         yield self._of_unit("tq_storage_memory_rss_bytes", "Resident memory of the server process.", resident_nbytes())

@@ -34,17 +34,18 @@ class Recorder:
         self.note = self._event.append
         self.send: Callable[[Arena], None] = lambda arena: None  # to the standby
         self.replace: Callable[[], None] = lambda: None  # the journal, once no event is going on
+        self.settled: Callable[[], None] = lambda: None  # for whoever else writes down what happened
 
     def settle(self) -> None:
         """The event is over: its answer may leave."""
-        if not self._event:
-            return
-        journal = self.journal
-        if journal is not None:
-            journal.write(self._event)
-            if journal.is_long:
-                self.replace()
-        self._event.clear()
+        if self._event:
+            journal = self.journal
+            if journal is not None:
+                journal.write(self._event)
+                if journal.is_long:
+                    self.replace()
+            self._event.clear()
+        self.settled()
 
     def begin(self, journal: Journal | None) -> None:
         """From now on write to this one, which begins with the state of now; the one before is closed."""

@@ -12,6 +12,8 @@ import msgspec
 
 from transfer_queue.wire import messages as m
 
+Range: TypeAlias = tuple[int, int, int, int]  # file, offset, bytes, xxh3-64 of them
+
 
 class _Record(msgspec.Struct, array_like=True, gc=False):
     """Base of all entries."""
@@ -160,10 +162,7 @@ class BlockOnDisk(_Record, tag=22):
     """The bytes of a block are in a blocks file of the journal as well (`server.journal`)."""
 
     block: int
-    file: int
-    offset: int
-    nbytes: int
-    digest: int
+    place: Range
 
 
 class BlockCopied(_Record, tag=23):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 from transfer_queue.errors import TransferQueueError
-from transfer_queue.server.journal.kept_unit import KeptUnit
-from transfer_queue.server.journal.payloads import Place
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.server.standby import records as r
@@ -22,6 +20,13 @@ class Ticket(NamedTuple):
     """Of a request whose connection is gone."""
 
     session_ident: bytes
+
+
+class KeptBlocks(Protocol):
+    """A unit whose blocks are in a journal on a disk as well (`server.journal`)."""
+
+    def stored(self, number: int, place: r.Range) -> None: ...
+    def copied(self, number: int, copy: int) -> None: ...
 
 
 class AwayLine:
@@ -196,12 +201,10 @@ class Replay:
         self._unit.forget(record.session)
 
     def _on_disk(self, record: r.BlockOnDisk) -> None:
-        assert isinstance(self._unit, KeptUnit)
-        self._unit.stored(record.block, Place(record.file, record.offset, record.nbytes, record.digest))
+        cast(KeptBlocks, self._unit).stored(record.block, record.place)
 
     def _copied(self, record: r.BlockCopied) -> None:
-        assert isinstance(self._unit, KeptUnit)
-        self._unit.copied(record.block, record.copy)
+        cast(KeptBlocks, self._unit).copied(record.block, record.copy)
 
     # units of other hosts
 
