@@ -369,7 +369,8 @@ class Service:
         answer: Answer | None
         try:
             for block in blocks:
-                await self.journal.keep(block, wait_s)
+                if ticket in self._kept_first:
+                    await self.journal.keep(block, wait_s)
             if ticket not in self._kept_first:
                 return
             answer = self._handle(message, payload, session, ticket, time.monotonic())

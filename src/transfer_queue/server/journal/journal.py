@@ -129,7 +129,7 @@ class DiskJournal:
 
         Raises `StoreFull` when the disk has had no space for `wait_s`.
         """
-        if self._unit.is_kept(block):
+        if self._unit.is_kept(block) or self._unit.block(block.number) is not block:
             return
         self._unit.pin(block.number, OWNER)
         place: Place | None = None
@@ -171,6 +171,8 @@ class DiskJournal:
 
     def _begin(self, follows: bool) -> None:
         """A new log, with a snapshot of now. Where it does not follow the one before, it counts only with that."""
+        if not self._is_on:
+            return
         self._loads = self._controller.lineage.loads
         try:
             number = self._number + 1

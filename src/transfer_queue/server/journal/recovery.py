@@ -90,6 +90,8 @@ def _replay(directory: Path, number: int, position: int, recovery: Recovery, blo
     path = directory / name_of("log", number)
     found = frames(path)
     head = head_of(path, "log", number, found)
+    if head.position > position and next(found, None) is None:
+        return position  # the machine stopped when it was begun: the end of the one before was not written yet
     if head.position != position:
         raise JournalCorrupt(f"{path} begins with event {head.position}, the one before it ends with {position}")
     for frame in found:
