@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import until
 from hosts import LARGE, Host, firsts, rows
+from test_arena_limits import SMALL_DISK
 from test_cli import ENVIRONMENT
 from test_standby import kill, standby_of
 from zygote import CHILDREN
@@ -26,6 +27,7 @@ from zygote import CHILDREN
 from transfer_queue import checkpoint
 from transfer_queue.errors import (
     ConfigError,
+    DataLost,
     InvalidInput,
     JournalCorrupt,
     JournalInUse,
@@ -416,3 +418,83 @@ def test_tq_serve_with_a_journal(tmp_path: Path) -> None:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
     assert [str(one).strip() for one in printed] == ["[]", "['p']"]
+
+
+def test_rows_of_other_hosts_are_not_in_it_and_that_is_said(machine: Machine, start_host: Start) -> None:
+    machine.lose_power()
+    there = machine.boot(host="127.0.0.1")
+    away = start_host(there.tcp)
+    mine, theirs = put(there.client, 1.0, width=LARGE), put(away.client, 2.0, width=LARGE)
+    machine.lose_power()
+    away.server.stop()
+    client = machine.boot().client
+    assert firsts(client.get_data(mine)) == [1.0, 1.0]
+    with pytest.raises(DataLost):
+        client.get_data(theirs)
+
+
+FULL_DISK = """
+import contextlib
+
+def start():
+    tq.init(dict(server=dict(journal_dir=os.path.join(where, "journal")), client=dict(timeout_s=2.0)))
+    return tq.get_client()
+
+def put(name, nbytes):
+    client.put({{"x": torch.full((8, int(nbytes) // 8), ord(name), dtype=torch.uint8)}}, partition_id=name)
+
+def total(name):
+    meta = client.get_meta(["x"], 8, name, task_name="look")
+    client.reset_consumption(name, "look")
+    return sum(int(row.sum(dtype=torch.int64)) for row in client.get_data(meta)["x"]) // ord(name)
+
+def refused(call):
+    try:
+        call()
+    except StoreFull as error:
+        assert "disk of the journal" in str(error), error
+        return True
+"""
+
+
+def test_a_full_disk_refuses_rows_and_keeps_promises(child: Any, tmp_path: Path) -> None:
+    code = """
+client = start()
+put("a", 16 * MIB)
+put("b", 16 * MIB)
+assert refused(lambda: put("c", 16 * MIB))
+assert sorted(client.get_partition_list()) == ["a", "b"], "what was refused left nothing"
+meta = client.get_meta(["x"], 4, "a", task_name="t", lease_s=60)
+client.ack(meta)
+client.clear_partition("b")
+put("d", 16 * MIB)
+fill("other", 64 * MIB)
+for number in range(2000):
+    if refused(lambda: client.put({"x": torch.zeros(1, 60000, dtype=torch.uint8)}, partition_id="small")):
+        break
+assert 0 < number < 2000, number
+client.ack(client.get_meta(["x"], 4, "a", task_name="t", lease_s=60))
+kept, stats = total("d"), client.stats()
+pids = stats["standby"], stats["pid"]
+for pid in pids:
+    os.kill(pid, 9)
+empty("other")
+for pid in pids:
+    while os.path.exists(f"/proc/{pid}/fd/0"):
+        pass
+tq.init()
+tq.close()
+client = start()
+assert total("d") == 16 * MIB == kept
+assert len(client.get_meta(["x"], 1, "small", task_name="t").global_indexes) == 1
+with contextlib.suppress(TimeoutError):
+    client.get_meta(["x"], 1, "a", task_name="t", timeout_s=0)
+    raise SystemExit("acknowledged rows came again")
+tq.close()
+print("good", flush=True)
+"""
+    process = child(SMALL_DISK.format(where=str(tmp_path)) + FULL_DISK.format() + code)
+    printed = process.finish()
+    if printed == "not permitted":
+        pytest.skip("file systems cannot be mounted here")
+    assert printed == "good"

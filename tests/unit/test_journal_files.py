@@ -10,6 +10,7 @@ import pytest
 
 from transfer_queue.errors import ConfigError, JournalCorrupt, JournalInUse, JournalUnsupported, StoreFull
 from transfer_queue.server.journal import files
+from transfer_queue.server.journal import payloads as payloads_module
 from transfer_queue.server.journal.files import claim, framed, frames, head_of, numbers
 from transfer_queue.server.journal.log import LogFile
 from transfer_queue.server.journal.payloads import Payloads, Place
@@ -137,6 +138,26 @@ def test_a_range_that_was_given_back_is_used_again(payloads: Payloads) -> None:
     store(payloads, 2)
     payloads.give(first)
     assert store(payloads, 3).offset == first.offset
+    payloads.close()
+
+
+def test_what_is_free_at_the_end_of_a_file_is_given_back(
+    payloads: Payloads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads_module, "SHRINK_NBYTES", 100_000)
+    monkeypatch.setattr(payloads_module, "STEP_NBYTES", 250_000)
+    places = [store(payloads, number) for number in range(6)]
+    path = tmp_path / "blocks-00000000"
+    assert not payloads.shrink()
+    for place in places[1:]:
+        payloads.give(place)
+    assert payloads.shrink()
+    assert payloads.shrink()
+    assert not payloads.shrink()
+    assert path.stat().st_size < places[1].offset + 100_000
+    again = [store(payloads, 7) for _ in range(2)]
+    for place in (places[0], *again):
+        payloads.read(place, full(0))  # type: ignore[arg-type]
     payloads.close()
 
 

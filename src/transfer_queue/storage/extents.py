@@ -68,6 +68,11 @@ class Extents:
             end += after
         self._add(start, end - start)
 
+    @property
+    def end(self) -> int:
+        """Where the last range in use ends."""
+        return self._by_end.get(self.size, self.size)
+
     def free(self) -> list[tuple[int, int]]:
         """(start, nbytes) of the free ranges, largest first."""
         return [(start, nbytes) for nbytes, start in reversed(self._by_size)]

@@ -33,6 +33,7 @@ LOG_NBYTES = 32 << 20  # or as much as the last snapshot, where that is more: th
 AGAIN_S = 1.0
 LOOK_S = 0.1  # how often a writer that waits for the disk looks whether there is space
 CLOSE_S = 60.0  # how long a disk may take for what is left at the end
+SHRINK_EVERY_S = 0.1
 OWNER = b"journal"
 
 
@@ -103,8 +104,7 @@ class DiskJournal:
             self._log.append(encoded(facts))
             if self._is_long() and not self._snapshots and time.monotonic() >= self._next_s:
                 self._begin(follows=True)
-        while self._freed and self._freed[0][0] <= self._log.kept:
-            self._payloads.give(self._freed.popleft()[1])
+        self._give_back()
 
     def _is_long(self) -> bool:
         return self._log.nbytes > max(LOG_NBYTES, self._snapshot_nbytes)
@@ -155,12 +155,19 @@ class DiskJournal:
 
     async def _room(self, nbytes: int, until: float) -> Place:
         while True:
+            self._give_back()
+            if self._freed and self._freed[0][0] > self._log.position:
+                self._log.append(encoded([]))  # nothing else may happen that says it
             try:
                 return self._payloads.take(nbytes)
             except StoreFull:
                 if time.monotonic() >= until:
                     raise
             await asyncio.sleep(LOOK_S)
+
+    def _give_back(self) -> None:
+        while self._freed and self._freed[0][0] <= self._log.kept:
+            self._payloads.give(self._freed.popleft()[1])
 
     def _given_up(self, place: Place) -> None:
         """The range is free once it is on the disk that its block is gone, which the event says that is going on."""
@@ -237,12 +244,18 @@ class DiskJournal:
                 asyncio.get_running_loop().call_later(AGAIN_S, self._begin, False)
             return
         self._snapshot_nbytes = path.stat().st_size
+        self._shrink()
         self._remove_before(written.number)
         if written.number == self._awaited:
             self._awaited = -1
             self._complete.set()
             self._log.append(encoded([SnapshotComplete(written.number)]))
             self._log.open()
+
+    def _shrink(self) -> None:
+        """Give the system what the blocks files do not need any more, a part at a time."""
+        if self._is_on and self._payloads.shrink():
+            asyncio.get_running_loop().call_later(SHRINK_EVERY_S, self._shrink)
 
     def _remove_before(self, number: int) -> None:
         """What the snapshot of this number replaces. Logs go first, in order: a log without the one before is none."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,10 +16,9 @@ from transfer_queue.memory.bytes import PAGE, Bytes
 from transfer_queue.server.journal.files import name_of, numbers, sync_directory
 from transfer_queue.storage.extents import Extents
 
-log = logging.getLogger("transfer_queue.server")
-
 FILE_NBYTES = 4 << 30  # of addresses: what was not written takes no space
 CHUNK_NBYTES = 8 << 20
+SHRINK_NBYTES, STEP_NBYTES = 64 << 20, 1 << 30  # what is worth to be cut off, and how much at once: others wait
 
 
 class Place(NamedTuple):
@@ -77,8 +74,11 @@ class Payloads:
         return self.take(nbytes)
 
     def _reserve(self, fd: int, place: Place) -> bool:
-        free = os.fstatvfs(fd)
-        if place.nbytes > free.f_bavail * free.f_frsize:  # to try would take all that others could still have
+        """Whether the range has space on the disk; below the end of its file it has."""
+        more, free = place.offset + place.nbytes - os.fstat(fd).st_size, os.fstatvfs(fd)
+        if more <= 0:
+            return True
+        if more > free.f_bavail * free.f_frsize:  # to try would take all that others could still have
             return False
         try:
             return memfd.reserve(fd, place.offset, place.nbytes)
@@ -119,16 +119,17 @@ class Payloads:
             name = name_of("blocks", place.file)
             raise JournalCorrupt(f"{self._directory / name} is damaged from byte {place.offset} to {place.offset + at}")
 
-    def trim(self) -> None:
-        """Return what is free in the files to the system, where that is much. Nothing may be taken meanwhile."""
-        for fd, extents in self._files.values():
-            for start, nbytes in extents.free():
-                with contextlib.suppress(OSError):
-                    if start < os.fstat(fd).st_size:
-                        memfd.punch(fd, start, nbytes)
+    def shrink(self) -> bool:
+        """Cut off what is free at the end of a file, where that is much; whether there is more of it to do.
 
-    def nbytes_on_disk(self) -> int:
-        return sum(os.fstat(fd).st_blocks * 512 for fd, _ in self._files.values())
+        Holes elsewhere stay, for later blocks.
+        """
+        for fd, extents in self._files.values():
+            size, end = os.fstat(fd).st_size, extents.end
+            if size - end >= SHRINK_NBYTES:
+                os.ftruncate(fd, max(end, size - STEP_NBYTES))
+                return True
+        return False
 
     def close(self) -> None:
         for fd, _ in self._files.values():
