@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import until
 from test_cli import ENVIRONMENT
 from test_cli import tq as command
 from test_standby import kill, standby_of
@@ -83,8 +84,9 @@ def test_a_loop_that_goes_back_gets_the_same_batches(client: tq.TransferQueueCli
     )
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_loop_on_a_stream_that_is_killed_goes_on_where_it_was_saved(
-    client: tq.TransferQueueClient, tmp_path: Path
+    client: tq.TransferQueueClient, tmp_path: Path, workers: int
 ) -> None:
     put(client, 24)
     client.set_partition("train", size=24)
@@ -94,7 +96,8 @@ def test_a_loop_on_a_stream_that_is_killed_goes_on_where_it_was_saved(
     def train(first: int, until: int | None) -> None:
         """Save after every second step; end without a word after step `until`."""
         mine = tq.get_client()
-        stream = tq.stream("train", ["number"], task="actor", batch_size=4)
+        more = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        stream = tq.stream("train", ["number"], task="actor", batch_size=4, **more)
         for step, data in enumerate(stream, first):
             with log.open("a") as file:
                 file.write(json.dumps([step, data["number"].tolist()]) + "\n")
@@ -111,7 +114,8 @@ def test_a_loop_on_a_stream_that_is_killed_goes_on_where_it_was_saved(
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     assert client.list_steps("actor") == [0, 2, 4]
-    assert client.resume(4, ["actor"]).rows == 4
+    until(lambda: client.stats()["clients"] == 1, "the end of the loop and its workers")
+    assert client.resume(4, ["actor"]).rows >= 4
     train(5, None)
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [number for number, _ in steps] == [1, 2, 3, 4, 5, 5, 6]
