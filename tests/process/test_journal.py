@@ -462,8 +462,9 @@ def test_a_full_disk_refuses_rows_and_keeps_promises(child: Any, tmp_path: Path)
 client = start()
 put("a", 16 * MIB)
 put("b", 16 * MIB)
-assert refused(lambda: put("c", 16 * MIB))
-assert sorted(client.get_partition_list()) == ["a", "b"], "what was refused left nothing"
+put("c", 16 * MIB)
+assert refused(lambda: put("d", 16 * MIB))
+assert sorted(client.get_partition_list()) == ["a", "b", "c"], "what was refused left nothing"
 meta = client.get_meta(["x"], 4, "a", task_name="t", lease_s=60)
 client.ack(meta)
 client.clear_partition("b")

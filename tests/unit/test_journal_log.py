@@ -142,6 +142,11 @@ def test_behind_a_gate_answers_wait_for_more_than_the_disk(on_disk: Callable[...
         assert disk.log.kept == 1, "no range of a block of before may be used again"
         disk.log.open()
         assert (disk.told, disk.log.kept) == (["before", "behind"], 2)
+        disk.log.shut(before=True)
+        disk.answer("now")
+        assert len(disk.told) == 2, "nothing more was appended, and yet it waits"
+        disk.log.open()
+        assert disk.told[2:] == ["now"]
 
     on_disk(work)
 

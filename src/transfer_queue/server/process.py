@@ -148,7 +148,6 @@ class Server:
         if self.config.journal_dir is not None and isinstance(controller, Controller) and isinstance(unit, KeptUnit):
             self.journal = self.service.journal = DiskJournal(self.config.journal_dir, controller, unit, self._abandon)
             self.recorder.settle()  # nobody stands by yet
-            self.recorder.settled = self.journal.settle
 
     def _abandon(self) -> NoReturn:
         """Nothing can be promised any more: end, and let nobody take over."""
@@ -209,6 +208,7 @@ class Server:
             host_registry.leave(self._entry)  # of the server that was killed
             self._entry = self._enter(path, tcp)
             if self.journal is not None:
+                self.recorder.settled = self.journal.settle
                 await self.journal.start()
                 if announce is not None:
                     await self.journal.complete()

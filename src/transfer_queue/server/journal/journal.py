@@ -29,7 +29,8 @@ from transfer_queue.storage.blocks import Block
 
 log = logging.getLogger("transfer_queue.server")
 
-LOG_NBYTES = 32 << 20  # or as much as the last snapshot, where that is more: then a new log begins
+# A new log begins where one is so long, and as long as the last snapshot; or as what takes half a minute to read.
+LOG_NBYTES, MAX_LOG_NBYTES = 32 << 20, 512 << 20
 AGAIN_S = 1.0
 LOOK_S = 0.1  # how often a writer that waits for the disk looks whether there is space
 CLOSE_S = 60.0  # how long a disk may take for what is left at the end
@@ -55,6 +56,7 @@ class DiskJournal:
         self._payloads: Payloads
         self._is_on = False
         self._loads = controller.lineage.loads
+        self._is_adrift = False  # a checkpoint was loaded, and there is no log yet that could follow it
         self._sampler: Any = None
         self._snapshots: dict[int, snapshots.SnapshotProcess] = {}
         self._awaited = -1  # the snapshot without which the log does not count
@@ -98,6 +100,9 @@ class DiskJournal:
             return
         if self._controller.lineage.loads != self._loads:
             self._begin(follows=False)  # a checkpoint was loaded: nothing of before lasts
+        if self._is_adrift:
+            self._forget_facts()
+            return
         facts: list[JournalFact] = [*self._unit.take_facts(), *self._controller.state.ledger.take()]  # type: ignore[union-attr]
         self._look_at_sampler(facts)
         if facts:
@@ -107,7 +112,7 @@ class DiskJournal:
         self._give_back()
 
     def _is_long(self) -> bool:
-        return self._log.nbytes > max(LOG_NBYTES, self._snapshot_nbytes)
+        return self._log.nbytes > max(LOG_NBYTES, min(self._snapshot_nbytes, MAX_LOG_NBYTES))
 
     def hold(self, send: Callable[[], None]) -> bool:
         """Whether `send` is kept until all that happened so far is on the disk; else it is there."""
@@ -185,6 +190,7 @@ class DiskJournal:
             number = self._number + 1
             file = LogFile(self.directory, number, self._log.position, follows)
         except OSError as error:
+            self._is_adrift |= not follows
             self._retry(follows, error)
             return
         self._number = number
@@ -198,13 +204,14 @@ class DiskJournal:
         log.error("%s: no new log, the next attempt is in %g s: %s", self.directory, AGAIN_S, error)
         self._next_s = time.monotonic() + AGAIN_S
         if not follows:
-            self._log.shut()
+            self._log.shut(self._is_adrift)
             self._complete.clear()
             asyncio.get_running_loop().call_later(AGAIN_S, self._begin, follows)
 
     def _await_snapshot(self) -> None:
         self._log.shut()
         self._complete.clear()
+        self._is_adrift, self._sampler = False, None
         self._forget_facts()
         self._awaited = self._number
         self._log.append(encoded([]))  # whoever is answered from here on waits for the snapshot

@@ -18,7 +18,7 @@ from transfer_queue.server.journal.files import FORMAT, Head, framed, name_of, s
 
 log = logging.getLogger("transfer_queue.server")
 
-AHEAD_NBYTES = 16 << 20  # of the disk, kept for what was already promised when it is full
+AHEAD_NBYTES = 4 << 20  # of the disk, kept for what was already promised when it is full
 AGAIN_S = 0.5
 
 
@@ -68,7 +68,7 @@ class DiskLog:
         self._later: deque[tuple[int, LogFile]] = deque()  # the files of later events, and the first one of each
         self._since = 0.0  # when the first event was appended of those that are not on the disk
         self._began = 0.0  # the write that is going on
-        self._gate: int | None = None  # answers after this position wait for more than the log
+        self._gate: int | None = None  # answers above this position wait for more than the log
         self._events: deque[bytes] = deque()
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
         self._thread = ThreadPoolExecutor(1, "journal")
@@ -108,10 +108,10 @@ class DiskLog:
         self._held.append((self.position, send))
         return True
 
-    def shut(self) -> None:
-        """Answers from here on wait until `open`, too."""
-        if self._gate is None:
-            self._gate = self.position
+    def shut(self, before: bool = False) -> None:
+        """Answers about events from here on wait until `open`, too; `before`: also those about earlier ones."""
+        gate = self.position - before
+        self._gate = gate if self._gate is None else min(gate, self._gate)
 
     def open(self) -> None:
         self._gate = None

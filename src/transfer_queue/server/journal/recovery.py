@@ -173,3 +173,4 @@ class KnownBlocks:
             payloads.read(place, unit.memory(block))
             unit.places[number] = place
             unit.publish(number, layout)
+        unit.take_facts()  # they are in the journal

@@ -152,6 +152,7 @@ class StandbyKeeper:
     def stand_by(self, journal: Journal, line: socket.socket) -> None:
         """Returns when this standby is not needed any more. Raises `JournalUseless`."""
         self._recorder.begin(None)  # the journal of the standby before is not for this one
+        self._recorder.settled = lambda: None  # what is replayed was written down by the server
         lost = disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
         arenas = _wait_for_the_end(line)
         if arenas is None or self._succession.current != journal.number:
