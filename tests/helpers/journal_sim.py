@@ -21,7 +21,6 @@ from transfer_queue.controller.facts import ControllerFact
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import JournalFact, encoded
-from transfer_queue.server.journal.files import FORMAT, Head
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.log import LogFile
 from transfer_queue.server.journal.payloads import Payloads
@@ -79,8 +78,7 @@ class JournalSimulation(LedgerSimulation):
         number = 0 if self._log is None else self._log.number + 1
         self.end_log()
         self._log = LogFile(self._directory, number, position, number > 0)
-        head = Head(FORMAT, "snapshot", number, position, True, controller.reserved_rows)
-        snapshots.write(self._directory, head, controller, self._kept)
+        snapshots.write(self._directory, snapshots.head_of(number, position, controller), controller, self._kept)
 
     def end_log(self) -> None:
         if self._log is not None:

@@ -32,7 +32,7 @@ from transfer_queue.controller.snapshot import exported
 from transfer_queue.server.connection import LASTING, PASSING
 from transfer_queue.server.journal import journal as journal_module
 from transfer_queue.server.journal import snapshots
-from transfer_queue.server.journal.files import FORMAT, Head, numbers
+from transfer_queue.server.journal.files import numbers
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.recovery import recover
@@ -301,11 +301,10 @@ def forked(chance: random.Random, saved: dict[int, tuple[bytes, list[int]]]) -> 
     """In place of `snapshots.fork`: the snapshot is written here, and something ends a little later. `saved` has the
     state of each, by its number."""
 
-    def fork(directory: Path, number: int, position: int, controller: Controller, unit: KeptUnit, held: int) -> Any:
+    def fork(directory: Path, number: int, position: int, controller: Controller, unit: KeptUnit) -> Any:
         fails = number > 0 and chance.random() < 0.3
         if not fails:
-            head = Head(FORMAT, "snapshot", number, position, True, controller.reserved_rows)
-            snapshots.write(directory, head, controller, unit)
+            snapshots.write(directory, snapshots.head_of(number, position, controller), controller, unit)
             saved[number] = exported(controller.state)
         pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"exit {int(fails)}"], {})
         return snapshots.SnapshotProcess(number, pid, os.pidfd_open(pid))

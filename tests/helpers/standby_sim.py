@@ -41,7 +41,7 @@ PARTITIONS, TASKS, KEYS = ("p", "q"), ("t", "u"), tuple(f"k{number}" for number 
 FIELDS = [FIELD, [*FIELD, FieldSchema("y", "dense", "int64", (2,))]]
 BUDGET = 64 * PAGE
 SPILL = SpillSpace(tempfile.gettempdir(), BUDGET)
-MAX_ROWS = 60
+MAX_ROWS = 24  # few, so that some requests wait for room
 JOURNAL_NBYTES = 8 << 20
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from conftest import until
@@ -37,6 +38,7 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     TransferQueueError,
 )
+from transfer_queue.server.journal.files import Head, framed
 
 Start = Callable[..., Host]
 MIB = 1 << 20
@@ -364,11 +366,8 @@ def test_a_missing_file_is_named(machine: Machine, kind: str, tmp_path: Path) ->
 
 def test_another_format_is_refused(machine: Machine) -> None:
     machine.lose_power()
-    from transfer_queue.server.journal.files import framed
-
     path = machine.files("snapshot")[0]
-    path.write_bytes(b"".join(framed(0, [b"\x86\xa6format\x09\xa4kind\xa8snapshot\xa6number\x00\xa8position\x00"
-                                         b"\xa7follows\xc3\xadreserved_rows\x01"])))  # fmt: skip
+    path.write_bytes(b"".join(framed(0, [msgspec.msgpack.encode(Head(9, "snapshot", 0, 0, 1))])))
     with pytest.raises(JournalUnsupported, match="format 9"):
         machine.boot()
 

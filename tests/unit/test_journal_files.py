@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from transfer_queue.errors import ConfigError, JournalCorrupt, JournalInUse, JournalUnsupported, StoreFull
 from transfer_queue.server.journal import files
 from transfer_queue.server.journal import payloads as payloads_module
-from transfer_queue.server.journal.files import claim, framed, frames, head_of, numbers
+from transfer_queue.server.journal.files import FrameFile, claim, framed, numbers
 from transfer_queue.server.journal.log import LogFile
 from transfer_queue.server.journal.payloads import Payloads, Place
 
@@ -27,7 +28,14 @@ def log(tmp_path: Path) -> Path:
 
 
 def entries(path: Path) -> list[bytes]:
-    return [bytes(frame.payload) for frame in frames(path)][1:]
+    with FrameFile(path.parent, "log", 0) as file:
+        return [frame.payload for frame in file.frames()]
+
+
+def places(path: Path) -> list[int]:
+    """Where each frame begins, the head's first."""
+    with FrameFile(path.parent, "log", 0) as file:
+        return [0, *(frame.offset for frame in file.frames())]
 
 
 def test_what_was_written_is_read(log: Path) -> None:
@@ -36,7 +44,7 @@ def test_what_was_written_is_read(log: Path) -> None:
 
 def test_a_file_that_ends_at_any_byte_has_the_entries_before(log: Path) -> None:
     data = log.read_bytes()
-    whole = [frame.offset for frame in frames(log)] + [len(data)]
+    whole = [*places(log), len(data)]
     for end in range(whole[1], len(data)):
         log.write_bytes(data[:end])
         assert len(entries(log)) == sum(one <= end for one in whole) - 2
@@ -44,7 +52,7 @@ def test_a_file_that_ends_at_any_byte_has_the_entries_before(log: Path) -> None:
 
 def test_a_torn_entry_may_be_garbage_or_zeros(log: Path) -> None:
     data = log.read_bytes()
-    last = [frame.offset for frame in frames(log)][-1]
+    last = places(log)[-1]
     for torn in (bytes(len(data) - last), random.Random(1).randbytes(5000), data[last:-1] + b"?"):
         log.write_bytes(data[:last] + torn)
         assert len(entries(log)) == 2
@@ -52,26 +60,54 @@ def test_a_torn_entry_may_be_garbage_or_zeros(log: Path) -> None:
 
 def test_every_changed_byte_before_the_last_entry_is_found(log: Path) -> None:
     data = log.read_bytes()
-    last = [frame.offset for frame in frames(log)][-1]
+    last = places(log)[-1]
     for at in range(last):
         log.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(JournalCorrupt, match=str(log)):
-            list(frames(log))
+            entries(log)
+
+
+def test_a_torn_entry_may_hold_pieces_of_journals(log: Path, tmp_path: Path) -> None:
+    """Rows may be anything, and so may what a disk had there before."""
+    data = log.read_bytes()
+    first, last = places(log)[1], places(log)[-1]
+    (tmp_path / "other").mkdir()
+    other = LogFile(tmp_path / "other", 0, 0, True)
+    other.write(7, [b"later"])
+    os.close(other.fd)
+    for piece in (data[first:last], other.path.read_bytes()):
+        log.write_bytes(data[:last] + data[last : last + 20] + piece)
+        assert len(entries(log)) == 2
 
 
 def test_a_file_of_another_kind_or_format_is_refused(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.rename(log.with_name("log-00000007"))
     with pytest.raises(JournalCorrupt, match="is log-00000000"):
-        head_of(log, "log", 7, frames(log))
+        FrameFile(log.parent, "log", 7)
     monkeypatch.setattr(files, "FORMAT", 2)
     with pytest.raises(JournalUnsupported, match="of format 1, this version reads 2"):
-        head_of(log, "log", 0, frames(log))
+        FrameFile(log.parent, "log", 7)
+    with pytest.raises(JournalCorrupt, match="log-00000001 is missing"):
+        FrameFile(log.parent, "log", 1)
 
 
 def test_an_empty_file_has_no_head(tmp_path: Path) -> None:
-    path = tmp_path / "log-00000000"
-    path.write_bytes(b"")
-    with pytest.raises(JournalCorrupt, match="no head"):
-        head_of(path, "log", 0, frames(path))
+    (tmp_path / "log-00000000").write_bytes(b"")
+    with FrameFile(tmp_path, "log", 0) as file:
+        assert file.head is None
+        assert list(file.frames()) == []
+
+
+def test_a_log_that_the_disk_has_no_space_for_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full)
+        with pytest.raises(OSError, match="no space"):
+            LogFile(tmp_path, 0, 0, True)
+    assert list(tmp_path.iterdir()) == []
+    os.close(LogFile(tmp_path, 0, 0, True).fd)
 
 
 def test_files_are_found_by_their_names(tmp_path: Path) -> None:
@@ -170,6 +206,16 @@ def test_a_changed_byte_of_a_block_is_found(payloads: Payloads, tmp_path: Path) 
     with pytest.raises(JournalCorrupt, match=f"{path} is damaged"):
         payloads.read(place, full(0))  # type: ignore[arg-type]
     payloads.close()
+
+
+def test_a_file_that_ends_within_a_page_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payloads_module, "FILE_NBYTES", 1 << 20)
+    first = Payloads(tmp_path, ())
+    place = store(first, 1, (1 << 20) + 1000)
+    first.close()
+    again = Payloads(tmp_path, [place])
+    again.read(place, full(0, place.nbytes))  # type: ignore[arg-type]
+    again.close()
 
 
 def test_blocks_that_overlap_or_have_no_file_are_refused(payloads: Payloads, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import log as log_module
-from transfer_queue.server.journal.files import frames
+from transfer_queue.server.journal.files import FrameFile
 from transfer_queue.server.journal.log import DiskLog, LogFile
 
 
@@ -50,8 +50,8 @@ class Disk:
             self.told.append(name)
 
     def entries(self, number: int = 0) -> list[bytes]:
-        found = frames(self.directory / f"log-{number:08d}")
-        return [bytes(frame.payload) for frame in found][1:]
+        with FrameFile(self.directory, "log", number) as file:
+            return [frame.payload for frame in file.frames()]
 
 
 async def passes(condition: Callable[[], bool]) -> None:

@@ -245,7 +245,8 @@ class Dealing:
         for number, dealt in enumerate(deals, batch):
             group.deals[number] = {rank: Share(rows, dealt.size, 0) for rank, rows in dealt.shares.items()}
             for share in group.deals[number].values():
-                task.reserve(task.offered(table.slots_of(share.rows)), DEALT)
+                slots = table.slots_of(share.rows)  # some may have been cleared since
+                task.reserve(task.offered(slots[slots >= 0]), DEALT)
 
     def mend(self, table: Table, message: Fetch, share: Share) -> int:
         """A rank asks for a share of which rows had come back: they are its own again. Returns how many others took."""

@@ -38,6 +38,7 @@ class Ledger:
     def __init__(self) -> None:
         self.tables: Mapping[str, Consumed] = {}
         self._facts: list[f.ControllerFact] = []
+        self._applying: list[f.Applied] = []  # requests that are being carried out, the one that came of another last
         self._touched: list[TaskWatch] = []
         self._granted: dict[str, tuple[int, int]] = {}
 
@@ -53,9 +54,16 @@ class Ledger:
             if type(message) is m.Find and not message.create:
                 return rule(message)
             self._write_down()
-            place = len(self._facts)
-            reply = rule(message)
-            self._facts.insert(place, f.Applied(message, numbering.next_index))
+            fact, place = f.Applied(message, -1), len(self._facts)
+            for outer in self._applying:  # this one came of it, so it has done what it does by itself
+                outer.next_index = numbering.next_index if outer.next_index < 0 else outer.next_index
+            self._applying.append(fact)
+            try:
+                reply = rule(message)
+            finally:
+                self._applying.pop()
+            fact.next_index = numbering.next_index if fact.next_index < 0 else fact.next_index
+            self._facts.insert(place, fact)
             return reply
 
         return apply

@@ -186,6 +186,8 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
 
 
 def _load_sampler(sampler: BaseSampler, state: Any) -> None:
+    if state is None:  # it was left out
+        return
     before = sampler.save_checkpoint()
     try:
         sampler.load_checkpoint(state)

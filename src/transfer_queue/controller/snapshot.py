@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from typing import Any
 
@@ -26,6 +27,8 @@ from transfer_queue.errors import SamplerFailed
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
 
+log = logging.getLogger("transfer_queue.controller")
+
 
 def capture(state: ControllerState, message: m.Snapshot, ticket: Hashable, session: bytes) -> m.Reply:
     """Export everything; no block is recycled until `session` releases them."""
@@ -35,13 +38,23 @@ def capture(state: ControllerState, message: m.Snapshot, ticket: Hashable, sessi
     return m.Captured(message.rid, np.array(blocks, np.int64).tobytes(), {})
 
 
-def exported(state: ControllerState) -> tuple[bytes, list[int]]:
-    """The state as of now, and the blocks it refers to. Costs time by rows and tags: nothing else runs meanwhile."""
+def exported(state: ControllerState, strict: bool = True) -> tuple[bytes, list[int]]:
+    """The state as of now, and the blocks it refers to. Costs time by rows and tags: nothing else runs meanwhile.
+
+    Raises `SamplerFailed`; unless `strict`, what the sampler remembers is left out then.
+    """
+    try:
+        remembered = sampler_state(state.sampler)
+    except SamplerFailed as error:
+        if strict:
+            raise
+        log.error("what the sampler remembers is not saved: %s", error)
+        remembered = None
     saved = SavedController(
         FORMAT,
         state.next_index,
         sampler_name(state.sampler),
-        sampler_state(state.sampler),
+        remembered,
         [_saved_table(table, state.block_index.entries) for table in state.tables.values()],
         state.staleness.admissions.versions.saved(),
         state.staleness.admissions.tasks,

@@ -251,8 +251,12 @@ class Steps:
             known.deals = [deal for deal in known.deals if deal.partition != partition]
 
     def reset(self, task: str) -> None:
-        """What a task used counts for nothing any more, and neither do its marks."""
-        self._tasks.pop(task, None)
+        """What a task used counts for nothing any more, and neither do its marks. What was kept for it is offered."""
+        if task in self._tasks:
+            self._forget(task)
+            for table in list(self._tables.values()):
+                if task in table.tasks:
+                    self._served(table, task)
 
     def _forget(self, name: str) -> None:
         known = self._tasks.pop(name)

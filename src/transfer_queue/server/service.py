@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from transfer_queue.errors import InvalidInput, LeaseExpired, RowCleared, TransferQueueError
+from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.block_requests import Answer, BlockRequests
 from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
 from transfer_queue.server.recycling import Recycler
 from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.unit_registry import UnitRegistry
 from transfer_queue.storage.blocks import Block, Unit
+from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.handshake import Life
@@ -303,6 +304,8 @@ class Service:
             reply = self.controller.handle(message, ticket, session.ident, now)
             return None if reply is None else (reply, ())
         if message.block == 0:
+            if self.journal is not None and len(payload) > SMALL_NBYTES:
+                raise InvalidInput(f"{len(payload)} bytes with the message: so many have a block of their own")
             self.recycler.make_room(len(payload))
             block = self.blocks.inline(payload)
         else:
@@ -366,22 +369,22 @@ class Service:
         blocks: list[Block], wait_s: float,
     ) -> None:  # fmt: skip
         assert self.journal is not None
-        answer: Answer | None
+        answer: Answer | None = (m.Failed(message.rid, InternalError.code, "see the server's log"), ())
         try:
             for block in blocks:
                 if ticket in self._kept_first:
                     await self.journal.keep(block, wait_s)
-            if ticket not in self._kept_first:
-                return
-            answer = self._handle(message, payload, session, ticket, time.monotonic())
+            if ticket in self._kept_first:
+                answer = self._handle(message, payload, session, ticket, time.monotonic())
         except TransferQueueError as error:
             answer = (m.Failed(message.rid, error.code, str(error)), ())
-        if ticket in self._kept_first:
-            self._kept_first.discard(ticket)
-            if answer is not None:
-                self.unit.outbox.append((ticket, answer[0]))
-            self.apply_outcomes()
-            self.deliver()
+        finally:
+            if ticket in self._kept_first:
+                self._kept_first.discard(ticket)
+                if answer is not None:
+                    self.unit.outbox.append((ticket, answer[0]))
+                self.apply_outcomes()
+                self.deliver()
 
     def _hold(self, ticket: Hashable, blocks: list[tuple[Block, bytes]]) -> None:
         self._held[ticket] = [HeldBlock(block, block.owner, layout) for block, layout in blocks]

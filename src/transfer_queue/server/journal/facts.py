@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -57,13 +58,18 @@ def encoded(facts: list[JournalFact]) -> bytes:
     return len(data).to_bytes(LENGTH_NBYTES, "little") + data
 
 
-def decoded(payload: memoryview) -> Iterator[JournalFact]:
+def decoded(payload: bytes) -> Iterator[JournalFact]:
     """The facts of several events. Raises `JournalCorrupt`."""
+    return itertools.chain.from_iterable(decoded_events(payload))
+
+
+def decoded_events(payload: bytes) -> Iterator[list[JournalFact]]:
+    """The facts of each event. Raises `JournalCorrupt`."""
     at = 0
     while at < len(payload):
         start = at + LENGTH_NBYTES
         at = start + int.from_bytes(payload[at:start], "little")
         try:
-            yield from _decode(payload[start:at])
+            yield _decode(memoryview(payload)[start:at])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise JournalCorrupt(f"facts that cannot be read: {error}") from None

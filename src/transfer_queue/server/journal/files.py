@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import mmap
 import os
 import re
 import struct
@@ -29,19 +28,22 @@ MAGIC = b"TQJ\n"
 FRAME = struct.Struct("<4sQQQQ")  # magic, bytes, xxh3-64 of all that follows, position, time.time_ns()
 CHECKED = struct.Struct("<QQ")
 NAME = re.compile(r"(snapshot|log|blocks)-(\d{8})")
-LOCK = "lock"
-VACATE_S = 3.0  # how long the server before, or a snapshot of it, may take to end
+LOCK, DRAFT = "lock", ".tmp"
+BUFFER_NBYTES = 1 << 20
+VACATE_S = 3.0  # how long the server before may take to end
 
 
 class Head(msgspec.Struct):
     """The first frame of a snapshot or a log. `position`: the number of the first event in the log with this number.
-    `follows`: it goes on where the log before ends; else it counts only together with its snapshot. `reserved_rows`:
-    of a partition, in the service of a snapshot."""
+    `seed`: random; part of what is checked in the frames after it, so that they are no other file's. `follows`: it goes
+    on where the log before ends; else it counts only together with its snapshot. `reserved_rows`: of a partition, in
+    the service of a snapshot."""
 
     format: int
     kind: str
     number: int
     position: int
+    seed: int
     follows: bool = True
     reserved_rows: int = 0
 
@@ -51,7 +53,7 @@ class Frame(NamedTuple):
 
     offset: int
     position: int
-    payload: memoryview
+    payload: bytes
 
 
 def name_of(kind: str, number: int) -> str:
@@ -64,9 +66,9 @@ def numbers(directory: Path, kind: str) -> list[int]:
     return sorted(int(one[2]) for one in found if one is not None and one[1] == kind)
 
 
-def framed(position: int, payload: Sequence[bytes]) -> list[bytes]:
-    """A frame as buffers, to be written at once."""
-    digest = xxh3_64(checked := CHECKED.pack(position, time.time_ns()))
+def framed(position: int, payload: Sequence[bytes], seed: int = 0) -> list[bytes]:
+    """A frame as buffers, to be written at once; in a file whose head has this seed (0: it is the head)."""
+    digest = xxh3_64(checked := CHECKED.pack(position, time.time_ns()), seed)
     for part in payload:
         digest.update(part)
     size = sum(map(len, payload))
@@ -82,58 +84,95 @@ def write_all(fd: int, parts: Sequence[bytes | memoryview], at: int) -> int:
     return at + len(data)
 
 
-def frames(path: Path) -> Iterator[Frame]:
-    """The frames of a file in order, up to one that was not finished. Raises `JournalCorrupt` for a damaged one."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size:
+class FrameFile:
+    """A file of a journal that is read: its head, and the frames after it up to one that was not finished.
+
+    `head` is None where the machine stopped before it was written.
+    """
+
+    def __init__(self, directory: Path, kind: str, number: int) -> None:
+        """Raises `JournalCorrupt` and `JournalUnsupported`."""
+        self.path = directory / name_of(kind, number)
+        try:
+            self._size = os.stat(self.path).st_size
+            self._file = open(self.path, "rb", buffering=BUFFER_NBYTES)  # noqa: SIM115  closed by `close`
+        except FileNotFoundError:
+            raise JournalCorrupt(f"{self.path} is missing") from None
+        first = self._frame(0, 0)
+        if first is None and self._any_frame(1, 0):
+            self.close()
+            raise JournalCorrupt(f"{self.path} is damaged at byte 0")
+        self._at = 0 if first is None else FRAME.size + len(first.payload)
+        self.head = None if first is None else self._head(first, kind, number)
+
+    def _head(self, first: Frame, kind: str, number: int) -> Head:
+        try:
+            head = msgspec.msgpack.decode(first.payload, type=Head)
+        except msgspec.MsgspecError as error:
+            self.close()
+            raise JournalCorrupt(f"{self.path} has no head: {error}") from None
+        if head.format != FORMAT:
+            self.close()
+            raise JournalUnsupported(f"{self.path} is of format {head.format}, this version reads {FORMAT}")
+        if (head.kind, head.number) != (kind, number):
+            self.close()
+            raise JournalCorrupt(f"{self.path} is {name_of(head.kind, head.number)}")
+        return head
+
+    def frames(self) -> Iterator[Frame]:
+        """Those after the head, once. Raises `JournalCorrupt` for a damaged one."""
+        if self.head is None:
             return
-        data = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
-    at = 0
-    while at < size:
-        frame = _frame(data, at)
-        if frame is None:
-            if _any_frame(data, at + 1):
-                raise JournalCorrupt(f"{path} is damaged at byte {at}")
-            log.warning("%s: what was being written at byte %d when its machine stopped is left out", path, at)
-            return
-        yield frame
-        at += FRAME.size + len(frame.payload)
+        last = self.head.position - 1
+        while self._at < self._size:
+            frame = self._frame(self._at, self.head.seed)
+            if frame is None:
+                if self._any_frame(self._at + 1, self.head.seed, last + 1):
+                    raise JournalCorrupt(f"{self.path} is damaged at byte {self._at}")
+                text = "%s: what was being written at byte %d when its machine stopped is left out"
+                log.warning(text, self.path, self._at)
+                return
+            last = frame.position
+            self._at += FRAME.size + len(frame.payload)
+            yield frame
 
+    def _read(self, at: int, nbytes: int) -> bytes:
+        try:
+            self._file.seek(at)
+            return self._file.read(nbytes)
+        except OSError as error:
+            raise JournalCorrupt(f"{self.path} cannot be read at byte {at}: {error}") from error
 
-def _frame(data: memoryview, at: int) -> Frame | None:
-    """The frame there; None where there is no good one."""
-    if at + FRAME.size > len(data):
-        return None
-    magic, size, digest, position, when = FRAME.unpack(data[at : at + FRAME.size])
-    if magic != MAGIC or at + FRAME.size + size > len(data):
-        return None
-    payload = data[at + FRAME.size : at + FRAME.size + size]
-    found = xxh3_64(CHECKED.pack(position, when))
-    found.update(payload)
-    return Frame(at, position, payload) if found.intdigest() == digest else None
+    def _frame(self, at: int, seed: int) -> Frame | None:
+        """The frame there; None where there is no good one."""
+        start = self._read(at, FRAME.size)
+        if len(start) < FRAME.size:
+            return None
+        magic, size, digest, position, when = FRAME.unpack(start)
+        if magic != MAGIC or at + FRAME.size + size > self._size:
+            return None
+        payload = self._read(at + FRAME.size, size)
+        found = xxh3_64(CHECKED.pack(position, when), seed)
+        found.update(payload)
+        return Frame(at, position, payload) if found.intdigest() == digest else None
 
+    def _any_frame(self, at: int, seed: int, position: int = 0) -> bool:
+        """Whether a good frame of this event or a later one begins somewhere from there on."""
+        data = self._read(at, self._size - at)
+        for found in re.finditer(re.escape(MAGIC), data):
+            frame = self._frame(at + found.start(), seed)
+            if frame is not None and frame.position >= position:
+                return True
+        return False
 
-def _any_frame(data: memoryview, at: int) -> bool:
-    """Whether a good frame begins somewhere from there on."""
-    found = re.finditer(re.escape(MAGIC), data[at:])
-    return any(_frame(data, at + one.start()) is not None for one in found)
+    def close(self) -> None:
+        self._file.close()
 
+    def __enter__(self) -> FrameFile:
+        return self
 
-def head_of(path: Path, kind: str, number: int, found: Iterator[Frame]) -> Head:
-    """The head of a file, whose frames these are. Raises `JournalCorrupt` or `JournalUnsupported`."""
-    first = next(found, None)
-    if first is None:
-        raise JournalCorrupt(f"{path} has no head")
-    try:
-        head = msgspec.msgpack.decode(first.payload, type=Head)
-    except msgspec.MsgspecError as error:
-        raise JournalCorrupt(f"{path} has no head: {error}") from None
-    if head.format != FORMAT:
-        raise JournalUnsupported(f"{path} is of format {head.format}, this version reads {FORMAT}")
-    if (head.kind, head.number) != (kind, number):
-        raise JournalCorrupt(f"{path} is {name_of(head.kind, head.number)}")
-    return head
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def sync_directory(directory: Path) -> None:
@@ -150,7 +189,9 @@ def claim(directory: Path) -> int:
     Raises `JournalInUse` where another server holds it, `ConfigError` where there can be none.
     """
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not directory.exists():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_directory(directory.parent)
         held = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"server.journal_dir: {error}") from error

@@ -20,7 +20,7 @@ from transfer_queue.errors import SamplerFailed, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import JournalFact, SnapshotComplete, encoded
-from transfer_queue.server.journal.files import claim, name_of, numbers
+from transfer_queue.server.journal.files import DRAFT, claim, name_of, numbers
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.log import DiskLog, LogFile
 from transfer_queue.server.journal.payloads import Payloads, Place
@@ -33,7 +33,7 @@ log = logging.getLogger("transfer_queue.server")
 LOG_NBYTES, MAX_LOG_NBYTES = 32 << 20, 512 << 20
 AGAIN_S = 1.0
 LOOK_S = 0.1  # how often a writer that waits for the disk looks whether there is space
-CLOSE_S = 60.0  # how long a disk may take for what is left at the end
+CLOSE_S = 8.0  # how long a disk may take for what is left at the end
 SHRINK_EVERY_S = 0.1
 OWNER = b"journal"
 
@@ -60,9 +60,11 @@ class DiskJournal:
         self._sampler: Any = None
         self._snapshots: dict[int, snapshots.SnapshotProcess] = {}
         self._awaited = -1  # the snapshot without which the log does not count
+        self._useless: list[int] = []  # logs that count only with a snapshot that failed
         self._snapshot_nbytes = 0
         self._next_s = 0.0  # no earlier (time.monotonic()) does a long log end
         self._waits_for_first = False  # nobody is served yet
+        self._num_writing = 0  # blocks
         self._complete = asyncio.Event()  # nothing is awaited
         self._freed: deque[tuple[int, Place]] = deque()  # ranges, and the event after which they are
         unit.given_up = self._given_up
@@ -76,22 +78,19 @@ class DiskJournal:
         self._snapshots.clear()
         self._complete = asyncio.Event()
         self._payloads = Payloads(self.directory, self._unit.places.values())
-        self._number = last_number(self.directory) + 1
-        try:
-            file = LogFile(self.directory, self._number, self._position, False)
-        except OSError as error:
-            raise StoreFull(f"server.journal_dir: {self.directory}: {error}") from error
-        self._log = DiskLog(file, self._position, self._fail)
+        self._number = last_number(self.directory)
+        self._log = DiskLog(None, self._position, self._fail)
         self._is_on = True
-        self._await_snapshot()
+        self._begin(follows=False)
 
     async def complete(self) -> None:
         """Wait until all that was promised is on the disk without the log before. Raises `StoreFull` where that could
         not be written."""
         self._waits_for_first = True
-        await self._complete.wait()
+        if not self._is_adrift:
+            await self._complete.wait()
         self._waits_for_first = False
-        if self._awaited >= 0:
+        if self._awaited >= 0 or self._is_adrift:
             raise StoreFull(f"server.journal_dir: no snapshot could be written to {self.directory}; see above")
 
     def settle(self) -> None:
@@ -120,6 +119,8 @@ class DiskJournal:
 
     def check_room(self) -> None:
         """`StoreFull` where the disk has no space for more than was promised."""
+        if self._is_on:
+            self._log.look_again()
         if self._is_on and self._log.is_full:
             raise StoreFull(f"the disk of the journal, {self.directory}, is full")
 
@@ -137,12 +138,13 @@ class DiskJournal:
         if self._unit.is_kept(block) or self._unit.block(block.number) is not block:
             return
         self._unit.pin(block.number, OWNER)
+        self._num_writing += 1
         place: Place | None = None
         try:
             await self._complete.wait()  # what is free in memory may still be in the snapshot before
             place = await self._room(block.nbytes, time.monotonic() + wait_s)
             digest = await asyncio.to_thread(self._payloads.write, place, self._unit.memory(block))
-            if not block.dropped:
+            if not block.dropped and block.number not in self._unit.places:
                 self._unit.stored(block.number, place._replace(digest=digest))
                 place = None
         except OSError as error:
@@ -152,6 +154,7 @@ class DiskJournal:
         finally:
             if place is not None:
                 self._payloads.give(place)
+            self._num_writing -= 1
             self._unit.unpin(block.number, OWNER)
 
     def copied(self, block: int, copy: int) -> None:
@@ -197,8 +200,11 @@ class DiskJournal:
         self._log.go_on_in(file)
         if follows:
             self._fork(follows)
-        else:
-            self._await_snapshot()
+            return
+        for failed in self._useless:  # nobody was told of what is in them
+            (self.directory / name_of("log", failed)).unlink(missing_ok=True)
+        self._useless.clear()
+        self._await_snapshot()
 
     def _retry(self, follows: bool, error: object) -> None:
         log.error("%s: no new log, the next attempt is in %g s: %s", self.directory, AGAIN_S, error)
@@ -226,9 +232,10 @@ class DiskJournal:
         self._controller.state.captures.add(OWNER)
         position = self._log.position if follows else self._log.position - 1
         try:
-            written = snapshots.fork(self.directory, self._number, position, self._controller, self._unit, self.held)
+            written = snapshots.fork(self.directory, self._number, position, self._controller, self._unit)
         except OSError as error:
-            self._controller.state.captures.discard(OWNER)
+            if not self._snapshots:
+                self._controller.state.captures.discard(OWNER)
             self._retry(follows, error)
             return
         self._snapshots[written.number] = written
@@ -244,12 +251,16 @@ class DiskJournal:
         path = self.directory / name_of("snapshot", written.number)
         if status:
             log.error("%s was not written; see above", path)
+            path.with_suffix(DRAFT).unlink(missing_ok=True)
             self._next_s = time.monotonic() + AGAIN_S
             if self._waits_for_first:
                 self._complete.set()
             elif written.number == self._awaited:
+                self._useless.append(written.number)
                 asyncio.get_running_loop().call_later(AGAIN_S, self._begin, False)
             return
+        if not path.exists():
+            return  # a later one was quicker, and replaced it
         self._snapshot_nbytes = path.stat().st_size
         self._shrink()
         self._remove_before(written.number)
@@ -270,7 +281,7 @@ class DiskJournal:
             for one in numbers(self.directory, kind):
                 if one < number:
                     (self.directory / name_of(kind, one)).unlink(missing_ok=True)
-        for path in self.directory.glob("snapshot-????????.tmp"):
+        for path in self.directory.glob(f"snapshot-????????{DRAFT}"):
             if path.stem < name_of("snapshot", number):
                 path.unlink(missing_ok=True)
 
@@ -305,6 +316,8 @@ class DiskJournal:
     async def _finished(self) -> None:
         await self._complete.wait()
         await self._log.flush()
+        while self._num_writing:  # by threads, whose files are about to be closed
+            await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         """Everything is on the disk."""

@@ -73,9 +73,19 @@ class KeptUnit(RecordingUnit):
         return [one for one in self._blocks.values() if one.published and not one.dropped and self.is_kept(one)]
 
     def put_back(self, number: int, nbytes: int) -> Block | None:
-        """Room for a block of this number, which is above those of all blocks here; None where there is none."""
+        """Room for a block of this number; None where there is none.
+
+        What fits in memory and on the disk together may not fit in the pieces that it comes in: then memory takes more
+        than its budget, and nothing else before less is left.
+        """
         self._next = number
-        return self.place_anywhere(nbytes, None)
+        block = self.place_anywhere(nbytes, None)
+        room = self.budget_nbytes + self.spill.budget_nbytes - self.used_nbytes - self.spilled_nbytes
+        if block is None and self.spill.budget_nbytes and nbytes <= room:
+            budget_nbytes, self.budget_nbytes = self.budget_nbytes, self.used_nbytes + 2 * self.shm.rounded(nbytes)
+            block = self.place(nbytes, None)
+            self.budget_nbytes = budget_nbytes
+        return block
 
     def put_next(self, number: int) -> None:
         """The next block gets this number, which is above those of all blocks here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,10 +32,16 @@ class LogFile:
         self.path = directory / name_of("log", number)
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.reserved = 0
-        head = msgspec.msgpack.encode(Head(FORMAT, "log", number, position, follows))
-        self.nbytes = write_all(self.fd, framed(position, [head]), 0)
-        os.fdatasync(self.fd)
-        sync_directory(directory)
+        self._seed = secrets.randbits(63)
+        head = msgspec.msgpack.encode(Head(FORMAT, "log", number, position, self._seed, follows))
+        try:
+            self.nbytes = write_all(self.fd, framed(position, [head]), 0)
+            os.fdatasync(self.fd)
+            sync_directory(directory)
+        except BaseException:
+            os.close(self.fd)
+            self.path.unlink()
+            raise
 
     def reserve(self, nbytes: int) -> bool:
         """Whether the disk has space for so many bytes more, and for what others may still want."""
@@ -47,7 +54,7 @@ class LogFile:
 
     def write(self, position: int, payload: list[bytes]) -> None:
         """Blocks until the frame is on the disk. Raises `OSError`, and then it may be written again."""
-        end = write_all(self.fd, framed(position, payload), self.nbytes)
+        end = write_all(self.fd, framed(position, payload, self._seed), self.nbytes)
         os.fdatasync(self.fd)
         self.nbytes = end
 
@@ -59,9 +66,10 @@ class DiskLog:
     `broken(error)` is called when the disk fails: nothing after that is promised to anybody.
     """
 
-    def __init__(self, file: LogFile, position: int, broken: Callable[[OSError], None]) -> None:
+    def __init__(self, file: LogFile | None, position: int, broken: Callable[[OSError], None]) -> None:
+        """`file` is None where there will be one later (`go_on_in`); nothing is appended before."""
         self.position = self.synced = position
-        self.is_full = not file.reserve(0)  # the disk has no space for more than was promised
+        self.is_full = file is None or not file.reserve(0)  # the disk has no space for more than was promised
         self.pending_nbytes = 0
         self._file = file
         self._broken = broken
@@ -78,7 +86,12 @@ class DiskLog:
 
     @property
     def nbytes(self) -> int:
-        return self._file.nbytes + self.pending_nbytes
+        return self.pending_nbytes + (0 if self._file is None else self._file.nbytes)
+
+    def look_again(self) -> None:
+        """Whether the disk is full still."""
+        if self.is_full and self._file is not None:
+            self.is_full = not self._file.reserve(self.pending_nbytes)
 
     @property
     def lag_s(self) -> float:
@@ -123,11 +136,12 @@ class DiskLog:
 
     def _write(self) -> None:
         while self._later and self.synced == self._later[0][0]:
-            os.close(self._file.fd)
+            if self._file is not None:
+                os.close(self._file.fd)
             self._file = self._later.popleft()[1]
         until = self._later[0][0] if self._later else self.position
         count = until - self.synced
-        if not count:
+        if not count or self._file is None:
             self._idle.set()
             return
         events = [self._events[place] for place in range(count)]
@@ -138,6 +152,7 @@ class DiskLog:
 
     def _written(self, done: Future[None], count: int) -> None:
         error = done.exception()
+        assert self._file is not None
         if isinstance(error, OSError) and error.errno in memfd.NO_SPACE:
             if not self.is_full:
                 log.error("%s: the disk is full; answers wait for space", self._file.path)
@@ -152,8 +167,8 @@ class DiskLog:
         self.synced += count
         self._since = self._began  # at the latest
         self.is_full = not self._file.reserve(self.pending_nbytes)
-        self._release()
         self._write()
+        self._release()
 
     def _release(self) -> None:
         while self._held and self._held[0][0] <= self.kept:
@@ -167,4 +182,5 @@ class DiskLog:
         """Nothing more is written."""
         self._thread.shutdown()
         for file in (self._file, *(file for _, file in self._later)):
-            os.close(file.fd)
+            if file is not None:
+                os.close(file.fd)

@@ -51,7 +51,7 @@ class Payloads:
     def _open(self, number: int, nbytes: int = 0) -> None:
         fd = os.open(self._directory / name_of("blocks", number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         size = max(os.fstat(fd).st_size, FILE_NBYTES, nbytes)
-        self._files[number] = fd, Extents(size, PAGE)
+        self._files[number] = fd, Extents(-(-size // PAGE) * PAGE, PAGE)
 
     def take(self, nbytes: int) -> Place:
         """A range that can be written. Raises `StoreFull` where the disk has no space for it."""
@@ -67,7 +67,7 @@ class Payloads:
             return place
         number = max(self._files, default=-1) + 1
         try:
-            self._open(number, -(-nbytes // PAGE) * PAGE)
+            self._open(number, nbytes)
             sync_directory(self._directory)
         except OSError as error:
             raise StoreFull(f"{nbytes} bytes do not fit: {self._directory}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import NamedTuple
@@ -11,15 +12,15 @@ from transfer_queue.controller.recovery import Recovery
 from transfer_queue.errors import JournalCorrupt, StoreFull
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import (
-    LENGTH_NBYTES,
     BlockLogged,
     BlockRenamed,
     BlockStored,
     JournalFact,
     SnapshotComplete,
     decoded,
+    decoded_events,
 )
-from transfer_queue.server.journal.files import Frame, frames, head_of, name_of, numbers
+from transfer_queue.server.journal.files import DRAFT, FrameFile, name_of, numbers
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.payloads import Payloads, Place
 
@@ -35,7 +36,7 @@ class Recovered(NamedTuple):
 
 def last_number(directory: Path) -> int:
     """Of all logs and snapshots, begun ones included; -1 where there are none."""
-    drafts = [int(path.stem.rpartition("-")[2]) for path in directory.glob("snapshot-????????.tmp")]
+    drafts = [int(path.stem.rpartition("-")[2]) for path in directory.glob(f"snapshot-????????{DRAFT}")]
     return max([*numbers(directory, "log"), *numbers(directory, "snapshot"), *drafts], default=-1)
 
 
@@ -46,24 +47,20 @@ def recover(directory: Path, controller: Controller, unit: KeptUnit) -> Recovere
     it is of another sampler, and `StoreFull` where the blocks do not fit.
     """
     snapshot = max(numbers(directory, "snapshot"), default=-1)
-    logs = [number for number in numbers(directory, "log") if number >= snapshot]
-    if logs and logs[-1] > snapshot and next(frames(directory / name_of("log", logs[-1])), None) is None:
-        del logs[-1]  # its machine stopped when it was begun
+    logs = _logs(directory, snapshot)
     if snapshot < 0:
-        if any(_follows(directory, number, snapshot) for number in logs):
+        if logs:
             raise JournalCorrupt(f"{directory}: there are logs, and the snapshot that they follow is missing")
         return Recovered(0, last_number(directory))
+    if logs[:1] != [snapshot]:
+        raise JournalCorrupt(f"{directory / name_of('log', snapshot)} is missing")
     found = snapshots.read(directory, snapshot)
     blocks = KnownBlocks()
     for fact in found.blocks:
         blocks.apply(fact)
     recovery = Recovery(controller, found.state, found.numbers, found.head.reserved_rows)
     position = found.head.position
-    if logs[:1] != [snapshot]:
-        raise JournalCorrupt(f"{directory / name_of('log', snapshot)} is missing")
     for number in logs:
-        if not _follows(directory, number, snapshot):
-            break  # what came after it was promised to nobody
         position = _replay(directory, number, position, recovery, blocks)
     recovery.finish()
     blocks.put_back(directory, controller, unit)
@@ -71,48 +68,48 @@ def recover(directory: Path, controller: Controller, unit: KeptUnit) -> Recovere
     return Recovered(position, last_number(directory))
 
 
-def _follows(directory: Path, number: int, snapshot: int) -> bool:
-    """Whether a log counts with this snapshot; else only with one that was not finished. Raises `JournalCorrupt` where
-    that was, and is missing."""
-    path = directory / name_of("log", number)
-    if number == snapshot:
-        return True
-    found = frames(path)
-    if head_of(path, "log", number, found).follows:
-        return True
-    if any(fact == SnapshotComplete(number) for frame in found for fact in decoded(frame.payload)):
-        raise JournalCorrupt(f"{directory / name_of('snapshot', number)} is missing")
-    return False
+def _logs(directory: Path, snapshot: int) -> list[int]:
+    """The logs that count with this snapshot (-1: there is none). Raises `JournalCorrupt` where a later one is missing.
+
+    A log without a head is one whose machine stopped, or whose disk was full, when it was begun. One that does not
+    follow the log before counts with a snapshot of its own; without that, nobody was told of anything since.
+    """
+    found = []
+    for number in numbers(directory, "log"):
+        if number < snapshot:
+            continue
+        with FrameFile(directory, "log", number) as file:
+            if file.head is None:
+                continue
+            if number > snapshot and not file.head.follows:
+                facts = (fact for frame in file.frames() for fact in decoded(frame.payload))
+                if any(fact == SnapshotComplete(number) for fact in facts):
+                    raise JournalCorrupt(f"{directory / name_of('snapshot', number)} is missing")
+                break
+        found.append(number)
+    return found
 
 
 def _replay(directory: Path, number: int, position: int, recovery: Recovery, blocks: KnownBlocks) -> int:
     """Carry out the facts of a log; returns the number of the next event."""
-    path = directory / name_of("log", number)
-    found = frames(path)
-    head = head_of(path, "log", number, found)
-    if head.position > position and next(found, None) is None:
-        return position  # the machine stopped when it was begun: the end of the one before was not written yet
-    if head.position != position:
-        raise JournalCorrupt(f"{path} begins with event {head.position}, the one before it ends with {position}")
-    for frame in found:
-        if frame.position != position:
-            raise JournalCorrupt(f"{path}: event {frame.position} at byte {frame.offset}, expected {position}")
-        position += _num_events(frame)
-        try:
-            for fact in decoded(frame.payload):
-                if not blocks.apply(fact):
-                    recovery.apply(fact)  # type: ignore[arg-type]
-        except JournalCorrupt as error:
-            raise JournalCorrupt(f"{path}, byte {frame.offset}: {error}") from error
+    with FrameFile(directory, "log", number) as file:
+        assert file.head is not None
+        begins = file.head.position
+        for frame in file.frames():
+            if begins != position or frame.position != position:
+                raise JournalCorrupt(
+                    f"{file.path}: event {frame.position} at byte {frame.offset}, expected was {position}"
+                )
+            events = list(decoded_events(frame.payload))
+            position += len(events)
+            begins = position
+            try:
+                for fact in itertools.chain.from_iterable(events):
+                    if not blocks.apply(fact):
+                        recovery.apply(fact)  # type: ignore[arg-type]
+            except JournalCorrupt as error:
+                raise JournalCorrupt(f"{file.path}, byte {frame.offset}: {error}") from error
     return position
-
-
-def _num_events(frame: Frame) -> int:
-    at = count = 0
-    while at < len(frame.payload):
-        at += LENGTH_NBYTES + int.from_bytes(frame.payload[at : at + LENGTH_NBYTES], "little")
-        count += 1
-    return count
 
 
 class KnownBlocks:
@@ -153,15 +150,18 @@ class KnownBlocks:
         places = {number: self._large[number][1] for number in wanted if number in self._large}
         payloads = Payloads(directory, places.values())
         try:
-            for number in wanted:
+            for number in sorted(wanted, key=self._nbytes, reverse=True):
                 self._put_back(number, payloads, unit)
         finally:
             payloads.close()
         unit.put_next(self._last + 1)
 
-    def _put_back(self, number: int, payloads: Payloads, unit: KeptUnit) -> None:
+    def _nbytes(self, number: int) -> int:
         small = self._small.get(number)
-        nbytes = len(small.data) if small is not None else self._large[number][1].nbytes
+        return len(small.data) if small is not None else self._large[number][1].nbytes
+
+    def _put_back(self, number: int, payloads: Payloads, unit: KeptUnit) -> None:
+        small, nbytes = self._small.get(number), self._nbytes(number)
         block = unit.put_back(number, nbytes)
         if block is None:
             raise StoreFull(f"the journal has more than there is room for: {unit.full(nbytes)}")

@@ -8,8 +8,9 @@ Nothing that the fork reads changes: its memory is a copy, and blocks of before 
 from __future__ import annotations
 
 import gc
-import logging
+import itertools
 import os
+import secrets
 import sys
 import traceback
 import warnings
@@ -26,11 +27,11 @@ from transfer_queue.errors import JournalCorrupt
 from transfer_queue.server.forks import disconnect
 from transfer_queue.server.journal.facts import BlockLogged, BlockStored, JournalFact, decoded, encoded
 from transfer_queue.server.journal.files import (
+    DRAFT,
     FORMAT,
+    FrameFile,
     Head,
     framed,
-    frames,
-    head_of,
     name_of,
     sync_directory,
     write_all,
@@ -38,8 +39,6 @@ from transfer_queue.server.journal.files import (
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire.arrays import numbers_of
-
-log = logging.getLogger("transfer_queue.server")
 
 PART_NBYTES = 8 << 20
 END = b"end"
@@ -49,7 +48,7 @@ class ReadSnapshot(NamedTuple):
     """A state, which is opaque here, the blocks that it refers to, and what is known of these and others."""
 
     head: Head
-    state: memoryview
+    state: bytes
     numbers: list[int]
     blocks: list[JournalFact]
 
@@ -62,26 +61,31 @@ class SnapshotProcess(NamedTuple):
     watch: int
 
 
-def fork(
-    directory: Path, number: int, position: int, controller: Controller, unit: KeptUnit, held: int
-) -> SnapshotProcess:
-    """Begin to write a snapshot of now. `held`: the descriptor that claims the directory. Raises `OSError`."""
+def fork(directory: Path, number: int, position: int, controller: Controller, unit: KeptUnit) -> SnapshotProcess:
+    """Begin to write a snapshot of now. Raises `OSError`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of theirs
         pid = os.fork()
     if not pid:
-        _write_and_exit(directory, Head(FORMAT, "snapshot", number, position, True, controller.reserved_rows),
-                        controller, unit, held)  # fmt: skip
+        _write_and_exit(directory, head_of(number, position, controller), controller, unit)
     return SnapshotProcess(number, pid, os.pidfd_open(pid))
 
 
-def _write_and_exit(directory: Path, head: Head, controller: Controller, unit: KeptUnit, held: int) -> NoReturn:
-    """The fork's whole life. It is deep inside the server's event loop, which is never run again, nor taken apart."""
+def head_of(number: int, position: int, controller: Controller) -> Head:
+    """Of a snapshot of now, after which event `position` is the next."""
+    return Head(FORMAT, "snapshot", number, position, secrets.randbits(63), True, controller.reserved_rows)
+
+
+def _write_and_exit(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -> NoReturn:
+    """The fork's whole life. It is deep inside the server's event loop, which is never run again, nor taken apart.
+
+    It does not hold the directory: a server that begins meanwhile has higher numbers, and removes what this one left.
+    """
     status = 1
     try:
         gc.freeze()
         gc.disable()
-        disconnect({held})
+        disconnect(set())
         write(directory, head, controller, unit)
         status = 0
     finally:
@@ -91,18 +95,16 @@ def _write_and_exit(directory: Path, head: Head, controller: Controller, unit: K
 
 
 def write(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -> None:
-    """Blocks until it is on the disk under its name. Raises `OSError`, and `SamplerFailed`."""
+    """Blocks until it is on the disk under its name. Raises `OSError`."""
     path = directory / name_of("snapshot", head.number)
-    draft = path.with_suffix(".tmp")
+    draft = path.with_suffix(DRAFT)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        at = write_all(fd, framed(0, [msgspec.msgpack.encode(head)]), 0)
-        state, numbers = exported(controller.state)
-        for part in ([state], [np.array(numbers, np.int64).tobytes()]):
-            at = write_all(fd, framed(0, part), at)
-        for part in _parts(unit):
-            at = write_all(fd, framed(0, part), at)
-        write_all(fd, framed(0, [END]), at)
+        at = write_all(fd, framed(head.position, [msgspec.msgpack.encode(head)]), 0)
+        state, numbers = exported(controller.state, strict=False)
+        parts = itertools.chain(([state], [np.array(numbers, np.int64).tobytes()]), _parts(unit), ([END],))
+        for place, part in enumerate(parts):
+            at = write_all(fd, framed(head.position + place, part, head.seed), at)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -132,13 +134,10 @@ def _parts(unit: KeptUnit) -> Iterator[list[bytes]]:
 
 def read(directory: Path, number: int) -> ReadSnapshot:
     """Raises `JournalCorrupt` and `JournalUnsupported`."""
-    path = directory / name_of("snapshot", number)
-    found = frames(path)
-    head = head_of(path, "snapshot", number, found)
-    parts = [frame.payload for frame in found]
-    if len(parts) < 3 or parts[-1] != END:
-        raise JournalCorrupt(f"{path} has no end")
-    state, numbers, *blocks, _ = parts
-    return ReadSnapshot(
-        head, state, numbers_of(bytes(numbers)).tolist(), [one for part in blocks for one in decoded(part)]
-    )
+    with FrameFile(directory, "snapshot", number) as file:
+        parts = [frame.payload for frame in file.frames()]
+        if file.head is None or len(parts) < 3 or parts[-1] != END:
+            raise JournalCorrupt(f"{file.path} has no end")
+    state, blocks_of_state, *blocks, _ = parts
+    known = [fact for part in blocks for fact in decoded(part)]
+    return ReadSnapshot(file.head, state, numbers_of(blocks_of_state).tolist(), known)
