@@ -70,6 +70,7 @@ def picture(service: Service) -> dict[str, Any]:
     controller, unit = service.controller, service.unit
     assert isinstance(controller, Controller)
     fetching, leases = controller._fetching, controller._leases
+    held = {one.block.number: one.owner for blocks in service._held.values() for one in blocks}  # will be asked again
     return {
         "state": exported(controller.state),
         "leases": {
@@ -96,8 +97,8 @@ def picture(service: Service) -> dict[str, Any]:
         "stale": dict(controller.staleness.num_stale),
         "unfinished": controller.unfinished,
         "blocks": sorted(
-            (one.number, one.arena, one.offset, one.nbytes, one.owner, one.layout, one.digest, one.pins, one.published,
-             one.dropped)
+            (one.number, one.arena, one.offset, one.nbytes, held.get(one.number, one.owner), one.layout, one.digest,
+             one.pins, one.published, one.dropped)
             for one in unit._blocks.values()
         ),
         "next block": unit._next,

@@ -220,6 +220,76 @@ def test_a_journal_is_as_long_as_what_is_alive(machine: Machine) -> None:
     assert machine.reboot().client.stats()["rows"] < 3
 
 
+# what a reviewer found
+
+
+def test_rows_that_waited_for_room_come_back(start_host: Start, tmp_path: Path) -> None:
+    machine = Machine(lambda **more: start_host(max_rows=8, **more), tmp_path / "journal")
+    client = machine.host.client
+    first = put(client, 1.0, 7)
+    waiting = threading.Thread(target=put, args=(client, 2.0, 4))
+    waiting.start()
+    until(lambda: client.stats()["waiting_requests"] == 1, "the put that waits")
+    client.clear_samples(first[:5])
+    waiting.join()
+    client = machine.reboot().client
+    assert sorted(firsts(client.get_data(fetch(client, 6)))) == [1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_a_sampler_that_remembers_the_same_again_remembers_it(start_host: Start, tmp_path: Path) -> None:
+    """A loop that repeats a step after it loaded a checkpoint."""
+    settings = {"sampler": {"class": "RankAwareSampler"}}
+    machine = Machine(lambda **more: start_host(**{**settings, **more}), tmp_path / "journal")
+    client = machine.host.client
+    put(client, 1.0, 4)
+    checkpoint.save(client.session, tmp_path / "saved")
+    asks = {"sampling_config": {"dp_rank": 0, "batch_index": 0}}
+    taken = fetch(client, 2, **asks).global_indexes
+    checkpoint.load(client.session, tmp_path / "saved")
+    assert fetch(client, 2, **asks).global_indexes == taken
+    client = machine.reboot().client
+    assert fetch(client, 2, **asks).global_indexes == taken
+
+
+def test_what_fits_in_memory_and_disk_in_pieces_comes_back(start_host: Start, tmp_path: Path) -> None:
+    (tmp_path / "spill").mkdir()
+    more = {"spill_dir": str(tmp_path / "spill"), "spill_nbytes": 66 * MIB, "budget_nbytes": 66 * MIB}
+    machine = Machine(lambda **settings: start_host(**{**settings, **more}), tmp_path / "journal")
+    sizes = {f"p{number}": number for number in (23, 30, 14, 37)}
+    for name, size in sizes.items():
+        put(machine.host.client, float(size), 1, name, size << 18)
+    client = machine.reboot().client
+    for name, size in sizes.items():
+        assert firsts(client.get_data(fetch(client, 1, partition=name))) == [float(size)]
+
+
+def test_logs_that_were_begun_on_a_full_disk_are_no_loss(machine: Machine) -> None:
+    meta = put(machine.host.client, 1.0)
+    machine.lose_power()
+    last = int(machine.files("log")[-1].name[-8:])
+    for number in (last + 1, last + 2):
+        (machine.directory / f"log-{number:08d}").touch()
+    assert firsts(machine.boot().client.get_data(meta)) == [1.0, 1.0]
+
+
+def test_a_stop_waits_for_blocks_that_are_being_written(machine: Machine) -> None:
+    client = machine.host.client
+    writer = threading.Thread(target=_put_until_the_end, args=(client,))
+    writer.start()
+    until(lambda: client.stats()["rows"] > 0, "the first put")
+    machine.host.server.stop()
+    writer.join()
+    client = machine.boot().client
+    assert all(one == 1.0 for name in client.get_partition_list() for one in firsts(client.get_data(
+        fetch(client, 2, partition=name))))  # fmt: skip
+
+
+def _put_until_the_end(client: Any) -> None:
+    with contextlib.suppress(TransferQueueError):
+        for number in range(1000):
+            put(client, 1.0, partition=f"p{number}", width=20 * LARGE)
+
+
 # those who stay
 
 
@@ -342,12 +412,12 @@ def test_a_damaged_file_is_named_and_left_as_it_is(machine: Machine, kind: str) 
     machine.lose_power()
     path = machine.files(kind)[0]
     data = bytearray(path.read_bytes())
-    data[150] ^= 1
+    data[600] ^= 1
     path.write_bytes(data)
     with pytest.raises(JournalCorrupt, match=str(path)):
         machine.boot()
     assert path.read_bytes() == bytes(data)
-    data[150] ^= 1
+    data[600] ^= 1
     path.write_bytes(data)
     assert len(fetch(machine.boot().client, 6).global_indexes) == 6
 

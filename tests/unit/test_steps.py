@@ -572,3 +572,24 @@ def test_attempts_are_forgotten_once_a_row_was_used() -> None:
     box.resume(0)
     box.nack(box.lend(1)[0])
     assert box.lend(1)[1] == rows
+
+
+def test_a_reset_of_one_partition_offers_what_was_kept_in_others() -> None:
+    box = Box()
+    box.mark(0)
+    found = {name: indexes(box.put(4, partition=name)) for name in ("p", "q")}
+    for name in found:
+        box.fetch(4, partition=name)
+    box.resume(0)
+    box.reset("t")
+    assert {name: box.fetch(4, partition=name) for name in found} == found
+
+
+def test_a_row_that_was_cleared_before_its_deal_comes_again_takes_no_other_with_it() -> None:
+    box, rows = filled(8)
+    shares = [deal(box, rank, 0)[1] for rank in (0, 1)]
+    box.resume(0)
+    box.clear(shares[1][:1])
+    assert deal(box, 0, 0)[1] == shares[0]
+    box.controller.check_invariants()
+    assert set(rows) - set(shares[0]) - {shares[1][0]} <= {*deal(box, 1, 0)[1], *rows}

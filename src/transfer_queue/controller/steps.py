@@ -260,9 +260,10 @@ class Steps:
 
     def _forget(self, name: str) -> None:
         known = self._tasks.pop(name)
+        gone = [*known.again, *known.deals]
         for table in list(self._tables.values()):
             if name in table.tasks:
-                self._let_go(known, table, name, [*known.again, *known.deals])
+                self._let_go(known, table, name, gone)
 
     # requests
 

@@ -29,6 +29,7 @@ FRAME = struct.Struct("<4sQQQQ")  # magic, bytes, xxh3-64 of all that follows, p
 CHECKED = struct.Struct("<QQ")
 NAME = re.compile(r"(snapshot|log|blocks)-(\d{8})")
 LOCK, DRAFT = "lock", ".tmp"
+HEAD_NBYTES = 512  # the first frame, and zeros
 BUFFER_NBYTES = 1 << 20
 VACATE_S = 3.0  # how long the server before may take to end
 
@@ -75,6 +76,12 @@ def framed(position: int, payload: Sequence[bytes], seed: int = 0) -> list[bytes
     return [FRAME.pack(MAGIC, size, digest.intdigest(), *CHECKED.unpack(checked)), *payload]
 
 
+def headed(head: Head) -> list[bytes]:
+    """The beginning of a file as buffers, `HEAD_NBYTES` in all."""
+    parts = framed(head.position, [msgspec.msgpack.encode(head)])
+    return [*parts, bytes(HEAD_NBYTES - sum(map(len, parts)))]
+
+
 def write_all(fd: int, parts: Sequence[bytes | memoryview], at: int) -> int:
     """Write buffers one after the other at an offset; returns the offset after them. Raises `OSError`."""
     data = memoryview(b"".join(parts))
@@ -99,10 +106,10 @@ class FrameFile:
         except FileNotFoundError:
             raise JournalCorrupt(f"{self.path} is missing") from None
         first = self._frame(0, 0)
-        if first is None and self._any_frame(1, 0):
+        if first is None and self._size > HEAD_NBYTES:  # what is behind it was written when it was on the disk
             self.close()
             raise JournalCorrupt(f"{self.path} is damaged at byte 0")
-        self._at = 0 if first is None else FRAME.size + len(first.payload)
+        self._at = HEAD_NBYTES
         self.head = None if first is None else self._head(first, kind, number)
 
     def _head(self, first: Frame, kind: str, number: int) -> Head:

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
-
 from transfer_queue.memory import memfd
-from transfer_queue.server.journal.files import FORMAT, Head, framed, name_of, sync_directory, write_all
+from transfer_queue.server.journal.files import FORMAT, Head, framed, headed, name_of, sync_directory, write_all
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -33,9 +31,9 @@ class LogFile:
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.reserved = 0
         self._seed = secrets.randbits(63)
-        head = msgspec.msgpack.encode(Head(FORMAT, "log", number, position, self._seed, follows))
+        head = Head(FORMAT, "log", number, position, self._seed, follows)
         try:
-            self.nbytes = write_all(self.fd, framed(position, [head]), 0)
+            self.nbytes = write_all(self.fd, headed(head), 0)
             os.fdatasync(self.fd)
             sync_directory(directory)
         except BaseException:

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import msgspec
 import numpy as np
 
 from transfer_queue.controller import Controller
@@ -32,6 +31,7 @@ from transfer_queue.server.journal.files import (
     FrameFile,
     Head,
     framed,
+    headed,
     name_of,
     sync_directory,
     write_all,
@@ -100,7 +100,7 @@ def write(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -
     draft = path.with_suffix(DRAFT)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        at = write_all(fd, framed(head.position, [msgspec.msgpack.encode(head)]), 0)
+        at = write_all(fd, headed(head), 0)
         state, numbers = exported(controller.state, strict=False)
         parts = itertools.chain(([state], [np.array(numbers, np.int64).tobytes()]), _parts(unit), ([END],))
         for place, part in enumerate(parts):
