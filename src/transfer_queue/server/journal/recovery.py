@@ -93,16 +93,12 @@ def _logs(directory: Path, snapshot: int) -> list[int]:
 def _replay(directory: Path, number: int, position: int, recovery: Recovery, blocks: KnownBlocks) -> int:
     """Carry out the facts of a log; returns the number of the next event."""
     with FrameFile(directory, "log", number) as file:
-        assert file.head is not None
-        begins = file.head.position
         for frame in file.frames():
-            if begins != position or frame.position != position:
-                raise JournalCorrupt(
-                    f"{file.path}: event {frame.position} at byte {frame.offset}, expected was {position}"
-                )
+            if frame.position != position:
+                text = f"event {frame.position} at byte {frame.offset}, expected was {position}"
+                raise JournalCorrupt(f"{file.path}: {text}")
             events = list(decoded_events(frame.payload))
             position += len(events)
-            begins = position
             try:
                 for fact in itertools.chain.from_iterable(events):
                     if not blocks.apply(fact):
