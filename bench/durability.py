@@ -154,9 +154,8 @@ def saturation(rounds: int) -> None:
         print(text, flush=True)
 
 
-def take_over(count: int, one_by_one: bool) -> None:
+def take_over(count: int, one_by_one: bool, place: Place) -> None:
     """Kill a server with so many rows, under load; until the next call is answered."""
-    place = Place("process", 16 * GIB)
     if one_by_one:
         line = Line(place.path, 0, True)
         line.socket.setblocking(True)
@@ -195,10 +194,10 @@ def main() -> None:
     options = parser.parse_args()
     calls(options.rounds)
     saturation(options.rounds)
-    take_over(10_000, one_by_one=False)
-    take_over(10_000, one_by_one=True)
+    take_over(10_000, False, Place("process", 16 * GIB))
+    take_over(10_000, True, Place("process", 16 * GIB))
     if options.million:
-        take_over(1_000_000, one_by_one=True)
+        take_over(1_000_000, True, Place("process", 16 * GIB))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bench.durability import GIB, LARGE, MANY, ONE, Place, put_large, put_many, put_one
+from bench.durability import GIB, LARGE, MANY, ONE, Place, put_large, put_many, put_one, take_over
 from bench.saturation import drive
 from transfer_queue.client.client import TransferQueueClient
 
@@ -185,6 +185,8 @@ def main() -> None:
         back(os.path.join(directory, "together"), "put 1024 at once", put_together(1_000_000))
         back(os.path.join(directory, "columns"), "put 1024 at once, 302 MB", put_columns(10))
         growth(os.path.join(directory, "growth"))
+        for count in (10_000, 200_000, 1_000_000):
+            take_over(count, True, Journaled(os.path.join(directory, f"killed-{count}"), 16 * GIB))
 
 
 if __name__ == "__main__":
