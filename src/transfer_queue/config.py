@@ -273,6 +273,8 @@ def _spill_dir(simple: Any) -> str | None:
 def _directory(value: Any, name: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"{name}: expected a directory, got {value!r}")
+    if value is not None and not value.strip():
+        raise ConfigError(f"{name}: an empty path; null is none")
     return None if value is None else os.path.abspath(os.path.expanduser(value))
 
 
@@ -285,7 +287,8 @@ def _durability(value: Any, joins: bool, journal_dir: str | None) -> Durability:
     if value not in get_args(Durability):
         raise ConfigError(f"server.durability: expected {' or '.join(get_args(Durability))}, got {value!r}")
     if (value == "machine") != (journal_dir is not None):
-        raise ConfigError(f"server.durability: {value}, and server.journal_dir is {journal_dir}: machine needs one")
+        needed = "machine needs a directory" if journal_dir is None else "with a directory it is machine, or null"
+        raise ConfigError(f"server.durability: {value}, and server.journal_dir is {journal_dir}: {needed}")
     return cast(Durability, value)
 
 

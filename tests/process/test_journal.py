@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import torch
 from conftest import until
-from hosts import LARGE, Host, firsts, rows
+from hosts import CLIENT, LARGE, Host, firsts, rows
 from test_arena_limits import SMALL_DISK
 from test_cli import ENVIRONMENT
 from test_standby import kill, standby_of
@@ -37,6 +37,7 @@ from transfer_queue.errors import (
     LeaseExpired,
     ServiceRestarted,
     ServiceUnavailable,
+    StoreFull,
     TransferQueueError,
 )
 from transfer_queue.server.journal.files import Head, framed
@@ -446,15 +447,39 @@ def test_another_format_is_refused(machine: Machine) -> None:
 def test_another_sampler_is_refused(machine: Machine) -> None:
     put(machine.host.client, 1.0)
     machine.lose_power()
-    with pytest.raises(InvalidInput, match="sampler"):
+    with pytest.raises(InvalidInput, match=f"journal in {machine.directory} .* sampler"):
         machine.boot(sampler={"class": "RankAwareSampler"})
+
+
+def test_a_journal_that_is_removed_promises_nothing_and_the_rows_can_be_saved(
+    start_host: Start, tmp_path: Path
+) -> None:
+    settings = {"client": {**CLIENT, "timeout_s": 1.0}}
+    machine = Machine(lambda **more: start_host(**{**settings, **more}), tmp_path / "journal")
+    client = machine.host.client
+    meta = put(client, 1.0)
+    standby_of(client)
+    shutil.rmtree(machine.directory)
+    for turn in range(2):
+        with pytest.raises((StoreFull, TimeoutError)):
+            put(client, 2.0, partition="q")
+        assert firsts(client.get_data(meta)) == [1.0, 1.0]
+        checkpoint.save(client.session, tmp_path / "saved")
+        if not turn:
+            kill(client.stats()["pid"])
+            until(lambda: client.stats()["takeovers"] == 1, "the standby")
+    host = machine.reboot()
+    checkpoint.load(host.client.session, tmp_path / "saved")
+    assert firsts(host.client.get_data(fetch(host.client, 2))) == [1.0, 1.0]
 
 
 def test_a_journal_and_the_policy_go_together(service: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"server\.journal_dir"):
         service(server={"durability": "machine"})
-    with pytest.raises(ConfigError, match=r"server\.journal_dir"):
+    with pytest.raises(ConfigError, match=r"server\.journal_dir.*machine, or null"):
         service(server={"durability": "process", "journal_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"server\.journal_dir: an empty path"):
+        service(server={"journal_dir": ""})
 
 
 # from outside

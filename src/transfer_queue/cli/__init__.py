@@ -36,7 +36,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Serve TCP on this address too; needs a token.")] = None,
     port: Annotated[int, typer.Option(help="TCP port; 0 takes any free one.")] = 0,
     journal: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="Directory of a journal: the rows outlive the machine, and those that are in it come back."),
     ] = None,
     join: Annotated[
@@ -59,7 +59,7 @@ def serve(
         full.server.host, full.server.port, full.server.join = host, port, join
         full.server.token_file = None if token_file is None else str(token_file)
     if journal is not None:
-        full.server.journal_dir = str(journal)
+        full.server.journal_dir = journal
     if unit_token_file is not None:
         full.server.unit_token_file = str(unit_token_file)
     config = settings.server_config(full, run_dir or full.run_dir or local.new_run_dir(), owner_pid=0)

@@ -176,7 +176,8 @@ class Session:
 
     @property
     def _gone(self) -> str:
-        return f"the server (pid {self.server_pid}) at {self.address} is gone, and the rows it held are lost"
+        lost = "the rows it held are lost, unless they are in a journal"
+        return f"the server (pid {self.server_pid}) at {self.address} is gone, and {lost}"
 
     def _restarted(self, why: str) -> str:
         return f"{self._gone}: {why}. The next call works on what is there now"

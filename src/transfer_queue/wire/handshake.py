@@ -114,7 +114,9 @@ def _mac(token: str, label: bytes, client_nonce: bytes, server_nonce: bytes) -> 
 def check_life(expected: Life, found: Life) -> None:
     """`ServiceRestarted` when a caller holds on to another life than the one that is there. Both ends check."""
     if expected.service and expected.service != found.service:
-        raise ServiceRestarted("another service is here now: that of before ended, and its rows are lost")
+        raise ServiceRestarted(
+            "another service is here now: that of before ended, and with it all rows but those of a journal"
+        )
     if expected.unit and expected.unit != found.unit:
         raise ServiceRestarted("the server here was started anew: the rows that its predecessor held are lost")
 

@@ -16,7 +16,7 @@ from typing import Any
 from transfer_queue.controller import Controller
 from transfer_queue.controller.facts import SamplerIs
 from transfer_queue.controller.snapshot import sampler_state
-from transfer_queue.errors import SamplerFailed, StoreFull
+from transfer_queue.errors import JournalCorrupt, SamplerFailed, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import JournalFact, SnapshotComplete, encoded
@@ -62,6 +62,7 @@ class DiskJournal:
         self._awaited = -1  # the snapshot without which the log does not count
         self._useless: list[int] = []  # logs that count only with a snapshot that failed
         self._snapshot_nbytes = 0
+        self._why = ""  # the last attempt failed
         self._next_s = 0.0  # no earlier (time.monotonic()) does a long log end
         self._waits_for_first = False  # nobody is served yet
         self._num_writing = 0  # blocks
@@ -77,11 +78,23 @@ class DiskJournal:
         self._freed.clear()
         self._snapshots.clear()
         self._complete = asyncio.Event()
-        self._payloads = Payloads(self.directory, self._unit.places.values())
-        self._number = last_number(self.directory)
         self._log = DiskLog(None, self._position, self._fail)
         self._is_on = True
+        try:
+            self._payloads = Payloads(self.directory, self._unit.places.values())
+            self._number = last_number(self.directory)
+        except (FileNotFoundError, JournalCorrupt) as error:
+            self._give_up(error)
+            return
         self._begin(follows=False)
+
+    def _give_up(self, error: Exception) -> None:
+        """The standby took over, and somebody removed the journal: rows can be read, and saved as a checkpoint."""
+        log.critical("%s: nothing can be promised any more, answers wait: %s", self.directory, error)
+        self.directory.mkdir(exist_ok=True)
+        self._payloads = Payloads(self.directory, ())
+        self._is_adrift = True
+        self._log.shut(before=True)
 
     async def complete(self) -> None:
         """Wait until all that was promised is on the disk without the log before. Raises `StoreFull` where that could
@@ -91,7 +104,9 @@ class DiskJournal:
             await self._complete.wait()
         self._waits_for_first = False
         if self._awaited >= 0 or self._is_adrift:
-            raise StoreFull(f"server.journal_dir: no snapshot could be written to {self.directory}; see above")
+            free = os.statvfs(self.directory)
+            text = f"{self._why or 'see the log of the server'}; {free.f_bavail * free.f_frsize} bytes are free"
+            raise StoreFull(f"server.journal_dir: no snapshot could be written to {self.directory}: {text}")
 
     def settle(self) -> None:
         """An event is over: what came of it is written down before anybody is told."""
@@ -122,7 +137,7 @@ class DiskJournal:
         if self._is_on:
             self._log.look_again()
         if self._is_on and self._log.is_full:
-            raise StoreFull(f"the disk of the journal, {self.directory}, is full")
+            raise StoreFull(f"the disk of the journal, {self.directory}, is full, or the journal was removed from it")
 
     # blocks
 
@@ -208,6 +223,7 @@ class DiskJournal:
 
     def _retry(self, follows: bool, error: object) -> None:
         log.error("%s: no new log, the next attempt is in %g s: %s", self.directory, AGAIN_S, error)
+        self._why = str(error)
         self._next_s = time.monotonic() + AGAIN_S
         if not follows:
             self._log.shut(self._is_adrift)
@@ -308,6 +324,7 @@ class DiskJournal:
         if not self._is_on:
             return {}
         return {
+            "journal_dir": str(self.directory),
             "journal_nbytes": self._log.nbytes + self._snapshot_nbytes,
             "journal_blocks_nbytes": self._payloads.used_nbytes,
             "journal_lag_s": self._log.lag_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -43,12 +44,18 @@ class LogFile:
 
     def reserve(self, nbytes: int) -> bool:
         """Whether the disk has space for so many bytes more, and for what others may still want."""
+        if self.is_removed:
+            return False
         wanted = self.nbytes + nbytes
         if wanted + AHEAD_NBYTES // 2 > self.reserved:
             if not memfd.reserve_ahead(self.fd, self.reserved, wanted + AHEAD_NBYTES - self.reserved):
                 return False
             self.reserved = wanted + AHEAD_NBYTES
         return True
+
+    @property
+    def is_removed(self) -> bool:
+        return not os.fstat(self.fd).st_nlink
 
     def write(self, position: int, payload: list[bytes]) -> None:
         """Blocks until the frame is on the disk. Raises `OSError`, and then it may be written again."""
@@ -88,8 +95,12 @@ class DiskLog:
 
     def look_again(self) -> None:
         """Whether the disk is full still."""
-        if self.is_full and self._file is not None:
-            self.is_full = not self._file.reserve(self.pending_nbytes)
+        if self.is_full:
+            self._look()
+
+    def _look(self) -> None:
+        newest = self._later[-1][1] if self._later else self._file
+        self.is_full = newest is None or not newest.reserve(self.pending_nbytes)
 
     @property
     def lag_s(self) -> float:
@@ -142,6 +153,9 @@ class DiskLog:
         if not count or self._file is None:
             self._idle.set()
             return
+        if not self._later and self._file.is_removed:  # an earlier one may be: a snapshot has what is in it
+            self._wait(FileNotFoundError(errno.ENOENT, "it was removed", str(self._file.path)))
+            return
         events = [self._events[place] for place in range(count)]
         loop = asyncio.get_running_loop()
         self._began = time.monotonic()
@@ -150,12 +164,8 @@ class DiskLog:
 
     def _written(self, done: Future[None], count: int) -> None:
         error = done.exception()
-        assert self._file is not None
         if isinstance(error, OSError) and error.errno in memfd.NO_SPACE:
-            if not self.is_full:
-                log.error("%s: the disk is full; answers wait for space", self._file.path)
-            self.is_full = True
-            asyncio.get_running_loop().call_later(AGAIN_S, self._write)
+            self._wait(error)
             return
         if error is not None:
             self._broken(error if isinstance(error, OSError) else OSError(str(error)))
@@ -164,9 +174,16 @@ class DiskLog:
             self.pending_nbytes -= len(self._events.popleft())
         self.synced += count
         self._since = self._began  # at the latest
-        self.is_full = not self._file.reserve(self.pending_nbytes)
+        self._look()
         self._write()
         self._release()
+
+    def _wait(self, error: OSError) -> None:
+        """Try again later; nobody is told anything meanwhile."""
+        if not self.is_full:
+            log.critical("nothing can be promised now, answers wait: %s", error)
+        self.is_full = True
+        asyncio.get_running_loop().call_later(AGAIN_S, self._write)
 
     def _release(self) -> None:
         while self._held and self._held[0][0] <= self.kept:

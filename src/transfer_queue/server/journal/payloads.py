@@ -42,11 +42,16 @@ class Payloads:
             for number in numbers(directory, "blocks"):
                 self._open(number)
             for place in used:
+                if place.file not in self._files:
+                    raise JournalCorrupt(f"{directory / name_of('blocks', place.file)} is missing")
                 self._files[place.file][1].claim(place.offset, place.nbytes)
                 self.used_nbytes += place.nbytes
         except KeyError:
             self.close()
-            raise JournalCorrupt(f"{directory}: blocks that overlap, or whose file is missing") from None
+            raise JournalCorrupt(f"{directory}: blocks overlap") from None
+        except JournalCorrupt:
+            self.close()
+            raise
 
     def _open(self, number: int, nbytes: int = 0) -> None:
         fd = os.open(self._directory / name_of("blocks", number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

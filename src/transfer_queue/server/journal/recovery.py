@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from transfer_queue.controller import Controller
 from transfer_queue.controller.recovery import Recovery
-from transfer_queue.errors import JournalCorrupt, StoreFull
+from transfer_queue.errors import InvalidInput, JournalCorrupt, StoreFull
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import (
     BlockLogged,
@@ -51,6 +51,7 @@ def recover(directory: Path, controller: Controller, unit: KeptUnit) -> Recovere
     if snapshot < 0:
         if logs:
             raise JournalCorrupt(f"{directory}: there are logs, and the snapshot that they follow is missing")
+        log.warning("%s: a new journal begins here", directory)
         return Recovered(0, last_number(directory))
     if logs[:1] != [snapshot]:
         raise JournalCorrupt(f"{directory / name_of('log', snapshot)} is missing")
@@ -58,13 +59,16 @@ def recover(directory: Path, controller: Controller, unit: KeptUnit) -> Recovere
     blocks = KnownBlocks()
     for fact in found.blocks:
         blocks.apply(fact)
-    recovery = Recovery(controller, found.state, found.numbers, found.head.reserved_rows)
+    try:
+        recovery = Recovery(controller, found.state, found.numbers, found.head.reserved_rows)
+    except InvalidInput as error:
+        raise InvalidInput(f"the journal in {directory} is not for this service: {error}") from error
     position = found.head.position
     for number in logs:
         position = _replay(directory, number, position, recovery, blocks)
     recovery.finish()
     blocks.put_back(directory, controller, unit)
-    log.warning("%s: %d rows are back, after %d events", directory, controller.num_rows, position)
+    log.warning("%s: %d rows are back", directory, controller.num_rows)
     return Recovered(position, last_number(directory))
 
 
