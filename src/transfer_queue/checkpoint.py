@@ -34,6 +34,7 @@ from transfer_queue.errors import (
     InvalidInput,
     UnsupportedValue,
 )
+from transfer_queue.memory.memfd import sync_directory
 
 log = logging.getLogger("transfer_queue")
 
@@ -230,15 +231,7 @@ def _publish(draft: Path, target: Path) -> None:
         if old.exists():
             os.rename(old, target)
         raise
-    _sync(target.parent)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(target.parent)
 
 
 def _repair(target: Path) -> None:

@@ -41,6 +41,7 @@ from transfer_queue.errors import (
     UnknownRows,
     UnsupportedValue,
 )
+from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
@@ -96,7 +97,7 @@ def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str
             with files._Output(draft / SHARDS / SHARD.format(len(found.shards)), written) as out:
                 out.write(memoryview(data))  # type: ignore[arg-type]
             found.shards.append(Shard(len(data), positions, plan.schema(), plan.layout()))
-        files._sync(draft / SHARDS)
+        sync_directory(draft / SHARDS)
         wire = checked_tags([row.tag for row in found.rows], len(found.rows))
         rows = [Row(row.key, row.global_index, row.fields, tag) for row, tag in zip(found.rows, wire, strict=True)]
         with files._Output(draft / INDEX, written) as out:
@@ -133,7 +134,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(claim)
-    files._sync(target.parent)
+    sync_directory(target.parent)
 
 
 def _rows(session: Session, partition_id: str, keys: list[str]) -> list[Row]:

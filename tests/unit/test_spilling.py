@@ -190,7 +190,7 @@ def test_a_disk_with_an_error_leaves_everything_in_memory(rig: Rig, monkeypatch:
     def broken(fd: int, data: object, offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(spilling.os, "pwrite", broken)
+    monkeypatch.setattr(os, "pwrite", broken)
     rig.run()
     assert rig.unit.num_spilled == 0
     assert rig.content() == list(range(10))

@@ -104,7 +104,7 @@ class Recovery:
 
     def _step_marked(self, fact: f.StepMarked) -> None:
         lent = [TakenRows.restored(one) for one in fact.lent]
-        self._steps.close(fact.task, fact.step, lent, [TakenDeal.restored(one) for one in fact.left])
+        self._steps.marked(fact.task, fact.step, lent, [TakenDeal.restored(one) for one in fact.left])
 
     def _held_again(self, fact: f.HeldAgain) -> None:
         self._steps.hold_again(fact.task, fact.again, fact.served, fact.deals)

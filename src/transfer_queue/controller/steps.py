@@ -294,16 +294,19 @@ class Steps:
         """The newest step may be marked again: what was taken since belongs to it as well."""
         for name in dict.fromkeys(message.tasks):
             known = self._tasks.setdefault(name, TaskSteps())
-            lent = self._settled(name, known.open.batches)[1]
-            left = [deal for deal in known.open.deals if not self._is_used(name, deal)]
-            self.close(name, message.step, lent, left)
+            used, lent = self._settled(name, known.open.batches)
+            over: list[TakenDeal] = []
+            left: list[TakenDeal] = []
+            for deal in known.open.deals:
+                (over if self._is_used(name, deal) else left).append(deal)
+            if self._ledger is not None:
+                saved = [batch.saved() for batch in lent], [deal.saved() for deal in left]
+                self._ledger.note(f.StepMarked(name, message.step, *saved))
+            known.close(message.step, Segment.of(used, over), Segment.of(lent, left))
         return m.Done(message.rid)
 
-    def close(self, name: str, step: int, lent: list[TakenRows], left: list[TakenDeal]) -> None:
-        """What a task took since its last mark, it used for `step`; but not what is still `lent` to it, or `left`."""
-        if self._ledger is not None:
-            saved = [batch.saved() for batch in lent], [deal.saved() for deal in left]
-            self._ledger.note(f.StepMarked(name, step, *saved))
+    def marked(self, name: str, step: int, lent: list[TakenRows], left: list[TakenDeal]) -> None:
+        """A task marked a step, and this was not used then. Who it was lent to is not known any more."""
         known = self._tasks.setdefault(name, TaskSteps())
         used = self._settled(name, known.open.batches)[0]
         over = [deal for deal in known.open.deals if self._is_used(name, deal)]

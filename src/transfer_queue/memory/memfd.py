@@ -99,6 +99,25 @@ def read_file(fd: int, start: int, nbytes: int) -> Bytes:
     return data
 
 
+def write_file(fd: int, start: int, data: memoryview | bytes) -> None:
+    """Write bytes at an offset of a file. Raises `OSError`."""
+    view, at = memoryview(data), 0
+    while at < len(view):
+        count = os.pwrite(fd, view[at:], start + at)
+        if not count:
+            raise OSError(errno.EIO, "nothing was written")
+        at += count
+
+
+def sync_directory(directory: str | os.PathLike[str]) -> None:
+    """Blocks until the names in a directory are on its disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def seal(fd: int) -> None:
     """From now on nobody can change the size of a memory file, so no mapping of it ends (SIGBUS)."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

@@ -8,9 +8,7 @@ The copy is a file that clients map like any arena, and the system's page cache 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
@@ -162,11 +160,6 @@ class Spiller:
 def _written(fd: int, target: Block, data: Bytes) -> int:
     """Write a block, and return its digest. Raises `OSError`."""
     view = memoryview(data)  # type: ignore[arg-type]
-    at = 0
-    while at < len(view):
-        count = os.pwrite(fd, view[at:], target.offset + at)
-        if not count:
-            raise OSError(errno.EIO, "nothing was written")
-        at += count
+    memfd.write_file(fd, target.offset, view)
     memfd.start_writing(fd, target.offset, len(view))
     return xxh3_64_intdigest(view)

@@ -20,6 +20,7 @@ import msgspec
 from xxhash import xxh3_64
 
 from transfer_queue.errors import ConfigError, JournalCorrupt, JournalInUse, JournalUnsupported
+from transfer_queue.memory.memfd import sync_directory, write_file
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -84,10 +85,8 @@ def headed(head: Head) -> list[bytes]:
 
 def write_all(fd: int, parts: Sequence[bytes | memoryview], at: int) -> int:
     """Write buffers one after the other at an offset; returns the offset after them. Raises `OSError`."""
-    data = memoryview(b"".join(parts))
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], at + done)
+    data = b"".join(parts)
+    write_file(fd, at, data)
     return at + len(data)
 
 
@@ -180,14 +179,6 @@ class FrameFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def claim(directory: Path) -> int:

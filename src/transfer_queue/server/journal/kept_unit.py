@@ -50,12 +50,16 @@ class KeptUnit(RecordingUnit):
             self.facts.append(BlockRenamed(number, copy))
 
     def _say(self, block: Block) -> None:
+        if self.is_kept(block):
+            self.facts.append(self.fact_of(block))
+
+    def fact_of(self, block: Block) -> JournalFact:
+        """What a journal says of a block that is kept."""
         place = self.places.get(block.number)
         if place is not None:
-            self.facts.append(BlockStored(block.number, block.layout, *place))
-        elif block.nbytes <= SMALL_NBYTES:
-            data = bytes(memoryview(self.memory(block)))  # type: ignore[arg-type]
-            self.facts.append(BlockLogged(block.number, block.layout, data))
+            return BlockStored(block.number, block.layout, *place)
+        data = bytes(memoryview(self.memory(block)))  # type: ignore[arg-type]
+        return BlockLogged(block.number, block.layout, data)
 
     def drop(self, number: int) -> None:
         super().drop(number)

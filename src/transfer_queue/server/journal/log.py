@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from transfer_queue.memory import memfd
-from transfer_queue.server.journal.files import FORMAT, Head, framed, headed, name_of, sync_directory, write_all
+from transfer_queue.server.journal.files import FORMAT, Head, framed, headed, name_of, write_all
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -36,7 +36,7 @@ class LogFile:
         try:
             self.nbytes = write_all(self.fd, headed(head), 0)
             os.fdatasync(self.fd)
-            sync_directory(directory)
+            memfd.sync_directory(directory)
         except BaseException:
             os.close(self.fd)
             self.path.unlink()

@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 from transfer_queue.errors import JournalCorrupt, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.memory.bytes import PAGE, Bytes
-from transfer_queue.server.journal.files import name_of, numbers, sync_directory
+from transfer_queue.server.journal.files import name_of, numbers
 from transfer_queue.storage.extents import Extents
 
 FILE_NBYTES = 4 << 30  # of addresses: what was not written takes no space
@@ -73,7 +73,7 @@ class Payloads:
         number = max(self._files, default=-1) + 1
         try:
             self._open(number, nbytes)
-            sync_directory(self._directory)
+            memfd.sync_directory(self._directory)
         except OSError as error:
             raise StoreFull(f"{nbytes} bytes do not fit: {self._directory}: {error}") from error
         return self.take(nbytes)
@@ -102,9 +102,7 @@ class Payloads:
         fd, view, digest = self._files[place.file][0], memoryview(data), xxh3_64()  # type: ignore[arg-type]
         for at in range(0, len(view), CHUNK_NBYTES):
             part = bytes(view[at : at + CHUNK_NBYTES])  # whoever maps it may write into it, and then neither fits
-            done = 0
-            while done < len(part):
-                done += os.pwrite(fd, memoryview(part)[done:], place.offset + at + done)
+            memfd.write_file(fd, place.offset + at, part)
             memfd.start_writing(fd, place.offset + at, len(part))
             digest.update(part)
         os.fdatasync(fd)

@@ -23,8 +23,9 @@ import numpy as np
 from transfer_queue.controller import Controller
 from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import JournalCorrupt
+from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.server.forks import disconnect
-from transfer_queue.server.journal.facts import BlockLogged, BlockStored, JournalFact, decoded, encoded
+from transfer_queue.server.journal.facts import JournalFact, decoded, encoded
 from transfer_queue.server.journal.files import (
     DRAFT,
     FORMAT,
@@ -33,11 +34,9 @@ from transfer_queue.server.journal.files import (
     framed,
     headed,
     name_of,
-    sync_directory,
     write_all,
 )
 from transfer_queue.server.journal.kept_unit import KeptUnit
-from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire.arrays import numbers_of
 
 PART_NBYTES = 8 << 20
@@ -117,13 +116,7 @@ def _parts(unit: KeptUnit) -> Iterator[list[bytes]]:
     found: list[bytes] = []
     nbytes = 0
     for block in unit.lasting():
-        fact: JournalFact
-        if block.nbytes <= SMALL_NBYTES:
-            data = bytes(memoryview(unit.memory(block)))  # type: ignore[arg-type]
-            fact = BlockLogged(block.number, block.layout, data)
-        else:
-            fact = BlockStored(block.number, block.layout, *unit.places[block.number])
-        found.append(encoded([fact]))
+        found.append(encoded([unit.fact_of(block)]))
         nbytes += len(found[-1])
         if nbytes > PART_NBYTES:
             yield found

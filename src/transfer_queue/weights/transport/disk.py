@@ -44,6 +44,7 @@ from transfer_queue.errors import (
     TransferQueueError,
     VersionGone,
 )
+from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
@@ -218,11 +219,7 @@ class DiskTrainer(TrainerEngine):
 
     def _sync(self, folder: Path) -> None:
         if self.info.sync:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_directory(folder)
 
     def _close(self) -> None:
         """Versions stay on the disk."""
