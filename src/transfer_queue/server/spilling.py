@@ -49,7 +49,8 @@ class Spiller:
         self._unit = service.unit
         self._moved = moved
         self._task: asyncio.Task[None] | None = None
-        self._next_s = 0.0
+        self._pause: asyncio.TimerHandle | None = None  # after nothing could be moved
+        self._waits_for_room = False  # that was because the disk was full: then it also ends when room is given back
         self._closed = False
         self._step_began = 0.0
         self._unit.is_spilling = False  # a server that was killed may have left it so
@@ -58,13 +59,17 @@ class Spiller:
     def look(self) -> None:
         """Begin to move blocks where that is due."""
         unit = self._unit
-        if self._task is not None or not unit.can_spill or self._service.in_doubt or time.monotonic() < self._next_s:
+        if self._task is not None or not unit.can_spill or self._service.in_doubt:
+            return
+        if self._pause is not None and (unit.disk_is_short or not self._waits_for_room):
             return
         if unit.surplus_nbytes():
+            self._end_pause()
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def close(self) -> None:
         self._closed = True
+        self._end_pause()
         if self._task is not None:
             self._task.cancel()
 
@@ -76,12 +81,22 @@ class Spiller:
                 if not blocks:
                     return
                 if not await self._move(blocks):
-                    self._next_s = time.monotonic() + AGAIN_S
-                    asyncio.get_running_loop().call_later(AGAIN_S, self._tell)
+                    self._waits_for_room = self._unit.disk_is_short
+                    self._pause = asyncio.get_running_loop().call_later(AGAIN_S, self._go_on)
                     return
         finally:
             self._task, self._unit.is_spilling = None, False
             self._tell()  # whoever waits need not wait for memory any more
+
+    def _go_on(self) -> None:
+        """The pause is over. Nothing compares clocks: an event loop may call a little early by another one."""
+        self._end_pause()
+        self._tell()
+
+    def _end_pause(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
 
     async def _move(self, blocks: list[Block]) -> bool:
         """Whether some of them lie on the disk now."""

@@ -139,8 +139,8 @@ class SharedMemory:
                 raise
             self.trouble = str(error)
             return None
-        if spills and place is not None:
-            self.trouble = ""
+        if spills:
+            self.trouble = "its file system is full" if place is None else ""
         return place
 
     def _take(self, nbytes: int, spills: bool) -> tuple[int, int] | None:
