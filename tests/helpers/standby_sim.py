@@ -26,12 +26,13 @@ from transfer_queue.server.sessions import ServerSession
 from transfer_queue.server.standby.journal import Journal
 from transfer_queue.server.standby.recording import (
     Recorder,
+    RecordingCommits,
     RecordingController,
     RecordingRegistry,
     RecordingSessions,
     RecordingUnit,
 )
-from transfer_queue.server.standby.replay import Replay
+from transfer_queue.server.standby.replay import replay
 from transfer_queue.storage.blocks import SpillSpace
 from transfer_queue.storage.shm import GRAINS
 from transfer_queue.wire import messages as m
@@ -58,10 +59,10 @@ def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7, ledger: Led
     controller = RecordingController(sampler, MAX_ROWS, 0, lock_number=lock_number, max_deliver=2, ledger=ledger)
     controller.recorder = recorder
     controller.state.cleared_partitions.at_once = -1  # everything is put off, as with large ones
+    unit = kind(BUDGET, None, recorder, SPILL)
     return Service(
-        controller, kind(BUDGET, None, recorder, SPILL), RecordingSessions(recorder),
-        RecordingRegistry(recorder),
-        recorder.settle,
+        controller, unit, RecordingSessions(recorder), RecordingRegistry(recorder), recorder.settle,
+        RecordingCommits(unit, recorder),
     )  # fmt: skip
 
 
@@ -70,7 +71,6 @@ def picture(service: Service) -> dict[str, Any]:
     controller, unit = service.controller, service.unit
     assert isinstance(controller, Controller)
     fetching, leases = controller._fetching, controller._leases
-    held = {one.block.number: one.owner for blocks in service._held.values() for one in blocks}  # will be asked again
     return {
         "state": exported(controller.state),
         "leases": {
@@ -97,10 +97,13 @@ def picture(service: Service) -> dict[str, Any]:
         "stale": dict(controller.staleness.num_stale),
         "unfinished": controller.unfinished,
         "blocks": sorted(
-            (one.number, one.arena, one.offset, one.nbytes, held.get(one.number, one.owner), one.layout, one.digest,
+            (one.number, one.arena, one.offset, one.nbytes, one.owner, one.layout, one.digest,
              one.pins, one.published, one.dropped)
             for one in unit._blocks.values()
         ),
+        "held": {
+            asked: [(one.block.number, one.owner) for one in blocks] for asked, blocks in service.pending._held.items()
+        },
         "next block": unit._next,
         "used": (unit.used_nbytes, unit.spilled_nbytes, unit.num_spilled),
         "resting": list(unit._resting),
@@ -169,7 +172,7 @@ class Simulation:
             assert isinstance(its, Controller)
             its.lineage.service_id, its.lineage.life = mine.lineage.service_id, mine.lineage.life
         arenas = self.service.unit.shm.arenas[len(GRAINS) :]
-        Replay(service, [os.dup(arena.fd) for arena in arenas]).run(self.journal.records())
+        replay(service, self.journal.records(), [os.dup(arena.fd) for arena in arenas])
         return service
 
     def close(self) -> None:

@@ -284,7 +284,7 @@ def test_nothing_is_moved_while_it_is_not_known_what_became_of_a_copy(rig: Rig) 
     for _ in range(3):
         rig.spiller._end_pause()
         rig.run()
-    assert len(rig.service.in_doubt) == rig.unit.num_spilled == 3
+    assert len(rig.service.pending.in_doubt) == rig.unit.num_spilled == 3
 
 
 def test_who_cannot_wait_or_needs_more_than_memory_gets_the_disk_at_once(shell: Shell) -> None:

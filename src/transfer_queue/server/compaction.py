@@ -64,7 +64,7 @@ class Compactor:
             try:
                 taken = await self._moved(number, target.number, rows)
             except TransferQueueError:
-                self._service.in_doubt.append(target.number)
+                self._service.pending.doubt(target.number)
                 return
             if not taken:
                 unit.drop(target.number)

@@ -37,7 +37,7 @@ class ControllerNode:
         self.members.lose = controller.lose
         self._gathering: asyncio.Task[None] | None
         self.members.known = lambda: controller.block_index.entries
-        self.start_over()
+        self._begin()
 
     def work(self) -> None:
         """What became due while messages were handled."""
@@ -47,8 +47,14 @@ class ControllerNode:
             gathering = gather_lone_rows(self.controller, self.members, self.gatherer)
             self._gathering = asyncio.get_running_loop().create_task(gathering)
 
-    def start_over(self) -> None:
-        """Begin on this event loop; what was begun on the one before is gone with it."""
+    def start_over(self, now: float) -> None:
+        """Go on, in a process that takes over."""
+        self._begin()
+        self.members.all_left(now)
+        self.service.lose_connections()
+
+    def _begin(self) -> None:
+        """On this event loop; what was begun on the one before is gone with it."""
         self.compactor = Compactor(self.service, self._moved_here)
         self.gatherer = Gatherer(self.service, self._gathered_here)
         self.spiller = Spiller(self.service, self._spilled_here)
@@ -90,6 +96,8 @@ class ControllerNode:
             match message:
                 case m.Join(address=address):
                     return self.members.join(message, _bracketed(host) * address.startswith(":") + address, line)
+                case _ if not self.members.is_current(line):
+                    return m.Failed(message.rid, "row_cleared", "this unit has joined again over another connection")
                 case m.ResolveCommits():
                     return self.members.resolve(message)
                 case m.Moved(block=block, target=target, rows=rows):

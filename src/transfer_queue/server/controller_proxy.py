@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError
@@ -89,6 +89,7 @@ class ControllerProxy:
         self._deliver = deliver
         self._callers: dict[bytes, Caller] = {}
         self._asking: dict[Hashable, tuple[asyncio.Task[None], m.Request]] = {}
+        self._former: list[object] = []  # of event loops before: to take it apart would reach into them
 
     async def check(self) -> None:
         """Find out whether clients will be let in with the token of this server. Raises as `Caller.connection`."""
@@ -143,6 +144,9 @@ class ControllerProxy:
                 self.in_doubt.add(ticket)
 
     def end_session(self, session: bytes) -> None:
+        self._let_go(session)
+
+    def _let_go(self, session: bytes) -> None:
         caller = self._callers.pop(session, None)
         if caller is not None:
             caller.close()
@@ -171,11 +175,26 @@ class ControllerProxy:
     def begin(self, service: bytes) -> None:
         """From now on this life of the controller is meant. Calls to an earlier one fail with `ServiceRestarted`."""
         for session in list(self._callers):
-            self.end_session(session)
+            self._let_go(session)
         self.life = Life(service)
+
+    def start_over(self) -> None:
+        """Begin on another event loop: what was under way, and every connection, ended with the one before."""
+        self._former.append((self._callers, self._asking))
+        self._callers, self._asking = {}, {}
+        self.outbox.clear()
+        self.payloads.clear()
+        self.in_doubt.clear()
+        self.freed.clear()
+
+    async def attend(self, sessions: Iterable[bytes]) -> None:
+        """Be connected for these: the controller gives up sessions of other hosts that are away for long. Those for
+        whom it fails connect with their next request."""
+        connecting = [self._caller(session).connection() for session in sessions]
+        await asyncio.gather(*connecting, return_exceptions=True)
 
     def close(self) -> None:
         for task, _ in self._asking.values():
             task.cancel()
         for session in list(self._callers):
-            self.end_session(session)
+            self._let_go(session)

@@ -147,7 +147,7 @@ class Gatherer:
         try:
             taken = await self._gathered(target.number, part.numbers, part.rows)
         except TransferQueueError:
-            service.in_doubt.append(target.number)
+            service.pending.doubt(target.number)
             return
         if taken:
             self.num_rows += len(part.rows)

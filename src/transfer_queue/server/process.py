@@ -45,6 +45,7 @@ from transfer_queue.server.settings import (
 from transfer_queue.server.standby.keeper import StandbyKeeper
 from transfer_queue.server.standby.recording import (
     Recorder,
+    RecordingCommits,
     RecordingController,
     RecordingRegistry,
     RecordingSessions,
@@ -111,36 +112,46 @@ class Server:
         self._former: list[object] = []  # what servers before this one had that leads nowhere
 
     def _joined(self) -> StorageNode:
-        """One more unit of a service that is there. It has no standby, whatever the service has."""
-        config = self.config
-        unit = self._prepared(Unit(budget_of(config), config.arena_dir, spill_of(config)))
+        """One more unit of a service that is there."""
+        config, recorder = self.config, self.recorder if self._has_standby else None
+        unit = self._prepared(self._unit())
         where = parse_address(config.join, config.token)
-        return StorageNode(where, config.unit_token, unit, self.deliver, self._kind_of_service())
+        return StorageNode(where, config.unit_token, unit, self.deliver, self._makes_service(unit), recorder)
 
     def _leading(self) -> ControllerNode:
-        """The controller with the unit of its host; they write records where there is to be a standby."""
-        config, recorder, of_service = self.config, self.recorder, self._kind_of_service()
-        make: Callable[[Controller, Unit], Service]
-        kind: type[Controller]
-        unit: Unit
-        if config.durability != "none":
-            kind = RecordingController
-            of_unit = KeptUnit if config.journal_dir is not None else RecordingUnit
-            unit = of_unit(budget_of(config), config.arena_dir, recorder, spill_of(config))
-            sessions, members = RecordingSessions(recorder), RecordingRegistry(recorder)
-            make = partial(of_service, sessions=sessions, members=members, settled=recorder.settle)
-        else:
-            kind, make = Controller, of_service
-            unit = Unit(budget_of(config), config.arena_dir, spill_of(config))
+        """The controller with the unit of its host."""
+        config, unit = self.config, self._unit()
+        kind = RecordingController if self._has_standby else Controller
         controller = kind(
             from_spec(config.sampler), config.max_rows, config.reserved_rows, config.staleness,
             lock_number=time.time_ns() // 1000, max_deliver=config.max_deliver,
             ledger=None if config.journal_dir is None else Ledger(),
         )  # fmt: skip
         if isinstance(controller, RecordingController):
-            controller.recorder = recorder
+            controller.recorder = self.recorder
         controller.notice_after(config.notice_after_s)
-        return ControllerNode(controller, self._prepared(unit), make, config.client)
+        return ControllerNode(controller, self._prepared(unit), self._makes_service(unit), config.client)
+
+    @property
+    def _has_standby(self) -> bool:
+        return self.config.durability != "none"
+
+    def _unit(self) -> Unit:
+        """It writes records where there is to be a standby, as all of a service's parts do."""
+        config = self.config
+        if not self._has_standby:
+            return Unit(budget_of(config), config.arena_dir, spill_of(config))
+        kind = KeptUnit if config.journal_dir is not None else RecordingUnit
+        return kind(budget_of(config), config.arena_dir, self.recorder, spill_of(config))
+
+    def _makes_service(self, unit: Unit) -> Callable[..., Service]:
+        kind, recorder = self._kind_of_service(), self.recorder
+        if not self._has_standby:
+            return kind
+        return partial(
+            kind, sessions=RecordingSessions(recorder), members=RecordingRegistry(recorder), settled=recorder.settle,
+            pending=RecordingCommits(unit, recorder),
+        )  # fmt: skip
 
     def _open_journal(self) -> None:
         """What its directory has is what this service has. Raises as `DiskJournal`."""
@@ -239,7 +250,7 @@ class Server:
                 self._metrics.close()
 
     def _start_standby(self) -> None:
-        if isinstance(self.service.controller, RecordingController):
+        if self._has_standby:
             self._keeper = StandbyKeeper(self.service, self.recorder, self._kept, self._take_over)
             self._keeper.renew()
 
@@ -261,11 +272,8 @@ class Server:
         self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
         self.turns = Turns()
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
-        assert isinstance(self.role, ControllerNode)
-        self.role.start_over()
+        self.role.start_over(now)
         self.service.takeovers += 1
-        self.service.members.all_left(now)
-        self.service.lose_connections()
         for arena in self.service.unit.shm.arenas:
             arena.unreserve()
         signal.set_wakeup_fd(-1)  # the loop before would be told of signals, over a descriptor that leads nowhere

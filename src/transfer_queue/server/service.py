@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.block_requests import Answer, BlockRequests
 from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
+from transfer_queue.server.pending_commits import PendingCommits
 from transfer_queue.server.recycling import Recycler
 from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.unit_registry import UnitRegistry
@@ -68,14 +69,6 @@ class JournalLike(Protocol):
     def statistics(self) -> dict[str, Any]: ...
 
 
-class HeldBlock(NamedTuple):
-    """The block of a commit that waits: neither published nor its client's to change."""
-
-    block: Block
-    owner: bytes | None
-    layout: bytes
-
-
 class Reading(NamedTuple):
     """A read whose location the controller has yet to tell."""
 
@@ -97,16 +90,17 @@ class Service:
         sessions: Sessions | None = None,
         members: UnitRegistry | None = None,
         settled: Callable[[], None] = lambda: None,
+        pending: PendingCommits | None = None,
     ) -> None:
         self.controller = controller
         self.unit = unit
+        self.pending = pending or PendingCommits(unit)
         self.life = Life(b"", secrets.token_bytes(ID_NBYTES))  # of the service: whoever knows the controller says it
         self.blocks = BlockRequests(unit)
         self.members = members or UnitRegistry()
         self.sessions = sessions or Sessions()
         self._settled = settled
         self.recycler = Recycler(controller, unit, self.members)
-        self.in_doubt: list[int] = []  # blocks whose commit got no answer: the controller knows what became of it
         self.tcp = ""  # where other hosts reach this server
         self.num_requests = 0
         self.standby_pid = 0  # of the process that would take over
@@ -115,7 +109,6 @@ class Service:
         self.journal: JournalLike | None = None
         self._kept_first: set[Hashable] = set()  # commits whose blocks are being written to it
         self._background: set[asyncio.Task[None]] = set()
-        self._held: dict[Hashable, list[HeldBlock]] = {}
         self._reading: dict[Hashable, Reading] = {}
         self._data_fetches = DataFetches(self._present, self.blocks.carried)
         self._rules: dict[type, Callable[[m.Request, ServerSession], Answer]] = {
@@ -132,19 +125,19 @@ class Service:
             self._end(session)
         self.apply_outcomes()
 
-    def lose_connections(self) -> None:
+    def lose_connections(self, were_passed_on: bool = False) -> None:
         """All connections are gone at once, with the process that served them, in the middle of whatever they did.
 
-        Parked requests will be asked again. Who is to come back is for the caller to decide.
+        Parked requests will be asked again. `were_passed_on`: to a controller that lives on, and may carry commits out.
+        Who is to come back is for the caller to decide.
         """
-        for ticket, blocks in self._held.items():
-            self._held[ticket] = [one for one in blocks if self.unit.is_open(one.block)]
+        self.pending.lose_connections(were_passed_on)
         self._forget({ticket for session in self.sessions.by_ident.values() for ticket in session.parked.values()})
         for session in self.sessions.by_ident.values():
             session.parked.clear()
             session.connections = 0
         self._kept_first.clear()
-        self.unit.keep(self.sessions.by_ident.keys())
+        self.unit.keep(self.sessions.by_ident.keys(), self.pending.blocks())
         self.controller.outbox.clear()
         self.unit.outbox.clear()
 
@@ -156,35 +149,25 @@ class Service:
 
     def _end(self, session: ServerSession) -> None:
         """The client is gone for good, and with it all that it held here."""
+        self.pending.end_session(session.ident)
         self.unit.forget(session.ident)
         self.controller.end_session(session.ident)
 
-    def _forget(self, tickets: set[Hashable]) -> None:
+    def _forget(self, tickets: set[Hashable], is_asked_again: bool = False) -> None:
         self.controller.forget(tickets)
         self.unit.forget_tickets(tickets)
         self._kept_first -= tickets
         for ticket in tickets:
             self._reading.pop(ticket, None)
             self._data_fetches.unpark(ticket)
-        for ticket in tickets & self._held.keys():
-            for held in self._released(ticket):
-                if ticket in self.controller.in_doubt:
-                    self._keep_in_doubt(held)
-                elif held.owner is None:
-                    self.unit.drop(held.block.number)
+        for ticket in filter(self.pending.holds, tickets):
+            if ticket not in self.controller.in_doubt:
+                self.pending.withdraw(ticket)
+            elif is_asked_again:
+                self.pending.lose_ticket(ticket)
+            else:
+                self.pending.leave_in_doubt(ticket)
         self.controller.in_doubt -= tickets
-
-    def _released(self, ticket: Hashable) -> list[HeldBlock]:
-        """What a parked commit held, given back to its owner (None: it came inline)."""
-        blocks = self._held.pop(ticket)
-        for held in blocks:
-            held.block.owner = held.owner
-        return blocks
-
-    def _keep_in_doubt(self, held: HeldBlock) -> None:
-        """Keep the block as if it were published until the controller says what became of its commit."""
-        self.unit.publish(held.block.number, held.layout)
-        self.in_doubt.append(held.block.number)
 
     # requests
 
@@ -210,8 +193,10 @@ class Service:
             session.forget(rid)
 
     def _discard(self, block: int, session: ServerSession) -> None:
-        mine = (block, session.ident)
-        self._forget({t for t, held in self._held.items() if any((h.block.number, h.owner) == mine for h in held)})
+        asked = self.pending.of_block(block, session.ident)
+        if asked is not None:
+            self.pending.give_up(asked)
+            self._forget({self.pending.ticket(asked)} - {None})
         try:
             self.unit.unpublished(block, session.ident)
         except InvalidInput:
@@ -223,6 +208,7 @@ class Service:
         if ticket is not None:
             self._forget({ticket})
             self._withdraw(ticket, session)
+        self.pending.give_up((session.ident, rid))
         self.unit.unpin_request(session.ident, rid)
         self.controller.take_back(session.ident, rid)
         answer = session.replies.get(rid)
@@ -249,7 +235,7 @@ class Service:
         if known is not None:
             return known
         if message.rid in session.parked:  # asked again over another connection
-            self._forget({session.parked.pop(message.rid)})
+            self._forget({session.parked.pop(message.rid)}, is_asked_again=True)
         try:
             answer = self._handle(message, payload, session, ticket, now)
         except TransferQueueError as error:
@@ -300,7 +286,10 @@ class Service:
         self, message: m.Commit, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
     ) -> Answer | None:
         """Publish a block the client filled, or one made of the inline payload, or one that lies on another unit."""
-        if self.members.has(message.block):
+        orphans = self.pending.resume(ticket, (session.ident, message.rid))
+        if orphans:
+            message.block, message.layout = orphans[0].number, b""
+        if orphans or self.members.has(message.block):
             reply = self.controller.handle(message, ticket, session.ident, now)
             return None if reply is None else (reply, ())
         if message.block == 0:
@@ -320,7 +309,7 @@ class Service:
             self.unit.drop(block.number)
             raise
         if reply is None:
-            self._hold(ticket, [(block, layout)])
+            self.pending.hold(ticket, (session.ident, message.rid), [(block, layout)])
             return None
         self.unit.publish(block.number, layout)
         return reply, ()
@@ -331,7 +320,8 @@ class Service:
         """Publish the blocks the client filled as those of a saved state, in place of everything."""
         if not all(0 <= one.layout < len(message.layouts) for one in message.blocks):
             raise InvalidInput(f"there are {len(message.layouts)} layouts")
-        filled = [
+        orphans = self.pending.resume(ticket, (session.ident, message.rid))
+        filled = [(block, block.layout) for block in orphans] or [
             (self.unit.unpublished(one.block, session.ident), message.layouts[one.layout])
             for one in message.blocks
             if not self.members.has(one.block)
@@ -345,7 +335,8 @@ class Service:
         finally:
             self.controller.payloads.pop(ticket, None)
         if reply is None:
-            self._hold(ticket, filled)
+            if not orphans:
+                self.pending.hold(ticket, (session.ident, message.rid), filled)
             return None
         for block, layout in filled:
             self.unit.publish(block.number, layout)
@@ -385,11 +376,6 @@ class Service:
                     self.unit.outbox.append((ticket, answer[0]))
                 self.apply_outcomes()
                 self.deliver()
-
-    def _hold(self, ticket: Hashable, blocks: list[tuple[Block, bytes]]) -> None:
-        self._held[ticket] = [HeldBlock(block, block.owner, layout) for block, layout in blocks]
-        for block, _ in blocks:
-            block.owner = None
 
     def _get(self, reading: Reading, ticket: Hashable, now: float) -> Answer | None:
         """Locate, then add what lies here."""
@@ -434,8 +420,8 @@ class Service:
 
     def apply_outcomes(self) -> None:
         """Publish what was committed, recycle what nobody needs any more, and let waiting allocations use it."""
-        if self._held:
-            self._publish_held()
+        if self.pending.has_any:
+            self._apply_answers()
         self.recycler.recycle()
         self.unit.retry()
         self._settled()
@@ -445,17 +431,15 @@ class Service:
         self.recycler.work()
         self.apply_outcomes()
 
-    def _publish_held(self) -> None:
+    def _apply_answers(self) -> None:
+        """To commits that waited for them."""
         for ticket, reply in self.controller.outbox:
-            if ticket not in self._held or isinstance(reply, m.Waiting):
+            if not self.pending.holds(ticket) or isinstance(reply, m.Waiting):
                 continue
-            for held in self._released(ticket):
-                if ticket in self.controller.in_doubt:
-                    self._keep_in_doubt(held)
-                elif isinstance(reply, m.Failed):
-                    self.unit.drop(held.block.number)
-                else:
-                    self.unit.publish(held.block.number, held.layout)
+            if ticket in self.controller.in_doubt:
+                self.pending.leave_in_doubt(ticket)
+            else:
+                self.pending.answered(ticket, not isinstance(reply, m.Failed))
 
     def expire(self, now: float) -> None:
         self.controller.expire(now)

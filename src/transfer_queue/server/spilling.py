@@ -59,7 +59,7 @@ class Spiller:
     def look(self) -> None:
         """Begin to move blocks where that is due."""
         unit = self._unit
-        if self._task is not None or not unit.can_spill or self._service.in_doubt:
+        if self._task is not None or not unit.can_spill or self._service.pending.in_doubt:
             return
         if self._pause is not None and (unit.disk_is_short or not self._waits_for_room):
             return
@@ -163,7 +163,7 @@ class Spiller:
             taken = await self._moved(block.number, target.number, AS_THEY_ARE)
         except TransferQueueError as error:
             log.warning("block %d: %s", block.number, error)
-            self._service.in_doubt.append(target.number)
+            self._service.pending.doubt(target.number)
             return
         if taken:
             self.num_moved += 1

@@ -9,13 +9,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.errors import InvalidInput, ServiceUnavailable, TransferQueueError
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor
 from transfer_queue.server.controller_proxy import ControllerProxy
 from transfer_queue.server.gathering import Gatherer
 from transfer_queue.server.service import Service
 from transfer_queue.server.spilling import Spiller
+from transfer_queue.server.standby.recording import Recorder, RecordingProxy
 from transfer_queue.server.unit_registry import UnitConnection, numbers
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import handshake
@@ -43,21 +44,42 @@ class StorageNode:
         unit_token: str,
         unit: Unit,
         deliver: Callable[[], None],
-        make: type[Service] = Service,
+        make: Callable[[ControllerProxy, Unit], Service] = Service,
+        recorder: Recorder | None = None,
     ) -> None:
-        self.remote = ControllerProxy(controller, self._answered)
+        self.remote = (
+            ControllerProxy(controller, self._answered)
+            if recorder is None
+            else RecordingProxy(controller, self._answered, recorder)
+        )
         self.service = make(self.remote, unit)
-        self.compactor = Compactor(self.service, self._moved)
-        self.gatherer = Gatherer(self.service, self._gathered)
-        self.spiller = Spiller(self.service, self._moved)
         self._controller = controller._replace(token=unit_token)
         self._address = ""
         self._deliver = deliver
+        self._recorder = recorder
         self.client_config: dict[str, Any] = {}
-        self._lost = asyncio.Event()
-        self._connection: AsyncConnection
-        self._resolving: asyncio.Task[None] | None = None
+        self._connection: AsyncConnection | None = None
+        self._former: list[object] = []  # see `ControllerProxy`
         self._rid = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """On this event loop."""
+        self.compactor = Compactor(self.service, self._moved)
+        self.gatherer = Gatherer(self.service, self._gathered)
+        self.spiller = Spiller(self.service, self._moved)
+        self._lost = asyncio.Event()
+        self._resolving: asyncio.Task[None] | None = None
+
+    def start_over(self, now: float) -> None:
+        """Go on, in a process that takes over: `stay` joins again as the unit that was there."""
+        self._former.append((self.compactor, self.gatherer, self.spiller, self._connection, self._resolving))
+        self._connection = None
+        self._rid += 1 << 32  # what the one before asked since this process was forked is not known here
+        self.remote.start_over()
+        self._begin()
+        self._lost.set()
+        self.service.lose_connections(were_passed_on=True)
 
     async def join(self, address: str) -> None:
         """Join as the unit that readers of other hosts reach at `address`.
@@ -75,17 +97,23 @@ class StorageNode:
         unit, incarnation = self.service.unit, self.service.life.unit
         self._connection = await connection.open(incarnation, CONNECT_S, role=handshake.UNIT)
         welcome = self._connection.welcome
-        if welcome.service != self.remote.life.service:
+        is_other = welcome.service != self.remote.life.service
+        if is_other:
             self.service.life = handshake.Life(welcome.service, incarnation)
             self.remote.begin(welcome.service)
             self.client_config = json.loads(welcome.config)
             self.remote.timeout_s = float(self.client_config["timeout_s"])
-        joining = m.Join(self._next_rid(), incarnation, self._address, numbers(unit.published()))
-        joined = await self._ask(joining)
+        doubtful = set(self.service.pending.in_doubt)  # a commit of one may still be on its way
+        published = [number for number in unit.published() if number not in doubtful]
+        returns = self._recorder is not None
+        joined = await self._ask(m.Join(self._next_rid(), incarnation, self._address, numbers(published), returns))
         assert isinstance(joined, m.Joined)
+        if self._recorder is not None and (is_other or joined.unit != unit.number):
+            self._recorder.leave_out()  # it is another unit from now on, or one of another service
         unit.renumber(joined.unit)
         self._drop(joined.gone)
         await self._resolve_in_doubt()
+        await self.remote.attend(one.ident for one in self.service.sessions.by_ident.values() if one.local)
 
     async def stay(self) -> None:
         """Join again whenever the connection is lost; never returns."""
@@ -109,7 +137,7 @@ class StorageNode:
     def work(self) -> None:
         """What became due while messages were handled."""
         self.spiller.look()
-        if self.service.in_doubt and not self._lost.is_set() and self._resolving is None:
+        if self.service.pending.in_doubt and not self._lost.is_set() and self._resolving is None:
             self._resolving = asyncio.get_running_loop().create_task(self._resolve_in_time())
 
     async def _resolve_in_time(self) -> None:
@@ -121,13 +149,13 @@ class StorageNode:
 
     async def _resolve_in_doubt(self) -> None:
         """Ask what became of the commits that got no answer, and recycle the blocks of those that failed."""
-        in_doubt, self.service.in_doubt = self.service.in_doubt, []
+        in_doubt, self.service.pending.in_doubt = self.service.pending.in_doubt, []
         if not in_doubt:
             return
         try:
             reply = await self._ask(m.ResolveCommits(self._next_rid(), numbers(in_doubt)))
         except TransferQueueError:
-            self.service.in_doubt += in_doubt
+            self.service.pending.in_doubt += in_doubt
             raise
         assert isinstance(reply, m.Blocks)
         self._drop(reply.numbers)
@@ -145,6 +173,10 @@ class StorageNode:
         return m.Failed(message.rid, InvalidInput.code, f"units join the controller at {self._controller}")
 
     async def _ask(self, request: m.Request) -> m.Reply:
+        if self._connection is None:
+            raise ServiceUnavailable(f"the controller at {self._controller} was not joined again yet")
+        if self._recorder is not None:
+            self._recorder.settle()  # what it is told has happened here, whoever is killed next
         reply: m.Reply = (await self._connection.call(request, None, REPLY_S))[0]
         return reply
 
@@ -172,4 +204,5 @@ class StorageNode:
         self.gatherer.close()
         self.spiller.close()
         self.remote.close()
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()

@@ -1,8 +1,9 @@
 """The storage units of other hosts, as the controller's server knows them.
 
 A unit joins over a connection of its own and learns there which of its blocks are not needed any more. When the
-connection is lost the unit is *away*: its rows stay, reading them fails at once. It may come back with all it had for
-`AWAY_S`; after that, or when another incarnation appears at its address, its rows are lost, and said to be.
+connection is lost the unit is *away*: its rows stay, reading them fails at once. A unit that has a standby counts as
+there for `RETURN_S` more: who wants to read waits at its door. It may come back with all it had for `AWAY_S`; after
+that, or when another incarnation appears at its address, its rows are lost, and said to be.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
 AWAY_S = 60.0
+RETURN_S = 3.0
 MAX_REFUSED = 1 << 16
 
 
@@ -33,6 +35,18 @@ class UnitInfo:
         self.address = address
         self.line: UnitConnection | None = line
         self.lost_at = 0.0  # when its rows are given up, while it is away
+        self.returns = False  # it has a standby
+        self.is_expected = False  # it is away, and will be there in a moment
+
+    def leave(self, now: float, returns: bool) -> None:
+        self.line, self.lost_at, self.is_expected = None, now + AWAY_S, returns
+
+    @property
+    def deadline(self) -> float | None:
+        """When it is not expected any more, or given up."""
+        if self.line is not None:
+            return None
+        return self.lost_at - (AWAY_S - RETURN_S) * self.is_expected
 
 
 class UnitRegistry:
@@ -54,7 +68,7 @@ class UnitRegistry:
             self._replace(address)
             self._last += 1
             member = self._members[self._last] = UnitInfo(self._last, message.incarnation, address, line)
-        member.line, member.address = line, address
+        member.line, member.address, member.returns = line, address, message.returns
         has = numbers_of(message.blocks).tolist()
         needed = {block for block in self.known() if unit_of(block) == member.number}
         return m.Joined(message.rid, member.number, numbers([block for block in has if block not in needed]))
@@ -68,21 +82,28 @@ class UnitRegistry:
         """A connection is lost; its unit, if it was one's, is away."""
         for member in self._members.values():
             if member.line is line:
-                member.line, member.lost_at = None, now + AWAY_S
+                member.leave(now, member.returns)
 
     def all_left(self, now: float) -> None:
-        """Every connection is lost."""
+        """Every connection is lost, with the process that had them."""
         for member in self._members.values():
-            member.line, member.lost_at = None, now + AWAY_S
+            member.leave(now, True)
+
+    def is_current(self, line: UnitConnection) -> bool:
+        """Whether a unit speaks over this connection: what it said over an earlier one counts no more."""
+        return any(member.line is line for member in self._members.values())
 
     def remove(self, unit: int) -> None:
         """A unit was given up, if it is not forgotten yet."""
         self._members.pop(unit, None)
 
     def next_deadline(self) -> float | None:
-        return min((one.lost_at for one in self._members.values() if one.line is None), default=None)
+        deadlines = (one.deadline for one in self._members.values())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def expire(self, now: float) -> None:
+        for member in self._members.values():
+            member.is_expected = member.is_expected and now < member.lost_at - (AWAY_S - RETURN_S)
         for member in [one for one in self._members.values() if one.line is None and one.lost_at <= now]:
             self._give_up(member)
 
@@ -130,7 +151,7 @@ class UnitRegistry:
         found = {**known}
         for unit in {unit_of(block) for block in blocks} & self._members.keys():
             member = self._members[unit]
-            if member.line is None:
+            if member.line is None and not member.is_expected:
                 raise ServiceUnavailable(
                     f"storage unit {unit} at {member.address} is away; its rows cannot be read now"
                 )

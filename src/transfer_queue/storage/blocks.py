@@ -339,13 +339,14 @@ class Unit:
         for number in self._pins.end(session):
             self._release_pin(number)
 
-    def keep(self, sessions: Container[bytes]) -> None:
-        """Only these are left: what others were filling or reading goes, and what nobody is filling any more."""
+    def keep(self, sessions: Container[bytes], pending: Container[int]) -> None:
+        """Only these are left: what others were filling or reading goes, and what nobody is filling any more, but for
+        `pending` blocks."""
         for holder in {*self._unpublished, *(session for session, _ in self._pins.sessions())}:
             if holder not in sessions:
                 self.forget(holder)
         for block in list(self._blocks.values()):
-            if block.owner is None and self.is_open(block):
+            if block.owner is None and self.is_open(block) and block.number not in pending:
                 self.drop(block.number)
 
     def is_open(self, block: Block) -> bool:

@@ -178,8 +178,8 @@ class MeteredService(Service):
             for ticket in session.parked.values():
                 self._parked.pop(ticket, None)
 
-    def _forget(self, tickets: set[Hashable]) -> None:
-        super()._forget(tickets)
+    def _forget(self, tickets: set[Hashable], is_asked_again: bool = False) -> None:
+        super()._forget(tickets, is_asked_again)
         for ticket in tickets:
             self._parked.pop(ticket, None)
 

@@ -19,7 +19,7 @@ from transfer_queue.server.forks import disconnect
 from transfer_queue.server.service import Service
 from transfer_queue.server.standby.journal import Journal, JournalUseless, Succession
 from transfer_queue.server.standby.recording import Recorder
-from transfer_queue.server.standby.replay import Replay
+from transfer_queue.server.standby.replay import replay
 from transfer_queue.storage.shm import Arena
 
 log = logging.getLogger("transfer_queue.server")
@@ -157,7 +157,7 @@ class StandbyKeeper:
         arenas = _wait_for_the_end(line)
         if arenas is None or self._succession.current != journal.number:
             return
-        count = Replay(self._service, arenas).run(journal.records())
+        count = replay(self._service, journal.records(), arenas)
         log.warning("the server was killed; process %d takes over, after %d events", os.getpid(), count)
         journal.close()
         line.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, cast
 
 from transfer_queue.controller import Controller
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import rows_bytes
+from transfer_queue.server.controller_proxy import ControllerProxy
+from transfer_queue.server.pending_commits import Asked, Filled, HeldBlock, PendingCommits
 from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.standby import records as r
 from transfer_queue.server.standby.journal import Journal
@@ -15,6 +17,7 @@ from transfer_queue.server.unit_registry import UnitConnection, UnitRegistry
 from transfer_queue.storage.blocks import NOWHERE, Block, SpillSpace, Unit
 from transfer_queue.storage.shm import Arena, SharedMemory
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address
 
 READS = frozenset({
     m.Get, m.Scan, m.NameRows, m.ListKeys, m.Consumption, m.Production, m.ListPartitions, m.GetPartition,
@@ -194,6 +197,40 @@ class RecordingSessions(Sessions):
     def detach(self, session: ServerSession, now: float) -> bool:
         self._recorder.note(r.Detached(session.ident, session.ended))
         return super().detach(session, now)
+
+
+class RecordingCommits(PendingCommits):
+    def __init__(self, unit: Unit, recorder: Recorder) -> None:
+        super().__init__(unit)
+        self._recorder = recorder
+
+    def hold(self, ticket: Hashable, asked: Asked, blocks: Sequence[Filled]) -> None:
+        self._recorder.note(r.CommitHeld(*asked, [(block.number, layout) for block, layout in blocks]))
+        super().hold(ticket, asked, blocks)
+
+    def release(self, asked: Asked) -> list[HeldBlock]:
+        self._recorder.note(r.CommitReleased(*asked))
+        return super().release(asked)
+
+    def doubt(self, number: int) -> None:
+        self._recorder.note(r.Doubted(number))
+        super().doubt(number)
+
+
+class RecordingProxy(ControllerProxy):
+    """What is passed on is not written down: the controller's host knows what it answered."""
+
+    def __init__(self, address: Address, deliver: Callable[[], None], recorder: Recorder) -> None:
+        super().__init__(address, deliver)
+        self._recorder = recorder
+
+    def end_session(self, session: bytes) -> None:
+        self._recorder.note(r.Ended(session))
+        super().end_session(session)
+
+    def take_back(self, session: bytes, rid: int) -> None:
+        self._recorder.note(r.TakenBack(session, rid))
+        super().take_back(session, rid)
 
 
 class RecordingRegistry(UnitRegistry):

@@ -146,6 +146,30 @@ class Vacated(_Record, tag=19):
     session: bytes
 
 
+# Commits that wait for the controller.
+
+
+class CommitHeld(_Record, tag=24):
+    """`blocks`: with their layouts. Where the controller is on another host, the commit is passed on to it now."""
+
+    session: bytes
+    rid: int
+    blocks: list[tuple[int, bytes]]
+
+
+class CommitReleased(_Record, tag=25):
+    """It waits no longer; what became of its blocks is said besides."""
+
+    session: bytes
+    rid: int
+
+
+class Doubted(_Record, tag=26):
+    """Only the controller of another host knows whether rows lie in this block."""
+
+    block: int
+
+
 # Units of other hosts.
 
 
@@ -176,6 +200,7 @@ Record: TypeAlias = (
     Requested | Forgotten | AnswerReceived | TakenBack | Expired | Tidied | Relocated | RowsGathered | UnitLost
     | Attached | Detached | Ended
     | ArenaOpened | Placed | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
+    | CommitHeld | CommitReleased | Doubted
     | UnitJoined | CommitsResolved | BlockOnDisk | BlockCopied
 )  # fmt: skip
 

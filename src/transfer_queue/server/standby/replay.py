@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
+from transfer_queue.controller import Controller
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
@@ -14,6 +15,8 @@ from transfer_queue.server.standby.recording import session_of
 from transfer_queue.storage.shm import Arena
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
+
+Rules: TypeAlias = "Mapping[type, Callable[[Any], None]]"
 
 
 class Ticket(NamedTuple):
@@ -36,46 +39,140 @@ class AwayLine:
         pass
 
 
-class Replay:
-    """The controller answers again, and sessions remember the answers. The unit's memory is not looked at: what lay
-    there when a request was answered may be gone by now. `arenas` are descriptors of those that were opened since."""
+def replay(service: Service, records: Iterable[r.Record], arenas: Iterable[int] = ()) -> int:
+    """Carry them out; how many there were. `arenas` are descriptors of those that were opened since. Raises
+    `JournalUseless` where they do not fit the state."""
+    rules = {**UnitReplay(service, arenas).rules}
+    controller = ControllerReplay(service) if isinstance(service.controller, Controller) else None
+    if controller is not None:
+        rules |= controller.rules
+    count = 0
+    for record in records:
+        try:
+            rules[type(record)](record)
+        except (KeyError, TransferQueueError) as error:
+            raise JournalUseless(f"entry {count}, {record!r}, does not fit: {error!r}") from error
+        count += 1
+    if controller is not None:
+        controller.close()
+    return count
 
-    def __init__(self, service: Service, arenas: Iterable[int] = ()) -> None:
+
+class UnitReplay:
+    """Sessions, memory, and commits that wait. What lay in a block when it was placed may be gone by now: nobody looks
+    at it."""
+
+    def __init__(self, service: Service, arenas: Iterable[int]) -> None:
         self._service = service
-        self._controller: Any = service.controller  # the one of this host
         self._unit = service.unit
         self._arenas: Iterator[int] = iter(arenas)
-        self._rules: dict[type, Callable[[Any], None]] = {
-            r.Requested: self._requested, r.Forgotten: self._forgotten, r.AnswerReceived: self._received,
-            r.TakenBack: self._taken_back, r.Expired: self._expired, r.Tidied: self._tidied,
-            r.Relocated: self._relocated, r.RowsGathered: self._gathered, r.UnitLost: self._unit_lost,
-            r.Attached: self._attached, r.Detached: self._detached, r.Ended: self._ended,
+        self.rules: Rules = {
+            r.Attached: self._attached, r.Detached: self._detached, r.Ended: self._ended, r.TakenBack: self._taken_back,
             r.ArenaOpened: self._arena_opened, r.Placed: self._placed, r.BlockGiven: self._allocated,
             r.Published: self._published, r.Dropped: self._dropped, r.BlockPinned: self._pinned,
             r.BlockUnpinned: self._unpinned, r.Vacated: self._vacated,
-            r.UnitJoined: self._unit_joined, r.CommitsResolved: self._commits_resolved,
+            r.CommitHeld: self._held, r.CommitReleased: self._released, r.Doubted: self._doubted,
             r.BlockOnDisk: self._on_disk, r.BlockCopied: self._copied,
         }  # fmt: skip
 
-    def run(self, records: Iterable[r.Record]) -> int:
-        """Carry them out; how many there were. Raises `JournalUseless` where they do not fit the state."""
-        count = 0
-        for record in records:
-            try:
-                self._rules[type(record)](record)
-            except (KeyError, TransferQueueError) as error:
-                raise JournalUseless(f"entry {count}, {record!r}, does not fit: {error!r}") from error
-            count += 1
+    # sessions
+
+    def _attached(self, record: r.Attached) -> None:
+        self._service.sessions.attach(record.session, record.local, record.pid)
+
+    def _detached(self, record: r.Detached) -> None:
+        session = self._service.sessions.by_ident[record.session]
+        session.connections -= 1
+        session.ended = record.ended
+
+    def _ended(self, record: r.Ended) -> None:
+        self._service.sessions.remove(record.session)
+
+    def _taken_back(self, record: r.TakenBack) -> None:
+        session = self._service.sessions.by_ident[record.session]
+        session.parked.pop(record.rid, None)
+        session.cancel(record.rid)
+
+    # the unit's memory
+
+    def _arena_opened(self, record: r.ArenaOpened) -> None:
+        descriptor = next(self._arenas, None)
+        if descriptor is None:
+            raise JournalUseless("the descriptor of an arena did not come")
+        shm = self._unit.shm
+        directory = shm.spill_directory if record.spills else shm.directory
+        shm.add(Arena(record.size, record.grain, directory, descriptor, record.spills))
+
+    def _placed(self, record: r.Placed) -> None:
+        self._unit.place_at(record.arena, record.offset, record.nbytes, record.owner)
+
+    def _allocated(self, record: r.BlockGiven) -> None:
+        session = self._service.sessions.by_ident[record.session]
+        block = self._unit.unpublished(record.block, record.session)
+        session.parked.pop(record.rid, None)
+        session.remember((m.Allocated(record.rid, block.number, block.arena, block.offset), ()))
+
+    def _published(self, record: r.Published) -> None:
+        self._unit.publish(record.block, record.layout, record.digest)
+
+    def _dropped(self, record: r.Dropped) -> None:
+        self._unit.drop(record.block)
+
+    def _pinned(self, record: r.BlockPinned) -> None:
+        self._unit.pin(record.block, record.session, record.rid)
+
+    def _unpinned(self, record: r.BlockUnpinned) -> None:
+        self._unit.unpin(record.block, record.session, record.rid)
+
+    def _vacated(self, record: r.Vacated) -> None:
+        self._unit.forget(record.session)
+
+    def _on_disk(self, record: r.BlockOnDisk) -> None:
+        cast(KeptBlocks, self._unit).stored(record.block, record.place)
+
+    def _copied(self, record: r.BlockCopied) -> None:
+        cast(KeptBlocks, self._unit).copied(record.block, record.copy)
+
+    # commits that wait
+
+    def _held(self, record: r.CommitHeld) -> None:
+        blocks = [(self._unit.block(number), layout) for number, layout in record.blocks]
+        held = [(block, layout) for block, layout in blocks if block is not None]
+        if len(held) < len(blocks):
+            raise JournalUseless("a commit of a block that is not there")
+        ticket = (Ticket(record.session), record.rid)
+        self._service.pending.hold(ticket, (record.session, record.rid), held)
+
+    def _released(self, record: r.CommitReleased) -> None:
+        self._service.pending.release((record.session, record.rid))
+
+    def _doubted(self, record: r.Doubted) -> None:
+        self._service.pending.doubt(record.block)
+
+
+class ControllerReplay:
+    """The controller of this host answers again, and sessions remember the answers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._controller: Any = service.controller
+        self._unit = service.unit
+        self.rules: Rules = {
+            r.Requested: self._requested, r.Forgotten: self._forgotten, r.AnswerReceived: self._received,
+            r.TakenBack: self._taken_back, r.Expired: self._expired, r.Tidied: self._tidied,
+            r.Relocated: self._relocated, r.RowsGathered: self._gathered, r.UnitLost: self._unit_lost,
+            r.Ended: self._ended, r.UnitJoined: self._unit_joined, r.CommitsResolved: self._commits_resolved,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Everything was carried out."""
         freed = self._controller.block_index.freed
         freed[:] = [number for number in freed if self._is_needed(number)]
-        return count
 
     def _is_needed(self, number: int) -> bool:
         """Whether a freed block is still to be dropped. Units of other hosts learn what to drop when they join."""
         block = self._unit.block(number)
         return block is not None and not block.dropped
-
-    # the controller
 
     def _requested(self, record: r.Requested) -> None:
         message = record.message
@@ -146,67 +243,17 @@ class Replay:
     def _gathered(self, record: r.RowsGathered) -> None:
         self._controller.gather(record.target, numbers_of(record.blocks), numbers_of(record.rows))
 
-    def _unit_lost(self, record: r.UnitLost) -> None:
-        self._service.members.remove(record.unit)
-        self._controller.lose(record.unit)
-        self._drain()
-
-    # sessions
-
-    def _attached(self, record: r.Attached) -> None:
-        self._service.sessions.attach(record.session, record.local, record.pid)
-
-    def _detached(self, record: r.Detached) -> None:
-        session = self._service.sessions.by_ident[record.session]
-        session.connections -= 1
-        session.ended = record.ended
-
     def _ended(self, record: r.Ended) -> None:
         self._service.sessions.remove(record.session)
         self._controller.end_session(record.session)
         self._drain()
 
-    # the unit's memory
-
-    def _arena_opened(self, record: r.ArenaOpened) -> None:
-        descriptor = next(self._arenas, None)
-        if descriptor is None:
-            raise JournalUseless("the descriptor of an arena did not come")
-        shm = self._unit.shm
-        directory = shm.spill_directory if record.spills else shm.directory
-        shm.add(Arena(record.size, record.grain, directory, descriptor, record.spills))
-
-    def _placed(self, record: r.Placed) -> None:
-        self._unit.place_at(record.arena, record.offset, record.nbytes, record.owner)
-
-    def _allocated(self, record: r.BlockGiven) -> None:
-        session = self._service.sessions.by_ident[record.session]
-        block = self._unit.unpublished(record.block, record.session)
-        session.parked.pop(record.rid, None)
-        session.remember((m.Allocated(record.rid, block.number, block.arena, block.offset), ()))
-
-    def _published(self, record: r.Published) -> None:
-        self._unit.publish(record.block, record.layout, record.digest)
-
-    def _dropped(self, record: r.Dropped) -> None:
-        self._unit.drop(record.block)
-
-    def _pinned(self, record: r.BlockPinned) -> None:
-        self._unit.pin(record.block, record.session, record.rid)
-
-    def _unpinned(self, record: r.BlockUnpinned) -> None:
-        self._unit.unpin(record.block, record.session, record.rid)
-
-    def _vacated(self, record: r.Vacated) -> None:
-        self._unit.forget(record.session)
-
-    def _on_disk(self, record: r.BlockOnDisk) -> None:
-        cast(KeptBlocks, self._unit).stored(record.block, record.place)
-
-    def _copied(self, record: r.BlockCopied) -> None:
-        cast(KeptBlocks, self._unit).copied(record.block, record.copy)
-
     # units of other hosts
+
+    def _unit_lost(self, record: r.UnitLost) -> None:
+        self._service.members.remove(record.unit)
+        self._controller.lose(record.unit)
+        self._drain()
 
     def _unit_joined(self, record: r.UnitJoined) -> None:
         self._service.members.join(record.message, record.address, AwayLine())

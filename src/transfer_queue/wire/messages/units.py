@@ -35,11 +35,13 @@ class Taken(Reply):
 
 class Join(Request):
     """A unit of another host offers itself: its incarnation, where readers reach it ("host:port"; without a host, the
-    one this connection comes from), and the numbers (int64) of the blocks it has published."""
+    one this connection comes from), and the numbers (int64) of the blocks it has published. `returns`: when its server
+    is killed another process goes on in its place."""
 
     incarnation: bytes
     address: str
     blocks: bytes
+    returns: bool = False
 
 
 class Joined(Reply):

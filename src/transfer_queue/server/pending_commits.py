@@ -1,0 +1,133 @@
+"""Commits that the controller has yet to answer, and the blocks that they hold.
+
+A block of such a commit is neither published nor its client's to change. The answer decides: it is published, or
+dropped. Where nobody waits for the answer any more the client has its block back, unless the controller is elsewhere
+and may have carried the commit out: then the block is *in doubt*, which is as published, until the controller says.
+
+A commit that was passed on to another host outlives the connection over which it came, and the process that passed it
+on: it is an *orphan* then, known by its session and request id alone, until it is asked again or its session ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from transfer_queue.storage.blocks import Block, Unit
+
+Asked: TypeAlias = tuple[bytes, int]  # session and rid
+Filled: TypeAlias = tuple[Block, bytes]  # with its layout
+
+
+class HeldBlock(NamedTuple):
+    """`owner`: the session that filled it; None where its bytes came with the commit."""
+
+    block: Block
+    owner: bytes | None
+
+
+class PendingCommits:
+    """`in_doubt` are blocks of `unit`; what the controller says of them is for the caller to find out."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._held: dict[Asked, list[HeldBlock]] = {}
+        self._asked: dict[Hashable, Asked] = {}  # by ticket
+        self._tickets: dict[Asked, Hashable] = {}  # an orphan has none
+        self.in_doubt: list[int] = []
+
+    def hold(self, ticket: Hashable, asked: Asked, blocks: Sequence[Filled]) -> None:
+        """Readers of other hosts may hear of the rows before the answer is here, so the layout is known from now on."""
+        self._asked[ticket], self._tickets[asked] = asked, ticket
+        self._held[asked] = [HeldBlock(block, block.owner) for block, _ in blocks]
+        for block, layout in blocks:
+            block.owner, block.layout = None, layout
+
+    def holds(self, ticket: Hashable) -> bool:
+        return ticket in self._asked
+
+    @property
+    def has_any(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return bool(self._asked)
+
+    def answered(self, ticket: Hashable, committed: bool) -> None:
+        """The controller's word."""
+        for block, _ in self.release(self._asked[ticket]):
+            if committed:
+                self._unit.publish(block.number, block.layout)
+            else:
+                self._unit.drop(block.number)
+
+    def withdraw(self, ticket: Hashable) -> None:
+        """Nobody waits for the answer, and the controller will not carry it out."""
+        for block, owner in self.release(self._asked[ticket]):
+            if owner is None:
+                self._unit.drop(block.number)
+
+    def leave_in_doubt(self, ticket: Hashable) -> None:
+        """No answer came, or nobody waits for it; the controller may have carried it out, or may yet."""
+        self._doubt_all(self._asked[ticket])
+
+    def _doubt_all(self, asked: Asked) -> None:
+        for block, _ in self.release(asked):
+            self._unit.publish(block.number, block.layout)
+            self.doubt(block.number)
+
+    def doubt(self, number: int) -> None:
+        """Only the controller knows whether rows lie in this published block."""
+        self.in_doubt.append(number)
+
+    def release(self, asked: Asked) -> list[HeldBlock]:
+        """What a commit held, given back to its owner."""
+        blocks = self._held.pop(asked)
+        self._asked.pop(self._tickets.pop(asked, None), None)
+        for block, owner in blocks:
+            block.owner = owner
+        return blocks
+
+    def of_block(self, number: int, owner: bytes) -> Asked | None:
+        """The commit that holds a block of this session."""
+        for asked, blocks in self._held.items():
+            if any((block.number, one) == (number, owner) for block, one in blocks):
+                return asked
+        return None
+
+    def ticket(self, asked: Asked) -> Hashable | None:
+        """Of the request; None where it is an orphan."""
+        return self._tickets.get(asked)
+
+    def blocks(self) -> set[int]:
+        """Everything that is held."""
+        return {block.number for blocks in self._held.values() for block, _ in blocks}
+
+    # orphans
+
+    def lose_ticket(self, ticket: Hashable) -> None:
+        """It is about to be asked again."""
+        del self._tickets[self._asked.pop(ticket)]
+
+    def lose_connections(self, were_passed_on: bool) -> None:
+        """Everybody's: every commit that was passed on is an orphan, the others will not be carried out."""
+        for ticket in list(self._asked):
+            if were_passed_on:
+                self.lose_ticket(ticket)
+            else:
+                self.withdraw(ticket)
+
+    def resume(self, ticket: Hashable, asked: Asked) -> list[Block]:
+        """The blocks of an orphan that is asked again, and pending again with it; none where there is no such one."""
+        if asked not in self._held:
+            return []
+        self._asked[ticket], self._tickets[asked] = asked, ticket
+        return [block for block, _ in self._held[asked]]
+
+    def give_up(self, asked: Asked) -> None:
+        """An orphan will not be asked again. Others are ignored."""
+        if asked in self._held and asked not in self._tickets:
+            self._doubt_all(asked)
+
+    def end_session(self, session: bytes) -> None:
+        """None of its orphans will be."""
+        for asked in [one for one in self._held if one[0] == session]:
+            self.give_up(asked)
