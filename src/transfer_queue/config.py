@@ -279,11 +279,11 @@ def _directory(value: Any, name: str) -> str | None:
 
 
 def _durability(value: Any, joins: bool, journal_dir: str | None) -> Durability:
-    if joins and (value not in (None, "none") or journal_dir is not None):
-        text = "a unit that joins a service has no standby and no journal, only its controller's server has them"
+    if joins and (value == "machine" or journal_dir is not None):
+        text = "a unit that joins a service has no journal, only its controller's server has one"
         raise ConfigError(f"server.durability: {text}")
     if value is None:
-        return "none" if joins else "process" if journal_dir is None else "machine"
+        return "process" if journal_dir is None else "machine"
     if value not in get_args(Durability):
         raise ConfigError(f"server.durability: expected {' or '.join(get_args(Durability))}, got {value!r}")
     if (value == "machine") != (journal_dir is not None):

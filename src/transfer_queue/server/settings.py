@@ -82,9 +82,9 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     host, port, token: serve TCP there, peers must know the token ("" : no TCP). unit_token: what
     servers that join as storage units must know besides (""; none may). join: the address of the controller's
     server ("tcp:HOST:PORT"), of whose service this is one more storage unit ("": this is the controller's server;
-    max_rows, reserved_rows, sampler, client and durability do not count for others). budget_nbytes: bytes of all
-    blocks (0: see `budget_of`). max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition
-    has from the start. trim_after_s: free memory that was not needed for this long goes back to the system.
+    max_rows, reserved_rows, sampler and client do not count for others). budget_nbytes: bytes of all blocks (0: see
+    `budget_of`). max_rows: rows of all partitions (None: unbounded). reserved_rows: rows a partition has from the
+    start. trim_after_s: free memory that was not needed for this long goes back to the system.
     arena_dir: directory of the arena files instead of anonymous memory. spill_dir: directory for blocks that have
     no room in memory (None: they have to wait). spill_nbytes: bytes of these (0: what is free there). sampler: a
     sampler's spec. client: what attaching clients learn. metrics_port: serve Prometheus metrics on this port (None:

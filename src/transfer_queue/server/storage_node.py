@@ -119,7 +119,8 @@ class StorageNode:
         """Join again whenever the connection is lost; never returns."""
         while True:
             await self._lost.wait()
-            log.warning("lost the controller at %s", self._controller)
+            if self._connection is not None:
+                log.warning("lost the controller at %s", self._controller)
             while self._lost.is_set():  # a standby may listen already
                 try:
                     await self._join()

@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, NoReturn
 
 from transfer_queue.server.forks import disconnect
@@ -94,19 +95,19 @@ class StandbyKeeper:
         asyncio.get_running_loop().add_reader(standby.watch, self._ended, standby)
 
     def _fork(self, journal: Journal) -> Standby:
+        """From a thread of its own, so that the standby begins on an empty stack: one that takes over and forks the
+        next would stand deeper each time, until the stack is full."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ThreadPoolExecutor(1) as executor, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of the others
+            forked = executor.submit(_fork, self, journal, theirs)
+        theirs.close()
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of theirs
-                pid = os.fork()
+            pid = forked.result()
         except OSError:
             ours.close()
-            theirs.close()
             journal.close()
             raise
-        if not pid:
-            _stand_by(self, journal, theirs)
-        theirs.close()
         return Standby(pid, ours, os.pidfd_open(pid))
 
     def _send(self, arena: Arena) -> None:
@@ -167,9 +168,17 @@ class StandbyKeeper:
         self._take_over()
 
 
+def _fork(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> int:
+    """Returns in the server alone. Raises `OSError`."""
+    pid = os.fork()
+    if not pid:
+        _stand_by(keeper, journal, line)
+    return pid
+
+
 def _stand_by(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> NoReturn:
-    """The standby's whole life, from the fork on. It is deep inside the server's event loop, which is never run again,
-    nor taken apart: the descriptors of its objects lead nowhere from now on."""
+    """The standby's whole life, from the fork on. The server's event loop is never run again here, nor taken apart: the
+    descriptors of its objects lead nowhere from now on."""
     status = 1
     try:
         gc.freeze()
