@@ -302,9 +302,10 @@ def run(folder: Path, name: str, number: int, seed: int, until: float, stale: bo
         raise
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, first: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who ended is gone; the test holds a descriptor of each
-    run(folder, "nursery", 0, 0, time.monotonic() + 0.3, stale=False)  # also loads what is imported on first use
+    # This also loads what is imported on first use.
+    run(folder, f"nursery-{first}", first, first, time.monotonic() + 0.3, stale=False)
     print("ready", flush=True)
     for line in sys.stdin:
         name, number, seed, until, stale = line.split()
@@ -319,4 +320,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

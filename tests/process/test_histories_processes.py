@@ -33,13 +33,17 @@ WORKERS = 5
 class Nursery:
     """Starts workers (`history_workers`), kills and freezes them. It holds a descriptor of each: numbers are reused."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: int = 0, address: str = "") -> None:
+        """Their numbers begin after `first`, which differs where there are several nurseries. `address`: of the server
+        that they attach to, where there are several."""
         self.folder = folder
         environment = {**os.environ, "PYTHONPATH": SOURCES_AND_HELPERS}
-        self._process = CHILDREN.start(["-m", "history_workers", str(folder)], environment)
+        if address:
+            environment["TQ_ADDRESS"] = address
+        self._process = CHILDREN.start(["-m", "history_workers", str(folder), str(first)], environment)
         self.living: dict[str, int] = {}
         self.ends: list[Record] = []
-        self._count = 0
+        self._count = first
         assert self._line() == "ready"
 
     def _line(self) -> str:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from conftest import freeze, until
+from histories import check_keys
+from histories_rows import check_rows
+from history_workers import TASKS, Recorder, drain, read_records
 from hosts import LARGE, Host, firsts, rows
+from test_histories_processes import SECONDS, SEED, Nursery
 from test_standby import away, kill, replaced, server_of, standby_of
 
+import transfer_queue as tq
 from transfer_queue.errors import DataLost
 
 StartHost = Callable[..., Host]
@@ -208,3 +215,48 @@ def test_a_unit_that_is_killed_again_and_again_loses_no_put(cluster: Cluster) ->
             assert firsts(host.client.get_data(meta)) == [number]
     head.client.clear_partition("p")
     until(lambda: unit.used() == 0, "room at the unit")
+
+
+@pytest.fixture
+def attached(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tq.TransferQueueClient]:
+    """This process is a client of the controller's host."""
+    monkeypatch.setenv("TQ_ADDRESS", cluster.head.server.address)
+    tq.init()
+    yield tq.get_client()
+    tq.close()
+
+
+@pytest.mark.timeout(SECONDS * 3 + 110)
+def test_histories_are_possible_ones_while_servers_and_clients_of_two_hosts_are_killed(
+    cluster: Cluster, attached: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    nurseries = [Nursery(tmp_path, 100 * place, host.server.address) for place, host in enumerate(cluster)]
+    try:
+        rng, over = random.Random(SEED), time.monotonic() + SECONDS + 1
+        for nursery in (*nurseries, *nurseries):
+            nursery.start(over)
+        kills = [0, 0]
+        while time.monotonic() < over - 1:
+            threading.Event().wait(rng.uniform(0.1, 0.5))
+            place = rng.choice((0, 1, 1))
+            if rng.random() < 0.6:
+                replaced(cluster[place].client)
+                kills[place] += 1
+            else:
+                name = rng.choice(sorted(nurseries[place].living))
+                nurseries[place].kill(name)
+                nurseries[place].start(over)
+        for nursery in nurseries:
+            nursery.wait()
+        assert min(kills) > 0
+        assert sum(kills) > 3
+        until(lambda: not away(attached) and attached.stats()["clients"] == 4, "the end of the workers' sessions")
+        drain(Recorder(tmp_path, "drain"))
+        history = [*read_records(tmp_path), *nurseries[0].ends, *nurseries[1].ends]
+        assert [str(found) for found in (*check_keys(history), *check_rows(history, TASKS))] == []
+        attached.clear_partition("kv")
+        attached.clear_partition("rows")
+        until(lambda: cluster.head.used() + cluster.unit.used() == 0, "room at both hosts")
+    finally:
+        for nursery in nurseries:
+            nursery.close()

@@ -7,6 +7,7 @@ sees the same sessions, repeats and cancellations as if the clients were connect
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -58,20 +59,23 @@ class Caller:
         if isinstance(message, m.Waiting) and message.rid in self.asking:
             self._told(self.asking[message.rid], message)
 
-    def notify(self, message: m.Message) -> None:
+    def notify(self, message: m.Message) -> bool:
         """Tell the controller, if it can be told now."""
         opening = self._opening
-        if opening is not None and opening.done() and not opening.cancelled() and not opening.exception():
-            opening.result().notify(message)
+        if opening is None or not opening.done() or opening.cancelled() or opening.exception():
+            return False
+        opening.result().notify(message)
+        return opening.result().error is None
 
-    def close(self) -> None:
-        """Tell the controller that this session has ended."""
-        self.notify(m.Goodbye())
+    def close(self) -> bool:
+        """Tell the controller that this session has ended. Whether it was told."""
+        is_told = self.notify(m.Goodbye())
         opening = self._opening
         if opening is not None and not opening.done():
             opening.cancel()
         elif opening is not None and not opening.cancelled() and not opening.exception():
             opening.result().close()
+        return is_told
 
 
 class ControllerProxy:
@@ -89,6 +93,8 @@ class ControllerProxy:
         self._deliver = deliver
         self._callers: dict[bytes, Caller] = {}
         self._asking: dict[Hashable, tuple[asyncio.Task[None], m.Request]] = {}
+        self._inherited: set[bytes] = set()  # sessions that the controller may know, of the process before
+        self._leaving: set[asyncio.Task[None]] = set()
         self._former: list[object] = []  # of event loops before: to take it apart would reach into them
 
     async def check(self) -> None:
@@ -144,12 +150,23 @@ class ControllerProxy:
                 self.in_doubt.add(ticket)
 
     def end_session(self, session: bytes) -> None:
-        self._let_go(session)
+        is_told = self._let_go(session)
+        if session in self._inherited and not is_told:  # else the controller would wait for it for a while
+            caller = Caller(self.address, session, self.life, self._tell)
+            leaving = asyncio.get_running_loop().create_task(self._leave(caller))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+        self._inherited.discard(session)
 
-    def _let_go(self, session: bytes) -> None:
+    def _let_go(self, session: bytes) -> bool:
+        """Whether the controller was told."""
         caller = self._callers.pop(session, None)
-        if caller is not None:
-            caller.close()
+        return caller is not None and caller.close()
+
+    async def _leave(self, caller: Caller) -> None:
+        with contextlib.suppress(TransferQueueError):
+            await caller.connection()
+        caller.close()
 
     def received(self, session: bytes, rid: int) -> None:
         self._caller(session).notify(m.Received([rid]))
@@ -178,9 +195,11 @@ class ControllerProxy:
             self._let_go(session)
         self.life = Life(service)
 
-    def start_over(self) -> None:
-        """Begin on another event loop: what was under way, and every connection, ended with the one before."""
-        self._former.append((self._callers, self._asking))
+    def start_over(self, sessions: Iterable[bytes]) -> None:
+        """Begin on another event loop: what was under way, and every connection, ended with the one before. The
+        controller may know these sessions."""
+        self._former.append((self._callers, self._asking, self._leaving))
+        self._inherited, self._leaving = set(sessions), set()
         self._callers, self._asking = {}, {}
         self.outbox.clear()
         self.payloads.clear()

@@ -41,7 +41,8 @@ class PendingCommits:
         self._asked[ticket], self._tickets[asked] = asked, ticket
         self._held[asked] = [HeldBlock(block, block.owner) for block, _ in blocks]
         for block, layout in blocks:
-            block.owner, block.layout = None, layout
+            self._unit.hand_over(block, None)
+            block.layout = layout
 
     def holds(self, ticket: Hashable) -> bool:
         return ticket in self._asked
@@ -79,12 +80,14 @@ class PendingCommits:
         self.in_doubt.append(number)
 
     def release(self, asked: Asked) -> list[HeldBlock]:
-        """What a commit held, given back to its owner."""
+        """What a commit held, given back to its owner, as far as it is still there: the answer may come after the word
+        that no row needs the block any more."""
         blocks = self._held.pop(asked)
         self._asked.pop(self._tickets.pop(asked, None), None)
-        for block, owner in blocks:
-            block.owner = owner
-        return blocks
+        here = [one for one in blocks if self._unit.is_open(one.block)]
+        for block, owner in here:
+            self._unit.hand_over(block, owner)
+        return here
 
     def of_block(self, number: int, owner: bytes) -> Asked | None:
         """The commit that holds a block of this session."""

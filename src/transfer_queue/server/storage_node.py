@@ -76,7 +76,7 @@ class StorageNode:
         self._former.append((self.compactor, self.gatherer, self.spiller, self._connection, self._resolving))
         self._connection = None
         self._rid += 1 << 32  # what the one before asked since this process was forked is not known here
-        self.remote.start_over()
+        self.remote.start_over(self.service.sessions.by_ident)
         self._begin()
         self._lost.set()
         self.service.lose_connections(were_passed_on=True)

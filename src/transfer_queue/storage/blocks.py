@@ -35,12 +35,12 @@ class Block:
         "arena", "digest", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins", "published", "stays",
     )  # fmt: skip
 
-    def __init__(self, number: int, arena: int, offset: int, nbytes: int, owner: bytes | None) -> None:
+    def __init__(self, number: int, arena: int, offset: int, nbytes: int) -> None:
         self.number = number
         self.arena = arena
         self.offset = offset
         self.nbytes = nbytes
-        self.owner = owner  # the session that is filling it; None once published
+        self.owner: bytes | None = None  # the session that is filling it
         self.layout = b""
         self.digest = 0  # xxh3-64 of its bytes, where they lie on a disk
         self.pins = 0
@@ -145,11 +145,10 @@ class Unit:
         return self._enter(arena, offset, nbytes, session)
 
     def _enter(self, arena: int, offset: int, nbytes: int, session: bytes | None) -> Block:
-        block = Block(self._next, arena, offset, nbytes, session)
+        block = Block(self._next, arena, offset, nbytes)
         self._next += 1
         self._blocks[block.number] = block
-        if session is not None:
-            self._unpublished.setdefault(session, set()).add(block.number)
+        self.hand_over(block, session)
         self._count(block, self.shm.rounded(nbytes))
         return block
 
@@ -165,6 +164,14 @@ class Unit:
 
     def is_spilled(self, block: Block) -> bool:
         return self.shm.arenas[block.arena].spills
+
+    def hand_over(self, block: Block, owner: bytes | None) -> None:
+        """From now on `owner` fills it (None: nobody)."""
+        if block.owner is not None:
+            self._unpublished[block.owner].discard(block.number)
+        block.owner = owner
+        if owner is not None:
+            self._unpublished.setdefault(owner, set()).add(block.number)
 
     def unpublished(self, number: int, session: bytes) -> Block:
         """A block that `session` is filling, or `InvalidInput`: also for one that it gave up and still has pinned."""
@@ -196,9 +203,8 @@ class Unit:
     def publish(self, number: int, layout: bytes, digest: int = 0) -> None:
         """The block's content is final; from now on the controller decides when it goes. `digest`: see `Block`."""
         block = self._blocks[number]
-        if block.owner is not None:
-            self._unpublished[block.owner].discard(number)
-        block.owner, block.layout, block.published, block.digest = None, layout, True, digest
+        self.hand_over(block, None)
+        block.layout, block.published, block.digest = layout, True, digest
         if self.spill.budget_nbytes:
             self._rest(block)
 
