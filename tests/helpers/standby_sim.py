@@ -102,7 +102,7 @@ def picture(service: Service) -> dict[str, Any]:
             for one in unit._blocks.values()
         ),
         "held": {
-            asked: [(one.block.number, one.owner) for one in blocks] for asked, blocks in service.pending._held.items()
+            asked: [(one.block.number, one.owner) for one in blocks] for asked, blocks in service.pending.held.items()
         },
         "next block": unit._next,
         "used": (unit.used_nbytes, unit.spilled_nbytes, unit.num_spilled),

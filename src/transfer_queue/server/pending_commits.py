@@ -27,11 +27,12 @@ class HeldBlock(NamedTuple):
 
 
 class PendingCommits:
-    """`in_doubt` are blocks of `unit`; what the controller says of them is for the caller to find out."""
+    """`held` has the blocks of every commit that waits. `in_doubt` are blocks of `unit`; what the controller says of
+    them is for the caller to find out."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._held: dict[Asked, list[HeldBlock]] = {}
+        self.held: dict[Asked, list[HeldBlock]] = {}
         self._asked: dict[Hashable, Asked] = {}  # by ticket
         self._tickets: dict[Asked, Hashable] = {}  # an orphan has none
         self.in_doubt: list[int] = []
@@ -39,18 +40,13 @@ class PendingCommits:
     def hold(self, ticket: Hashable, asked: Asked, blocks: Sequence[Filled]) -> None:
         """Readers of other hosts may hear of the rows before the answer is here, so the layout is known from now on."""
         self._asked[ticket], self._tickets[asked] = asked, ticket
-        self._held[asked] = [HeldBlock(block, block.owner) for block, _ in blocks]
+        self.held[asked] = [HeldBlock(block, block.owner) for block, _ in blocks]
         for block, layout in blocks:
             self._unit.hand_over(block, None)
             block.layout = layout
 
     def holds(self, ticket: Hashable) -> bool:
         return ticket in self._asked
-
-    @property
-    def has_any(self) -> bool:
-        """Whether somebody waits for an answer."""
-        return bool(self._asked)
 
     def answered(self, ticket: Hashable, committed: bool) -> None:
         """The controller's word."""
@@ -82,7 +78,7 @@ class PendingCommits:
     def release(self, asked: Asked) -> list[HeldBlock]:
         """What a commit held, given back to its owner, as far as it is still there: the answer may come after the word
         that no row needs the block any more."""
-        blocks = self._held.pop(asked)
+        blocks = self.held.pop(asked)
         self._asked.pop(self._tickets.pop(asked, None), None)
         here = [one for one in blocks if self._unit.is_open(one.block)]
         for block, owner in here:
@@ -91,7 +87,7 @@ class PendingCommits:
 
     def of_block(self, number: int, owner: bytes) -> Asked | None:
         """The commit that holds a block of this session."""
-        for asked, blocks in self._held.items():
+        for asked, blocks in self.held.items():
             if any((block.number, one) == (number, owner) for block, one in blocks):
                 return asked
         return None
@@ -102,7 +98,7 @@ class PendingCommits:
 
     def blocks(self) -> set[int]:
         """Everything that is held."""
-        return {block.number for blocks in self._held.values() for block, _ in blocks}
+        return {block.number for blocks in self.held.values() for block, _ in blocks}
 
     # orphans
 
@@ -120,17 +116,17 @@ class PendingCommits:
 
     def resume(self, ticket: Hashable, asked: Asked) -> list[Block]:
         """The blocks of an orphan that is asked again, and pending again with it; none where there is no such one."""
-        if asked not in self._held:
+        if asked not in self.held:
             return []
         self._asked[ticket], self._tickets[asked] = asked, ticket
-        return [block for block, _ in self._held[asked]]
+        return [block for block, _ in self.held[asked]]
 
     def give_up(self, asked: Asked) -> None:
         """An orphan will not be asked again. Others are ignored."""
-        if asked in self._held and asked not in self._tickets:
+        if asked in self.held and asked not in self._tickets:
             self._doubt_all(asked)
 
     def end_session(self, session: bytes) -> None:
         """None of its orphans will be."""
-        for asked in [one for one in self._held if one[0] == session]:
+        for asked in [one for one in self.held if one[0] == session]:
             self.give_up(asked)

@@ -286,7 +286,7 @@ class Service:
         self, message: m.Commit, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
     ) -> Answer | None:
         """Publish a block the client filled, or one made of the inline payload, or one that lies on another unit."""
-        orphans = self.pending.resume(ticket, (session.ident, message.rid))
+        orphans = self.pending.resume(ticket, (session.ident, message.rid)) if self.pending.held else []
         if orphans:
             message.block, message.layout = orphans[0].number, b""
         if orphans or self.members.has(message.block):
@@ -420,7 +420,7 @@ class Service:
 
     def apply_outcomes(self) -> None:
         """Publish what was committed, recycle what nobody needs any more, and let waiting allocations use it."""
-        if self.pending.has_any:
+        if self.pending.held:
             self._apply_answers()
         self.recycler.recycle()
         self.unit.retry()
