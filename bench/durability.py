@@ -1,22 +1,25 @@
 """What it costs that a standby could take over (`server.durability: process`), and how long that takes.
 
-    python -m bench.durability [--rounds 5] [--million]
+    python -m bench.durability [--rounds 5] [--million] [--units]
 
 Two services at the same time, one with a standby; every call is made to the one and then to the other, in turn with who
 is first. Server time is processor time of the server's process. `--million` also kills a server that holds a million
-rows that were put one by one; that takes minutes to prepare.
+rows that were put one by one; that takes minutes to prepare. `--units` measures a storage unit that joined a service,
+whose server is another process of this machine: the client is the unit's, and its server is the one that is killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 from bench.saturation import Line, drive, processor_s
@@ -36,13 +39,24 @@ GIB = 1 << 30
 
 
 class Place:
-    """A service and a client of it."""
+    """A service and a client of it; or a unit that joined one without a standby, and a client of that."""
 
-    def __init__(self, durability: Durability, budget_nbytes: int = 4 * GIB, journal_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        durability: Durability,
+        budget_nbytes: int = 4 * GIB,
+        journal_dir: str | None = None,
+        is_unit: bool = False,
+    ) -> None:
         config = ServerConfig(
             run_dir="", owner_pid=os.getpid(), budget_nbytes=budget_nbytes, client=CLIENT, durability=durability,
             sampler={"class": "SequentialSampler"}, journal_dir=journal_dir,
         )  # fmt: skip
+        self.head: local.LocalServer | None = None
+        if is_unit:
+            reached = {"host": "127.0.0.1", "token": secrets.token_hex(), "unit_token": secrets.token_hex()}
+            self.head = local.start(msgspec.structs.replace(config, durability="none", **reached))
+            config = msgspec.structs.replace(config, join=f"tcp:{self.head.tcp}", **reached)
         self.server = local.start(config)
         self.path = self.server.address.removeprefix("unix:")
         self.client = TransferQueueClient.of(Session(parse_address(self.server.address)))
@@ -57,6 +71,8 @@ class Place:
     def close(self) -> None:
         self.client.close()
         self.server.stop()
+        if self.head is not None:
+            self.head.stop()
 
 
 SMALL = {"ids": torch.arange(128), "logp": torch.randn(128), "reward": torch.ones(1)}
@@ -104,8 +120,8 @@ CASES: list[tuple[str, Callable[[Place], None], int]] = [
 ]
 
 
-def calls(rounds: int) -> None:
-    places = [Place(kind) for kind in KINDS]
+def calls(rounds: int, are_units: bool) -> None:
+    places = [Place(kind, is_unit=are_units) for kind in KINDS]
     for name, call, count in CASES:
         seconds: list[list[float]] = [[], []]
         ratios: list[float] = []
@@ -168,7 +184,7 @@ def take_over(count: int, one_by_one: bool, place: Place) -> None:
     else:
         for _ in range(count // 1024 + 1):
             place.client.put(MANY, partition_id="many")
-    rows, pauses = place.client.stats()["rows"], []
+    rows, pauses = place.client.stats().get("rows", count), []  # a unit knows only how many bytes
     for _ in range(5):
         put_one(place)
         time.sleep(0.3)  # a standby is there again
@@ -177,7 +193,7 @@ def take_over(count: int, one_by_one: bool, place: Place) -> None:
         os.kill(pid, signal.SIGKILL)
         put_one(place)
         pauses.append(time.perf_counter() - begun)
-    assert place.client.stats()["rows"] == rows + 10
+    assert (place.head is not None) or place.client.stats()["rows"] == rows + 10
     how = "one by one" if one_by_one else "1024 at once"
     print(
         f"{rows:9,} rows, put {how}: killed, and the next put answered after"
@@ -191,8 +207,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--million", action="store_true")
+    parser.add_argument("--units", action="store_true")
     options = parser.parse_args()
-    calls(options.rounds)
+    calls(options.rounds, options.units)
+    if options.units:
+        take_over(10_000, True, Place("process", 16 * GIB, is_unit=True))
+        return
     saturation(options.rounds)
     take_over(10_000, False, Place("process", 16 * GIB))
     take_over(10_000, True, Place("process", 16 * GIB))
