@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Child, until
-from hosts import LARGE, Host, rows
+from hosts import LARGE, TOKEN, Host, rows
 from tables import Box, indexes
 
 import transfer_queue as tq
@@ -22,7 +22,10 @@ from transfer_queue.client.effects import Call
 from transfer_queue.client.views import BlockView
 from transfer_queue.memory.bytes import Anchor, address_of
 from transfer_queue.sampler import GRPOGroupNSampler
+from transfer_queue.server.controller_proxy import Caller
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.handshake import ANY
 
 Spawn = Callable[[str], Child]
 
@@ -304,6 +307,25 @@ def test_what_a_unit_passed_on_and_nobody_received_comes_back(start_host: Callab
     asker.call(m.ListPartitions(3), None, 5.0)
     asker.close()
     until(lambda: left(head.client) == 1, "the undoing of the second fetch")
+
+
+def test_what_was_confirmed_while_the_controller_could_not_be_told_stays_taken(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    head.client.put(rows(1, 2), partition_id="p")
+
+    async def take_one() -> None:
+        caller = Caller(parse_address(head.tcp, TOKEN), secrets.token_bytes(16), ANY, lambda ticket, reply: None)
+        await caller.call(fetch(7), None, 5.0)
+        connection = await caller.connection()
+        connection.close()
+        caller.confirm(7)
+        await caller.connection()
+        assert caller.close()
+
+    before = head.client.stats()["clients"]
+    asyncio.run(take_one())
+    until(lambda: head.client.stats()["clients"] == before, "the end of its session")
+    assert left(head.client) == 1
 
 
 def test_a_reader_over_tcp_loses_no_pin_to_a_cut_connection(start_host: Callable[..., Host]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ from transfer_queue.wire.handshake import ANY, Life
 from transfer_queue.wire.messages.checkpoints import STATE_S
 
 CONNECT_S = 5.0
+REMEMBERED = 256  # confirmations that may have been lost with a connection
 SPARE_S = 1.0  # how much later than its own deadline a request is given up here; the client waits a little longer still
 
 
@@ -33,6 +35,7 @@ class Caller:
         self._life = life
         self._told = told
         self.asking: dict[int, Hashable] = {}  # tickets of the requests under way
+        self._confirmed: deque[int] = deque(maxlen=REMEMBERED)
         self._opening: asyncio.Future[AsyncConnection] | None = None
 
     async def call(self, message: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
@@ -50,10 +53,15 @@ class Caller:
         if opening is not None and opening.done() and (opening.exception() or opening.result().error is not None):
             opening = None
         if opening is None:
-            connecting = AsyncConnection(self._address, m.decode_server, self._pushed)
-            opened = connecting.open(self._session, CONNECT_S, self._life)
-            opening = self._opening = asyncio.ensure_future(opened)
+            opening = self._opening = asyncio.ensure_future(self._open())
         return await asyncio.shield(opening)
+
+    async def _open(self) -> AsyncConnection:
+        connection = AsyncConnection(self._address, m.decode_server, self._pushed)
+        await connection.open(self._session, CONNECT_S, self._life)
+        if self._confirmed:  # over the connection before, which may have been cut: to say it twice does no harm
+            connection.notify(m.Received(list(self._confirmed)))
+        return connection
 
     def _pushed(self, message: m.Message) -> None:
         if isinstance(message, m.Waiting) and message.rid in self.asking:
@@ -66,6 +74,11 @@ class Caller:
             return False
         opening.result().notify(message)
         return opening.result().error is None
+
+    def confirm(self, rid: int) -> None:
+        """Tell the controller that its answer was received, at the latest when it can be reached again."""
+        self._confirmed.append(rid)
+        self.notify(m.Received([rid]))
 
     def close(self) -> bool:
         """Tell the controller that this session has ended. Whether it was told."""
@@ -169,7 +182,7 @@ class ControllerProxy:
         caller.close()
 
     def received(self, session: bytes, rid: int) -> None:
-        self._caller(session).notify(m.Received([rid]))
+        self._caller(session).confirm(rid)
 
     def take_back(self, session: bytes, rid: int) -> None:
         self._caller(session).notify(m.Cancel(rid))

@@ -107,7 +107,8 @@ class StorageNode:
         published = [number for number in unit.published() if number not in doubtful]
         returns = self._recorder is not None
         joined = await self._ask(m.Join(self._next_rid(), incarnation, self._address, numbers(published), returns))
-        assert isinstance(joined, m.Joined)
+        if not isinstance(joined, m.Joined):
+            raise ServiceUnavailable(f"the controller at {self._controller} took no unit: {joined}")
         if self._recorder is not None and (is_other or joined.unit != unit.number):
             self._recorder.leave_out()  # it is another unit from now on, or one of another service
         unit.renumber(joined.unit)
@@ -155,10 +156,11 @@ class StorageNode:
             return
         try:
             reply = await self._ask(m.ResolveCommits(self._next_rid(), numbers(in_doubt)))
-        except TransferQueueError:
+            if not isinstance(reply, m.Blocks):
+                raise ServiceUnavailable(f"the controller at {self._controller} does not say: {reply}")
+        except BaseException:
             self.service.pending.in_doubt += in_doubt
             raise
-        assert isinstance(reply, m.Blocks)
         self._drop(reply.numbers)
 
     async def _moved(self, block: int, target: int, rows: Ints) -> bool:
