@@ -29,7 +29,7 @@ from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.client.session import Session
-from transfer_queue.errors import ConfigError, ServiceUnavailable
+from transfer_queue.errors import ConfigError, ServiceUnavailable, StoreFull
 
 Service = Callable[..., tq.TransferQueueClient]
 DURABLE = {"server": {"durability": "process"}}
@@ -98,6 +98,20 @@ def test_it_is_killed_more_often_than_calls_can_be_nested(client: tq.TransferQue
     for _ in range(90):
         kill(client.stats()["pid"] if client.stats()["standby"] else standby_of(client) and server_of(client))
     assert values(tq.kv_batch_get(["a"], "p")["x"]) == [[0, 1, 2]]
+
+
+def test_a_put_that_waits_for_room_says_what_was_missing_also_after_a_takeover(service: Service) -> None:
+    client = service(
+        backend={"SimpleStorage": {"budget_nbytes": 2 << 20}},
+        client={"timeout_s": 2.6},
+        server={"durability": "process"},
+    )
+    client.put({"x": torch.zeros(1, 1 << 20, dtype=torch.uint8)}, partition_id="p")
+    killer = threading.Timer(2.2, replaced, [client])
+    killer.start()
+    with pytest.raises(StoreFull, match="bytes are in use"):
+        client.put({"x": torch.zeros(1, 2 << 20, dtype=torch.uint8)}, partition_id="p")
+    killer.join()
 
 
 def test_leases_go_on(client: tq.TransferQueueClient) -> None:

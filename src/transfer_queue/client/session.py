@@ -248,7 +248,7 @@ class Session:
             self._drop_idle(effect.to)
             if pause_s:
                 select.select([], [], [], pause_s)
-            timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
+            timeout_s = _left(effect, deadline)
         return self._checked(found)
 
     def _note_change(self, effect: Call) -> None:
@@ -401,7 +401,7 @@ class Session:
                     raise
             if pause_s:
                 await asyncio.sleep(pause_s)
-            timeout_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
+            timeout_s = _left(effect, deadline)
         return self._checked(found)
 
     def confirm(self, rid: int, to: str = "") -> None:
@@ -561,6 +561,15 @@ class Session:
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)
         self._open_memory()
+
+
+def _left(effect: Call, deadline: float) -> float:
+    """Seconds for another attempt. The request waits in the server for what is left of its own time: its asker is to
+    hear what was missing, not that nobody answered."""
+    left = max(MIN_TIMEOUT_S, deadline - time.monotonic())
+    if effect.wait_s and hasattr(effect.request, "timeout_s"):
+        effect.request.timeout_s = max(0.0, left - GRACE_S)
+    return left
 
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
