@@ -171,6 +171,23 @@ def test_a_full_disk_delays_answers_and_leaves_no_hole(
     on_disk(work)
 
 
+def test_a_closed_log_does_not_try_again(on_disk: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "AGAIN_S", 0.01)
+    raised: list[dict[str, Any]] = []
+
+    async def work(disk: Disk) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
+        log, disk.log = disk.log, DiskLog(None, 0, disk.errors.append)
+        disk.fails = [OSError(errno.ENOSPC, "no space")]
+        log.append(b"one")
+        await passes(lambda: log.is_full)
+        log.close()
+        await asyncio.sleep(0.05)
+
+    on_disk(work)
+    assert raised == []
+
+
 def test_space_is_reserved_before_it_is_needed(on_disk: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(disk: Disk) -> None:
         monkeypatch.setattr(memfd, "reserve_ahead", lambda *_: False)

@@ -182,14 +182,15 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._timer.cancel()
         self._go_on()
 
-    def connection_lost(self, _error: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()
         self._server.connection_limit.leave(self)
         self._incoming, self._bulk, self._long = iter(()), None, None
         self._reader.forget()  # no cycle is left, so that the memory comes back at once
         self._server.service.unit.forget(self._reception.nonce)
         if self._session is not None:
-            self._server.service.members.left(self, time.monotonic())
+            ended = error is None or isinstance(error, ConnectionError)  # else its host may be cut off
+            self._server.service.members.left(self, time.monotonic(), ended)
             self._server.service.detach(self._session, self._tickets, time.monotonic())
             self._server.deliver()
 

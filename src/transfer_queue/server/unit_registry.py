@@ -78,11 +78,11 @@ class UnitRegistry:
         for member in [one for one in self._members.values() if one.address == address]:
             self._give_up(member)
 
-    def left(self, line: UnitConnection, now: float) -> None:
-        """A connection is lost; its unit, if it was one's, is away."""
+    def left(self, line: UnitConnection, now: float, ended: bool) -> None:
+        """A connection is lost; its unit, if it was one's, is away. `ended`: its host says so, and lives."""
         for member in self._members.values():
             if member.line is line:
-                member.leave(now, member.returns)
+                member.leave(now, ended and member.returns)
 
     def all_left(self, now: float) -> None:
         """Every connection is lost, with the process that had them."""

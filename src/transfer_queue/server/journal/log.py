@@ -88,6 +88,7 @@ class DiskLog:
         self._writing: Future[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._is_closed = False
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +145,8 @@ class DiskLog:
         self._later.append((self.position, file))
 
     def _write(self) -> None:
+        if self._is_closed:
+            return
         while self._later and self.synced == self._later[0][0]:
             if self._file is not None:
                 os.close(self._file.fd)
@@ -163,6 +166,8 @@ class DiskLog:
         self._writing.add_done_callback(lambda done: loop.call_soon_threadsafe(self._written, done, count))
 
     def _written(self, done: Future[None], count: int) -> None:
+        if self._is_closed:
+            return
         error = done.exception()
         if isinstance(error, OSError) and error.errno in memfd.NO_SPACE:
             self._wait(error)
@@ -194,7 +199,8 @@ class DiskLog:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Nothing more is written, whatever the event loop has yet to call."""
+        self._is_closed = True
         self._thread.shutdown()
         for file in (self._file, *(file for _, file in self._later)):
             if file is not None:
