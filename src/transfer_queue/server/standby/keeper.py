@@ -78,7 +78,7 @@ class StandbyKeeper:
         try:
             journal = Journal(self._succession.current + 1)
             standby = self._fork(journal)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # no process, no thread can be had
             log.warning("no new standby, the next attempt is in %g s: %s", self._again_s, error)
             self._schedule(self._again_s)
             self._again_s = min(2 * self._again_s, LATEST_S)
@@ -98,16 +98,16 @@ class StandbyKeeper:
         """From a thread of its own, so that the standby begins on an empty stack: one that takes over and forks the
         next would stand deeper each time, until the stack is full."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ThreadPoolExecutor(1) as executor, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of the others
-            forked = executor.submit(_fork, self, journal, theirs)
-        theirs.close()
         try:
-            pid = forked.result()
-        except OSError:
+            with warnings.catch_warnings(), ThreadPoolExecutor(1) as executor:
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of the others
+                pid = executor.submit(_fork, self, journal, theirs).result()
+        except (OSError, RuntimeError):
             ours.close()
             journal.close()
             raise
+        finally:
+            theirs.close()
         return Standby(pid, ours, os.pidfd_open(pid))
 
     def _send(self, arena: Arena) -> None:
