@@ -76,6 +76,9 @@ class Arena:
     def slice(self, start: int, nbytes: int) -> Bytes:
         return self.memory[start : start + nbytes]
 
+    def copied(self, start: int, nbytes: int) -> bytes:
+        return self._map[start : start + nbytes]
+
     def resident_nbytes(self) -> int:
         """Bytes that occupy memory, used or free."""
         return os.fstat(self.fd).st_blocks * 512

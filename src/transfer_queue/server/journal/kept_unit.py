@@ -58,8 +58,7 @@ class KeptUnit(RecordingUnit):
         place = self.places.get(block.number)
         if place is not None:
             return BlockStored(block.number, block.layout, *place)
-        data = bytes(memoryview(self.memory(block)))  # type: ignore[arg-type]
-        return BlockLogged(block.number, block.layout, data)
+        return BlockLogged(block.number, block.layout, self.shm.arenas[block.arena].copied(block.offset, block.nbytes))
 
     def drop(self, number: int) -> None:
         super().drop(number)

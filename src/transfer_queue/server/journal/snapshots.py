@@ -23,7 +23,7 @@ import numpy as np
 from transfer_queue.controller import Controller
 from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import JournalCorrupt
-from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.memory.memfd import start_writing, sync_directory
 from transfer_queue.server.forks import disconnect
 from transfer_queue.server.journal.facts import JournalFact, decoded, encoded
 from transfer_queue.server.journal.files import (
@@ -103,7 +103,8 @@ def write(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -
         state, numbers = exported(controller.state, strict=False)
         parts = itertools.chain(([state], [np.array(numbers, np.int64).tobytes()]), _parts(unit), ([END],))
         for place, part in enumerate(parts):
-            at = write_all(fd, framed(head.position + place, part, head.seed), at)
+            start, at = at, write_all(fd, framed(head.position + place, part, head.seed), at)
+            start_writing(fd, start, at - start)  # while the next part is made
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -112,17 +113,17 @@ def write(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -
 
 
 def _parts(unit: KeptUnit) -> Iterator[list[bytes]]:
-    """The blocks, some megabytes at a time."""
-    found: list[bytes] = []
+    """The blocks, some megabytes at a time: encoded together, a million small ones take a third less."""
+    found: list[JournalFact] = []
     nbytes = 0
     for block in unit.lasting():
-        found.append(encoded([unit.fact_of(block)]))
-        nbytes += len(found[-1])
+        found.append(unit.fact_of(block))
+        nbytes += len(block.layout) + (0 if block.number in unit.places else block.nbytes)
         if nbytes > PART_NBYTES:
-            yield found
+            yield [encoded(found)]
             found, nbytes = [], 0
     if found:
-        yield found
+        yield [encoded(found)]
 
 
 def read(directory: Path, number: int) -> ReadSnapshot:
