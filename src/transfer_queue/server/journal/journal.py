@@ -30,7 +30,7 @@ from transfer_queue.storage.blocks import Block
 log = logging.getLogger("transfer_queue.server")
 
 # A new log begins where one is so long, and as long as the last snapshot; or as what takes half a minute to read.
-LOG_NBYTES, MAX_LOG_NBYTES = 32 << 20, 512 << 20
+LOG_NBYTES, MAX_LOG_NBYTES = 8 << 20, 512 << 20
 AGAIN_S = 1.0
 LOOK_S = 0.1  # how often a writer that waits for the disk looks whether there is space
 CLOSE_S = 8.0  # how long a disk may take for what is left at the end
