@@ -11,7 +11,8 @@
              │   ├─ spilled     whether a disk gives back what was written
              │   └─ views       zero-copy reads: pins, and what undoes them
              ├─ transfer        the bytes of rows, between the caller and where they lie
-             └─ retry           how long a lost call is sent again
+             ├─ retry           how long a lost call is sent again
+             └─ one_way         what is said again to a server that may not have read it
     describing, remarks         from the server's view of rows to metadata; what it remarks on a call
     listing                     keys and tags at the cost of what changed
     carried                     small rows that came along with the metadata of a fetch

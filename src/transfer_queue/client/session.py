@@ -16,7 +16,6 @@ import select
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -26,7 +25,8 @@ from transfer_queue.client.carried import Carrying
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
 from transfer_queue.client.listing import Listings
-from transfer_queue.client.retry import Retry, nobody_listens
+from transfer_queue.client.one_way import OneWay
+from transfer_queue.client.retry import GRACE_S, Retry, left_s, nobody_listens
 from transfer_queue.client.spilled import SpilledBlocks
 from transfer_queue.client.views import Views
 from transfer_queue.errors import (
@@ -43,12 +43,9 @@ from transfer_queue.wire.address import Address, parse_address
 from transfer_queue.wire.aio import AsyncConnection
 from transfer_queue.wire.handshake import ANY, Life
 
-GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
 CHANGING = frozenset({m.Commit, m.Clear, m.Restore})
 MAX_IDLE = 16
-MIN_TIMEOUT_S = 0.001
 NOTIFY_S = 1.0
-REMEMBERED = 256  # confirmations that may have been lost with a connection
 STREAMS = 4  # calls to other servers at the same time
 
 
@@ -63,9 +60,8 @@ class Session:
     known of keys. When another life answers at the address, every call that is in flight raises `ServiceRestarted` and
     the session has `ended`; views that were handed out keep their bytes. `successor` attaches to what is there now.
 
-    `config` is what the service was started with: timeout_s, polling_mode, pool_nbytes, copy_threads,
-    spin_s; and for processes of the server's host the token of the other servers.
-    `allow_pickle` is this process's own choice, which no service makes for it.
+    `config` is what the service was started with: timeout_s, polling_mode, pool_nbytes, copy_threads, spin_s; and for
+    processes of the server's host the token of the other servers. `allow_pickle` is this process's own choice.
     After a fork the child gets a session of its own on first use; what it inherited stays readable.
     """
 
@@ -119,7 +115,7 @@ class Session:
         self._change_numbers = itertools.count(1)  # no two threads get the same
         self._rids = itertools.count(1)
         self._deferred: list[tuple[m.Message, str]] = []
-        self._confirmed: deque[int] = deque(maxlen=REMEMBERED)
+        self._one_way = OneWay()
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
         self._kept: Connection | None = None
         self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[AsyncConnection]] = {}
@@ -248,7 +244,7 @@ class Session:
             self._drop_idle(effect.to)
             if pause_s:
                 select.select([], [], [], pause_s)
-            timeout_s = _left(effect, deadline)
+            timeout_s = left_s(effect, deadline - time.monotonic())
         return self._checked(found)
 
     def _note_change(self, effect: Call) -> None:
@@ -258,9 +254,7 @@ class Session:
 
     def _retry(self, effect: Call, deadline: float) -> Retry:
         m.check_request(effect.request)  # a server closes the connection over what it cannot read
-        if not effect.to and self._confirmed:
-            # What was confirmed over the lost connection may not have been read. To say it twice does no harm.
-            self._deferred.append((m.Received(list(self._confirmed)), ""))
+        self._deferred += self._one_way.again(effect.to)
         return Retry(self._address_of(effect.to).is_local, deadline)
 
     def _judge(self, error: ServiceUnavailable) -> None:
@@ -291,11 +285,14 @@ class Session:
                 raise Interrupted from None
             if isinstance(error, DeadlineExceeded):
                 self._deferred.append((m.Cancel(effect.request.rid), effect.to))
+                self._one_way.said(*self._deferred[-1])
             raise
         if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
             connection.close()  # interrupted just too late
         else:
             self._give_back(connection, effect.to)
+        if self._one_way.missed:
+            self._deferred += self._one_way.catch_up(effect.to)
         if self._deferred:
             self._send_deferred()
         return found
@@ -320,6 +317,10 @@ class Session:
 
     def notify(self, message: m.Message, to: str = "") -> None:
         """Tell the server; when it does not listen now, the next call does. Once it is gone, nobody needs to know."""
+        self._one_way.said(message, to)
+        self._notify(message, to)
+
+    def _notify(self, message: m.Message, to: str) -> None:
         if self.ended is not None:
             self._notify_unit(message, to)
             return
@@ -345,32 +346,40 @@ class Session:
         """These calls are to have had no effect. What a server that just did not answer, or a second interrupt, keeps
         from being said now is said with the next call."""
         unanswered = isinstance(error, (ServiceUnavailable, DeadlineExceeded))
-        # Another host that does not answer forgets this session by itself.
-        self._deferred += [(m.Cancel(call.request.rid), call.to) for call in calls if not (unanswered and call.to)]
+        for call in calls:
+            self._one_way.said(m.Cancel(call.request.rid), call.to)
+            if not (unanswered and call.to):
+                self._deferred.append((m.Cancel(call.request.rid), call.to))
         if not unanswered:
             self._send_deferred()
 
     def _notify_unit(self, message: m.Message, to: str) -> None:
         """Of a session that has ended the server may live on: a unit whose controller was started anew. What is pinned
         there is told over the connection that holds the pins."""
-        kept = self._kept
-        if kept is not None and not to:
+        if self._kept is not None and not to:
             with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
-                kept.notify(message)
+                self._kept.notify(message)
 
     def _owe(self, message: m.Message, to: str) -> None:
-        """Another host that does not answer forgets this session by itself."""
-        if not to:
+        if to:  # another host may be gone: it is told when it has answered something
+            self._one_way.missed.add(to)
+        else:
             self._deferred.append((message, to))
 
     def _send_deferred(self) -> None:
         owed, self._deferred = self._deferred, []
         try:
             while owed:
-                self.notify(*owed[0])
+                self._notify(*owed[0])
                 owed.pop(0)
         finally:  # after an interrupt
             self._deferred += owed
+
+    def _send_deferred_on(self, connection: AsyncConnection, to: str) -> None:
+        """What this server is owed, from the running loop."""
+        for message in [message for message, server in self._deferred if server == to]:
+            connection.notify(message)
+        self._deferred = [one for one in self._deferred if one[1] != to]
 
     def _unpin(self, rid: int, blocks: list[int]) -> None:
         self.notify(m.Unpin(rid, blocks))
@@ -381,6 +390,9 @@ class Session:
         """As `call`, on the running loop."""
         try:
             return await self._call_async(effect)
+        except (asyncio.CancelledError, DeadlineExceeded):
+            self._one_way.said(m.Cancel(effect.request.rid), effect.to)  # the connection has told it
+            raise
         finally:
             self._note_change(effect)
 
@@ -392,6 +404,9 @@ class Session:
             try:
                 connection = await self._connection(timeout_s, effect.to)
                 found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
+                self._deferred += self._one_way.catch_up(effect.to)
+                if self._deferred:
+                    self._send_deferred_on(connection, effect.to)
                 break
             except ServiceUnavailable as error:
                 self._judge(error)
@@ -401,17 +416,17 @@ class Session:
                     raise
             if pause_s:
                 await asyncio.sleep(pause_s)
-            timeout_s = _left(effect, deadline)
+            timeout_s = left_s(effect, deadline - time.monotonic())
         return self._checked(found)
 
     def confirm(self, rid: int, to: str = "") -> None:
         """Tell that the answer to a request was received."""
-        self._confirmed.append(rid)
+        self._one_way.confirmed.append(rid)
         self.notify(m.Received([rid]), to)
 
     def confirm_on_loop(self, rid: int, to: str = "") -> None:
         """Tell that the answer to a request was received: with what the running loop sends next, or in a moment."""
-        self._confirmed.append(rid)
+        self._one_way.confirmed.append(rid)
         future = self._loops.get((asyncio.get_running_loop(), to))
         if future is not None and future.done() and not future.cancelled() and not future.exception():
             connection = future.result()
@@ -422,6 +437,7 @@ class Session:
 
     def notify_on_loop(self, message: m.Message, to: str = "") -> None:
         """As `notify`, from the running loop and without waiting: over its connection, else with the next call."""
+        self._one_way.said(message, to)
         future = self._loops.get((asyncio.get_running_loop(), to))
         if future is not None and future.done() and not future.cancelled() and not future.exception():
             connection = future.result()
@@ -557,19 +573,13 @@ class Session:
                     with contextlib.suppress(OSError):
                         os.close(sock.fileno())
         self._start(ident)
+        if self._child_session is not None and self.is_local:  # the server has to know whose the views are now
+            with contextlib.suppress(TransferQueueError):
+                self._give_back(self.connect())
         self.arenas.close()
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)
         self._open_memory()
-
-
-def _left(effect: Call, deadline: float) -> float:
-    """Seconds for another attempt. The request waits in the server for what is left of its own time: its asker is to
-    hear what was missing, not that nobody answered."""
-    left = max(MIN_TIMEOUT_S, deadline - time.monotonic())
-    if effect.wait_s and hasattr(effect.request, "timeout_s"):
-        effect.request.timeout_s = max(0.0, left - GRACE_S)
-    return left
 
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()

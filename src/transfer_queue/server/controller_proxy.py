@@ -21,7 +21,7 @@ from transfer_queue.wire.handshake import ANY, Life
 from transfer_queue.wire.messages.checkpoints import STATE_S
 
 CONNECT_S = 5.0
-REMEMBERED = 256  # confirmations that may have been lost with a connection
+REMEMBERED = 256  # messages that nobody answers, and that may have been lost with a connection
 SPARE_S = 1.0  # how much later than its own deadline a request is given up here; the client waits a little longer still
 
 
@@ -35,7 +35,7 @@ class Caller:
         self._life = life
         self._told = told
         self.asking: dict[int, Hashable] = {}  # tickets of the requests under way
-        self._confirmed: deque[int] = deque(maxlen=REMEMBERED)
+        self._said: deque[m.Message] = deque(maxlen=REMEMBERED)
         self._opening: asyncio.Future[AsyncConnection] | None = None
 
     async def call(self, message: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
@@ -50,7 +50,7 @@ class Caller:
     async def connection(self) -> AsyncConnection:
         """The live connection. Raises `ServiceUnavailable`, `AccessDenied` or `DeadlineExceeded`."""
         opening = self._opening
-        if opening is not None and opening.done() and (opening.exception() or opening.result().error is not None):
+        if opening is not None and opening.done() and not _is_open(opening):
             opening = None
         if opening is None:
             opening = self._opening = asyncio.ensure_future(self._open())
@@ -59,8 +59,8 @@ class Caller:
     async def _open(self) -> AsyncConnection:
         connection = AsyncConnection(self._address, m.decode_server, self._pushed)
         await connection.open(self._session, CONNECT_S, self._life)
-        if self._confirmed:  # over the connection before, which may have been cut: to say it twice does no harm
-            connection.notify(m.Received(list(self._confirmed)))
+        for message in self._said:  # over the connection before, which may have been cut: to say it twice does no harm
+            connection.notify(message)
         return connection
 
     def _pushed(self, message: m.Message) -> None:
@@ -70,25 +70,32 @@ class Caller:
     def notify(self, message: m.Message) -> bool:
         """Tell the controller, if it can be told now."""
         opening = self._opening
-        if opening is None or not opening.done() or opening.cancelled() or opening.exception():
+        if opening is None or not _is_open(opening):
             return False
         opening.result().notify(message)
-        return opening.result().error is None
+        return True
 
-    def confirm(self, rid: int) -> None:
-        """Tell the controller that its answer was received, at the latest when it can be reached again."""
-        self._confirmed.append(rid)
-        self.notify(m.Received([rid]))
+    def say(self, message: m.Message) -> None:
+        """Tell the controller, at the latest when it can be reached again."""
+        self._said.append(message)
+        self.notify(message)
 
     def close(self) -> bool:
         """Tell the controller that this session has ended. Whether it was told."""
         is_told = self.notify(m.Goodbye())
-        opening = self._opening
-        if opening is not None and not opening.done():
-            opening.cancel()
-        elif opening is not None and not opening.cancelled() and not opening.exception():
-            opening.result().close()
+        if self._opening is not None:
+            self._opening.add_done_callback(_close)  # who waits for it hears that it is closed
         return is_told
+
+
+def _is_open(opening: asyncio.Future[AsyncConnection]) -> bool:
+    failed = not opening.done() or opening.cancelled() or opening.exception() is not None
+    return not failed and opening.result().error is None
+
+
+def _close(opening: asyncio.Future[AsyncConnection]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 class ControllerProxy:
@@ -182,10 +189,10 @@ class ControllerProxy:
         caller.close()
 
     def received(self, session: bytes, rid: int) -> None:
-        self._caller(session).confirm(rid)
+        self._caller(session).say(m.Received([rid]))
 
     def take_back(self, session: bytes, rid: int) -> None:
-        self._caller(session).notify(m.Cancel(rid))
+        self._caller(session).say(m.Cancel(rid))
 
     def expire(self, now: float) -> None:
         """Deadlines are kept by the connections."""

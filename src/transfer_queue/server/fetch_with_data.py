@@ -40,6 +40,9 @@ class DataFetches:
     def unpark(self, ticket: Hashable) -> DataFetch | None:
         return self._parked.pop(ticket, None)
 
+    def forget_all(self) -> None:
+        self._parked.clear()
+
     def complete(
         self, controller: object, fetching: DataFetch, reply: m.Reply, payload: memoryview, now: float
     ) -> Answer:

@@ -35,6 +35,7 @@ class PendingCommits:
         self.held: dict[Asked, list[HeldBlock]] = {}
         self._asked: dict[Hashable, Asked] = {}  # by ticket
         self._tickets: dict[Asked, Hashable] = {}  # an orphan has none
+        self._since_before: set[Asked] = set()  # held when the unit joined the controller again
         self.in_doubt: list[int] = []
 
     def hold(self, ticket: Hashable, asked: Asked, blocks: Sequence[Filled]) -> None:
@@ -45,14 +46,22 @@ class PendingCommits:
             self._unit.hand_over(block, None)
             block.layout = layout
 
+    def join_again(self) -> None:
+        """The unit is about to join the controller again, which does not hear of these blocks then. Those that it has
+        committed may have been cleared meanwhile, with nobody there to be told: they will be in doubt."""
+        self._since_before = set(self.held)
+
     def holds(self, ticket: Hashable) -> bool:
         return ticket in self._asked
 
     def answered(self, ticket: Hashable, committed: bool) -> None:
         """The controller's word."""
-        for block, _ in self.release(self._asked[ticket]):
+        asked = self._asked[ticket]
+        for block, _ in self.release(asked):
             if committed:
                 self._unit.publish(block.number, block.layout)
+                if asked in self._since_before:
+                    self.doubt(block.number)
             else:
                 self._unit.drop(block.number)
 

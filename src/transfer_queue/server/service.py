@@ -131,6 +131,9 @@ class Service:
         Parked requests will be asked again. `were_passed_on`: to a controller that lives on, and may carry commits out.
         Who is to come back is for the caller to decide.
         """
+        self.unit.forget_waiting()
+        self._reading.clear()
+        self._data_fetches.forget_all()
         self.pending.lose_connections(were_passed_on)
         self._forget({ticket for session in self.sessions.by_ident.values() for ticket in session.parked.values()})
         for session in self.sessions.by_ident.values():

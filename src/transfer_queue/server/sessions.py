@@ -72,6 +72,7 @@ class Sessions:
         if session is None:
             session = self.by_ident[ident] = ServerSession(ident, local, pid)
         self._away.pop(ident, None)
+        session.pid = pid or session.pid  # a forked child's session was opened by its parent
         session.connections += 1
         return session
 

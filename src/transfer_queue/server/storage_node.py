@@ -97,8 +97,9 @@ class StorageNode:
         unit, incarnation = self.service.unit, self.service.life.unit
         self._connection = await connection.open(incarnation, CONNECT_S, role=handshake.UNIT)
         welcome = self._connection.welcome
-        is_other = welcome.service != self.remote.life.service
-        if is_other:
+        if welcome.service != self.remote.life.service:
+            if self._recorder is not None:
+                self._recorder.leave_out()  # all of it is of another life from now on
             self.service.life = handshake.Life(welcome.service, incarnation)
             self.remote.begin(welcome.service)
             self.client_config = json.loads(welcome.config)
@@ -106,11 +107,12 @@ class StorageNode:
         doubtful = set(self.service.pending.in_doubt)  # a commit of one may still be on its way
         published = [number for number in unit.published() if number not in doubtful]
         returns = self._recorder is not None
+        self.service.pending.join_again()
         joined = await self._ask(m.Join(self._next_rid(), incarnation, self._address, numbers(published), returns))
         if not isinstance(joined, m.Joined):
             raise ServiceUnavailable(f"the controller at {self._controller} took no unit: {joined}")
-        if self._recorder is not None and (is_other or joined.unit != unit.number):
-            self._recorder.leave_out()  # it is another unit from now on, or one of another service
+        if self._recorder is not None and joined.unit != unit.number:
+            self._recorder.leave_out()
         unit.renumber(joined.unit)
         self._drop(joined.gone)
         await self._resolve_in_doubt()
@@ -151,16 +153,14 @@ class StorageNode:
 
     async def _resolve_in_doubt(self) -> None:
         """Ask what became of the commits that got no answer, and recycle the blocks of those that failed."""
-        in_doubt, self.service.pending.in_doubt = self.service.pending.in_doubt, []
+        pending = self.service.pending
+        in_doubt = set(pending.in_doubt)
         if not in_doubt:
             return
-        try:
-            reply = await self._ask(m.ResolveCommits(self._next_rid(), numbers(in_doubt)))
-            if not isinstance(reply, m.Blocks):
-                raise ServiceUnavailable(f"the controller at {self._controller} does not say: {reply}")
-        except BaseException:
-            self.service.pending.in_doubt += in_doubt
-            raise
+        reply = await self._ask(m.ResolveCommits(self._next_rid(), numbers(in_doubt)))
+        if not isinstance(reply, m.Blocks):
+            raise ServiceUnavailable(f"the controller at {self._controller} does not say: {reply}")
+        pending.in_doubt = [number for number in pending.in_doubt if number not in in_doubt]
         self._drop(reply.numbers)
 
     async def _moved(self, block: int, target: int, rows: Ints) -> bool:

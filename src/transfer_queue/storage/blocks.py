@@ -359,6 +359,11 @@ class Unit:
         """Whether it is here, and neither published nor dropped."""
         return self._blocks.get(block.number) is block and not block.published and not block.dropped
 
+    def forget_waiting(self) -> None:
+        """Whoever waits for room asks again."""
+        self._waiting.forget({parked.ticket for parked in self._waiting})
+        self._refused = None
+
     def forget_tickets(self, tickets: set[Hashable]) -> None:
         self._waiting.forget(tickets)
         self.retry()

@@ -52,23 +52,29 @@ class StandbyKeeper:
         self._succession = Succession()
         self._standby: Standby | None = None
         recorder.send, recorder.replace = self._send, self._replace
-        self._scheduled = self._closed = False
+        self._scheduled: asyncio.TimerHandle | None = None
+        self._closed = self._fails = False
         self._again_s = AGAIN_S
         self._next_s = 0.0  # no earlier (time.monotonic()) is a journal replaced because it is long
 
     def _replace(self) -> None:
         """The journal has grown long, or is of no use any more: a new standby begins a new one."""
         journal = self._recorder.journal
-        if journal is not None and not self._scheduled:
-            self._schedule(0.0 if journal.is_useless else max(0.0, self._next_s - time.monotonic()))
+        if journal is None or self._fails:
+            return
+        if journal.is_useless:
+            self._schedule(0.0)  # until then nobody takes over
+        elif self._scheduled is None:
+            self._schedule(max(0.0, self._next_s - time.monotonic()))
 
     def _schedule(self, delay_s: float) -> None:
-        self._scheduled = True
-        asyncio.get_running_loop().call_later(delay_s, self.renew)
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+        self._scheduled = asyncio.get_running_loop().call_later(delay_s, self.renew)
 
     def renew(self) -> None:
         """Fork a standby, and then let the one before it go. Where that fails, the one before goes on."""
-        self._scheduled = False
+        self._scheduled, self._fails = None, False
         if self._closed:
             return
         if self._service.controller.unfinished:  # a checkpoint may be half loaded
@@ -80,6 +86,7 @@ class StandbyKeeper:
             standby = self._fork(journal)
         except (OSError, RuntimeError) as error:  # no process, no thread can be had
             log.warning("no new standby, the next attempt is in %g s: %s", self._again_s, error)
+            self._fails = True
             self._schedule(self._again_s)
             self._again_s = min(2 * self._again_s, LATEST_S)
             return
