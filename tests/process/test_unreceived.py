@@ -318,7 +318,7 @@ def test_what_was_confirmed_while_the_controller_could_not_be_told_stays_taken(s
         await caller.call(fetch(7), None, 5.0)
         connection = await caller.connection()
         connection.close()
-        caller.confirm(7)
+        caller.say(m.Received([7]))
         await caller.connection()
         assert caller.close()
 
@@ -378,7 +378,7 @@ def test_a_second_interrupt_does_not_lose_what_the_first_one_gives_back(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "notify", interrupted)
+        patch.setattr(session, "_notify", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.give_up([Call(request)], KeyboardInterrupt())
     client.stats()
