@@ -9,11 +9,11 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, NoReturn
 
 from transfer_queue.server.forks import disconnect
@@ -105,10 +105,16 @@ class StandbyKeeper:
         """From a thread of its own, so that the standby begins on an empty stack: one that takes over and forks the
         next would stand deeper each time, until the stack is full."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        forked: list[int | OSError] = []  # an executor would take 2 ms more, in which nobody is served
+        thread = threading.Thread(target=lambda: forked.append(_fork(self, journal, theirs)))
         try:
-            with warnings.catch_warnings(), ThreadPoolExecutor(1) as executor:
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of the others
-                pid = executor.submit(_fork, self, journal, theirs).result()
+                thread.start()
+                thread.join()
+            (pid,) = forked
+            if isinstance(pid, OSError):
+                raise pid
         except (OSError, RuntimeError):
             ours.close()
             journal.close()
@@ -175,9 +181,12 @@ class StandbyKeeper:
         self._take_over()
 
 
-def _fork(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> int:
-    """Returns in the server alone. Raises `OSError`."""
-    pid = os.fork()
+def _fork(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> int | OSError:
+    """Returns in the server alone: the standby's process, or why there is none."""
+    try:
+        pid = os.fork()
+    except OSError as error:
+        return error
     if not pid:
         _stand_by(keeper, journal, line)
     return pid
