@@ -6,17 +6,23 @@ import asyncio
 import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import TOKEN, UNIT_TOKEN, Host, rows
+from conftest import until
+from hosts import LARGE, TOKEN, UNIT_TOKEN, Host, firsts, rows
+from test_standby import kill
 
 import transfer_queue as tq
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.connection import Connection
+from transfer_queue.client.session import Session
 from transfer_queue.errors import AccessDenied, ConfigError
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
@@ -146,7 +152,10 @@ def test_joining_needs_both_tokens(service: Callable[..., Any], monkeypatch: pyt
         service(server={"join": "tcp:127.0.0.1:1"})
 
 
-def test_the_command_joins_with_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unit_pid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A service and a unit that joined it, started by the command as its help says; this process is a client of the
+    service, whose directory is `head`. That of the unit is `unit`."""
     files = []
     for name, token in (("token", TOKEN), ("unit", UNIT_TOKEN)):
         path = tmp_path / f"{name}.secret"
@@ -170,7 +179,28 @@ def test_the_command_joins_with_two_files(tmp_path: Path, monkeypatch: pytest.Mo
         ending.callback(head.terminate)
         unit = ending.enter_context(serve("unit", "--join", f"tcp:{ready(head)['tcp']}"))
         ending.callback(unit.terminate)
-        ready(unit)
+        pid = ready(unit)["pid"]
         ending.callback(tq.close)
         tq.init({"run_dir": str(tmp_path / "head")})
-        assert list(tq.get_client().stats()["units"]) == ["1"]
+        yield pid
+
+
+def test_the_command_joins_with_two_files(unit_pid: int) -> None:
+    assert list(tq.get_client().stats()["units"]) == ["1"]
+
+
+def test_a_unit_of_the_command_that_is_killed_goes_on(unit_pid: int, tmp_path: Path) -> None:
+    client = TransferQueueClient.of(Session(parse_address(f"unix:{tmp_path}/unit/tq.sock")))
+    meta = client.put(rows(1, 2, LARGE), partition_id="p")
+    seen = client.get_data(meta)
+    until(lambda: client.stats()["standby"] != 0, "the standby")
+    kill(unit_pid)
+    assert firsts(tq.get_client().get_data(meta)) == firsts(client.get_data(meta)) == firsts(seen) == [1, 1]
+    successor = client.stats()["pid"]
+    assert successor != unit_pid
+    client.close()
+    watch = os.pidfd_open(successor)
+    os.kill(successor, signal.SIGTERM)
+    select.select([watch], [], [], 20)
+    os.close(watch)
+    assert not (tmp_path / "unit").exists()
