@@ -24,14 +24,7 @@ from transfer_queue.schema import FieldSchema
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.server.standby.journal import Journal
-from transfer_queue.server.standby.recording import (
-    Recorder,
-    RecordingCommits,
-    RecordingController,
-    RecordingRegistry,
-    RecordingSessions,
-    RecordingUnit,
-)
+from transfer_queue.server.standby.recording import Recorder, RecordingController, RecordingUnit, recording_parts
 from transfer_queue.server.standby.replay import replay
 from transfer_queue.storage.blocks import SpillSpace
 from transfer_queue.storage.shm import GRAINS
@@ -60,18 +53,37 @@ def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7, ledger: Led
     controller.recorder = recorder
     controller.state.cleared_partitions.at_once = -1  # everything is put off, as with large ones
     unit = kind(BUDGET, None, recorder, SPILL)
-    return Service(
-        controller, unit, RecordingSessions(recorder), RecordingRegistry(recorder), recorder.settle,
-        RecordingCommits(unit, recorder),
-    )  # fmt: skip
+    return Service(controller, unit, **recording_parts(unit, recorder))
+
+
+def picture_of_unit(service: Service) -> dict[str, Any]:
+    """The state of its memory, and of commits that wait."""
+    unit = service.unit
+    return {
+        "blocks": sorted(
+            (one.number, one.arena, one.offset, one.nbytes, one.owner, one.layout, one.digest, one.pins, one.published,
+             one.dropped)
+            for one in unit._blocks.values()
+        ),
+        "filled": {ident: sorted(numbers) for ident, numbers in unit._unpublished.items() if numbers},
+        "held": {
+            asked: [(one.block.number, one.owner) for one in blocks] for asked, blocks in service.pending.held.items()
+        },
+        "next block": unit._next,
+        "used": (unit.used_nbytes, unit.spilled_nbytes, unit.num_spilled),
+        "resting": list(unit._resting),
+        "free": [arena.extents.free() for arena in unit.shm.arenas],
+        "pins": copy.deepcopy(unit._pins._by_session),
+    }  # fmt: skip
 
 
 def picture(service: Service) -> dict[str, Any]:
     """All of a service's state that anybody could ever notice, as plain values."""
-    controller, unit = service.controller, service.unit
+    controller = service.controller
     assert isinstance(controller, Controller)
     fetching, leases = controller._fetching, controller._leases
     return {
+        **picture_of_unit(service),
         "state": exported(controller.state),
         "leases": {
             number: (one.partition, one.task, one.rows.tolist(), one.deadline, sorted(one.holders), one.grants)
@@ -96,19 +108,6 @@ def picture(service: Service) -> dict[str, Any]:
         "waiting": controller.num_waiting,
         "stale": dict(controller.staleness.num_stale),
         "unfinished": controller.unfinished,
-        "blocks": sorted(
-            (one.number, one.arena, one.offset, one.nbytes, one.owner, one.layout, one.digest,
-             one.pins, one.published, one.dropped)
-            for one in unit._blocks.values()
-        ),
-        "held": {
-            asked: [(one.block.number, one.owner) for one in blocks] for asked, blocks in service.pending.held.items()
-        },
-        "next block": unit._next,
-        "used": (unit.used_nbytes, unit.spilled_nbytes, unit.num_spilled),
-        "resting": list(unit._resting),
-        "free": [arena.extents.free() for arena in unit.shm.arenas],
-        "pins": copy.deepcopy(unit._pins._by_session),
         "sessions": {
             ident: (one.local, one.pid, one.ended, one.connections, {
                 rid: m.encode(answer[0]) for rid, answer in one.replies.items() if not isinstance(answer[0], m.Failed)

@@ -16,18 +16,11 @@ from typing import Any
 
 import numpy as np
 from services import FIELD
-from standby_sim import BUDGET, JOURNAL_NBYTES, SPILL, Link
+from standby_sim import BUDGET, JOURNAL_NBYTES, SPILL, Link, picture_of_unit
 
 from transfer_queue.server.service import Service
 from transfer_queue.server.standby.journal import Journal
-from transfer_queue.server.standby.recording import (
-    Recorder,
-    RecordingCommits,
-    RecordingProxy,
-    RecordingRegistry,
-    RecordingSessions,
-    RecordingUnit,
-)
+from transfer_queue.server.standby.recording import Recorder, RecordingProxy, RecordingUnit, recording_parts
 from transfer_queue.server.standby.replay import replay
 from transfer_queue.storage.shm import GRAINS
 from transfer_queue.wire import messages as m
@@ -93,29 +86,14 @@ class Controller:
 def unit_service(recorder: Recorder) -> Service:
     unit = RecordingUnit(BUDGET, None, recorder, SPILL)
     unit.renumber(3)
-    return Service(
-        Line(recorder), unit, RecordingSessions(recorder), RecordingRegistry(recorder), recorder.settle,
-        RecordingCommits(unit, recorder),
-    )  # fmt: skip
+    return Service(Line(recorder), unit, **recording_parts(unit, recorder))
 
 
 def picture(service: Service) -> dict[str, Any]:
     """All of a service's state that anybody could ever notice, as plain values."""
-    unit, pending = service.unit, service.pending
     return {
-        "blocks": sorted(
-            (one.number, one.arena, one.offset, one.nbytes, one.owner, one.layout, one.digest, one.pins, one.published,
-             one.dropped)
-            for one in unit._blocks.values()
-        ),
-        "filled": {ident: sorted(numbers) for ident, numbers in unit._unpublished.items() if numbers},
-        "held": {asked: [(one.block.number, one.owner) for one in held] for asked, held in pending.held.items()},
-        "in doubt": sorted(pending.in_doubt),
-        "next block": unit._next,
-        "used": (unit.used_nbytes, unit.spilled_nbytes, unit.num_spilled),
-        "resting": list(unit._resting),
-        "free": [arena.extents.free() for arena in unit.shm.arenas],
-        "pins": copy.deepcopy(unit._pins._by_session),
+        **picture_of_unit(service),
+        "in doubt": sorted(service.pending.in_doubt),
         "sessions": {
             ident: (one.local, one.pid, one.ended, one.connections,
                     sorted(rid for rid, answer in one.replies.items() if isinstance(answer[0], m.Allocated)))

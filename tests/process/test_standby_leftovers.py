@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import freeze, until
-from hosts import LARGE, Host, firsts, rows
-from test_standby import away, kill, replaced, server_of, standby_of
+from hosts import LARGE, Host
+from test_standby import kill, replaced, server_of, standby_of
 
 Spawn = Callable[[str], Any]
 MIB = 1 << 20
@@ -134,46 +134,6 @@ def test_a_forked_child_whose_parent_ended_keeps_what_it_looks_at(host: Host, fr
     heir.say()
     assert heir.line() == "True"
     until(lambda: host.used() == 0, "the end of its views with it")
-
-
-def test_a_put_that_was_cleared_before_its_unit_was_back_leaves_nothing(
-    start_host: Callable[..., Host], frozen: Callable[[int], None]
-) -> None:
-    head = start_host(durability="process")
-    unit = start_host(join=head.tcp, durability="process")
-    unit.client.clear_samples(unit.client.put(rows(1, 1), partition_id="p"))  # connects it to the controller
-    standby, pid, controller = standby_of(unit.client), server_of(unit.client), server_of(head.client)
-    frozen(controller)
-    put = threading.Thread(target=lambda: unit.client.put(rows(1, 2, LARGE), partition_id="p"))
-    put.start()
-    until(lambda: unit.client.stats()["waiting_requests"] == 1, "the commit on its way")
-    frozen(standby)
-    kill(pid)
-    os.kill(controller, signal.SIGCONT)
-    until(lambda: head.client.stats()["rows"] == 2, "the commit")
-    head.client.clear_partition("p")
-    os.kill(standby, signal.SIGCONT)
-    put.join()
-    until(lambda: not away(head.client), "the unit's return")
-    until(lambda: unit.used() == 0, "room at the unit")
-
-
-def test_a_reader_of_another_host_that_was_not_heard_holds_nothing(
-    start_host: Callable[..., Host], frozen: Callable[[int], None]
-) -> None:
-    head = start_host(durability="process")
-    unit = start_host(join=head.tcp, durability="process")
-    meta = unit.client.put(rows(1, 2, LARGE), partition_id="p")
-    for _ in range(3):
-        reader = threading.Thread(target=lambda: firsts(head.client.get_data(meta)))
-        standby_of(unit.client)
-        pid = server_of(unit.client)
-        reader.start()
-        kill(pid)
-        reader.join()
-    assert firsts(head.client.get_data(meta)) == [1, 1]
-    head.client.clear_samples(meta)
-    until(lambda: unit.used() == 0, "room at the unit")
 
 
 def test_what_this_process_reads_twice_is_pinned_twice(host: Host) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -47,13 +48,22 @@ def killed(unit: Host) -> None:
     kill(server_of(unit.client))
 
 
+@contextlib.contextmanager
+def still(pid: int) -> Iterator[None]:
+    """A process stands still meanwhile."""
+    freeze(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 @pytest.fixture
 def frozen(cluster: Cluster) -> Iterator[Callable[[], None]]:
     """The controller's server stands still; the function has it go on."""
     pid = server_of(cluster.head.client)
-    freeze(pid)
-    yield lambda: os.kill(pid, signal.SIGCONT)
-    os.kill(pid, signal.SIGCONT)
+    with still(pid):
+        yield lambda: os.kill(pid, signal.SIGCONT)
 
 
 def test_rows_of_a_killed_unit_are_there_for_all_hosts(cluster: Cluster) -> None:
@@ -150,15 +160,43 @@ def test_what_was_cleared_while_the_unit_was_away_is_freed(cluster: Cluster) -> 
     meta = unit.client.put(rows(1, 2, LARGE), partition_id="p")
     kept = unit.client.put(rows(2, 2, LARGE), partition_id="q")
     of_both = unit.used()
-    standby = standby_of(unit.client)
-    freeze(standby)
-    try:
+    with still(standby_of(unit.client)):
         kill(server_of(unit.client))
         head.client.clear_samples(meta)
-    finally:
-        os.kill(standby, signal.SIGCONT)
     until(lambda: unit.used() == of_both // 2, "room at the unit")
     assert firsts(head.client.get_data(kept)) == [2, 2]
+
+
+def test_a_put_that_was_cleared_before_its_unit_was_back_leaves_nothing(cluster: Cluster) -> None:
+    head, unit = cluster
+    unit.client.clear_samples(unit.client.put(rows(1, 1), partition_id="p"))  # connects it to the controller
+    standby, pid, controller = standby_of(unit.client), server_of(unit.client), server_of(head.client)
+    put = threading.Thread(target=lambda: unit.client.put(rows(1, 2, LARGE), partition_id="p"))
+    with still(standby):
+        with still(controller):
+            put.start()
+            until(lambda: unit.client.stats()["waiting_requests"] == 1, "the commit on its way")
+            kill(pid)
+        until(lambda: head.client.stats()["rows"] == 2, "the commit")
+        head.client.clear_partition("p")
+    put.join()
+    until(lambda: not away(head.client), "the unit's return")
+    until(lambda: unit.used() == 0, "room at the unit")
+
+
+def test_a_reader_of_another_host_that_was_not_heard_holds_nothing(cluster: Cluster) -> None:
+    head, unit = cluster
+    meta = unit.client.put(rows(1, 2, LARGE), partition_id="p")
+    for _ in range(3):
+        reader = threading.Thread(target=lambda: firsts(head.client.get_data(meta)))
+        standby_of(unit.client)
+        pid = server_of(unit.client)
+        reader.start()
+        kill(pid)
+        reader.join()
+    assert firsts(head.client.get_data(meta)) == [1, 1]
+    head.client.clear_samples(meta)
+    until(lambda: unit.used() == 0, "room at the unit")
 
 
 def test_both_servers_may_be_killed_at_once(cluster: Cluster) -> None:

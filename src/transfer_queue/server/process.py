@@ -43,14 +43,7 @@ from transfer_queue.server.settings import (
     spill_of,
 )
 from transfer_queue.server.standby.keeper import StandbyKeeper
-from transfer_queue.server.standby.recording import (
-    Recorder,
-    RecordingCommits,
-    RecordingController,
-    RecordingRegistry,
-    RecordingSessions,
-    RecordingUnit,
-)
+from transfer_queue.server.standby.recording import Recorder, RecordingController, RecordingUnit, recording_parts
 from transfer_queue.server.standby.returning import ReturningSessions
 from transfer_queue.server.storage_node import StorageNode
 from transfer_queue.server.turns import Turns
@@ -145,13 +138,8 @@ class Server:
         return kind(budget_of(config), config.arena_dir, self.recorder, spill_of(config))
 
     def _makes_service(self, unit: Unit) -> Callable[..., Service]:
-        kind, recorder = self._kind_of_service(), self.recorder
-        if not self._has_standby:
-            return kind
-        return partial(
-            kind, sessions=RecordingSessions(recorder), members=RecordingRegistry(recorder), settled=recorder.settle,
-            pending=RecordingCommits(unit, recorder),
-        )  # fmt: skip
+        kind = self._kind_of_service()
+        return partial(kind, **recording_parts(unit, self.recorder)) if self._has_standby else kind
 
     def _open_journal(self) -> None:
         """What its directory has is what this service has. Raises as `DiskJournal`."""

@@ -198,8 +198,11 @@ class Service:
     def _discard(self, block: int, session: ServerSession) -> None:
         asked = self.pending.of_block(block, session.ident)
         if asked is not None:
-            self.pending.give_up(asked)
-            self._forget({self.pending.ticket(asked)} - {None})
+            ticket = self.pending.ticket(asked)
+            if ticket is None:
+                self.pending.give_up(asked)
+            else:
+                self._forget({ticket})
         try:
             self.unit.unpublished(block, session.ident)
         except InvalidInput:

@@ -41,6 +41,10 @@ class UnitInfo:
     def leave(self, now: float, returns: bool) -> None:
         self.line, self.lost_at, self.is_expected = None, now + AWAY_S, returns
 
+    def is_due(self, now: float) -> bool:
+        deadline = self.deadline
+        return deadline is not None and deadline <= now
+
     @property
     def deadline(self) -> float | None:
         """When it is not expected any more, or given up."""
@@ -102,10 +106,10 @@ class UnitRegistry:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def expire(self, now: float) -> None:
-        for member in self._members.values():
-            member.is_expected = member.is_expected and now < member.lost_at - (AWAY_S - RETURN_S)
-        for member in [one for one in self._members.values() if one.line is None and one.lost_at <= now]:
-            self._give_up(member)
+        for member in [one for one in self._members.values() if one.is_due(now)]:
+            member.is_expected = False
+            if member.is_due(now):
+                self._give_up(member)
 
     def _give_up(self, member: UnitInfo) -> None:
         del self._members[member.number]

@@ -113,7 +113,7 @@ def write(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -
 
 
 def _parts(unit: KeptUnit) -> Iterator[list[bytes]]:
-    """The blocks, some megabytes at a time: encoded together, a million small ones take a third less."""
+    """The blocks, some megabytes at a time: encoded together, small ones take a third less time."""
     found: list[JournalFact] = []
     nbytes = 0
     for block in unit.lasting():

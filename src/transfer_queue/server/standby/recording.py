@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from transfer_queue.controller import Controller
 from transfer_queue.controller.readiness import Slots
@@ -245,3 +245,13 @@ class RecordingRegistry(UnitRegistry):
     def resolve(self, message: m.ResolveCommits) -> m.Blocks:
         self._recorder.note(r.CommitsResolved(message))
         return super().resolve(message)
+
+
+def recording_parts(unit: Unit, recorder: Recorder) -> dict[str, Any]:
+    """What a `Service` whose unit is this one is made with, so that `recorder` hears of all that happens there."""
+    return {
+        "sessions": RecordingSessions(recorder),
+        "members": RecordingRegistry(recorder),
+        "settled": recorder.settle,
+        "pending": RecordingCommits(unit, recorder),
+    }
