@@ -47,11 +47,12 @@ def standby_of(client: tq.TransferQueueClient) -> int:
     return pid
 
 
-def kill(pid: int) -> None:
-    """kill -9, and wait until it is gone."""
-    watch = os.pidfd_open(pid)
-    os.kill(pid, signal.SIGKILL)
-    select.select([watch], [], [])
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """kill -9, or another signal that ends it, and wait until it is gone."""
+    watch, poll = os.pidfd_open(pid), select.poll()  # select(2) takes no descriptor from 1024 on
+    poll.register(watch, select.POLLIN)
+    os.kill(pid, number)
+    poll.poll()
     os.close(watch)
 
 
