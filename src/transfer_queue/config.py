@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
-from transfer_queue.server.settings import Durability, ServerConfig
+from transfer_queue.server.settings import AWAY_S, LASTING_AWAY_S, Durability, ServerConfig
 from transfer_queue.wire.address import is_everywhere, parse_address
 from transfer_queue.wire.messages.staleness import Policy
 from transfer_queue.wire.token import token_from_environment, token_from_file
@@ -191,7 +191,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     if join and parse_address(join).is_local:
         raise ConfigError(f"server.join: {join!r}; expected tcp:HOST:PORT")
     journal_dir = _directory(conf.server.journal_dir, "server.journal_dir")
-    durability = _durability(conf.server.durability, bool(join), journal_dir)
+    durability = _durability(conf.server.durability, journal_dir)
     metrics_port = _port(conf.metrics.port, "metrics.port")
     has_metrics = _flag(conf.metrics.enabled, "metrics.enabled")
     metrics_host = str(conf.metrics.host or "")
@@ -220,6 +220,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         logging_level=environment.logging_level or "WARNING",
         durability=durability,
         journal_dir=journal_dir,
+        away_s=_away_s(conf.server.away_s, journal_dir is not None),
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
         max_deliver=_number(conf.controller.max_deliver, "controller.max_deliver", 1),
@@ -278,10 +279,14 @@ def _directory(value: Any, name: str) -> str | None:
     return None if value is None else os.path.abspath(os.path.expanduser(value))
 
 
-def _durability(value: Any, joins: bool, journal_dir: str | None) -> Durability:
-    if joins and (value == "machine" or journal_dir is not None):
-        text = "a unit that joins a service has no journal, only its controller's server has one"
-        raise ConfigError(f"server.durability: {text}")
+def _away_s(value: Any, has_journal: bool) -> float:
+    """What is on a disk is worth waiting for until a machine has started again."""
+    if value is None:
+        return LASTING_AWAY_S if has_journal else AWAY_S
+    return _seconds(value, "server.away_s")
+
+
+def _durability(value: Any, journal_dir: str | None) -> Durability:
     if value is None:
         return "process" if journal_dir is None else "machine"
     if value not in get_args(Durability):

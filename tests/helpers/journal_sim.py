@@ -21,11 +21,13 @@ from transfer_queue.controller.facts import ControllerFact
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import JournalFact, encoded
+from transfer_queue.server.journal.kept_state import KeptService
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.log import LogFile
 from transfer_queue.server.journal.payloads import Payloads
 from transfer_queue.server.journal.recovery import recover
 from transfer_queue.server.standby.recording import Recorder
+from transfer_queue.server.unit_registry import UnitRegistry
 from transfer_queue.storage.blocks import SpillSpace
 
 
@@ -78,7 +80,8 @@ class JournalSimulation(LedgerSimulation):
         number = 0 if self._log is None else self._log.number + 1
         self.end_log()
         self._log = LogFile(self._directory, number, position, number > 0)
-        snapshots.write(self._directory, snapshots.head_of(number, position, controller), controller, self._kept)
+        state = KeptService(controller, self.service.members)
+        snapshots.write(self._directory, snapshots.head_of(number, position, state), state, self._kept)
 
     def end_log(self) -> None:
         if self._log is not None:
@@ -103,7 +106,7 @@ class JournalSimulation(LedgerSimulation):
             controller = Controller(self._sampler(), MAX_ROWS, 3, ledger=Ledger())
             unit = KeptUnit(2 * BUDGET, None, Recorder(), SpillSpace(SPILL.directory, 2 * BUDGET))
             unit.shm.open()
-            recover(directory, controller, unit)
+            recover(directory, KeptService(controller, UnitRegistry()), unit)
         controller.check_invariants()
         return controller, unit
 

@@ -34,9 +34,11 @@ from transfer_queue.server.journal import journal as journal_module
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.files import numbers
 from transfer_queue.server.journal.journal import DiskJournal
+from transfer_queue.server.journal.kept_state import KeptService
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.recovery import recover
 from transfer_queue.server.standby.recording import Recorder
+from transfer_queue.server.unit_registry import UnitRegistry
 from transfer_queue.storage.blocks import SpillSpace
 from transfer_queue.wire import messages as m
 
@@ -176,7 +178,9 @@ class PowerSimulation(Simulation):
         assert isinstance(controller, Controller)
         assert isinstance(unit, KeptUnit)
         self._controller, self._kept = controller, unit
-        self.journal = DiskJournal(str(disk.directory), controller, unit, lambda: None)
+        self.journal = DiskJournal(
+            str(disk.directory), KeptService(controller, self.service.members), unit, lambda: None
+        )
         self.service.journal = self.journal
         self.service.deliver = self._drain
         self._handle, self.service.handle = self.service.handle, self._answered  # type: ignore[method-assign]
@@ -301,11 +305,11 @@ def forked(chance: random.Random, saved: dict[int, tuple[bytes, list[int]]]) -> 
     """In place of `snapshots.fork`: the snapshot is written here, and something ends a little later. `saved` has the
     state of each, by its number."""
 
-    def fork(directory: Path, number: int, position: int, controller: Controller, unit: KeptUnit) -> Any:
+    def fork(directory: Path, number: int, position: int, kept: Any, unit: KeptUnit) -> Any:
         fails = number > 0 and chance.random() < 0.3
         if not fails:
-            snapshots.write(directory, snapshots.head_of(number, position, controller), controller, unit)
-            saved[number] = exported(controller.state)
+            snapshots.write(directory, snapshots.head_of(number, position, kept), kept, unit)
+            saved[number] = kept.saved()[:2]
         pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"exit {int(fails)}"], {})
         return snapshots.SnapshotProcess(number, pid, os.pidfd_open(pid))
 
@@ -339,7 +343,7 @@ def _compared(
     unit = KeptUnit(2 * BUDGET, None, Recorder(), SpillSpace(SPILL.directory, 2 * BUDGET))
     unit.shm.open()
     try:
-        position = recover(left, controller, unit).position
+        position = recover(left, KeptService(controller, UnitRegistry()), unit).position
         if position < promised:
             yield f"event {position} is the next one, {promised} was promised"
         last = max(numbers(left, "snapshot"), default=-1)

@@ -26,7 +26,6 @@ from zygote import CHILDREN
 
 from transfer_queue import checkpoint
 from transfer_queue.errors import (
-    DataLost,
     LeaseExpired,
     ServiceRestarted,
     ServiceUnavailable,
@@ -408,19 +407,6 @@ def test_tq_serve_with_a_journal(tmp_path: Path) -> None:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
     assert [str(one).strip() for one in printed] == ["[]", "['p']"]
-
-
-def test_rows_of_other_hosts_are_not_in_it_and_that_is_said(machine: Machine, start_host: Start) -> None:
-    machine.lose_power()
-    there = machine.boot(host="127.0.0.1")
-    away = start_host(there.tcp)
-    mine, theirs = put(there.client, 1.0, width=LARGE), put(away.client, 2.0, width=LARGE)
-    machine.lose_power()
-    away.server.stop()
-    client = machine.boot().client
-    assert firsts(client.get_data(mine)) == [1.0, 1.0]
-    with pytest.raises(DataLost):
-        client.get_data(theirs)
 
 
 def test_journals_of_earlier_releases_are_read(start_host: Start, tmp_path: Path) -> None:

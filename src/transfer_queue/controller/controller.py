@@ -9,7 +9,7 @@ import numpy as np
 
 from transfer_queue.controller import hints
 from transfer_queue.controller.expected_cells import check_expected
-from transfer_queue.controller.facts import CellsGathered, CellsMoved
+from transfer_queue.controller.facts import CellsGathered, CellsMoved, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
@@ -518,6 +518,8 @@ class Controller:
 
     def lose(self, unit: int) -> None:
         """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""
+        if self.state.ledger is not None:
+            self.state.ledger.note(UnitGivenUp(unit))
         self.restoring.lose(unit)
         for block in [number for number in self.block_index.entries if number >> m.UNIT_SHIFT == unit]:
             entry = self.block_index.find(block)

@@ -107,7 +107,13 @@ class SamplerIs(Fact, tag=10):
     state: Any
 
 
+class UnitGivenUp(Fact, tag=11):
+    """See `Controller.lose`."""
+
+    unit: int
+
+
 ControllerFact: TypeAlias = (
     Applied | RowsTaken | Granted | BatchTaken | BatchDealt | BatchUndone | StepMarked | HeldAgain | CellsMoved
-    | CellsGathered | SamplerIs
+    | CellsGathered | SamplerIs | UnitGivenUp
 )  # fmt: skip

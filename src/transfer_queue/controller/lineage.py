@@ -25,6 +25,10 @@ class Lineage:
         self.loads = 0
         self.ends: dict[bytes, int] = {}
 
+    def is_of(self, service_id: bytes) -> bool:
+        """Whether rows of that service may be here."""
+        return service_id in {service_of(life) for life in (*self.ends, self.life)}
+
     def check(self, message: m.Request) -> None:
         """Raises `DataLost` for rows that are not those of before, `LeaseExpired` for a lease of another service."""
         named: bytes = getattr(message, "service", b"")

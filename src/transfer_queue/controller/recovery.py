@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class Recovery:
             f.BatchTaken: self._batch_taken, f.BatchDealt: self._batch_dealt, f.BatchUndone: self._batch_undone,
             f.StepMarked: self._step_marked,
             f.HeldAgain: self._held_again, f.CellsMoved: self._moved, f.CellsGathered: self._gathered,
-            f.SamplerIs: self._sampler_is,
+            f.SamplerIs: self._sampler_is, f.UnitGivenUp: self._unit_lost,
         }  # fmt: skip
 
     def apply(self, fact: f.ControllerFact) -> None:
@@ -55,8 +55,8 @@ class Recovery:
         except (KeyError, IndexError, ValueError, TransferQueueError) as error:
             raise JournalCorrupt(f"{type(fact).__name__} does not fit the state before it: {error!r}") from error
 
-    def finish(self) -> None:
-        """Nobody is left who was there."""
+    def finish(self, units: Collection[int] = ()) -> None:
+        """Nobody is left who was there but these units, whose blocks they may still have."""
         controller, state = self._controller, self._controller.state
         controller.reserved_rows, controller.max_rows = self._reserved, self._max_rows
         state.max_rows = self._max_rows
@@ -66,7 +66,7 @@ class Recovery:
             state.lineage.ends[lives[-1]] = state.next_index
         while controller.unfinished:
             controller.tidy()
-        for unit in {block >> m.UNIT_SHIFT for block in state.block_index.entries} - {0}:
+        for unit in {block >> m.UNIT_SHIFT for block in state.block_index.entries} - {0, *units}:
             controller.lose(unit)
         state.block_index.freed.clear()
         if state.ledger is not None:
@@ -114,6 +114,9 @@ class Recovery:
 
     def _gathered(self, fact: f.CellsGathered) -> None:
         self._controller.gather(fact.target, numbers_of(fact.blocks), numbers_of(fact.rows))
+
+    def _unit_lost(self, fact: f.UnitGivenUp) -> None:
+        self._controller.lose(fact.unit)
 
     def _sampler_is(self, fact: f.SamplerIs) -> None:
         self._controller.state.sampler.load_checkpoint(fact.state)

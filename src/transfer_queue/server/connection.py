@@ -41,7 +41,7 @@ STALLED_S = 10.0
 HELLO_HEADER_NBYTES = 4096
 UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Gathered, m.ResolveCommits})
 # What is asked for that lasts where there is a journal; and answers to parked requests that say nothing of the kind.
-LASTING = m.MUTATING - {m.Allocate, m.Lock, m.Unlock, m.Moved, m.Gathered}
+LASTING = (m.MUTATING | {m.Join, m.ResolveCommits}) - {m.Allocate, m.Lock, m.Unlock, m.Moved, m.Gathered}
 PASSING = frozenset({m.Allocated, m.Locked, m.Failed, m.Located})
 ONE_WAY = (m.Unpin, m.Discard, m.Cancel, m.Goodbye)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from transfer_queue.controller import Controller
-from transfer_queue.errors import StoreFull, TransferQueueError
+from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor, start_compaction
 from transfer_queue.server.gathering import Gatherer, gather_lone_rows
-from transfer_queue.server.service import Service
+from transfer_queue.server.service import Service, kept_first
 from transfer_queue.server.spilling import Spiller
 from transfer_queue.server.unit_registry import UnitConnection
 from transfer_queue.storage.blocks import Unit
@@ -67,10 +67,10 @@ class ControllerNode:
             self._gathering.cancel()
 
     async def _gathered_here(self, target: int, blocks: Ints, rows: Ints) -> bool:
-        return await self._is_kept(target) and self.controller.gather(target, blocks, rows)
+        return await kept_first(self.service, target) and self.controller.gather(target, blocks, rows)
 
     async def _moved_here(self, block: int, target: int, rows: Ints) -> bool:
-        return await self._is_kept(target) and self.controller.relocate(block, target, rows)
+        return await kept_first(self.service, target) and self.controller.relocate(block, target, rows)
 
     async def _spilled_here(self, block: int, target: int, rows: Ints) -> bool:
         """As `_moved_here`, of a copy: what the journal has of the block is that of the copy from then on."""
@@ -79,23 +79,16 @@ class ControllerNode:
             self.service.journal.copied(block, target)
         return moved
 
-    async def _is_kept(self, number: int) -> bool:
-        """Whether a block of this unit is where it has to be before rows may lie in it."""
-        block, journal = self.service.unit.block(number), self.service.journal
-        if block is None or journal is None:
-            return True
-        try:
-            await journal.keep(block, 0.0)
-        except StoreFull:
-            return False  # the rows stay where they are
-        return True
-
     def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         """The reply to a storage unit of another host, which connects from `host`."""
         try:
             match message:
+                case m.Join(service=service) if service and not self.controller.lineage.is_of(service):
+                    raise InvalidInput("the journal of this unit has rows of another service")
                 case m.Join(address=address):
-                    return self.members.join(message, _bracketed(host) * address.startswith(":") + address, line)
+                    joined = self.members.join(message, _bracketed(host) * address.startswith(":") + address, line)
+                    self.service.apply_outcomes()
+                    return joined
                 case _ if not self.members.is_current(line):
                     return m.Failed(message.rid, "row_cleared", "this unit has joined again over another connection")
                 case m.ResolveCommits():

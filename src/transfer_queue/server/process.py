@@ -29,6 +29,8 @@ from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, Connection
 from transfer_queue.server.controller_node import ControllerNode
 from transfer_queue.server.fd_server import ArenaFdServer
 from transfer_queue.server.journal.journal import DiskJournal
+from transfer_queue.server.journal.kept_member import KeptMember, MemberUnit
+from transfer_queue.server.journal.kept_state import KeptService, KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.metrics.counters import MeteredService
 from transfer_queue.server.service import Service
@@ -109,7 +111,9 @@ class Server:
         config, recorder = self.config, self.recorder if self._has_standby else None
         unit = self._prepared(self._unit())
         where = parse_address(config.join, config.token)
-        return StorageNode(where, config.unit_token, unit, self.deliver, self._makes_service(unit), recorder)
+        return StorageNode(
+            where, config.unit_token, unit, self.deliver, self._makes_service(unit), recorder, config.away_s
+        )
 
     def _leading(self) -> ControllerNode:
         """The controller with the unit of its host."""
@@ -134,7 +138,9 @@ class Server:
         config = self.config
         if not self._has_standby:
             return Unit(budget_of(config), config.arena_dir, spill_of(config))
-        kind = KeptUnit if config.journal_dir is not None else RecordingUnit
+        kind = RecordingUnit
+        if config.journal_dir is not None:
+            kind = MemberUnit if config.join else KeptUnit
         return kind(budget_of(config), config.arena_dir, self.recorder, spill_of(config))
 
     def _makes_service(self, unit: Unit) -> Callable[..., Service]:
@@ -143,10 +149,17 @@ class Server:
 
     def _open_journal(self) -> None:
         """What its directory has is what this service has. Raises as `DiskJournal`."""
-        controller, unit = self.service.controller, self.service.unit
-        if self.config.journal_dir is not None and isinstance(controller, Controller) and isinstance(unit, KeptUnit):
-            self.journal = self.service.journal = DiskJournal(self.config.journal_dir, controller, unit, self._abandon)
-            self.recorder.settle()  # nobody stands by yet
+        directory, service, unit = self.config.journal_dir, self.service, self.service.unit
+        if directory is None or not isinstance(unit, KeptUnit):
+            return
+        kept: KeptState
+        if isinstance(self.role, StorageNode):
+            assert isinstance(unit, MemberUnit)
+            kept = KeptMember(self.role, unit, service.pending)
+        else:
+            kept = KeptService(self.role.controller, service.members)
+        self.journal = service.journal = DiskJournal(directory, kept, unit, self._abandon)
+        self.recorder.settle()  # nobody stands by yet
 
     def _abandon(self) -> NoReturn:
         """Nothing can be promised any more: end, and let nobody take over."""

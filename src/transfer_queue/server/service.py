@@ -7,12 +7,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, RowCleared, TransferQueueError
+from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, RowCleared, StoreFull, TransferQueueError
 from transfer_queue.server.block_requests import Answer, BlockRequests
 from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
-from transfer_queue.server.pending_commits import PendingCommits
+from transfer_queue.server.pending_commits import Filled, PendingCommits
 from transfer_queue.server.recycling import Recycler
 from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.unit_registry import UnitRegistry
@@ -65,8 +66,21 @@ class JournalLike(Protocol):
     def has(self, block: Block) -> bool: ...
     async def keep(self, block: Block, wait_s: float) -> None: ...
     def copied(self, block: int, copy: int) -> None: ...
+    def hold(self, send: Callable[[], None]) -> bool: ...
     def check_room(self) -> None: ...
     def statistics(self) -> dict[str, Any]: ...
+
+
+async def kept_first(service: Service, number: int) -> bool:
+    """Wait until a block of its unit is where it has to be before rows may lie in it; whether it is."""
+    block, journal = service.unit.block(number), service.journal
+    if block is None or journal is None:
+        return True
+    try:
+        await journal.keep(block, 0.0)
+    except StoreFull:
+        return False  # the rows stay where they are
+    return True
 
 
 class Reading(NamedTuple):
@@ -305,10 +319,16 @@ class Service:
             block = self.blocks.inline(payload)
         else:
             block = self.unit.unpublished(message.block, session.ident)
-            if self.journal is not None and not self.journal.has(block):
-                self._keep_first(message, payload, session, ticket, [block])
-                return None
-        layout, message.block, message.layout = message.layout, block.number, b""
+        pass_on = partial(self._commit_block, message, session, ticket, block, message.layout)
+        if self.journal is None or self.journal.has(block):
+            return pass_on(now)
+        self._keep_first(message.rid, ticket, [(block, message.layout)], message.timeout_s, pass_on)
+        return None
+
+    def _commit_block(
+        self, message: m.Commit, session: ServerSession, ticket: Hashable, block: Block, layout: bytes, now: float
+    ) -> Answer | None:
+        message.block, message.layout = block.number, b""
         try:
             reply = self.controller.handle(message, ticket, session.ident, now)
         except TransferQueueError:
@@ -332,16 +352,23 @@ class Service:
             for one in message.blocks
             if not self.members.has(one.block)
         ]
-        if self.journal is not None and not all(self.journal.has(block) for block, _ in filled):
-            self._keep_first(message, payload, session, ticket, [block for block, _ in filled])
-            return None
+        pass_on = partial(self._restore_blocks, message, payload, session, ticket, filled, not orphans)
+        if self.journal is None or orphans or all(self.journal.has(block) for block, _ in filled):
+            return pass_on(now)
+        self._keep_first(message.rid, ticket, filled, 0.0, pass_on)
+        return None
+
+    def _restore_blocks(
+        self, message: m.Restore, payload: memoryview, session: ServerSession, ticket: Hashable, filled: list[Filled],
+        holds: bool, now: float,
+    ) -> Answer | None:  # fmt: skip
         self.controller.payloads[ticket] = payload
         try:
             reply = self.controller.handle(message, ticket, session.ident, now)
         finally:
             self.controller.payloads.pop(ticket, None)
         if reply is None:
-            if not orphans:
+            if holds:
                 self.pending.hold(ticket, (session.ident, message.rid), filled)
             return None
         for block, layout in filled:
@@ -349,39 +376,47 @@ class Service:
         return reply, ()
 
     def _keep_first(
-        self, message: m.Commit | m.Restore, payload: memoryview, session: ServerSession, ticket: Hashable,
-        blocks: list[Block],
-    ) -> None:  # fmt: skip
-        """Handle the request once the bytes of its blocks are on the disk."""
+        self, rid: int, ticket: Hashable, filled: list[Filled], wait_s: float, pass_on: Callable[[float], Answer | None]
+    ) -> None:
+        """Go on with the request once its blocks are on the disk."""
         self._kept_first.add(ticket)
-        wait_s = message.timeout_s if isinstance(message, m.Commit) else 0.0
-        task = asyncio.get_running_loop().create_task(
-            self._when_kept(message, payload, session, ticket, blocks, wait_s)
-        )
+        task = asyncio.get_running_loop().create_task(self._when_kept(rid, ticket, filled, wait_s, pass_on))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def _when_kept(
-        self, message: m.Commit | m.Restore, payload: memoryview, session: ServerSession, ticket: Hashable,
-        blocks: list[Block], wait_s: float,
-    ) -> None:  # fmt: skip
+        self, rid: int, ticket: Hashable, filled: list[Filled], wait_s: float, pass_on: Callable[[float], Answer | None]
+    ) -> None:
         assert self.journal is not None
-        answer: Answer | None = (m.Failed(message.rid, InternalError.code, "see the server's log"), ())
+        answer: Answer | None = (m.Failed(rid, InternalError.code, "see the server's log"), ())
+        kept = []
         try:
-            for block in blocks:
-                if ticket in self._kept_first:
+            for block, layout in filled:
+                if ticket in self._kept_first and self.unit.is_open(block):
+                    block.layout = layout
                     await self.journal.keep(block, wait_s)
+                    kept.append(block)
             if ticket in self._kept_first:
-                answer = self._handle(message, payload, session, ticket, time.monotonic())
+                if not all(self.unit.is_open(block) for block in kept) or len(kept) < len(filled):
+                    raise InvalidInput("a block that was given up before it was on the disk")
+                answer = pass_on(time.monotonic())
         except TransferQueueError as error:
-            answer = (m.Failed(message.rid, error.code, str(error)), ())
+            answer = (m.Failed(rid, error.code, str(error)), ())
         finally:
+            self._drop_unheld(filled)
             if ticket in self._kept_first:
                 self._kept_first.discard(ticket)
                 if answer is not None:
                     self.unit.outbox.append((ticket, answer[0]))
                 self.apply_outcomes()
                 self.deliver()
+
+    def _drop_unheld(self, filled: list[Filled]) -> None:
+        """Blocks that came with a commit and are nobody's now: it was not passed on."""
+        held = self.pending.blocks()
+        for block, _ in filled:
+            if block.owner is None and self.unit.is_open(block) and block.number not in held:
+                self.unit.drop(block.number)
 
     def _get(self, reading: Reading, ticket: Hashable, now: float) -> Answer | None:
         """Locate, then add what lies here."""
@@ -431,6 +466,11 @@ class Service:
         self.recycler.recycle()
         self.unit.retry()
         self._settled()
+        if self.members.gone:
+            self.members.tell_gone(self._hold)
+
+    def _hold(self, send: Callable[[], None]) -> bool:
+        return self.journal is not None and self.journal.hold(send)
 
     def tidy(self) -> None:
         """A slice of what `recycler` has left; called as long as there are some."""

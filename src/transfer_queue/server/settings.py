@@ -17,6 +17,7 @@ from transfer_queue.wire.messages.staleness import Policy
 
 Durability: TypeAlias = Literal["none", "process", "machine"]
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
+AWAY_S, LASTING_AWAY_S = 60.0, 3600.0  # for how long the rows of a unit are waited for; with a journal
 MEMORY_SHARE = 0.6
 DISK_SHARE = 0.95  # of what is free where the arena files are: their books need space as well
 
@@ -93,7 +94,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     a row on a lease in vain before it is a dead letter (None: never). notice_after_s: when callers that wait are
     told what is missing, ascending. durability: what the rows survive: "none", or "process", the server's being
     killed, for a standby takes over; or "machine", everything but the loss of a disk, for a journal there has them.
-    journal_dir: its directory (None: there is no journal). life: a descriptor that stays open as long as the server or
+    journal_dir: its directory (None: there is no journal). away_s: for how long the controller waits for the rows of
+    this unit when it is away. life: a descriptor that stays open as long as the server or
     its standby lives (-1: none).
     """
 
@@ -125,6 +127,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     notice_after_s: tuple[float, ...] = NOTICE_AFTER_S
     durability: Durability = "none"
     journal_dir: str | None = None
+    away_s: float = AWAY_S
     life: int = -1
 
 

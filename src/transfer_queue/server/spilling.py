@@ -165,10 +165,10 @@ class Spiller:
             log.warning("block %d: %s", block.number, error)
             self._service.pending.doubt(target.number)
             return
+        block.stays = True  # no rows lie in it any more, and it is gone in a moment
         if taken:
             self.num_moved += 1
         else:
-            block.stays = True  # its rows are gone, and it will be in a moment
             unit.drop(target.number)
 
 

@@ -9,12 +9,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from transfer_queue.errors import InvalidInput, ServiceUnavailable, TransferQueueError
+from transfer_queue.errors import InvalidInput, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor
 from transfer_queue.server.controller_proxy import ControllerProxy
 from transfer_queue.server.gathering import Gatherer
-from transfer_queue.server.service import Service
+from transfer_queue.server.journal.kept_member import Membership
+from transfer_queue.server.service import Service, kept_first
+from transfer_queue.server.settings import AWAY_S
 from transfer_queue.server.spilling import Spiller
 from transfer_queue.server.standby.recording import Recorder, RecordingProxy
 from transfer_queue.server.unit_registry import UnitConnection, numbers
@@ -33,7 +35,8 @@ AGAIN_S = 0.25
 
 
 class StorageNode:
-    """`unit` as a member of the service at `controller`. `deliver` is called when answers or work came from there.
+    """`unit` as a member of the service at `controller`, which waits for its rows for `away_s` when it is away.
+    `deliver` is called when answers or work came from there.
 
     The unit token is for the membership alone; what clients ask is passed on with theirs, which `controller` has.
     """
@@ -46,6 +49,7 @@ class StorageNode:
         deliver: Callable[[], None],
         make: Callable[[ControllerProxy, Unit], Service] = Service,
         recorder: Recorder | None = None,
+        away_s: float = AWAY_S,
     ) -> None:
         self.remote = (
             ControllerProxy(controller, self._answered)
@@ -57,6 +61,8 @@ class StorageNode:
         self._address = ""
         self._deliver = deliver
         self._recorder = recorder
+        self._away_s = away_s
+        self.membership = Membership(unit.number, self.service.life.unit, b"")
         self.client_config: dict[str, Any] = {}
         self._connection: AsyncConnection | None = None
         self._former: list[object] = []  # see `ControllerProxy`
@@ -67,7 +73,7 @@ class StorageNode:
         """On this event loop."""
         self.compactor = Compactor(self.service, self._moved)
         self.gatherer = Gatherer(self.service, self._gathered)
-        self.spiller = Spiller(self.service, self._moved)
+        self.spiller = Spiller(self.service, self._spilled)
         self._lost = asyncio.Event()
         self._resolving: asyncio.Task[None] | None = None
 
@@ -94,29 +100,46 @@ class StorageNode:
         """Join, or join again. Where another life of the controller answers, none of the rows here is one of its."""
         self._lost.clear()
         connection = AsyncConnection(self._controller, m.decode_server, self._pushed, self._lost.set)
-        unit, incarnation = self.service.unit, self.service.life.unit
-        self._connection = await connection.open(incarnation, CONNECT_S, role=handshake.UNIT)
+        unit, life = self.service.unit, self.service.life.unit
+        self._connection = await connection.open(life, CONNECT_S, role=handshake.UNIT)
         welcome = self._connection.welcome
+        is_first = not self.remote.life.service
         if welcome.service != self.remote.life.service:
             if self._recorder is not None:
                 self._recorder.leave_out()  # all of it is of another life from now on
-            self.service.life = handshake.Life(welcome.service, incarnation)
+            self.service.life = handshake.Life(welcome.service, life)
             self.remote.begin(welcome.service)
             self.client_config = json.loads(welcome.config)
             self.remote.timeout_s = float(self.client_config["timeout_s"])
         doubtful = set(self.service.pending.in_doubt)  # a commit of one may still be on its way
         published = [number for number in unit.published() if number not in doubtful]
-        returns = self._recorder is not None
         self.service.pending.join_again()
-        joined = await self._ask(m.Join(self._next_rid(), incarnation, self._address, numbers(published), returns))
+        joined = await self._ask(self._offer(published, self.membership.service if is_first else b""))
+        if isinstance(joined, m.Failed):
+            raise error_from_code(joined.code, joined.text)
         if not isinstance(joined, m.Joined):
             raise ServiceUnavailable(f"the controller at {self._controller} took no unit: {joined}")
-        if self._recorder is not None and joined.unit != unit.number:
-            self._recorder.leave_out()
-        unit.renumber(joined.unit)
+        if joined.unit != unit.number:
+            self._renumber(joined.unit)
+        self.membership = Membership(joined.unit, self.membership.incarnation, welcome.service)
         self._drop(joined.gone)
         await self._resolve_in_doubt()
         await self.remote.attend(one.ident for one in self.service.sessions.by_ident.values() if one.local)
+
+    def _offer(self, published: list[int], service: bytes) -> m.Join:
+        return m.Join(
+            self._next_rid(), self.membership.incarnation, self._address, numbers(published),
+            self._recorder is not None, self._away_s, self.service.journal is not None, service,
+        )  # fmt: skip
+
+    def _renumber(self, number: int) -> None:
+        """The controller does not know this unit, or not any more."""
+        if self._recorder is not None:
+            self._recorder.leave_out()
+        gone = self.service.unit.published()
+        if gone:
+            log.error("the controller at %s gave this unit up: %d blocks are gone", self._controller, len(gone))
+        self.service.unit.renumber(number)
 
     async def stay(self) -> None:
         """Join again whenever the connection is lost; never returns."""
@@ -165,12 +188,25 @@ class StorageNode:
 
     async def _moved(self, block: int, target: int, rows: Ints) -> bool:
         """Whether the controller took `target` in the place of `block`."""
-        return isinstance(await self._ask(m.Moved(self._next_rid(), block, target, rows.tobytes())), m.Done)
+        return await self._is_kept(target) and isinstance(
+            await self._ask(m.Moved(self._next_rid(), block, target, rows.tobytes())), m.Done
+        )
 
     async def _gathered(self, target: int, blocks: Ints, rows: Ints) -> bool:
         """Whether the controller took rows of `target` in the place of `blocks`."""
+        if not await self._is_kept(target):
+            return False
         request = m.Gathered(self._next_rid(), target, blocks.tobytes(), rows.tobytes())
         return isinstance(await self._ask(request), m.Done)
+
+    async def _spilled(self, block: int, target: int, rows: Ints) -> bool:
+        """As `_moved`, of a copy."""
+        if self.service.journal is not None:
+            self.service.journal.copied(block, target)
+        return await self._moved(block, target, rows)
+
+    async def _is_kept(self, number: int) -> bool:
+        return await kept_first(self.service, number)
 
     def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         return m.Failed(message.rid, InvalidInput.code, f"units join the controller at {self._controller}")

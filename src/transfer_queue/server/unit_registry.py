@@ -2,13 +2,15 @@
 
 A unit joins over a connection of its own and learns there which of its blocks are not needed any more. When the
 connection is lost the unit is *away*: its rows stay, reading them fails at once. A unit that has a standby counts as
-there for `RETURN_S` more: who wants to read waits at its door. It may come back with all it had for `AWAY_S`; after
-that, or when another incarnation appears at its address, its rows are lost, and said to be.
+there for `RETURN_S` more: who wants to read waits at its door. It may come back with all it had for as long as it said
+when it joined; after that its rows are lost, and said to be. They are at once when another incarnation appears at its
+address, unless it has a journal: then that one may still bring them back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +19,6 @@ from transfer_queue.errors import InvalidInput, ServiceUnavailable
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
-AWAY_S = 60.0
 RETURN_S = 3.0
 MAX_REFUSED = 1 << 16
 
@@ -29,17 +30,20 @@ class UnitConnection(Protocol):
 
 
 class UnitInfo:
-    def __init__(self, number: int, incarnation: bytes, address: str, line: UnitConnection) -> None:
+    """`away_s`: for how long its rows are waited for. `lasts`: it has a journal. `returns`: it has a standby."""
+
+    def __init__(self, number: int, incarnation: bytes) -> None:
         self.number = number
         self.incarnation = incarnation
-        self.address = address
-        self.line: UnitConnection | None = line
-        self.lost_at = 0.0  # when its rows are given up, while it is away
-        self.returns = False  # it has a standby
+        self.address = ""
+        self.away_s = 0.0
+        self.lasts = self.returns = False
+        self.line: UnitConnection | None = None
+        self.left_at = 0.0  # since when it is away
         self.is_expected = False  # it is away, and will be there in a moment
 
     def leave(self, now: float, returns: bool) -> None:
-        self.line, self.lost_at, self.is_expected = None, now + AWAY_S, returns
+        self.line, self.left_at, self.is_expected = None, now, returns
 
     def is_due(self, now: float) -> bool:
         deadline = self.deadline
@@ -50,18 +54,21 @@ class UnitInfo:
         """When it is not expected any more, or given up."""
         if self.line is not None:
             return None
-        return self.lost_at - (AWAY_S - RETURN_S) * self.is_expected
+        return self.left_at + (RETURN_S if self.is_expected else self.away_s)
 
 
 class UnitRegistry:
-    """`lose(unit)` is called when the rows of a unit are given up; `known()` lists the blocks that rows refer to."""
+    """`lose(unit)` is called when the rows of a unit are given up, `joined(member)` when one is new, or another than it
+    was; `known()` lists the blocks that rows refer to."""
 
     def __init__(self) -> None:
         self.lose: Callable[[int], None] = lambda unit: None
+        self.joined: Callable[[UnitInfo], None] = lambda member: None
         self.known: Callable[[], Iterable[int]] = tuple
         self._members: dict[int, UnitInfo] = {}
         self._last = 0
         self._refused: dict[int, None] = {}  # blocks whose unit was told that they are not needed
+        self.gone: dict[int, list[int]] = {}  # by unit, blocks of which it is to be told so
 
     # coming and going
 
@@ -71,16 +78,29 @@ class UnitRegistry:
         if member is None:
             self._replace(address)
             self._last += 1
-            member = self._members[self._last] = UnitInfo(self._last, message.incarnation, address, line)
+            member = self._members[self._last] = UnitInfo(self._last, message.incarnation)
+        before = member.address, member.away_s, member.lasts
         member.line, member.address, member.returns = line, address, message.returns
+        member.away_s, member.lasts = message.away_s, message.lasts
+        if before != (member.address, member.away_s, member.lasts):
+            self.joined(member)
         has = numbers_of(message.blocks).tolist()
         needed = {block for block in self.known() if unit_of(block) == member.number}
         return m.Joined(message.rid, member.number, numbers([block for block in has if block not in needed]))
 
     def _replace(self, address: str) -> None:
         """Give up the unit that was at `address`: the one there now holds none of its blocks."""
-        for member in [one for one in self._members.values() if one.address == address]:
+        for member in [one for one in self._members.values() if one.address == address and not one.lasts]:
             self._give_up(member)
+
+    def expect(self, member: UnitInfo, now: float) -> None:
+        """It was a member of the service whose journal this one goes on with."""
+        self._members[member.number] = member
+        self._last = max(self._last, member.number)
+        member.leave(now, True)
+
+    def members(self) -> list[UnitInfo]:
+        return list(self._members.values())
 
     def left(self, line: UnitConnection, now: float, ended: bool) -> None:
         """A connection is lost; its unit, if it was one's, is away. `ended`: its host says so, and lives."""
@@ -135,18 +155,27 @@ class UnitRegistry:
         return m.Blocks(message.rid, numbers(gone))
 
     def drop(self, blocks: Iterable[int]) -> set[int]:
-        """Tell the units which of their blocks are not needed any more; returns the blocks that are theirs."""
+        """These blocks are not needed any more; returns those that are of units, who are told by `tell_gone`."""
         theirs: dict[int, list[int]] = {}
         for block in blocks:
             if unit_of(block) in self._members:
                 theirs.setdefault(unit_of(block), []).append(block)
         for unit, gone in theirs.items():
-            self.push(unit, m.Drop(numbers(gone)))
+            self.gone.setdefault(unit, []).extend(gone)
         return {block for gone in theirs.values() for block in gone}
+
+    def tell_gone(self, hold: Callable[[Callable[[], None]], bool]) -> None:
+        """Tell the units what they need not keep, once that lasts as long as was promised: `hold` as in
+        `JournalLike`."""
+        while self.gone:
+            unit, gone = self.gone.popitem()
+            tell = partial(self.push, unit, m.Drop(numbers(gone)))
+            if not hold(tell):
+                tell()
 
     def push(self, unit: int, message: m.Message) -> None:
         """Send to a unit. One that is away learns what it missed when it joins again."""
-        line = self._members[unit].line
+        line = self._members[unit].line if unit in self._members else None
         if line is not None:
             line.push(message)
 
@@ -156,9 +185,8 @@ class UnitRegistry:
         for unit in {unit_of(block) for block in blocks} & self._members.keys():
             member = self._members[unit]
             if member.line is None and not member.is_expected:
-                raise ServiceUnavailable(
-                    f"storage unit {unit} at {member.address} is away; its rows cannot be read now"
-                )
+                text = f"its rows cannot be read now, and are given up {member.away_s:g} s after it left"
+                raise ServiceUnavailable(f"storage unit {unit} at {member.address} is away; {text}")
             found[unit] = member.address
         return found
 

@@ -46,7 +46,41 @@ class SnapshotComplete(Fact, tag=23):
     number: int
 
 
-JournalFact: TypeAlias = ControllerFact | BlockLogged | BlockStored | BlockRenamed | SnapshotComplete
+class UnitKnown(Fact, tag=24):
+    """A unit of another host is, or came to be, a member under this number."""
+
+    unit: int
+    incarnation: bytes
+    address: str
+    away_s: float
+    lasts: bool
+
+
+class MemberIs(Fact, tag=25):
+    """In the journal of a unit: as whom it joined (`Membership`)."""
+
+    unit: int
+    incarnation: bytes
+    service: bytes
+
+
+class BlockGone(Fact, tag=26):
+    """In the journal of a unit: nobody needs the block any more."""
+
+    block: int
+
+
+class BlockShared(Fact, tag=27):
+    """In the journal of a unit: a block is a copy of another one, and has the same bytes in the journal."""
+
+    block: int
+    copy: int
+
+
+JournalFact: TypeAlias = (
+    ControllerFact | BlockLogged | BlockStored | BlockRenamed | SnapshotComplete | UnitKnown | MemberIs | BlockGone
+    | BlockShared
+)  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[JournalFact]).decode

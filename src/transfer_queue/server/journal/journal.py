@@ -13,14 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transfer_queue.controller import Controller
-from transfer_queue.controller.facts import SamplerIs
-from transfer_queue.controller.snapshot import sampler_state
-from transfer_queue.errors import JournalCorrupt, SamplerFailed, StoreFull
+from transfer_queue.errors import JournalCorrupt, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import JournalFact, SnapshotComplete, encoded
 from transfer_queue.server.journal.files import DRAFT, claim, name_of, numbers
+from transfer_queue.server.journal.kept_state import OWNER, KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.log import DiskLog, LogFile
 from transfer_queue.server.journal.payloads import Payloads, Place
@@ -35,29 +33,27 @@ AGAIN_S = 1.0
 LOOK_S = 0.1  # how often a writer that waits for the disk looks whether there is space
 CLOSE_S = 8.0  # how long a disk may take for what is left at the end
 SHRINK_EVERY_S = 0.1
-OWNER = b"journal"
 
 
 class DiskJournal:
-    """The journal in a directory, of a controller with a ledger and of its unit. `broken()` is called when the disk
-    fails; it does not return. After that nothing is promised any more."""
+    """The journal in a directory, of a state and of a unit. `broken()` is called when the disk fails; it does not
+    return. After that nothing is promised any more."""
 
-    def __init__(self, directory: str, controller: Controller, unit: KeptUnit, broken: Callable[[], None]) -> None:
-        """Claim the directory, and make of controller and unit what it says. Raises `JournalInUse`, `ConfigError`, and
-        as `recover`."""
+    def __init__(self, directory: str, kept: KeptState, unit: KeptUnit, broken: Callable[[], None]) -> None:
+        """Claim the directory, and make of state and unit what it says. Raises `JournalInUse`, `ConfigError`, and as
+        `recover`."""
         self.directory = Path(os.path.abspath(directory))
         self.held = claim(self.directory)
-        self._controller = controller
+        self._kept = kept
         self._unit = unit
         self._broken = broken
-        self._position = recover(self.directory, controller, unit).position
+        self._position = recover(self.directory, kept, unit).position
         self._number = -1
         self._log: DiskLog
         self._payloads: Payloads
         self._is_on = False
-        self._loads = controller.lineage.loads
+        self._loads = kept.loads
         self._is_adrift = False  # a checkpoint was loaded, and there is no log yet that could follow it
-        self._sampler: Any = None
         self._snapshots: dict[int, snapshots.SnapshotProcess] = {}
         self._awaited = -1  # the snapshot without which the log does not count
         self._useless: list[int] = []  # logs that count only with a snapshot that failed
@@ -72,8 +68,8 @@ class DiskJournal:
 
     async def start(self) -> None:
         """Begin a new log with a snapshot of now, on this event loop. Whoever waits for `complete` waits for that."""
-        controller = self._controller
-        controller.state.captures.discard(OWNER)
+        self._kept.hold_blocks(False)
+        self._kept.start()
         self._forget_facts()
         self._freed.clear()
         self._snapshots.clear()
@@ -81,7 +77,7 @@ class DiskJournal:
         self._log = DiskLog(None, self._position, self._fail)
         self._is_on = True
         try:
-            self._payloads = Payloads(self.directory, self._unit.places.values())
+            self._payloads = Payloads(self.directory, set(self._unit.places.values()))
             self._number = last_number(self.directory)
         except (FileNotFoundError, JournalCorrupt) as error:
             self._give_up(error)
@@ -112,13 +108,12 @@ class DiskJournal:
         """An event is over: what came of it is written down before anybody is told."""
         if not self._is_on:
             return
-        if self._controller.lineage.loads != self._loads:
+        if self._kept.loads != self._loads:
             self._begin(follows=False)  # a checkpoint was loaded: nothing of before lasts
         if self._is_adrift:
             self._forget_facts()
             return
-        facts: list[JournalFact] = [*self._unit.take_facts(), *self._controller.state.ledger.take()]  # type: ignore[union-attr]
-        self._look_at_sampler(facts)
+        facts: list[JournalFact] = [*self._unit.take_facts(), *self._kept.take_facts()]
         if facts:
             self._log.append(encoded(facts))
             if self._is_long() and not self._snapshots and time.monotonic() >= self._next_s:
@@ -130,7 +125,7 @@ class DiskJournal:
 
     def hold(self, send: Callable[[], None]) -> bool:
         """Whether `send` is kept until all that happened so far is on the disk; else it is there."""
-        return self._is_on and self._log.hold(send)
+        return self._is_on and self._kept.holds_answers and self._log.hold(send)
 
     def check_room(self) -> None:
         """`StoreFull` where the disk has no space for more than was promised."""
@@ -142,14 +137,29 @@ class DiskJournal:
     # blocks
 
     def has(self, block: Block) -> bool:
-        """Whether nothing is left to be done before the block can be a fact."""
-        return self._unit.is_kept(block)
+        """Whether nothing is left to be done before rows may lie in it."""
+        return self._unit.is_ready(block)
 
     async def keep(self, block: Block, wait_s: float = 0.0) -> None:
-        """When this returns, the bytes of a block are on the disk, unless it was dropped meanwhile.
+        """When this returns, the bytes of a block are on the disk, unless it was dropped meanwhile; where the unit says
+        what it has before anybody hears of it, that is there as well.
 
         Raises `StoreFull` when the disk has had no space for `wait_s`.
         """
+        await self._keep_bytes(block, wait_s)
+        if self._unit.says_first and self._unit.block(block.number) is block and not block.dropped:
+            self._unit.say(block)
+            await self._until_kept()
+            self._unit.is_safe_now(block)
+
+    async def _until_kept(self) -> None:
+        """Everything that happened so far is on the disk."""
+        self.settle()
+        kept = asyncio.Event()
+        if self._log.hold(kept.set):
+            await kept.wait()
+
+    async def _keep_bytes(self, block: Block, wait_s: float) -> None:
         if self._unit.is_kept(block) or self._unit.block(block.number) is not block:
             return
         self._unit.pin(block.number, OWNER)
@@ -173,7 +183,7 @@ class DiskJournal:
             self._unit.unpin(block.number, OWNER)
 
     def copied(self, block: int, copy: int) -> None:
-        """A block has the bytes of another one, whose rows lie in it from now on."""
+        """A block has the bytes of another one, whose rows lie in it from now on, or are about to."""
         self._unit.copied(block, copy)
 
     async def _room(self, nbytes: int, until: float) -> Place:
@@ -203,7 +213,7 @@ class DiskJournal:
         """A new log, with a snapshot of now. Where it does not follow the one before, it counts only with that."""
         if not self._is_on:
             return
-        self._loads = self._controller.lineage.loads
+        self._loads = self._kept.loads
         try:
             number = self._number + 1
             file = LogFile(self.directory, number, self._log.position, follows)
@@ -233,7 +243,7 @@ class DiskJournal:
     def _await_snapshot(self) -> None:
         self._log.shut()
         self._complete.clear()
-        self._is_adrift, self._sampler = False, None
+        self._is_adrift = False
         self._forget_facts()
         self._awaited = self._number
         self._log.append(encoded([]))  # whoever is answered from here on waits for the snapshot
@@ -242,16 +252,16 @@ class DiskJournal:
     def _forget_facts(self) -> None:
         """They are in the state of now."""
         self._unit.take_facts()
-        self._controller.state.ledger.take()  # type: ignore[union-attr]
+        self._kept.forget_facts()
 
     def _fork(self, follows: bool) -> None:
-        self._controller.state.captures.add(OWNER)
+        self._kept.hold_blocks(True)
         position = self._log.position if follows else self._log.position - 1
         try:
-            written = snapshots.fork(self.directory, self._number, position, self._controller, self._unit)
+            written = snapshots.fork(self.directory, self._number, position, self._kept, self._unit)
         except OSError as error:
             if not self._snapshots:
-                self._controller.state.captures.discard(OWNER)
+                self._kept.hold_blocks(False)
             self._retry(follows, error)
             return
         self._snapshots[written.number] = written
@@ -263,7 +273,7 @@ class DiskJournal:
         _, status = os.waitpid(written.pid, 0)
         del self._snapshots[written.number]
         if not self._snapshots:
-            self._controller.state.captures.discard(OWNER)
+            self._kept.hold_blocks(False)
         path = self.directory / name_of("snapshot", written.number)
         if status:
             log.error("%s was not written; see above", path)
@@ -300,21 +310,6 @@ class DiskJournal:
         for path in self.directory.glob(f"snapshot-????????{DRAFT}"):
             if path.stem < name_of("snapshot", number):
                 path.unlink(missing_ok=True)
-
-    def _look_at_sampler(self, facts: list[JournalFact]) -> None:
-        """What the sampler remembers, where it was asked and remembers another thing than before."""
-        fetching = self._controller.state.fetching
-        if not fetching.has_asked:
-            return
-        fetching.has_asked = False
-        try:
-            state = sampler_state(fetching.sampler)
-        except SamplerFailed as error:
-            log.error("what the sampler remembers is not in the journal: %s", error)
-            return
-        if state != self._sampler:
-            facts.append(SamplerIs(state))
-            self._sampler = state
 
     def _fail(self, error: OSError) -> None:
         log.critical("%s: the journal cannot be written, so this server ends: %s", self.directory, error)

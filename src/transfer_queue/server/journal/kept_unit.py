@@ -15,8 +15,11 @@ from transfer_queue.storage.shm import SMALL_NBYTES
 class KeptUnit(RecordingUnit):
     """`places` has the large blocks that are on the disk. `given_up(place)` is called when one is gone from here.
 
-    A block is a fact once it is published and its bytes can be named: at once where they are few.
+    A block is a fact once it is published and its bytes can be named: at once where they are few. Where the unit
+    `says_first`, it is one before that: see `MemberUnit`.
     """
+
+    says_first = False
 
     def __init__(
         self, budget_nbytes: int, directory: str | None, recorder: Recorder, spill: SpillSpace = NOWHERE
@@ -30,17 +33,21 @@ class KeptUnit(RecordingUnit):
         """Whether its bytes are on the disk, or will be with the fact of it."""
         return block.nbytes <= SMALL_NBYTES or block.number in self.places
 
+    def is_ready(self, block: Block) -> bool:
+        """Whether nothing is left to be done before rows may lie in it."""
+        return self.is_kept(block)
+
     def publish(self, number: int, layout: bytes, digest: int = 0) -> None:
         super().publish(number, layout, digest)
-        self._say(self._blocks[number])
+        self.say(self._blocks[number])
 
     def stored(self, number: int, place: r.Range) -> None:
         """The bytes of a block are on the disk."""
         self.recorder.note(r.BlockOnDisk(number, place))
-        self.places[number] = Place(*place)
+        self.lies_at(number, Place(*place))
         block = self._blocks[number]
         if block.published:
-            self._say(block)
+            self.say(block)
 
     def copied(self, number: int, copy: int) -> None:
         """A block has the bytes of another one, which is about to go: on the disk they are its own now."""
@@ -49,7 +56,12 @@ class KeptUnit(RecordingUnit):
             self.places[copy] = self.places.pop(number)
             self.facts.append(BlockRenamed(number, copy))
 
-    def _say(self, block: Block) -> None:
+    def lies_at(self, number: int, place: Place) -> None:
+        """The bytes of a block are there on the disk."""
+        self.places[number] = place
+
+    def say(self, block: Block) -> None:
+        """It is a fact, if it can be one."""
         if self.is_kept(block):
             self.facts.append(self.fact_of(block))
 
@@ -62,6 +74,9 @@ class KeptUnit(RecordingUnit):
 
     def drop(self, number: int) -> None:
         super().drop(number)
+        last = self.facts[-1] if self.facts else None
+        if isinstance(last, BlockLogged) and last.block == number:  # a part of a block, made for one reader
+            self.facts.pop()
         place = self.places.pop(number, None)
         if place is not None:
             self.given_up(place)
@@ -70,6 +85,9 @@ class KeptUnit(RecordingUnit):
         """What became of blocks since they were taken last."""
         found, self.facts = self.facts, []
         return found
+
+    def is_safe_now(self, block: Block) -> None:
+        """What was said of it is on the disk."""
 
     def lasting(self) -> list[Block]:
         """The blocks that are facts: those that only the controller can drop."""

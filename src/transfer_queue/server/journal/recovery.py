@@ -7,13 +7,13 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from transfer_queue.controller import Controller
-from transfer_queue.controller.recovery import Recovery
 from transfer_queue.errors import InvalidInput, JournalCorrupt, StoreFull
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import (
+    BlockGone,
     BlockLogged,
     BlockRenamed,
+    BlockShared,
     BlockStored,
     JournalFact,
     SnapshotComplete,
@@ -21,6 +21,7 @@ from transfer_queue.server.journal.facts import (
     decoded_events,
 )
 from transfer_queue.server.journal.files import DRAFT, FrameFile, name_of, numbers
+from transfer_queue.server.journal.kept_state import KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.payloads import Payloads, Place
 
@@ -40,11 +41,11 @@ def last_number(directory: Path) -> int:
     return max([*numbers(directory, "log"), *numbers(directory, "snapshot"), *drafts], default=-1)
 
 
-def recover(directory: Path, controller: Controller, unit: KeptUnit) -> Recovered:
-    """Bring controller and unit, which nobody has asked anything, to what the journal says.
+def recover(directory: Path, kept: KeptState, unit: KeptUnit) -> Recovered:
+    """Bring state and unit, which nobody has asked anything, to what the journal says.
 
     The journal is only read. Raises `JournalCorrupt`, `JournalUnsupported`, `CheckpointCorrupt`, `InvalidInput` where
-    it is of another sampler, and `StoreFull` where the blocks do not fit.
+    it is of another kind of server or of another sampler, and `StoreFull` where the blocks do not fit.
     """
     snapshot = max(numbers(directory, "snapshot"), default=-1)
     logs = _logs(directory, snapshot)
@@ -56,19 +57,20 @@ def recover(directory: Path, controller: Controller, unit: KeptUnit) -> Recovere
     if logs[:1] != [snapshot]:
         raise JournalCorrupt(f"{directory / name_of('log', snapshot)} is missing")
     found = snapshots.read(directory, snapshot)
-    blocks = KnownBlocks()
-    for fact in found.blocks:
-        blocks.apply(fact)
     try:
-        recovery = Recovery(controller, found.state, found.numbers, found.head.reserved_rows)
+        kept.begin(found.state, found.numbers, found.head.reserved_rows)
     except InvalidInput as error:
-        raise InvalidInput(f"the journal in {directory} is not for this service: {error}") from error
+        raise InvalidInput(f"the journal in {directory} is not for this server: {error}") from error
+    blocks = KnownBlocks()
+    for fact in found.facts:
+        _apply(fact, kept, blocks)
     position = found.head.position
     for number in logs:
-        position = _replay(directory, number, position, recovery, blocks)
-    recovery.finish()
-    blocks.put_back(directory, controller, unit)
-    log.warning("%s: %d rows are back", directory, controller.num_rows)
+        position = _replay(directory, number, position, kept, blocks)
+    back = kept.finish()
+    blocks.put_back(directory, kept, unit)
+    kept.all_back()
+    log.warning("%s: %s are back", directory, back)
     return Recovered(position, last_number(directory))
 
 
@@ -94,7 +96,12 @@ def _logs(directory: Path, snapshot: int) -> list[int]:
     return found
 
 
-def _replay(directory: Path, number: int, position: int, recovery: Recovery, blocks: KnownBlocks) -> int:
+def _apply(fact: JournalFact, kept: KeptState, blocks: KnownBlocks) -> None:
+    if not blocks.apply(fact):
+        kept.apply(fact)
+
+
+def _replay(directory: Path, number: int, position: int, kept: KeptState, blocks: KnownBlocks) -> int:
     """Carry out the facts of a log; returns the number of the next event."""
     with FrameFile(directory, "log", number) as file:
         for frame in file.frames():
@@ -105,8 +112,7 @@ def _replay(directory: Path, number: int, position: int, recovery: Recovery, blo
             position += len(events)
             try:
                 for fact in itertools.chain.from_iterable(events):
-                    if not blocks.apply(fact):
-                        recovery.apply(fact)  # type: ignore[arg-type]
+                    _apply(fact, kept, blocks)
             except JournalCorrupt as error:
                 raise JournalCorrupt(f"{file.path}, byte {frame.offset}: {error}") from error
     return position
@@ -135,20 +141,29 @@ class KnownBlocks:
                     raise JournalCorrupt(f"a copy of block {fact.block}, which is not there")
                 self._large[fact.copy] = self._large.pop(fact.block)
                 self._last = max(self._last, fact.copy)
+            case BlockShared():
+                if fact.block not in self._large:
+                    raise JournalCorrupt(f"a copy of block {fact.block}, which is not there")
+                self._large[fact.copy] = self._large[fact.block]
+                self._last = max(self._last, fact.copy)
+            case BlockGone():
+                self._small.pop(fact.block, None)
+                self._large.pop(fact.block, None)
             case SnapshotComplete():
                 pass
             case _:
                 return False
         return True
 
-    def put_back(self, directory: Path, controller: Controller, unit: KeptUnit) -> None:
-        """Those that rows lie in, into memory."""
-        wanted = sorted(controller.block_index.entries)
-        missing = [number for number in wanted if number not in self._small and number not in self._large]
+    def put_back(self, directory: Path, kept: KeptState, unit: KeptUnit) -> None:
+        """Those that are needed, into memory."""
+        known = self._small.keys() | self._large.keys()
+        wanted = sorted(kept.wanted(known))
+        missing = [number for number in wanted if number not in known]
         if missing:
             raise JournalCorrupt(f"{directory}: blocks {missing[:8]} are missing")
         places = {number: self._large[number][1] for number in wanted if number in self._large}
-        payloads = Payloads(directory, places.values())
+        payloads = Payloads(directory, set(places.values()))
         try:
             for number in sorted(wanted, key=self._nbytes, reverse=True):
                 self._put_back(number, payloads, unit)
@@ -171,6 +186,6 @@ class KnownBlocks:
         else:
             layout, place = self._large[number]
             payloads.read(place, unit.memory(block))
-            unit.places[number] = place
+            unit.lies_at(number, place)
             unit.publish(number, layout)
         unit.take_facts()  # they are in the journal

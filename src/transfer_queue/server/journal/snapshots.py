@@ -1,6 +1,6 @@
 """The whole state on a disk: written by a fork of the server, which goes on meanwhile.
 
-    head; the controller's state; the numbers of the blocks in it; all blocks, as facts; end
+    head; the state; the numbers of the blocks in it; what else is to be known and all blocks, as facts; end
 
 Nothing that the fork reads changes: its memory is a copy, and blocks of before are not recycled until it is done.
 """
@@ -20,8 +20,6 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from transfer_queue.controller import Controller
-from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import JournalCorrupt
 from transfer_queue.memory.memfd import start_writing, sync_directory
 from transfer_queue.server.forks import disconnect
@@ -36,6 +34,7 @@ from transfer_queue.server.journal.files import (
     name_of,
     write_all,
 )
+from transfer_queue.server.journal.kept_state import KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.wire.arrays import numbers_of
 
@@ -44,12 +43,12 @@ END = b"end"
 
 
 class ReadSnapshot(NamedTuple):
-    """A state, which is opaque here, the blocks that it refers to, and what is known of these and others."""
+    """A state, which is opaque here, the blocks that it refers to, and what is known besides."""
 
     head: Head
     state: bytes
     numbers: list[int]
-    blocks: list[JournalFact]
+    facts: list[JournalFact]
 
 
 class SnapshotProcess(NamedTuple):
@@ -60,22 +59,22 @@ class SnapshotProcess(NamedTuple):
     watch: int
 
 
-def fork(directory: Path, number: int, position: int, controller: Controller, unit: KeptUnit) -> SnapshotProcess:
+def fork(directory: Path, number: int, position: int, kept: KeptState, unit: KeptUnit) -> SnapshotProcess:
     """Begin to write a snapshot of now. Raises `OSError`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of theirs
         pid = os.fork()
     if not pid:
-        _write_and_exit(directory, head_of(number, position, controller), controller, unit)
+        _write_and_exit(directory, head_of(number, position, kept), kept, unit)
     return SnapshotProcess(number, pid, os.pidfd_open(pid))
 
 
-def head_of(number: int, position: int, controller: Controller) -> Head:
+def head_of(number: int, position: int, kept: KeptState) -> Head:
     """Of a snapshot of now, after which event `position` is the next."""
-    return Head(FORMAT, "snapshot", number, position, secrets.randbits(63), True, controller.reserved_rows)
+    return Head(FORMAT, "snapshot", number, position, secrets.randbits(63), True, kept.reserved_rows)
 
 
-def _write_and_exit(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -> NoReturn:
+def _write_and_exit(directory: Path, head: Head, kept: KeptState, unit: KeptUnit) -> NoReturn:
     """The fork's whole life. It is deep inside the server's event loop, which is never run again, nor taken apart.
 
     It does not hold the directory: a server that begins meanwhile has higher numbers, and removes what this one left.
@@ -85,7 +84,7 @@ def _write_and_exit(directory: Path, head: Head, controller: Controller, unit: K
         gc.freeze()
         gc.disable()
         disconnect(set())
-        write(directory, head, controller, unit)
+        write(directory, head, kept, unit)
         status = 0
     finally:
         if sys.exc_info()[0] is not None:
@@ -93,15 +92,15 @@ def _write_and_exit(directory: Path, head: Head, controller: Controller, unit: K
         os._exit(status)
 
 
-def write(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -> None:
+def write(directory: Path, head: Head, kept: KeptState, unit: KeptUnit) -> None:
     """Blocks until it is on the disk under its name. Raises `OSError`."""
     path = directory / name_of("snapshot", head.number)
     draft = path.with_suffix(DRAFT)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         at = write_all(fd, headed(head), 0)
-        state, numbers = exported(controller.state, strict=False)
-        parts = itertools.chain(([state], [np.array(numbers, np.int64).tobytes()]), _parts(unit), ([END],))
+        state, numbers, facts = kept.saved()
+        parts = itertools.chain(([state], [np.array(numbers, np.int64).tobytes()]), _parts(facts, unit), ([END],))
         for place, part in enumerate(parts):
             start, at = at, write_all(fd, framed(head.position + place, part, head.seed), at)
             start_writing(fd, start, at - start)  # while the next part is made
@@ -112,9 +111,8 @@ def write(directory: Path, head: Head, controller: Controller, unit: KeptUnit) -
     sync_directory(directory)
 
 
-def _parts(unit: KeptUnit) -> Iterator[list[bytes]]:
-    """The blocks, some megabytes at a time: encoded together, small ones take a third less time."""
-    found: list[JournalFact] = []
+def _parts(found: list[JournalFact], unit: KeptUnit) -> Iterator[list[bytes]]:
+    """These facts and the blocks, some megabytes at a time: encoded together, small ones take a third less time."""
     nbytes = 0
     for block in unit.lasting():
         found.append(unit.fact_of(block))
@@ -132,6 +130,6 @@ def read(directory: Path, number: int) -> ReadSnapshot:
         parts = [frame.payload for frame in file.frames()]
         if file.head is None or len(parts) < 3 or parts[-1] != END:
             raise JournalCorrupt(f"{file.path} has no end")
-    state, blocks_of_state, *blocks, _ = parts
-    known = [fact for part in blocks for fact in decoded(part)]
+    state, blocks_of_state, *facts, _ = parts
+    known = [fact for part in facts for fact in decoded(part)]
     return ReadSnapshot(file.head, state, numbers_of(blocks_of_state).tolist(), known)
