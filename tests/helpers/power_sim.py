@@ -24,7 +24,7 @@ from unittest import mock
 
 from ledger_sim import lasting, plain
 from services import FIELD
-from standby_sim import BUDGET, MAX_ROWS, SPILL, Simulation, _short
+from standby_sim import BUDGET, KEYS, MAX_ROWS, SPILL, Simulation, _short
 
 from transfer_queue.controller import Controller
 from transfer_queue.controller.ledger import Ledger
@@ -38,9 +38,10 @@ from transfer_queue.server.journal.kept_state import KeptService
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.recovery import recover
 from transfer_queue.server.standby.recording import Recorder
-from transfer_queue.server.unit_registry import UnitRegistry
+from transfer_queue.server.unit_registry import UnitRegistry, unit_of
 from transfer_queue.storage.blocks import SpillSpace
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 SECTOR = 512
 
@@ -162,6 +163,18 @@ class ForgetfulDisk:
                 (where / name).write_bytes(data)
 
 
+class Away:
+    """The connection to a unit of another host, and what it was told over it."""
+
+    def __init__(self, told_gone: set[int]) -> None:
+        self.unit = 0
+        self._told_gone = told_gone
+
+    def push(self, message: m.Message) -> None:
+        if isinstance(message, m.Drop):
+            self._told_gone.update(numbers_of(message.blocks).tolist())
+
+
 class PowerSimulation(Simulation):
     """`states[p]` is what would be saved once event p of the journal is the next one, `promised` the first event that
     nobody was told of."""
@@ -183,11 +196,16 @@ class PowerSimulation(Simulation):
         )
         self.service.journal = self.journal
         self.service.deliver = self._drain
+        self.service.members.lose, self.service.members.known = controller.lose, lambda: controller.block_index.entries
+        self._units: dict[bytes, Away] = {}
+        self.told_gone: set[int] = set()
+        self.units_then: dict[int, set[int]] = {}
         self._handle, self.service.handle = self.service.handle, self._answered  # type: ignore[method-assign]
 
     def _settled(self) -> None:
         self.journal.settle()
         self.states[self.journal._log.position] = exported(self._controller.state)
+        self.units_then[self.journal._log.position] = {one.number for one in self.service.members.members()}
         for block in self._kept.lasting():
             if block.number not in self.contents:
                 self.contents[block.number] = bytes(memoryview(self._kept.memory(block)))  # type: ignore[arg-type]
@@ -222,8 +240,35 @@ class PowerSimulation(Simulation):
             self._put_large()
         elif self._links and self._random.random() < 0.03:
             self._load()
+        elif self._random.random() < 0.1:
+            self._of_unit()
         else:
             super()._event()
+
+    def _of_unit(self) -> None:
+        """One of another host joins, leaves, has a row put there, or is given up in a while."""
+        members, identity = self.service.members, self._random.choice([b"v", b"w"])
+        line = self._units.get(identity)
+        if line is None or self._random.random() < 0.2:
+            if line is not None:
+                members.left(line, self._now, True)
+            line = self._units[identity] = Away(self.told_gone)
+            join = m.Join(0, identity, f"{identity!r}", b"", away_s=self._random.choice([0.1, 60.0]))
+            line.unit = members.join(join, join.address, line).unit
+            self.service.apply_outcomes()
+        elif self._random.random() < 0.2:
+            members.left(line, self._now, False)
+            del self._units[identity]
+        elif self._links:
+            self._rid += 1
+            self._blocks_elsewhere += 1
+            session = self._session()
+            link, block = self._links[session.ident][0], (line.unit << m.UNIT_SHIFT) + self._blocks_elsewhere
+            keys = self._random.sample(KEYS, 1)
+            commit = m.Commit(self._rid, "p", 1, keys, None, FIELD, block, b"there", None, 0.0)
+            self.service.handle(commit, memoryview(b""), session, (link, commit.rid), self._now)
+
+    _blocks_elsewhere = 0
 
     def _load(self) -> None:
         """A checkpoint without blocks takes the place of everything."""
@@ -257,7 +302,7 @@ class PowerSimulation(Simulation):
 
     async def _move_kept(self) -> None:
         """What a compactor does, without its bytes."""
-        numbers = sorted(self._controller.block_index.entries)
+        numbers = [one for one in sorted(self._controller.block_index.entries) if not unit_of(one)]
         number = self._random.choice(numbers) if numbers else 0
         found = self._controller.rows_in(number)
         target = self._kept.place(self._random.choice([100, 70_000]), b"mover") if found is not None else None
@@ -331,19 +376,20 @@ async def lost(seed: int, events: int = 80) -> list[str]:
             run = PowerSimulation(seed, disk)
             await run.play(chance.randrange(1, events))
             disk.left(Path(left))
-            promised = run.promised
+            promised, told_gone = run.promised, set(run.told_gone)
             await run.unplug()
-        return [f"seed {seed}: {one}" for one in _compared(run, promised, saved, Path(left))]
+        return [f"seed {seed}: {one}" for one in _compared(run, promised, told_gone, saved, Path(left))]
 
 
 def _compared(
-    run: PowerSimulation, promised: int, saved: dict[int, tuple[bytes, list[int]]], left: Path
+    run: PowerSimulation, promised: int, told_gone: set[int], saved: dict[int, tuple[bytes, list[int]]], left: Path
 ) -> Iterator[str]:
     controller = Controller(run._sampler(), MAX_ROWS, 3, ledger=Ledger())
     unit = KeptUnit(2 * BUDGET, None, Recorder(), SpillSpace(SPILL.directory, 2 * BUDGET))
     unit.shm.open()
+    members = UnitRegistry()
     try:
-        position = recover(left, KeptService(controller, UnitRegistry()), unit).position
+        position = recover(left, KeptService(controller, members), unit).position
         if position < promised:
             yield f"event {position} is the next one, {promised} was promised"
         last = max(numbers(left, "snapshot"), default=-1)
@@ -356,7 +402,14 @@ def _compared(
         for name in wanted:
             if found[name] != wanted[name]:
                 yield f"{name} is {_short(found[name], wanted[name])}"
+        units = {member.number for member in members.members()}
+        if known >= 0 and units != run.units_then[known]:
+            yield f"units {units} are known, there were {run.units_then[known]}"
         for number in wanted["blocks"]:
+            if unit_of(number):
+                if unit_of(number) not in units or number in told_gone:
+                    yield f"unit {unit_of(number)} of block {number} is not known, or was told that it is gone"
+                continue
             block: Any = unit.block(number)
             if bytes(memoryview(unit.memory(block))) != run.contents[number]:  # type: ignore[arg-type]
                 yield f"block {number} has other bytes"
