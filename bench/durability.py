@@ -38,25 +38,33 @@ WARM = 20
 GIB = 1 << 30
 
 
+class Head:
+    """A service without a standby, which units can join."""
+
+    def __init__(self) -> None:
+        self.reached = {"host": "127.0.0.1", "token": secrets.token_hex(), "unit_token": secrets.token_hex()}
+        sampler = {"class": "SequentialSampler"}
+        config = ServerConfig(run_dir="", owner_pid=os.getpid(), client=CLIENT, sampler=sampler, **self.reached)
+        self.server = local.start(config)
+
+
 class Place:
-    """A service and a client of it; or a unit that joined one without a standby, and a client of that."""
+    """A service and a client of it; or, with a `head`, a unit that joined that, and a client of the unit."""
 
     def __init__(
         self,
         durability: Durability,
         budget_nbytes: int = 4 * GIB,
         journal_dir: str | None = None,
-        is_unit: bool = False,
+        head: Head | None = None,
     ) -> None:
         config = ServerConfig(
             run_dir="", owner_pid=os.getpid(), budget_nbytes=budget_nbytes, client=CLIENT, durability=durability,
             sampler={"class": "SequentialSampler"}, journal_dir=journal_dir,
         )  # fmt: skip
-        self.head: local.LocalServer | None = None
-        if is_unit:
-            reached = {"host": "127.0.0.1", "token": secrets.token_hex(), "unit_token": secrets.token_hex()}
-            self.head = local.start(msgspec.structs.replace(config, durability="none", **reached))
-            config = msgspec.structs.replace(config, join=f"tcp:{self.head.tcp}", **reached)
+        self.head = head
+        if head is not None:
+            config = msgspec.structs.replace(config, join=f"tcp:{head.server.tcp}", **head.reached)
         self.server = local.start(config)
         self.path = self.server.address.removeprefix("unix:")
         self.client = TransferQueueClient.of(Session(parse_address(self.server.address)))
@@ -72,7 +80,7 @@ class Place:
         self.client.close()
         self.server.stop()
         if self.head is not None:
-            self.head.stop()
+            self.head.server.stop()
 
 
 SMALL = {"ids": torch.arange(128), "logp": torch.randn(128), "reward": torch.ones(1)}
@@ -121,7 +129,7 @@ CASES: list[tuple[str, Callable[[Place], None], int]] = [
 
 
 def calls(rounds: int, are_units: bool) -> None:
-    places = [Place(kind, is_unit=are_units) for kind in KINDS]
+    places = [Place(kind, head=Head() if are_units else None) for kind in KINDS]
     for name, call, count in CASES:
         seconds: list[list[float]] = [[], []]
         ratios: list[float] = []
@@ -211,7 +219,7 @@ def main() -> None:
     options = parser.parse_args()
     calls(options.rounds, options.units)
     if options.units:
-        take_over(10_000, True, Place("process", 16 * GIB, is_unit=True))
+        take_over(10_000, True, Place("process", 16 * GIB, head=Head()))
         return
     saturation(options.rounds)
     take_over(10_000, False, Place("process", 16 * GIB))

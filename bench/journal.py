@@ -1,16 +1,18 @@
 """What a journal on a disk costs (`server.journal_dir`), and how long it takes to be back.
 
-    python -m bench.journal [--rounds 5] [--directory DIR]
+    python -m bench.journal [--rounds 5] [--directory DIR] [--units]
 
 Two services at the same time, one with a standby alone and one with a journal as well; every call is made to the one
 and then to the other, in turn with who is first. `file` is what the disk does alone: one file, written at once and
-synced (`os.fdatasync`), and removed. The directory should be on the disk to be measured.
+synced (`os.fdatasync`), and removed. The directory should be on the disk to be measured. `--units` measures storage
+units that joined a service of this machine without a journal.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shutil
 import signal
 import statistics
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from bench.durability import GIB, LARGE, MANY, ONE, Place, put_large, put_many, put_one, take_over
+from bench.durability import GIB, LARGE, MANY, ONE, Head, Place, put_large, put_many, put_one, take_over
 from bench.saturation import drive
 from transfer_queue.client.client import TransferQueueClient
 
@@ -36,15 +38,22 @@ AT_ONCE = 1000
 
 
 class Journaled(Place):
-    """A service with a journal in a directory of its own, and a client of it."""
+    """A service, or a unit that joins `head`, with a journal in a directory of its own; and a client of it."""
 
-    def __init__(self, directory: str, budget_nbytes: int = 4 * GIB) -> None:
-        super().__init__("machine", budget_nbytes, directory)
+    def __init__(self, directory: str, budget_nbytes: int = 4 * GIB, head: Head | None = None) -> None:
+        super().__init__("machine", budget_nbytes, directory, head)
         self.directory = Path(directory)
 
     def nbytes(self, kind: str) -> int:
         """Bytes on the disk of this kind of files."""
         return sum(path.stat().st_blocks * 512 for path in self.directory.glob(f"{kind}-*"))
+
+    def read(self) -> int:
+        """How many partitions there are, after a row of each was read."""
+        names = self.client.get_partition_list()
+        for name in names:
+            self.client.get_data(self.client.get_meta([], 1, name, task_name=secrets.token_hex(4)))
+        return len(names)
 
     def lose_power(self) -> None:
         """Kill everything that the machine runs of it."""
@@ -69,8 +78,15 @@ def write_file(directory: str, data: memoryview) -> float:
     return spent
 
 
-def calls(rounds: int, directory: str) -> None:
-    places = [Place("process"), Journaled(os.path.join(directory, "calls"))]
+def head_of(are_units: bool) -> Head | None:
+    return Head() if are_units else None
+
+
+def calls(rounds: int, directory: str, are_units: bool) -> None:
+    places = [
+        Place("process", head=head_of(are_units)),
+        Journaled(os.path.join(directory, "calls"), head=head_of(are_units)),
+    ]
     payload = memoryview(torch.cat([one.reshape(-1) for one in LARGE.values()]).numpy()).cast("B")
     for name, call, count in CASES:
         seconds: list[list[float]] = [[], [], []]
@@ -98,13 +114,14 @@ def calls(rounds: int, directory: str) -> None:
         place.close()
 
 
-def saturation(rounds: int, directory: str) -> None:
+def saturation(rounds: int, directory: str, are_units: bool) -> None:
     for connections, depth in AT_SATURATION:
         found: dict[str, list[tuple[float, float]]] = {"process": [], "machine": []}
         for number in range(rounds):
             for kind in list(found) if number % 2 else list(found)[::-1]:
                 own = os.path.join(directory, f"saturation-{connections}-{depth}-{number}")
-                place = Place("process") if kind == "process" else Journaled(own)
+                head = head_of(are_units)
+                place = Place("process", head=head) if kind == "process" else Journaled(own, head=head)
                 rate = drive([place.path], [place.pid], connections, depth, 2.0, True)
                 found[kind].append((rate.puts, rate.servers_us))
                 place.close()
@@ -116,19 +133,18 @@ def saturation(rounds: int, directory: str) -> None:
         print(text, flush=True)
 
 
-def back(directory: str, what: str, fill: Callable[[TransferQueueClient], None]) -> None:
-    """Until a service that lost its power answers again."""
-    place = Journaled(directory, 8 * GIB)
+def back(directory: str, what: str, fill: Callable[[TransferQueueClient], None], are_units: bool) -> None:
+    """Until a service, or a unit, that lost its power answers again, and has what it had."""
+    place = Journaled(directory, 8 * GIB, head_of(are_units))
     fill(place.client)
-    rows = place.client.stats()["rows"]
+    partitions = place.read()
     place.lose_power()
     begun = time.perf_counter()
-    place = Journaled(directory, 8 * GIB)
-    assert place.client.stats()["rows"] == rows
+    place = Journaled(directory, 8 * GIB, place.head)
+    assert place.read() == partitions
+    spent_s = time.perf_counter() - begun
     nbytes = place.nbytes("blocks") + place.nbytes("snapshot")
-    print(
-        f"back with {rows:9,} rows, {what}, {nbytes / 1e6:7,.0f} MB: {time.perf_counter() - begun:5.2f} s", flush=True
-    )
+    print(f"back with {what}, {nbytes / 1e6:7,.0f} MB: {spent_s:5.2f} s", flush=True)
     place.close()
 
 
@@ -177,13 +193,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", help="on the disk to be measured; else where temporary files are")
+    parser.add_argument("--units", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        calls(options.rounds, directory)
-        saturation(options.rounds, directory)
-        back(os.path.join(directory, "alone"), "put one by one", put_alone(100_000))
-        back(os.path.join(directory, "together"), "put 1024 at once", put_together(1_000_000))
-        back(os.path.join(directory, "columns"), "put 1024 at once, 302 MB", put_columns(10))
+        calls(options.rounds, directory, options.units)
+        saturation(options.rounds, directory, options.units)
+        back(os.path.join(directory, "alone"), "100,000 rows put one by one", put_alone(100_000), options.units)
+        back(
+            os.path.join(directory, "together"), "999,424 rows put 1024 at once", put_together(1_000_000), options.units
+        )
+        back(os.path.join(directory, "columns"), "10 puts of 302 MB", put_columns(10), options.units)
+        if options.units:
+            return
         growth(os.path.join(directory, "growth"))
         for count in (10_000, 200_000, 1_000_000):
             take_over(count, True, Journaled(os.path.join(directory, f"killed-{count}"), 16 * GIB))

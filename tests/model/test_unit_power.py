@@ -1,7 +1,6 @@
 """The power of a unit's machine goes at any moment of a run: what rows need is in its journal, and no more comes back.
 
-`cd tests/helpers && PYTHONPATH=../../src:. python -m unit_power_sim SEED` runs a seed; TQ_UNIT_POWER_SEEDS sets how many
-there are.
+`cd tests/helpers && PYTHONPATH=../../src:. python -m unit_power_sim SEED` runs a seed; TQ_UNIT_POWER_SEEDS: how many.
 """
 
 from __future__ import annotations

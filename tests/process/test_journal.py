@@ -319,11 +319,10 @@ def test_nothing_that_was_answered_is_lost_whenever_the_power_goes(machine: Mach
     for turn in range(TURNS):
         host, stop = machine.host, threading.Event()
         workers = [
-            threading.Thread(target=_write, args=(host, f"{turn}-{number}", there, unknown, stop))
-            for number in range(3)
+            threading.Thread(target=write, args=(host, f"{turn}-{number}", there, unknown, stop)) for number in range(3)
         ]
         taken: list[int] = []
-        workers.append(threading.Thread(target=_use, args=(host, taken, stop)))
+        workers.append(threading.Thread(target=use, args=(host, taken, stop)))
         for worker in workers:
             worker.start()
         time.sleep(0.2 + 0.4 * chance.random())  # the moment is the point
@@ -340,19 +339,19 @@ def test_nothing_that_was_answered_is_lost_whenever_the_power_goes(machine: Mach
         keys = host.client.kv_list("w")["w"] if there else {}
         assert there.keys() <= keys.keys() <= there.keys() | unknown
         for key, value in there.items():
-            assert _last(host, key) == value, key
+            assert last(host, key) == value, key
         unknown -= keys.keys()
-        there.update({key: _last(host, key) for key in keys if key not in there})
+        there.update({key: last(host, key) for key in keys if key not in there})
     assert there
     assert used
 
 
-def _last(host: Host, key: str) -> float:
+def last(host: Host, key: str) -> float:
     value: float = host.kv_get([key], "w")["x"][0][-1].item()
     return value
 
 
-def _write(host: Host, name: str, there: dict[str, float], unknown: set[str], stop: threading.Event) -> None:
+def write(host: Host, name: str, there: dict[str, float], unknown: set[str], stop: threading.Event) -> None:
     chance = random.Random(name)
     number = 0
     while not stop.is_set():
@@ -368,7 +367,7 @@ def _write(host: Host, name: str, there: dict[str, float], unknown: set[str], st
             return
 
 
-def _use(host: Host, taken: list[int], stop: threading.Event) -> None:
+def use(host: Host, taken: list[int], stop: threading.Event) -> None:
     with contextlib.suppress(TransferQueueError):
         while not stop.is_set():
             meta = host.client.get_meta(["x"], 2, "w", task_name="t", lease_s=30)

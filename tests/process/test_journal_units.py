@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import random
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +18,10 @@ from typing import Any
 import pytest
 from conftest import until
 from hosts import LARGE, Host, firsts, rows
+from test_cli import ENVIRONMENT
+from test_journal import SEED, TURNS, last, use, write
 from test_standby import away, kill, server_of, standby_of
+from zygote import CHILDREN
 
 from transfer_queue.errors import (
     DataLost,
@@ -44,6 +54,12 @@ class Machines:
     def boot_unit(self, **more: Any) -> Host:
         self.unit = self._boot("unit", join=self.head.tcp, **{**self._settings, **more})
         return self.unit
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> Host:
+        return (self.head, self.unit)[number]
 
     def _boot(self, name: str, **more: Any) -> Host:
         return self._start(**{"durability": "machine", "journal_dir": str(self.directory / name), **more})
@@ -245,6 +261,48 @@ def test_another_unit_at_the_address_does_not_take_the_place_of_one_with_a_journ
     assert firsts(machines.head.client.get_data(meta)) == [1, 1]
 
 
+def test_nothing_that_was_answered_is_lost_whichever_machine_loses_its_power(machines: Machines) -> None:
+    """Writers and consumers of both machines work until it does; what they were told is so afterwards."""
+    chance = random.Random(SEED)
+    there: dict[str, float] = {}
+    unknown: set[str] = set()
+    used: set[int] = set()
+    for turn in range(TURNS):
+        stop, taken = threading.Event(), list[int]()
+        workers = [
+            threading.Thread(target=write, args=(host, f"{turn}-{name}-{number}", there, unknown, stop))
+            for name, host in (("h", machines.head), ("u", machines.unit)) for number in range(2)
+        ]  # fmt: skip
+        workers.append(threading.Thread(target=use, args=(machines.unit, taken, stop)))
+        for worker in workers:
+            worker.start()
+        time.sleep(0.2 + 0.4 * chance.random())  # the moment is the point
+        if chance.random() < 0.4:
+            kill(server_of(chance.choice(machines).client))
+            time.sleep(0.1 * chance.random())
+        ends = chance.choice([[machines.head], [machines.unit], [machines.head, machines.unit]])
+        machines.cut(*ends)
+        stop.set()
+        for host in ends:
+            machines.boot_head() if host is machines.head else machines.boot_unit()
+        for worker in workers:
+            worker.join()
+        machines.all_there()
+        for host in machines:
+            with contextlib.suppress(ServiceRestarted):  # who stayed is told once
+                host.client.get_partition_list()
+        assert used.isdisjoint(taken), "no row is used twice"
+        used |= set(taken)
+        keys = machines.head.client.kv_list("w").get("w", {})
+        assert there.keys() <= keys.keys() <= there.keys() | unknown
+        for key in keys:
+            found = {last(host, key) for host in machines}
+            assert found == {there.setdefault(key, max(found))}, key
+        unknown -= keys.keys()
+    assert there
+    assert used
+
+
 def test_journals_of_another_service_or_of_another_kind_are_refused(
     machines: Machines, start_host: Start, tmp_path: Path
 ) -> None:
@@ -264,3 +322,39 @@ def test_journals_of_another_service_or_of_another_kind_are_refused(
     machines.boot_unit()
     machines.all_there()
     assert firsts(machines.head.client.get_data(meta)) == [1, 1]
+
+
+def test_the_command_serves_and_joins_with_journals(tmp_path: Path) -> None:
+    """What the guide says: two machines, each with a journal; both lose their power, and the same commands again."""
+    tokens = []
+    for name in ("token", "unit-token"):
+        path = tmp_path / name
+        path.write_text(f"{name}-nobody-guesses")
+        path.chmod(0o600)
+        tokens += [f"--{name}-file", str(path)]
+    environment = {**ENVIRONMENT, "TQ_ADDRESS": str(tmp_path / "unit-run")}
+    code = "import transfer_queue as tq, torch; tq.init(); "
+    code += "print([tq.kv_batch_get([key], 'p')['x'].sum().item() for key in tq.kv_list().get('p', ())]); "
+    code += "tq.kv_put(str(len(tq.kv_list())), 'p', {'x': torch.ones(100_000)})"
+    printed, port = [], "0"
+    for _ in range(2):
+        with contextlib.ExitStack() as power:
+            head = ["--journal", str(tmp_path / "head"), "--host", "127.0.0.1", "--port", port]
+            port = _serve(power, tmp_path / "head-run", *head, *tokens)["tcp"].rpartition(":")[2]
+            unit = ["--journal", str(tmp_path / "unit"), "--join", f"tcp:127.0.0.1:{port}"]
+            _serve(power, tmp_path / "unit-run", *unit, *tokens)
+            printed.append(str(CHILDREN.run(["-c", code], environment).stdout).strip())
+    assert printed == ["[]", "[100000.0]"]
+
+
+def _serve(power: contextlib.ExitStack, run_dir: Path, *options: str) -> dict[str, str]:
+    """Run the command until the end of `power`, and what it has printed."""
+    code = "from transfer_queue.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", "--run-dir", str(run_dir), *options]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, env=ENVIRONMENT)
+    power.callback(server.wait)
+    power.callback(os.killpg, server.pid, signal.SIGKILL)
+    assert server.stdout is not None
+    with server.stdout:
+        ready: dict[str, str] = json.loads(server.stdout.readline())
+    return ready

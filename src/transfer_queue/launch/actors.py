@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.launch import local
 from transfer_queue.launch.questions import ActorPlace, Questions
-from transfer_queue.server.settings import ServerConfig
+from transfer_queue.server.settings import ServerConfig, journal_of_unit
 from transfer_queue.wire.address import Address, parse_address
 
 CONTROLLER, UNIT, NAMESPACE = "TransferQueueController", "TransferQueueUnit", "transfer_queue"
@@ -81,6 +81,9 @@ class Supervisor:
 
 class TransferQueueUnit(Supervisor):
     """The server of a node without the controller: a unit that joined it."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        super().__init__(msgspec.structs.replace(config, journal_dir=journal_of_unit(config.journal_dir)))
 
 
 class TransferQueueController(Supervisor, Questions):

@@ -20,7 +20,7 @@ from transfer_queue.launch.job import Job, inherited, kept_by_children
 from transfer_queue.launch.launcher import RunningService
 from transfer_queue.sampler.script import refuse_while_running
 from transfer_queue.server import host_registry
-from transfer_queue.server.settings import SOCKET_NAME, ServerConfig
+from transfer_queue.server.settings import SOCKET_NAME, ServerConfig, journal_of_unit
 from transfer_queue.wire.address import Address, is_everywhere, parse_address
 from transfer_queue.wire.token import token_from_environment
 
@@ -186,4 +186,5 @@ class JobLauncher:
             unit_token=place.unit_token,
             metrics_port=None,
             budget_nbytes=budget,
+            journal_dir=journal_of_unit(config.journal_dir),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -71,6 +72,12 @@ def spill_of(config: ServerConfig) -> SpillSpace:
             f"backend.SimpleStorage.spill_nbytes: {config.spill_nbytes} bytes, but {config.spill_dir} has {free} free"
         )
     return SpillSpace(config.spill_dir, config.spill_nbytes or int(free * DISK_SHARE))
+
+
+def journal_of_unit(journal_dir: str | None) -> str | None:
+    """Where the unit that a job starts on this host keeps its journal: beside that of the service, which may be here
+    the next time, and beside those of other hosts, for they may share the directory."""
+    return None if journal_dir is None else os.path.join(journal_dir, f"unit-{socket.gethostname()}")
 
 
 class ServerConfig(msgspec.Struct, kw_only=True):

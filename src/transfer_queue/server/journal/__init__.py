@@ -7,7 +7,9 @@
     recovery    the last snapshot and the facts after it make the state of before
     facts       entries about blocks, and the form of an entry
     files       names, heads and frames: what is torn, and what is damaged
+    kept_state  what there is beside blocks: the controller's state, and who its units are
     kept_unit   a unit that says which blocks are new
+    kept_member  a unit of another host: it says so before it asks the controller
 
 An answer leaves when all that it can say is on the disk. Three kinds of files make one directory: `snapshot-N`, the
 state when log N began; `log-N`, the facts since; `blocks-N`, blocks of more than 64 KiB. Smaller ones ride in the log,
