@@ -102,7 +102,6 @@ def save(
         raise InvalidInput(f"{target} holds something else than a checkpoint, which would be lost")
     with _draft(target) as draft, snapshot(session) as found:
         files = _write(draft, found)
-        found.check()
         with _Output(draft / METADATA, {}) as out:
             out.write(_metadata_bytes(Metadata(NO_DIGEST, FORMAT, True, user, files)))
 
@@ -130,6 +129,7 @@ def _write(draft: Path, found: PinnedSnapshot) -> dict[str, File]:
                 )
                 held = next(blocks, None)
         index.num_files += 1
+        found.check(len(index.blocks) - first)
         found.unpin(len(index.blocks) - first)
     with _Output(draft / INDEX, files) as out:
         out.write(msgspec.msgpack.encode(index))

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.snapshots import PinnedSnapshot
 from transfer_queue.errors import ConfigError, ServiceUnavailable, StoreFull
 
 Service = Callable[..., tq.TransferQueueClient]
@@ -367,6 +368,30 @@ def test_rows_that_become_columns_meanwhile_are_the_same(client: tq.TransferQueu
 def server_blocks(client: tq.TransferQueueClient) -> int:
     blocks: int = client.stats()["blocks"]
     return blocks
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_checkpoint_is_saved_while_the_server_is_replaced(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    for number in range(4):
+        tq.kv_put(f"k{number}", "p", fields={"x": torch.full((100_000,), number)})
+    blocks = PinnedSnapshot.blocks
+
+    def disturbed(found: PinnedSnapshot) -> Iterator[Any]:
+        for number, block in enumerate(blocks(found)):
+            if 0 < number <= times:
+                replaced(client)
+                tq.kv_clear([f"k{number}"], "p")
+                tq.kv_put(f"other{number}", "p", fields={"x": torch.full((100_000,), -1)})
+            yield block
+
+    monkeypatch.setattr(PinnedSnapshot, "blocks", disturbed)
+    tq.save_checkpoint(str(tmp_path / "saved"))
+    tq.load_checkpoint(str(tmp_path / "saved"))
+    keys = [f"k{number}" for number in range(4)]
+    assert set(tq.kv_list("p")["p"]) == set(keys)
+    assert [row.unique().tolist() for row in tq.kv_batch_get(keys, "p")["x"]] == [[0], [1], [2], [3]]
 
 
 def test_a_loaded_checkpoint_is_there_again(client: tq.TransferQueueClient, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ so they can be read at leisure while others go on working.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.write import send_block
-from transfer_queue.errors import ProtocolError
+from transfer_queue.errors import ProtocolError, RowCleared, ServiceUnavailable
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
@@ -29,18 +30,11 @@ READERS = 4  # requests in flight where blocks cannot be mapped
 
 
 @contextlib.contextmanager
-def _open_session(session: Session) -> Iterator[Callable[[], None]]:
-    """Hold a connection that no call can break: with the last one of a session go its pins and unpublished blocks.
-
-    The function it gives raises `ServiceUnavailable` when the connection was lost meanwhile.
-    """
+def _open_session(session: Session) -> Iterator[None]:
+    """Hold a connection that no call can break: with the last one of a session go its pins and unpublished blocks."""
     connection = session.connect()
-
-    def check() -> None:
-        connection.call(m.ListPartitions(session.next_rid()), None, session.timeout_s)
-
     try:
-        yield check
+        yield
     finally:
         connection.close()
 
@@ -54,13 +48,12 @@ class Pinned(NamedTuple):
 
 
 class PinnedSnapshot:
-    """The state and the pinned blocks of one instant. `check` raises unless those here were pinned until now."""
+    """The state and the pinned blocks of one instant."""
 
-    def __init__(self, session: Session, state: memoryview, check: Callable[[], None]) -> None:
+    def __init__(self, session: Session, state: memoryview) -> None:
         self.state = state
         self.pinned: deque[Pinned] = deque()
         self.layouts: list[bytes] = []
-        self.check = check
         self._session = session
 
     def pin(self, blocks: Ints, to: str) -> None:
@@ -89,6 +82,17 @@ class PinnedSnapshot:
             released.setdefault((to, rid), []).append(piece.block)
         for (to, rid), blocks in released.items():
             self._session.notify(m.Unpin(rid, blocks), to)
+
+    def check(self, count: int) -> None:
+        """Raises `ServiceUnavailable` unless the first `count` of the blocks still pinned were so until now: those that
+        are mapped may have become others. Pins of one session at one server are lost together, or not at all."""
+        here = next((one for one in itertools.islice(self.pinned, count) if not one.to), None)
+        if here is None:
+            return
+        try:
+            self._session.call(Call(m.Read(self._session.next_rid(), here.piece.block, 0, 0)))
+        except RowCleared as error:
+            raise ServiceUnavailable(f"what was to be saved is not held any more: {error}") from error
 
     def _chunks(self, found: Sequence[Pinned]) -> Generator[memoryview, None, None]:
         wanted = ((one, at) for one in found for at in range(0, one.piece.nbytes, CHUNK_NBYTES))
@@ -122,10 +126,10 @@ class PinnedSnapshot:
 @contextlib.contextmanager
 def snapshot(session: Session) -> Iterator[PinnedSnapshot]:
     """Everything as of now; what is still pinned at the end is released. Raises `ServiceUnavailable` and such."""
-    with _open_session(session) as check:
+    with _open_session(session):
         try:
             captured, state = session.call(Call(m.Snapshot(session.next_rid()), wait_s=STATE_S))
-            found = PinnedSnapshot(session, state, check)
+            found = PinnedSnapshot(session, state)
             _pin_all(found, captured, int(session.config.get("unit", 0)))
         finally:
             session.call(Call(m.Recycle(session.next_rid())))
