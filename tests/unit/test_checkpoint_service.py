@@ -58,6 +58,20 @@ def test_blocks_are_not_recycled_before_the_saver_had_time_to_pin_them(
     assert service.unit.used_nbytes == 0
 
 
+def test_two_savers_of_one_client_end_each_its_own_snapshot(service: Service, session: ServerSession) -> None:
+    saver = service.sessions.attach(b"saver", local=True)
+    send(service, session, commit(1, 2), b"ab")
+    send(service, saver, m.Snapshot(1))
+    reply, _ = send(service, saver, m.Snapshot(2))
+    send(service, saver, m.Recycle(3, 1))
+    send(service, session, m.Clear(3, "p", None, None))
+    taken, _ = send(service, saver, m.Pin(4, reply.blocks))
+    send(service, saver, m.Recycle(5, 2))
+    assert len(taken.pieces) == 1
+    service.notify(m.Unpin(taken.rid, [piece.block for piece in taken.pieces]), saver)
+    assert service.unit.used_nbytes == 0
+
+
 def test_a_saver_that_ends_before_it_pinned_holds_nothing(service: Service, session: ServerSession) -> None:
     saver = service.sessions.attach(b"saver", local=True)
     send(service, session, commit(1, 2), b"ab")

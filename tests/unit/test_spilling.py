@@ -259,7 +259,7 @@ def test_a_directory_that_is_gone_leaves_everything_in_memory_and_is_asked_again
 
 def test_blocks_whose_rows_are_gone_are_copied_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a snapshot is open they stay in memory."""
-    rig.controller.state.captures.add(b"saver")
+    rig.controller.state.captures.add((b"saver", 1))
     rig.ask(m.Clear(100, "p", None, None))
     copied: list[int] = []
     write = rig.spiller._write

@@ -107,7 +107,7 @@ class Controller:
         if isinstance(message, m.Restore):
             return self.restoring.start(message, ticket)
         assert isinstance(message, m.Recycle), message
-        self.state.captures.discard(session)
+        self.state.end_captures(session, message.snapshot)
         return m.Done(message.rid)
 
     def _by_rule(
@@ -165,7 +165,7 @@ class Controller:
 
     def end_session(self, session: bytes) -> None:
         """A client is gone for good: what it had not received, and what is lent to it, is offered again."""
-        self.state.captures.discard(session)
+        self.state.end_captures(session)
         for grant in self._unreceived.take_all(session):
             self._undo(grant)
         self._fetching.end_session(session)

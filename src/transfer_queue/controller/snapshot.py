@@ -34,7 +34,7 @@ def capture(state: ControllerState, message: m.Snapshot, ticket: Hashable, sessi
     """Export everything; no block is recycled until `session` releases them."""
     data, blocks = exported(state)
     state.payloads[ticket] = memoryview(data)
-    state.captures.add(session)
+    state.captures.add((session, message.rid))
     return m.Captured(message.rid, np.array(blocks, np.int64).tobytes(), {})
 
 

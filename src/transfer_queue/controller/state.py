@@ -20,9 +20,10 @@ from transfer_queue.wire.lives import ID_NBYTES
 class ControllerState:
     """Everything that outlives a request. The controller changes it; a loaded checkpoint replaces what is in it.
 
-    `outbox`: answers to send. `payloads`: bytes that came or go with a request, by ticket. `captures`: sessions that
-    are about to pin the blocks of a snapshot. `max_rows`: over all partitions (None: no bound). The next new row gets
-    a number of at least `next_index`. `ledger`: where it is written down what lasts (None: nowhere).
+    `outbox`: answers to send. `payloads`: bytes that came or go with a request, by ticket. `captures`: sessions and
+    their requests for a snapshot whose blocks are yet to be pinned. `max_rows`: over all partitions (None: no bound).
+    The next new row gets a number of at least `next_index`. `ledger`: where it is written down what lasts (None:
+    nowhere).
     """
 
     def __init__(self, sampler: BaseSampler, max_rows: int | None, ledger: Ledger | None = None) -> None:
@@ -32,7 +33,7 @@ class ControllerState:
             ledger.tables = self.tables
         self.outbox: list[tuple[Hashable, m.Reply]] = []
         self.payloads: dict[Hashable, memoryview] = {}
-        self.captures: set[bytes] = set()
+        self.captures: set[tuple[bytes, int]] = set()
         self.block_index = BlockIndex()
         self.lone_blocks = LoneBlocks(self.block_index)
         self.cleared_partitions = ClearedPartitions(self.block_index.freed)
@@ -41,6 +42,10 @@ class ControllerState:
         self.staleness = self.fetching.staleness
         self.max_rows = max_rows
         self.next_index = 0
+
+    def end_captures(self, session: bytes, request: int = 0) -> None:
+        """A session has pinned the blocks of one of its snapshots; of all of them where no request is named."""
+        self.captures = {one for one in self.captures if one[0] != session or (request and one[1] != request)}
 
     @property
     def sampler(self) -> BaseSampler:

@@ -31,12 +31,18 @@ READERS = 4  # requests in flight where blocks cannot be mapped
 
 @contextlib.contextmanager
 def _open_session(session: Session) -> Iterator[None]:
-    """Hold a connection that no call can break: with the last one of a session go its pins and unpublished blocks."""
-    connection = session.connect()
+    """Hold a connection that no call can break: with the last one of a session go its pins and unpublished blocks.
+
+    While a standby takes over there may be none to be had; then a session lasts as long as its process.
+    """
+    connection = None
+    with contextlib.suppress(ServiceUnavailable):  # else the first call says so, or reaches the standby
+        connection = session.connect()
     try:
         yield
     finally:
-        connection.close()
+        if connection is not None:
+            connection.close()
 
 
 class Pinned(NamedTuple):
@@ -126,13 +132,14 @@ class PinnedSnapshot:
 @contextlib.contextmanager
 def snapshot(session: Session) -> Iterator[PinnedSnapshot]:
     """Everything as of now; what is still pinned at the end is released. Raises `ServiceUnavailable` and such."""
+    number = session.next_rid()
     with _open_session(session):
         try:
-            captured, state = session.call(Call(m.Snapshot(session.next_rid()), wait_s=STATE_S))
+            captured, state = session.call(Call(m.Snapshot(number), wait_s=STATE_S))
             found = PinnedSnapshot(session, state)
             _pin_all(found, captured, int(session.config.get("unit", 0)))
         finally:
-            session.call(Call(m.Recycle(session.next_rid())))
+            session.call(Call(m.Recycle(session.next_rid(), number)))
         try:
             yield found
         finally:

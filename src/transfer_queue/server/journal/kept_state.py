@@ -135,7 +135,7 @@ class KeptService:
 
     def hold_blocks(self, are_held: bool) -> None:
         captures = self._controller.state.captures
-        (captures.add if are_held else captures.discard)(OWNER)
+        (captures.add if are_held else captures.discard)((OWNER, 0))
 
     def _look_at_sampler(self, facts: list[JournalFact]) -> None:
         """What the sampler remembers, where it was asked and remembers another thing than before."""

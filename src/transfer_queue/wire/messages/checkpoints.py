@@ -17,7 +17,10 @@ class Snapshot(Request):
 
 
 class Recycle(Request):
-    """The blocks of the snapshot are pinned, or not needed."""
+    """The blocks of the snapshot that was asked for as `snapshot` are pinned, or not needed; 0: of all of this
+    session."""
+
+    snapshot: int = 0
 
 
 class Pin(Request):
