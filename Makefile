@@ -29,12 +29,15 @@ bench: $(STAMP)
 SECONDS ?= 300
 chaos: $(STAMP)
 	for seed in 1 2 3 4 5; do TQ_HISTORY_SEED=$$seed TQ_HISTORY_SECONDS=$(SECONDS) $(RUN) -m pytest -k histor \
-		tests/process/test_histories_processes.py tests/process/test_standby.py || exit 1; done
-	TQ_STANDBY_SEEDS=20000 $(RUN) -m pytest --numprocesses auto tests/model/test_standby_simulation.py
-	TQ_LEDGER_SEEDS=20000 TQ_JOURNAL_SEEDS=10000 TQ_POWER_SEEDS=10000 $(RUN) -m pytest --numprocesses auto \
-		tests/model/test_ledger_simulation.py tests/model/test_journal_simulation.py tests/model/test_journal_power.py
-	for seed in 1 2 3 4 5; do TQ_JOURNAL_SEED=$$seed TQ_JOURNAL_TURNS=50 $(RUN) -m pytest \
-		tests/process/test_journal.py tests/process/test_journal_trouble.py || exit 1; done
+		tests/process/test_histories_processes.py tests/process/test_standby.py \
+		tests/process/test_standby_units.py || exit 1; done
+	TQ_STANDBY_SEEDS=20000 TQ_UNIT_SEEDS=20000 $(RUN) -m pytest --numprocesses auto \
+		tests/model/test_standby_simulation.py tests/model/test_unit_standby_simulation.py
+	TQ_LEDGER_SEEDS=20000 TQ_JOURNAL_SEEDS=10000 TQ_POWER_SEEDS=10000 TQ_UNIT_POWER_SEEDS=10000 $(RUN) -m pytest \
+		--numprocesses auto tests/model/test_ledger_simulation.py tests/model/test_journal_simulation.py \
+		tests/model/test_journal_power.py tests/model/test_unit_power.py
+	for seed in 1 2 3 4 5; do TQ_JOURNAL_SEED=$$seed TQ_JOURNAL_TURNS=50 $(RUN) -m pytest tests/process/test_journal.py \
+		tests/process/test_journal_trouble.py tests/process/test_journal_units.py || exit 1; done
 	for turn in 1 2 3 4 5; do $(RUN) -m pytest --numprocesses auto --dist loadfile tests/process/test_standby.py \
 		tests/process/test_spill.py tests/process/test_hosts_trouble.py tests/process/test_arena_limits.py \
 		tests/process/test_blips.py tests/process/test_unreceived.py tests/process/test_checkpoint_faults.py || exit 1; done

@@ -23,6 +23,8 @@ from test_journal import SEED, TURNS, last, use, write
 from test_standby import away, kill, server_of, standby_of
 from zygote import CHILDREN
 
+from transfer_queue.client.drivers import run
+from transfer_queue.client.operations import kv
 from transfer_queue.errors import (
     DataLost,
     InvalidInput,
@@ -32,6 +34,7 @@ from transfer_queue.errors import (
 )
 
 Start = Callable[..., Host]
+MANY = 100
 
 
 class Machines:
@@ -299,6 +302,9 @@ def test_nothing_that_was_answered_is_lost_whichever_machine_loses_its_power(mac
             found = {last(host, key) for host in machines}
             assert found == {there.setdefault(key, max(found))}, key
         unknown -= keys.keys()
+        for key in sorted(keys, key=lambda _: chance.random())[MANY:]:
+            run(machines.head.client.session, kv.kv_clear(machines.head.client.session, key, "w"))
+            del there[key]
     assert there
     assert used
 
