@@ -26,7 +26,7 @@ bench: $(STAMP)
 
 # An hour of trouble: histories of real processes that are killed and frozen, each of five seeds for SECONDS; a standby at
 # 20,000 random moments; journals whose power goes; hosts that are cut off, disks that are full, answers that are lost.
-SECONDS ?= 300
+SECONDS ?= 150
 chaos: $(STAMP)
 	for seed in 1 2 3 4 5; do TQ_HISTORY_SEED=$$seed TQ_HISTORY_SECONDS=$(SECONDS) $(RUN) -m pytest -k histor \
 		tests/process/test_histories_processes.py tests/process/test_standby.py \
