@@ -31,8 +31,9 @@ chaos: $(STAMP)
 	for seed in 1 2 3 4 5; do TQ_HISTORY_SEED=$$seed TQ_HISTORY_SECONDS=$(SECONDS) $(RUN) -m pytest -k histor \
 		tests/process/test_histories_processes.py tests/process/test_standby.py \
 		tests/process/test_standby_units.py || exit 1; done
-	TQ_STANDBY_SEEDS=20000 TQ_UNIT_SEEDS=20000 $(RUN) -m pytest --numprocesses auto \
-		tests/model/test_standby_simulation.py tests/model/test_unit_standby_simulation.py
+	TQ_STANDBY_SEEDS=20000 TQ_UNIT_SEEDS=20000 TQ_CLUSTER_SEEDS=4000 $(RUN) -m pytest --numprocesses auto --timeout 3000 \
+		tests/model/test_standby_simulation.py tests/model/test_unit_standby_simulation.py \
+		tests/model/test_cluster_simulation.py
 	TQ_LEDGER_SEEDS=20000 TQ_JOURNAL_SEEDS=10000 TQ_POWER_SEEDS=10000 TQ_UNIT_POWER_SEEDS=10000 $(RUN) -m pytest \
 		--numprocesses auto tests/model/test_ledger_simulation.py tests/model/test_journal_simulation.py \
 		tests/model/test_journal_power.py tests/model/test_unit_power.py

@@ -117,6 +117,7 @@ class Simulation:
         self._links: dict[bytes, list[Link]] = {}
         self._allocated: dict[bytes, list[int]] = {}
         self.moments: list[Any] = []
+        self.sent: dict[tuple[bytes, int], int] = {}  # the block of each commit, as its client names it
 
     @property
     def line(self) -> Line:
@@ -178,8 +179,10 @@ class Simulation:
         ident = self._random.choice(sorted(self._links))
         mine = self._allocated.get(ident, [])
         if mine and self._random.random() < 0.6:
+            self.sent[ident, self._rid + 1] = mine[-1]
             self._ask(ident, commit(self._new_rid(), mine.pop()))
         else:
+            self.sent[ident, self._rid + 1] = 0
             self._ask(ident, commit(self._new_rid(), 0), b"z" * self._random.choice([10, 9000]))
         waiting = self.service.sessions.by_ident[ident].parked
         if waiting and self._random.random() < 0.2:
@@ -287,7 +290,7 @@ def differences(seed: int, events: int = 60) -> Iterator[str]:
                 parts = [(name, found[name], wanted[name]) for name in wanted if found[name] != wanted[name]]
                 yield f"seed {seed}, event {event}: in doubt no more {lost}; {parts}"
             service.lose_connections(were_passed_on=True)
-            _go_on(service, controller, asked, rng)
+            yield from _go_on(service, controller, asked, rng, run.sent)
             service.check_invariants()
             left = {number for number, block in service.unit._blocks.items() if not block.dropped}
             if left != controller.needed:
@@ -298,7 +301,9 @@ def differences(seed: int, events: int = 60) -> Iterator[str]:
         run.close()
 
 
-def _go_on(service: Service, controller: Controller, asked: dict[Any, Any], rng: random.Random) -> None:
+def _go_on(
+    service: Service, controller: Controller, asked: dict[Any, Any], rng: random.Random, sent: dict[Any, int]
+) -> Iterator[str]:
     """The unit joins again, its clients ask again or are gone, and what the killed server sent arrives when it will."""
     line = service.controller
     assert isinstance(line, Line)
@@ -318,6 +323,12 @@ def _go_on(service: Service, controller: Controller, asked: dict[Any, Any], rng:
             if owner == ident and rng.random() < 0.6:
                 again = commit(rid, held[0].block.number if held[0].owner else 0)
                 assert service.handle(again, memoryview(b"z"), session, (link, rid), 101.0) is None
+        for (owner, rid), (_, is_done) in list(controller.outcomes.items()):
+            if owner != ident or (owner, rid) in service.pending.held or rng.random() < 0.5:
+                continue  # it heard what came of it
+            answer = service.handle(commit(rid, sent[owner, rid]), memoryview(b"z"), session, (link, rid), 101.0)
+            if is_done and answer is not None:
+                yield f"request {rid} was carried out, and asked again {answer[0]}"
         for ticket, (owner, passed_on) in list(line.asked.items()):
             line.answer(ticket, controller.carry_out(owner, passed_on, True), rng.random() < 0.1)  # type: ignore[arg-type]
             del line.asked[ticket]

@@ -49,6 +49,26 @@ def test_its_client_cannot_change_it_and_readers_know_its_layout(shell: Shell, p
     assert block_of(shell, number).layout == b"layout"
 
 
+def test_what_was_or_may_have_been_carried_out_is_known_until_its_session_ends(
+    shell: Shell, pending: PendingCommits
+) -> None:
+    number = number_of(pending)
+    pending.answered(TICKET, committed=True)
+    assert pending.done == {ASKED: number}
+    doubtful, refused = shell.allocate(100), shell.allocate(100)
+    assert doubtful is not None
+    assert refused is not None
+    for rid, block in ((8, doubtful), (9, refused)):
+        pending.hold(("link", rid), (b"s", rid), [(block_of(shell, block), b"layout")])
+    pending.leave_in_doubt(("link", 8))
+    pending.answered(("link", 9), committed=False)
+    assert pending.done == {ASKED: number, (b"s", 8): doubtful}
+    pending.end_session(b"other")
+    assert len(pending.done) == 2
+    pending.end_session(b"s")
+    assert not pending.done
+
+
 def test_an_answer_publishes_it_or_drops_it(shell: Shell, pending: PendingCommits) -> None:
     number = number_of(pending)
     pending.answered(TICKET, committed=True)

@@ -5,15 +5,20 @@ dropped. Where nobody waits for the answer any more the client has its block bac
 and may have carried the commit out: then the block is *in doubt*, which is as published, until the controller says.
 
 A commit that was passed on to another host outlives the connection over which it came, and the process that passed it
-on: it is an *orphan* then, known by its session and request id alone, until it is asked again or its session ends.
+on: it is an *orphan* then, known by its session and request id alone, until it is asked again or its session ends. One
+that was carried out, or may have been, can be asked again as well, by a client that did not hear what came of it: the
+controller has the answer.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from transfer_queue.storage.blocks import Block, Unit
+
+REMEMBERED = 4096  # commits that were carried out, perhaps
 
 Asked: TypeAlias = tuple[bytes, int]  # session and rid
 Filled: TypeAlias = tuple[Block, bytes]  # with its layout
@@ -27,8 +32,9 @@ class HeldBlock(NamedTuple):
 
 
 class PendingCommits:
-    """`held` has the blocks of every commit that waits. `in_doubt` are blocks of `unit`; what the controller says of
-    them is for the caller to find out."""
+    """`held` has the blocks of every commit that waits; `done` the first block of those that were carried out, perhaps,
+    as far as they are remembered. `in_doubt` are blocks of `unit`; what the controller says of them is for the caller
+    to find out."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -37,6 +43,7 @@ class PendingCommits:
         self._tickets: dict[Asked, Hashable] = {}  # an orphan has none
         self._since_before: set[Asked] = set()  # held when the unit joined the controller again
         self.in_doubt: list[int] = []
+        self.done: OrderedDict[Asked, int] = OrderedDict()
 
     def hold(self, ticket: Hashable, asked: Asked, blocks: Sequence[Filled]) -> None:
         """Readers of other hosts may hear of the rows before the answer is here, so the layout is known from now on."""
@@ -57,6 +64,8 @@ class PendingCommits:
     def answered(self, ticket: Hashable, committed: bool) -> None:
         """The controller's word."""
         asked = self._asked[ticket]
+        if committed:
+            self._remember_first(asked)
         for block, _ in self.release(asked):
             if committed:
                 self._unit.publish(block.number, block.layout)
@@ -64,6 +73,16 @@ class PendingCommits:
                     self.doubt(block.number)
             else:
                 self._unit.drop(block.number)
+
+    def _remember_first(self, asked: Asked) -> None:
+        blocks = self.held[asked]
+        self.remember(asked, blocks[0].block.number if blocks else 0)
+
+    def remember(self, asked: Asked, block: int) -> None:
+        """A commit was carried out, perhaps, of which this is the first block (0: it had none)."""
+        self.done[asked] = block
+        if len(self.done) > REMEMBERED:
+            self.done.popitem(last=False)
 
     def withdraw(self, ticket: Hashable) -> None:
         """Nobody waits for the answer, and the controller will not carry it out."""
@@ -76,6 +95,7 @@ class PendingCommits:
         self._doubt_all(self._asked[ticket])
 
     def _doubt_all(self, asked: Asked) -> None:
+        self._remember_first(asked)
         for block, _ in self.release(asked):
             self._unit.publish(block.number, block.layout)
             self.doubt(block.number)
@@ -139,3 +159,5 @@ class PendingCommits:
         """None of its orphans will be."""
         for asked in [one for one in self.held if one[0] == session]:
             self.give_up(asked)
+        for asked in [one for one in self.done if one[0] == session]:
+            del self.done[asked]

@@ -306,10 +306,12 @@ class Service:
         self, message: m.Commit, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
     ) -> Answer | None:
         """Publish a block the client filled, or one made of the inline payload, or one that lies on another unit."""
-        orphans = self.pending.resume(ticket, (session.ident, message.rid)) if self.pending.held else []
-        if orphans:
-            message.block, message.layout = orphans[0].number, b""
-        if orphans or self.members.has(message.block):
+        asked = (session.ident, message.rid)
+        orphans = self.pending.resume(ticket, asked) if self.pending.held else []
+        known = orphans[0].number if orphans else self.pending.done.get(asked)
+        if known is not None:
+            message.block, message.layout = known, b""
+        if known is not None or self.members.has(message.block):
             reply = self.controller.handle(message, ticket, session.ident, now)
             return None if reply is None else (reply, ())
         if message.block == 0:
@@ -346,14 +348,16 @@ class Service:
         """Publish the blocks the client filled as those of a saved state, in place of everything."""
         if not all(0 <= one.layout < len(message.layouts) for one in message.blocks):
             raise InvalidInput(f"there are {len(message.layouts)} layouts")
-        orphans = self.pending.resume(ticket, (session.ident, message.rid))
+        asked = (session.ident, message.rid)
+        orphans = self.pending.resume(ticket, asked)
+        is_again = bool(orphans) or asked in self.pending.done
         filled = [(block, block.layout) for block in orphans] or [
             (self.unit.unpublished(one.block, session.ident), message.layouts[one.layout])
             for one in message.blocks
-            if not self.members.has(one.block)
+            if not is_again and not self.members.has(one.block)
         ]
-        pass_on = partial(self._restore_blocks, message, payload, session, ticket, filled, not orphans)
-        if self.journal is None or orphans or all(self.journal.has(block) for block, _ in filled):
+        pass_on = partial(self._restore_blocks, message, payload, session, ticket, filled, not is_again)
+        if self.journal is None or is_again or all(self.journal.has(block) for block, _ in filled):
             return pass_on(now)
         self._keep_first(message.rid, ticket, filled, 0.0, pass_on)
         return None

@@ -212,6 +212,10 @@ class RecordingCommits(PendingCommits):
         self._recorder.note(r.CommitReleased(*asked))
         return super().release(asked)
 
+    def remember(self, asked: Asked, block: int) -> None:
+        self._recorder.note(r.CommitDone(*asked, block))
+        super().remember(asked, block)
+
     def doubt(self, number: int) -> None:
         self._recorder.note(r.Doubted(number))
         super().doubt(number)

@@ -170,6 +170,14 @@ class Doubted(_Record, tag=26):
     block: int
 
 
+class CommitDone(_Record, tag=27):
+    """It was carried out; `block` is its first one. The answer is known where it was passed on to."""
+
+    session: bytes
+    rid: int
+    block: int
+
+
 # Units of other hosts.
 
 
@@ -200,7 +208,7 @@ Record: TypeAlias = (
     Requested | Forgotten | AnswerReceived | TakenBack | Expired | Tidied | Relocated | RowsGathered | UnitLost
     | Attached | Detached | Ended
     | ArenaOpened | Placed | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
-    | CommitHeld | CommitReleased | Doubted
+    | CommitHeld | CommitReleased | CommitDone | Doubted
     | UnitJoined | CommitsResolved | BlockOnDisk | BlockCopied
 )  # fmt: skip
 

@@ -71,7 +71,8 @@ class UnitReplay:
             r.ArenaOpened: self._arena_opened, r.Placed: self._placed, r.BlockGiven: self._allocated,
             r.Published: self._published, r.Dropped: self._dropped, r.BlockPinned: self._pinned,
             r.BlockUnpinned: self._unpinned, r.Vacated: self._vacated,
-            r.CommitHeld: self._held, r.CommitReleased: self._released, r.Doubted: self._doubted,
+            r.CommitHeld: self._held, r.CommitReleased: self._released, r.CommitDone: self._done,
+            r.Doubted: self._doubted,
             r.BlockOnDisk: self._on_disk, r.BlockCopied: self._copied,
         }  # fmt: skip
 
@@ -145,6 +146,9 @@ class UnitReplay:
 
     def _released(self, record: r.CommitReleased) -> None:
         self._service.pending.release((record.session, record.rid))
+
+    def _done(self, record: r.CommitDone) -> None:
+        self._service.pending.remember((record.session, record.rid), record.block)
 
     def _doubted(self, record: r.Doubted) -> None:
         self._service.pending.doubt(record.block)
