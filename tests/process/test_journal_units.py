@@ -23,6 +23,7 @@ from test_journal import SEED, TURNS, last, use, write
 from test_standby import away, kill, server_of, standby_of
 from zygote import CHILDREN
 
+from transfer_queue import checkpoint
 from transfer_queue.client.drivers import run
 from transfer_queue.client.operations import kv
 from transfer_queue.errors import (
@@ -248,6 +249,55 @@ def test_a_unit_that_does_not_come_back_in_time_is_given_up(start_host: Start, t
     with pytest.raises(DataLost):
         head.client.get_data(meta)
     unit = machines.boot_unit()
+    assert unit.used() == 0
+    assert firsts(head.client.get_data(put(unit, 2))) == [2, 2]
+
+
+def test_a_unit_that_was_given_up_does_not_mistake_rows_of_another_for_its_own(
+    start_host: Start, tmp_path: Path
+) -> None:
+    machines = Machines(start_host, tmp_path, away_s=0.3)
+    put(machines.unit, 1, width=4)
+    machines.cut(machines.unit)
+    until(lambda: not machines.head.client.stats()["units"], "the unit given up")
+    for _ in range(2):
+        machines.cut(machines.head)
+        machines.boot_head()
+    other = machines._start(
+        join=machines.head.tcp, durability="machine", journal_dir=str(tmp_path / "other"), away_s=60.0
+    )
+    meta = put(other, 2, width=4)
+    unit = machines.boot_unit()
+    machines.all_there()
+    assert [firsts(host.client.get_data(meta)) for host in (machines.head, other, unit)] == [[2, 2]] * 3
+    assert unit.used() == 0
+
+
+def test_numbers_of_blocks_are_not_used_again(machines: Machines) -> None:
+    put(machines.unit, 1, width=4)
+    machines.cut(machines.unit)
+    machines.head.client.clear_partition("p")
+    for _ in range(2):
+        machines.boot_unit()
+        machines.all_there()
+        machines.cut(machines.unit)
+    unit = machines.boot_unit()
+    machines.all_there()
+    assert firsts(machines.head.client.get_data(put(unit, 3, width=4))) == [3, 3]
+
+
+def test_a_unit_joins_also_when_a_foreign_checkpoint_was_loaded_meanwhile(
+    machines: Machines, start_host: Start, tmp_path: Path
+) -> None:
+    foreign = start_host()
+    put(foreign, 9)
+    checkpoint.save(foreign.client.session, tmp_path / "saved")
+    put(machines.unit, 1)
+    machines.cut(machines.head, machines.unit)
+    head = machines.boot_head()
+    checkpoint.load(head.client.session, tmp_path / "saved")
+    unit = machines.boot_unit()
+    machines.all_there()
     assert unit.used() == 0
     assert firsts(head.client.get_data(put(unit, 2))) == [2, 2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tables import Box, indexes
 
@@ -277,6 +278,18 @@ def test_a_put_that_waited_too_long_is_store_full_and_leaves_nothing() -> None:
     assert box.partitions() == ["p"]
     with pytest.raises(StoreFull):
         box.put(1)
+
+
+def test_a_put_that_waits_fails_when_its_unit_gave_its_block_up() -> None:
+    box = Box(max_rows=1)
+    rows = indexes(box.put(1))
+    block = max(box.controller.block_index.entries) + 1
+    for ticket in ("gone", "stays"):
+        box.put(1, timeout_s=9, ticket=ticket, partition="q")
+    box.controller.refuse_commits(np.array([block, 4711]))
+    assert [(ticket, type(error)) for ticket, error in box.answers()] == [("gone", InvalidInput)]
+    box.clear(rows)
+    assert [ticket for ticket, _ in box.answers()] == ["stays"]
 
 
 def test_overwriting_needs_no_room() -> None:

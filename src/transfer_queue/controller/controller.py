@@ -516,6 +516,19 @@ class Controller:
         self.block_index.release([(block, cells) for block in moved])
         return True
 
+    def refuse_commits(self, blocks: Slots) -> None:
+        """A storage unit has given up these blocks: whatever still waits to put rows there fails."""
+        gone = set(blocks.tolist())
+        if not gone:
+            return
+        for parked in self._quota_waiters:
+            block = getattr(parked.message, "block", 0)
+            if block in gone:
+                self._quota_waiters.remove(parked)
+                text = f"block {block} was given up"
+                self.state.outbox.append((parked.ticket, m.Failed(parked.message.rid, InvalidInput.code, text)))
+        self.restoring.refuse(gone)
+
     def lose(self, unit: int) -> None:
         """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""
         if self.state.ledger is not None:

@@ -61,7 +61,7 @@ class NewState:
 class Load(NamedTuple):
     ticket: Hashable
     rid: int
-    draft: NewState
+    blocks: list[int]
     steps: Steps[None]
 
 
@@ -82,7 +82,8 @@ class StateLoader:
         """The answer, or None when it will appear in the outbox. Raises as `_load`."""
         payload = self._state.payloads.pop(ticket, memoryview(b""))
         draft = NewState(self._state)
-        load = Load(ticket, message.rid, draft, _load(draft, payload, message.blocks))
+        blocks = [one.block for one in message.blocks]
+        load = Load(ticket, message.rid, blocks, _load(draft, payload, message.blocks))
         if self._loads or len(payload) > SMALL_NBYTES or len(message.blocks) > PIECE:
             self._loads.append(load)
             return None
@@ -126,11 +127,17 @@ class StateLoader:
 
     def lose(self, unit: int) -> None:
         """The blocks of a storage unit are gone: so are the loads that need them."""
-        for load in list(self._loads):
-            if any(block >> m.UNIT_SHIFT == unit for block in load.draft.blocks.values()):
-                self.forget({load.ticket})
-                text = f"storage unit {unit} was lost while a checkpoint was loaded into it"
-                self._state.outbox.append((load.ticket, m.Failed(load.rid, DataLost.code, text)))
+        self._fail(lambda block: block >> m.UNIT_SHIFT == unit, f"storage unit {unit} was lost")
+
+    def refuse(self, blocks: set[int]) -> None:
+        """These blocks are gone, and so are the loads that need them."""
+        self._fail(blocks.__contains__, "its storage unit began anew")
+
+    def _fail(self, is_gone: Callable[[int], bool], why: str) -> None:
+        for load in [one for one in self._loads if any(map(is_gone, one.blocks))]:
+            self.forget({load.ticket})
+            text = f"{why} while a checkpoint was loaded into it"
+            self._state.outbox.append((load.ticket, m.Failed(load.rid, DataLost.code, text)))
 
 
 def _load(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]) -> Steps[None]:

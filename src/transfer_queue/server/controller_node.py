@@ -13,7 +13,7 @@ from transfer_queue.server.compaction import Compactor, start_compaction
 from transfer_queue.server.gathering import Gatherer, gather_lone_rows
 from transfer_queue.server.service import Service, kept_first
 from transfer_queue.server.spilling import Spiller
-from transfer_queue.server.unit_registry import UnitConnection
+from transfer_queue.server.unit_registry import UnitConnection, unit_of
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
@@ -79,25 +79,33 @@ class ControllerNode:
             self.service.journal.copied(block, target)
         return moved
 
+    def _may_have(self, message: m.Join) -> bool:
+        """Whether the blocks of a unit's journal may be those of rows here, or were before a checkpoint was loaded."""
+        return self.controller.lineage.is_of(message.service) or self.members.knows(message.incarnation)
+
     def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         """The reply to a storage unit of another host, which connects from `host`."""
+        unit = self.members.of_line(line)
         try:
             match message:
-                case m.Join(service=service) if service and not self.controller.lineage.is_of(service):
+                case m.Join(service=service) if service and not self._may_have(message):
                     raise InvalidInput("the journal of this unit has rows of another service")
                 case m.Join(address=address):
                     joined = self.members.join(message, _bracketed(host) * address.startswith(":") + address, line)
                     self.service.apply_outcomes()
                     return joined
-                case _ if not self.members.is_current(line):
+                case _ if not unit:
                     return m.Failed(message.rid, "row_cleared", "this unit has joined again over another connection")
                 case m.ResolveCommits():
-                    return self.members.resolve(message)
-                case m.Moved(block=block, target=target, rows=rows):
+                    resolved = self.members.resolve(message, unit)
+                    self.controller.refuse_commits(numbers_of(resolved.numbers))
+                    self.service.apply_outcomes()
+                    return resolved
+                case m.Moved(block=block, target=target, rows=rows) if unit_of(target) == unit:
                     if self.controller.relocate(block, target, numbers_of(rows)):
                         self.service.apply_outcomes()
                         return m.Done(message.rid)
-                case m.Gathered(target=target, blocks=blocks, rows=rows):
+                case m.Gathered(target=target, blocks=blocks, rows=rows) if unit_of(target) == unit:
                     if self.controller.gather(target, numbers_of(blocks), numbers_of(rows)):
                         self.service.apply_outcomes()
                         return m.Done(message.rid)

@@ -393,21 +393,22 @@ class Service:
     ) -> None:
         assert self.journal is not None
         answer: Answer | None = (m.Failed(rid, InternalError.code, "see the server's log"), ())
-        kept = []
+        was_passed_on = False
         try:
             for block, layout in filled:
                 if ticket in self._kept_first and self.unit.is_open(block):
                     block.layout = layout
                     await self.journal.keep(block, wait_s)
-                    kept.append(block)
             if ticket in self._kept_first:
-                if not all(self.unit.is_open(block) for block in kept) or len(kept) < len(filled):
+                if not all(self.unit.is_open(block) for block, _ in filled):
                     raise InvalidInput("a block that was given up before it was on the disk")
+                was_passed_on = True
                 answer = pass_on(time.monotonic())
         except TransferQueueError as error:
             answer = (m.Failed(rid, error.code, str(error)), ())
         finally:
-            self._drop_unheld(filled)
+            if not was_passed_on:
+                self._drop_unheld(filled)
             if ticket in self._kept_first:
                 self._kept_first.discard(ticket)
                 if answer is not None:
@@ -416,7 +417,7 @@ class Service:
                 self.deliver()
 
     def _drop_unheld(self, filled: list[Filled]) -> None:
-        """Blocks that came with a commit and are nobody's now: it was not passed on."""
+        """Of a commit that was not passed on: blocks that came with it, which are nobody's now."""
         held = self.pending.blocks()
         for block, _ in filled:
             if block.owner is None and self.unit.is_open(block) and block.number not in held:

@@ -99,16 +99,29 @@ class StorageNode:
     async def _join(self) -> None:
         """Join, or join again. Where another life of the controller answers, none of the rows here is one of its."""
         self._lost.clear()
-        connection = AsyncConnection(self._controller, m.decode_server, self._pushed, self._lost.set)
+        before, self._connection = self._connection, None
+        if before is not None:
+            before.close()
+        connection = AsyncConnection(
+            self._controller, m.decode_server, self._pushed, lambda: self._lost_one(connection)
+        )
+        await connection.open(self.service.life.unit, CONNECT_S, role=handshake.UNIT)
+        self._connection = connection
+        await self._offer_blocks(connection.welcome)
+
+    def _lost_one(self, connection: AsyncConnection) -> None:
+        if self._connection is connection:
+            self._lost.set()
+
+    async def _offer_blocks(self, welcome: m.Welcome) -> None:
         unit, life = self.service.unit, self.service.life.unit
-        self._connection = await connection.open(life, CONNECT_S, role=handshake.UNIT)
-        welcome = self._connection.welcome
         is_first = not self.remote.life.service
         if welcome.service != self.remote.life.service:
             if self._recorder is not None:
                 self._recorder.leave_out()  # all of it is of another life from now on
             self.service.life = handshake.Life(welcome.service, life)
             self.remote.begin(welcome.service)
+            unit.rest_again()
             self.client_config = json.loads(welcome.config)
             self.remote.timeout_s = float(self.client_config["timeout_s"])
         doubtful = set(self.service.pending.in_doubt)  # a commit of one may still be on its way

@@ -102,6 +102,22 @@ class UnitRegistry:
     def members(self) -> list[UnitInfo]:
         return list(self._members.values())
 
+    @property
+    def last(self) -> int:
+        """The highest number that a unit ever had."""
+        return self._last
+
+    def count_from(self, last: int) -> None:
+        """No unit that is new gets this number, or one below it."""
+        self._last = max(self._last, last)
+
+    def knows(self, incarnation: bytes) -> bool:
+        return any(one.incarnation == incarnation for one in self._members.values())
+
+    def of_line(self, line: UnitConnection) -> int:
+        """The unit that speaks over this connection: what it said over an earlier one counts no more. 0: none does."""
+        return next((one.number for one in self._members.values() if one.line is line), 0)
+
     def left(self, line: UnitConnection, now: float, ended: bool) -> None:
         """A connection is lost; its unit, if it was one's, is away. `ended`: its host says so, and lives."""
         for member in self._members.values():
@@ -112,10 +128,6 @@ class UnitRegistry:
         """Every connection is lost, with the process that had them."""
         for member in self._members.values():
             member.leave(now, True)
-
-    def is_current(self, line: UnitConnection) -> bool:
-        """Whether a unit speaks over this connection: what it said over an earlier one counts no more."""
-        return any(member.line is line for member in self._members.values())
 
     def remove(self, unit: int) -> None:
         """A unit was given up, if it is not forgotten yet."""
@@ -145,9 +157,9 @@ class UnitRegistry:
             raise InvalidInput(f"block {block} was given up")
         return unit_of(block) in self._members
 
-    def resolve(self, message: m.ResolveCommits) -> m.Blocks:
-        """Which blocks no row refers to; they are refused from now on."""
-        known = set(self.known())
+    def resolve(self, message: m.ResolveCommits, unit: int) -> m.Blocks:
+        """Which blocks, that this unit has, no row refers to; they are refused from now on."""
+        known = {block for block in self.known() if unit_of(block) == unit}
         gone = [block for block in numbers_of(message.blocks).tolist() if block not in known]
         self._refused.update(dict.fromkeys(gone))
         while len(self._refused) > MAX_REFUSED:

@@ -325,6 +325,13 @@ class Unit:
         """Whether there are blocks to be moved."""
         return bool(self._resting)
 
+    def rest_again(self) -> None:
+        """Blocks that could not be moved, or had been, may be once more: their rows may lie in them again."""
+        for block in self._blocks.values():
+            if block.stays:
+                block.stays = False
+                self._rest(block)
+
     def longest_unread(self, nbytes: int) -> list[Block]:
         """Blocks of `nbytes` together, at least one, to be moved; fewer when there are no more."""
         found: list[Block] = []

@@ -56,6 +56,12 @@ class UnitKnown(Fact, tag=24):
     lasts: bool
 
 
+class UnitsNumbered(Fact, tag=28):
+    """The highest number that a unit ever had; in a snapshot."""
+
+    last: int
+
+
 class MemberIs(Fact, tag=25):
     """In the journal of a unit: as whom it joined (`Membership`)."""
 
@@ -79,7 +85,7 @@ class BlockShared(Fact, tag=27):
 
 JournalFact: TypeAlias = (
     ControllerFact | BlockLogged | BlockStored | BlockRenamed | SnapshotComplete | UnitKnown | MemberIs | BlockGone
-    | BlockShared
+    | BlockShared | UnitsNumbered
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -21,14 +21,17 @@ from transfer_queue.server.pending_commits import PendingCommits
 from transfer_queue.server.standby import records as r
 from transfer_queue.server.standby.recording import Recorder
 from transfer_queue.storage.blocks import NOWHERE, Block, SpillSpace
+from transfer_queue.wire import messages as m
 
 
 class Membership(msgspec.Struct, array_like=True, tag="unit"):
-    """As whom a unit joined: under which number, of which service, and as which incarnation of itself."""
+    """As whom a unit joined: under which number, of which service, and as which incarnation of itself. In a snapshot,
+    `next_block` is the number of its next block: the controller may have refused the one before."""
 
     unit: int
     incarnation: bytes
     service: bytes
+    next_block: int = 0
 
 
 _decode = msgspec.msgpack.Decoder(Membership).decode
@@ -127,11 +130,14 @@ class KeptMember:
         self._unit = unit
         self._pending = pending
         self._written: Membership | None = None
+        self._next_block = 0
 
     def begin(self, state: bytes, blocks: list[int], reserved_rows: int) -> None:
         if not is_membership(state):
             raise InvalidInput("it is of a service, not of a unit that joined one")
-        self._member.membership = _decode(state)
+        found = _decode(state)
+        self._next_block = found.next_block
+        self._member.membership = msgspec.structs.replace(found, next_block=0)
 
     def apply(self, fact: JournalFact) -> None:
         if not isinstance(fact, MemberIs):
@@ -147,6 +153,7 @@ class KeptMember:
 
     def all_back(self) -> None:
         """Which of them rows still lie in, only the controller knows."""
+        self._unit.put_next(max(self._next_block, (self._unit.number << m.UNIT_SHIFT) + 1))
         for block in self._unit.lasting():
             self._unit.is_safe_now(block)
             self._pending.doubt(block.number)
@@ -165,7 +172,8 @@ class KeptMember:
         self._unit.begin_anew(self._pending.blocks())
 
     def saved(self) -> tuple[bytes, list[int], list[JournalFact]]:
-        return msgspec.msgpack.encode(self._member.membership), [], []
+        membership = msgspec.structs.replace(self._member.membership, next_block=self._unit.next_number)
+        return msgspec.msgpack.encode(membership), [], []
 
     def hold_blocks(self, are_held: bool) -> None:
         """A block that is recycled while a snapshot is written has other bytes there. It is gone in the log after that,

@@ -12,7 +12,7 @@ from transfer_queue.controller.facts import SamplerIs, UnitGivenUp
 from transfer_queue.controller.recovery import Recovery
 from transfer_queue.controller.snapshot import exported, sampler_state
 from transfer_queue.errors import InvalidInput, JournalCorrupt, SamplerFailed
-from transfer_queue.server.journal.facts import JournalFact, UnitKnown
+from transfer_queue.server.journal.facts import JournalFact, UnitKnown, UnitsNumbered
 from transfer_queue.server.journal.kept_member import is_membership
 from transfer_queue.server.unit_registry import UnitInfo, UnitRegistry, unit_of
 
@@ -93,6 +93,9 @@ class KeptService:
     def apply(self, fact: JournalFact) -> None:
         if self._recovery is None:
             raise JournalCorrupt("facts without a state before them")
+        if isinstance(fact, UnitsNumbered):
+            self._members.count_from(fact.last)
+            return
         if isinstance(fact, UnitKnown):
             member = UnitInfo(fact.unit, fact.incarnation)
             member.address, member.away_s, member.lasts = fact.address, fact.away_s, fact.lasts
@@ -131,7 +134,8 @@ class KeptService:
 
     def saved(self) -> tuple[bytes, list[int], list[JournalFact]]:
         state, blocks = exported(self._controller.state, strict=False)
-        return state, blocks, [_known(member) for member in self._members.members()]
+        known = [_known(member) for member in self._members.members()]
+        return state, blocks, [*known, UnitsNumbered(self._members.last)]
 
     def hold_blocks(self, are_held: bool) -> None:
         captures = self._controller.state.captures

@@ -108,6 +108,10 @@ class KeptUnit(RecordingUnit):
             self.budget_nbytes = budget_nbytes
         return block
 
+    @property
+    def next_number(self) -> int:
+        return self._next
+
     def put_next(self, number: int) -> None:
         """The next block gets this number, which is above those of all blocks here."""
         self._next = max(self._next, number)

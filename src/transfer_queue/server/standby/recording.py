@@ -246,9 +246,9 @@ class RecordingRegistry(UnitRegistry):
         self._recorder.note(r.UnitJoined(message, address))
         return super().join(message, address, line)
 
-    def resolve(self, message: m.ResolveCommits) -> m.Blocks:
-        self._recorder.note(r.CommitsResolved(message))
-        return super().resolve(message)
+    def resolve(self, message: m.ResolveCommits, unit: int) -> m.Blocks:
+        self._recorder.note(r.CommitsResolved(message, unit))
+        return super().resolve(message, unit)
 
 
 def recording_parts(unit: Unit, recorder: Recorder) -> dict[str, Any]:

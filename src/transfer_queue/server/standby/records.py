@@ -188,6 +188,7 @@ class UnitJoined(_Record, tag=20):
 
 class CommitsResolved(_Record, tag=21):
     message: m.ResolveCommits
+    unit: int
 
 
 class BlockOnDisk(_Record, tag=22):

@@ -263,4 +263,6 @@ class ControllerReplay:
         self._service.members.join(record.message, record.address, AwayLine())
 
     def _commits_resolved(self, record: r.CommitsResolved) -> None:
-        self._service.members.resolve(record.message)
+        resolved = self._service.members.resolve(record.message, record.unit)
+        self._controller.refuse_commits(numbers_of(resolved.numbers))
+        self._drain()
