@@ -479,11 +479,6 @@ def away(client: tq.TransferQueueClient) -> bool:
     return any(unit["away"] for unit in client.stats()["units"].values())
 
 
-def test_a_unit_that_joins_has_no_journal(service: Service) -> None:
-    with pytest.raises(ConfigError, match=r"server\.durability: a unit that joins"):
-        service(server={"join": "tcp:127.0.0.1:1", "durability": "machine"})
-
-
 def test_another_word_for_durability_is_refused(service: Service) -> None:
     with pytest.raises(ConfigError, match=r"server\.durability: expected none or process or machine, got 'disk'"):
         service(server={"durability": "disk"})
