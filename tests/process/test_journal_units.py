@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import until
 from hosts import LARGE, Host, firsts, rows
@@ -70,14 +71,31 @@ class Machines:
 
     def cut(self, *hosts: Host) -> None:
         """Server, standby and whatever else there is of them are killed at once."""
-        for host in hosts:
-            os.killpg(host.server._process.pid, signal.SIGKILL)
+        groups = {host.server._process.pid for host in hosts}
+        ending = [one for one in psutil.process_iter() if group_of(one) in groups]
+        for group in groups:
+            os.killpg(group, signal.SIGKILL)
         for host in hosts:
             host.server.wait()
+        until(lambda: not any(map(is_there, ending)), "the end of all of them, which hold the port")
 
     def all_there(self) -> None:
         until(lambda: self.head.client.stats()["units"], "the unit")
         until(lambda: not away(self.head.client), "the unit's return")
+
+
+def group_of(process: psutil.Process) -> int:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return 0
+
+
+def is_there(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture
