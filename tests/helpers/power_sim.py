@@ -331,19 +331,36 @@ class PowerSimulation(Simulation):
 
     async def unplug(self) -> None:
         """Let go of everything, after the power went."""
-        for task in [*self._tasks, *self.service._background]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self.service._background, return_exceptions=True)
-        self.journal._is_on = False
-        await self.journal._log.flush()
-        self.journal._log.close()
-        self.journal._payloads.close()
-        for written in self.journal._snapshots.values():
-            asyncio.get_running_loop().remove_reader(written.watch)
-            os.waitpid(written.pid, 0)
-            os.close(written.watch)
-        os.close(self.journal.held)
+        await let_go(self.journal, {*self._tasks, *self.service._background})
         self.close()
+
+
+async def let_go(journal: DiskJournal, tasks: set[asyncio.Task[None]]) -> None:
+    """Of a journal that nothing is promised of any more, and of what may still use it."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    journal._is_on = False
+    await journal._log.flush()
+    journal._log.close()
+    journal._payloads.close()
+    for written in journal._snapshots.values():
+        asyncio.get_running_loop().remove_reader(written.watch)
+        os.waitpid(written.pid, 0)
+        os.close(written.watch)
+    os.close(journal.held)
+
+
+@contextmanager
+def powered(chance: random.Random, saved: dict[int, tuple[bytes, list[int]]], disk: ForgetfulDisk) -> Iterator[None]:
+    """Journals lie on this disk, and begin anew often; see `forked`."""
+    with (
+        mock.patch.object(snapshots, "fork", forked(chance, saved)),
+        mock.patch.object(journal_module, "LOG_NBYTES", 20_000),
+        mock.patch.object(journal_module, "AGAIN_S", 0.002),
+        disk.plugged_in(),
+    ):
+        yield
 
 
 def forked(chance: random.Random, saved: dict[int, tuple[bytes, list[int]]]) -> Any:
@@ -367,12 +384,7 @@ async def lost(seed: int, events: int = 80) -> list[str]:
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as left:
         saved: dict[int, tuple[bytes, list[int]]] = {}
         disk = ForgetfulDisk(Path(os.path.realpath(name)), chance)
-        with (
-            mock.patch.object(snapshots, "fork", forked(chance, saved)),
-            mock.patch.object(journal_module, "LOG_NBYTES", 20_000),
-            mock.patch.object(journal_module, "AGAIN_S", 0.002),
-            disk.plugged_in(),
-        ):
+        with powered(chance, saved, disk):
             run = PowerSimulation(seed, disk)
             await run.play(chance.randrange(1, events))
             disk.left(Path(left))

@@ -16,14 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-from power_sim import ForgetfulDisk, forked
+from power_sim import ForgetfulDisk, let_go, powered
 from standby_sim import BUDGET, SPILL
 from unit_sim import Controller, Line, Simulation, settle_doubts
 
-from transfer_queue.server.journal import journal as journal_module
-from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_member import KeptMember, Membership, MemberUnit
 from transfer_queue.server.journal.recovery import recover
@@ -125,19 +122,7 @@ class UnitPowerSimulation(Simulation):
 
     async def unplug(self) -> None:
         """Let go of everything, after the power went."""
-        tasks = [*self._tasks, *self.service._background]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self.power._is_on = False
-        await self.power._log.flush()
-        self.power._log.close()
-        self.power._payloads.close()
-        for written in self.power._snapshots.values():
-            asyncio.get_running_loop().remove_reader(written.watch)
-            os.waitpid(written.pid, 0)
-            os.close(written.watch)
-        os.close(self.power.held)
+        await let_go(self.power, {*self._tasks, *self.service._background})
         self.close()
 
 
@@ -146,12 +131,7 @@ async def lost(seed: int, events: int = 80) -> list[str]:
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as left:
         disk = ForgetfulDisk(Path(os.path.realpath(name)), chance)
-        with (
-            mock.patch.object(snapshots, "fork", forked(chance, {})),
-            mock.patch.object(journal_module, "LOG_NBYTES", 20_000),
-            mock.patch.object(journal_module, "AGAIN_S", 0.002),
-            disk.plugged_in(),
-        ):
+        with powered(chance, {}, disk):
             run = UnitPowerSimulation(seed, disk)
             await run.play(chance.randrange(1, events))
             disk.left(Path(left))

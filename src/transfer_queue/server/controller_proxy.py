@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from transfer_queue.errors import DeadlineExceeded, ServiceRestarted, ServiceUnavailable, TransferQueueError
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.aio import AsyncConnection
@@ -145,7 +145,7 @@ class ControllerProxy:
             reply, answer = await caller.call(message, payload, (wait_s or self.timeout_s) + SPARE_S)
         except TransferQueueError as error:
             reply = m.Failed(message.rid, error.code, f"controller at {self.address}: {error}")
-            if isinstance(error, (DeadlineExceeded, ServiceUnavailable, ServiceRestarted)):
+            if isinstance(error, (DeadlineExceeded, ServiceUnavailable)):
                 self.in_doubt.add(ticket)
         finally:
             if caller.asking.get(message.rid) == ticket:

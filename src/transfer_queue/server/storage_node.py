@@ -201,13 +201,13 @@ class StorageNode:
 
     async def _moved(self, block: int, target: int, rows: Ints) -> bool:
         """Whether the controller took `target` in the place of `block`."""
-        return await self._is_kept(target) and isinstance(
+        return await kept_first(self.service, target) and isinstance(
             await self._ask(m.Moved(self._next_rid(), block, target, rows.tobytes())), m.Done
         )
 
     async def _gathered(self, target: int, blocks: Ints, rows: Ints) -> bool:
         """Whether the controller took rows of `target` in the place of `blocks`."""
-        if not await self._is_kept(target):
+        if not await kept_first(self.service, target):
             return False
         request = m.Gathered(self._next_rid(), target, blocks.tobytes(), rows.tobytes())
         return isinstance(await self._ask(request), m.Done)
@@ -217,9 +217,6 @@ class StorageNode:
         if self.service.journal is not None:
             self.service.journal.copied(block, target)
         return await self._moved(block, target, rows)
-
-    async def _is_kept(self, number: int) -> bool:
-        return await kept_first(self.service, number)
 
     def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         return m.Failed(message.rid, InvalidInput.code, f"units join the controller at {self._controller}")

@@ -108,7 +108,6 @@ class KeptService:
     def finish(self) -> str:
         assert self._recovery is not None
         self._recovery.finish({member.number for member in self._members.members()})
-        self._known.clear()
         return f"{self._controller.num_rows} rows"
 
     def wanted(self, known: Collection[int]) -> Collection[int]:

@@ -136,15 +136,12 @@ class KnownBlocks:
                 place = Place(fact.file, fact.offset, fact.nbytes, fact.digest)
                 self._large[fact.block] = fact.layout, place
                 self._last = max(self._last, fact.block)
-            case BlockRenamed():
-                if fact.block not in self._large:
-                    raise JournalCorrupt(f"a copy of block {fact.block}, which is not there")
-                self._large[fact.copy] = self._large.pop(fact.block)
-                self._last = max(self._last, fact.copy)
-            case BlockShared():
+            case BlockRenamed() | BlockShared():
                 if fact.block not in self._large:
                     raise JournalCorrupt(f"a copy of block {fact.block}, which is not there")
                 self._large[fact.copy] = self._large[fact.block]
+                if isinstance(fact, BlockRenamed):
+                    del self._large[fact.block]
                 self._last = max(self._last, fact.copy)
             case BlockGone():
                 self._small.pop(fact.block, None)
