@@ -13,6 +13,7 @@ import random
 import secrets
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -21,6 +22,7 @@ from unittest import mock
 import torch
 from sim_network import Process, SimLoop, Stuck
 
+from transfer_queue.client import forks
 from transfer_queue.client import session as session_module
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.session import Session
@@ -340,6 +342,7 @@ def simulated(seed: int) -> Iterator[SimLoop]:
         stack.enter_context(mock.patch.object(time, "time", loop.wall_time))
         stack.enter_context(mock.patch.object(secrets, "token_bytes", chance.randbytes))
         stack.enter_context(mock.patch.object(session_module, "Connection", Handshake))
+        stack.enter_context(mock.patch.object(forks, "sessions", weakref.WeakSet()))  # they have no descriptors
         stack.enter_context(mock.patch("transfer_queue.wire.aio.tune"))
         stack.enter_context(mock.patch("transfer_queue.server.connection.tune"))
         yield loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import freeze
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.client import forks
 from transfer_queue.controller import Controller
 from transfer_queue.errors import InvalidInput, LeaseExpired, UnknownMode
 from transfer_queue.metadata import BatchMeta
@@ -23,6 +25,7 @@ from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import parse_address
 
 
 @pytest.fixture
@@ -158,6 +161,43 @@ def test_dead_letters_from_a_coroutine(client: tq.TransferQueueClient) -> None:
     assert client.stats()["dead_letters"] == 0
 
 
+def forked(work: Callable[[], None]) -> int:
+    """How a child ended that did this."""
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+        except Exception:
+            traceback.print_exc()  # pytest shows it where the test fails
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_session_that_cannot_follow_a_fork_keeps_no_other_from_it(client: tq.TransferQueueClient) -> None:
+    """A child that spoke in its parent's name would keep its leases when it is killed."""
+    put(client, 1)
+    broken = [Broken() for _ in range(16)]  # some come before the client's session, some after it
+    forks.sessions.update(broken)
+
+    def consume() -> None:
+        tq.get_client().get_meta(["x"], 1, "p", task_name="t", lease_s=60.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert forked(consume) == signal.SIGKILL
+    forks.sessions.difference_update(broken)
+    assert client.get_meta(["x"], 1, "p", task_name="t", timeout_s=10.0).global_indexes
+
+
+class Broken:
+    address = parse_address("unix:/nowhere")
+
+    def fail(self) -> None:
+        raise AttributeError("no such thing")
+
+    before_fork = after_fork_in_parent = after_fork_in_child = fail
+
+
 def test_a_row_that_kills_its_consumers_ends_as_a_dead_letter(client: tq.TransferQueueClient) -> None:
     put(client, 3)
     client.set_partition("p", size=3)
@@ -172,16 +212,7 @@ def test_a_row_that_kills_its_consumers_ends_as_a_dead_letter(client: tq.Transfe
             if mine.check_consumption_status("t", "p"):
                 os._exit(0)
 
-    statuses = []
-    for _ in range(3):
-        pid = os.fork()
-        if not pid:
-            try:
-                consume()
-            finally:
-                os._exit(1)
-        statuses.append(os.waitpid(pid, 0)[1])
-    assert statuses == [signal.SIGKILL, signal.SIGKILL, 0]
+    assert [forked(consume) for _ in range(3)] == [signal.SIGKILL, signal.SIGKILL, 0]
     dead = client.list_dead_letters("p", "t")
     assert client.get_data(dead)["x"].tolist() == [1]
     assert [tuple(one) for one in dead.redelivered.values()] == [(2, "the holder's session ended")]

@@ -8,6 +8,7 @@
              ├─ session         connections, arenas, memory; one server, many threads and event loops
              │   ├─ connection  one blocking connection: one request at a time
              │   ├─ arenas      the server's shared memory in this process
+             │   ├─ forks       a forked child goes on as a client of its own
              │   ├─ spilled     whether a disk gives back what was written
              │   └─ views       zero-copy reads: pins, and what undoes them
              ├─ transfer        the bytes of rows, between the caller and where they lie

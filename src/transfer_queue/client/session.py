@@ -15,11 +15,11 @@ import secrets
 import select
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from transfer_queue.client import forks
 from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.carried import Carrying
 from transfer_queue.client.connection import Connection, decode_reply
@@ -73,6 +73,7 @@ class Session:
         self.allow_pickle = False
         self._finished = False
         self._inherited_connections: list[Connection] = []  # they hold the pins of inherited views, to the end
+        self._child_session: tuple[bytes, Connection] | None = None  # while a fork is under way
         self._connect_timeout_s = connect_timeout_s
         self._spin_s = 0.0
         self.server_pid = 0
@@ -92,7 +93,7 @@ class Session:
         else:  # these are the process's
             self.mover, self.pool = predecessor.mover, predecessor.pool
         self._open_memory()
-        _SESSIONS.add(self)
+        forks.sessions.add(self)
 
     def successor(self) -> Session:
         """A session with what answers at the address now. Raises as the constructor."""
@@ -508,7 +509,7 @@ class Session:
         self.pool.clear()
 
     def _detach(self, reason: ServiceUnavailable) -> None:
-        _SESSIONS.discard(self)
+        forks.sessions.discard(self)
         self.changes = next(self._change_numbers)
         for future in list(self._loops.values()):
             if future.done() and not future.cancelled() and not future.exception():
@@ -544,7 +545,7 @@ class Session:
 
     def before_fork(self) -> None:
         """Open a session for the child that pins what is being read here, before the two part."""
-        self._child_session: tuple[bytes, Connection] | None = None
+        self._child_session = None
         if not self.views.num_open:
             return
         ident = secrets.token_bytes(16)
@@ -560,19 +561,20 @@ class Session:
     def after_fork_in_child(self) -> None:
         """Leave the parent's sockets and mappings alone, and start over."""
         inherited = [*itertools.chain(*self._idle.values()), *([self._kept] if self._kept is not None else [])]
+        loops = list(self._loops.values())
         ident = secrets.token_bytes(16)
         if self._child_session is not None:
             ident, estate = self._child_session
             self._inherited_connections.append(estate)
+        self._start(ident)  # first of all: whatever else fails, this process does not speak in its parent's name
         for connection in inherited:
             connection.close()
-        for future in self._loops.values():
+        for future in loops:
             if future.done() and not future.cancelled() and not future.exception():
                 sock = future.result()._transport.get_extra_info("socket")
                 if sock is not None:
                     with contextlib.suppress(OSError):
                         os.close(sock.fileno())
-        self._start(ident)
         if self._child_session is not None and self.is_local:  # the server has to know whose the views are now
             with contextlib.suppress(TransferQueueError):
                 self._give_back(self.connect())
@@ -580,21 +582,3 @@ class Session:
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)
         self._open_memory()
-
-
-_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _each(method: str) -> Any:
-    def run() -> None:
-        for session in list(_SESSIONS):
-            getattr(session, method)()
-
-    return run
-
-
-os.register_at_fork(
-    before=_each("before_fork"),
-    after_in_parent=_each("after_fork_in_parent"),
-    after_in_child=_each("after_fork_in_child"),
-)
