@@ -62,6 +62,7 @@ class Box:
         self.numbers = itertools.count(1)
         self.now = 0.0
         self.last_block = 0
+        self.unit = 0  # the storage unit that puts go to
 
     def handle(self, message: Any, ticket: Any = None, session: bytes = b"session") -> Any:
         try:
@@ -78,7 +79,7 @@ class Box:
         keys = list(where) if isinstance(where, (list, tuple)) and where and isinstance(where[0], str) else None
         rows = packed(where) if isinstance(where, (list, tuple)) and keys is None else None
         count = where if isinstance(where, int) else len(where)
-        block = self.last_block = next(self.numbers) if fields else -1
+        block = self.last_block = next(self.numbers) | self.unit << m.UNIT_SHIFT if fields else -1
         schemas = [as_schema(field) for field in fields]
         message = m.Commit(block, partition, count, keys, rows, schemas, block, b"", tags, timeout_s, strict=strict)
         return self.handle(message, ticket)

@@ -12,6 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from tables import Box, indexes
 
 from transfer_queue.errors import DeadlineExceeded, NotReady, RowCleared, StoreFull, UnknownRows
+from transfer_queue.server.unit_registry import unit_of
+from transfer_queue.wire.messages import UNIT_SHIFT
 
 PARTITIONS = ["p", "q"]
 FIELDS = ["a", "b", "c"]
@@ -21,6 +23,7 @@ MAX_ROWS = 24
 partitions = st.sampled_from(PARTITIONS)
 tasks = st.sampled_from(TASKS)
 field_sets = st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3, unique=True)
+units = st.sampled_from([1, 2])
 key_lists = st.lists(st.sampled_from([f"k{n}" for n in range(8)]), min_size=1, max_size=4, unique=True)
 
 
@@ -53,6 +56,7 @@ class ControllerModel(RuleBasedStateMachine):
         self.freed: set[int] = set()
         self.names = itertools.count(1000)
         self.moved = itertools.count(10_000)
+        self.away: set[int] = set()
         self.fields_of: dict[int, list[str]] = {}  # of each block
         self.patch = patch("transfer_queue.controller.lone_blocks.MIN_ROWS", 2)
         self.patch.start()
@@ -78,7 +82,8 @@ class ControllerModel(RuleBasedStateMachine):
 
     def ready(self, partition: str, task: str, fields: list[str]) -> list[int]:
         return [i for i, row in sorted(self.tables.get(partition, {}).items())
-                if all(f in row.cells for f in fields) and (partition, task, i) not in self.consumed]  # fmt: skip
+                if all(f in row.cells for f in fields) and (partition, task, i) not in self.consumed
+                and not any(unit_of(row.cells[f][0]) in self.away for f in fields)]  # fmt: skip
 
     def take(self, partition: str, task: str, rows: list[int]) -> None:
         self.consumed |= {(partition, task, row) for row in rows}
@@ -236,6 +241,25 @@ class ControllerModel(RuleBasedStateMachine):
         self.consumed = {c for c in self.consumed if c[0] != partition or (task is not None and c[1] != task)}
         self.check_answers()
 
+    @rule(unit=units)
+    def write_to(self, unit: int) -> None:
+        """Puts go to this storage unit from now on. It may be away: its line is cut while a put is on its way."""
+        self.box.unit = unit
+
+    @rule(unit=units)
+    def hide(self, unit: int) -> None:
+        self.box.controller.hide(unit)
+        self.box.controller.check_invariants()
+        self.away.add(unit)
+        self.check_answers()
+
+    @rule(unit=units)
+    def show(self, unit: int) -> None:
+        self.box.controller.show(unit)
+        self.box.controller.check_invariants()
+        self.away.discard(unit)
+        self.check_answers()
+
     @rule(partition=partitions, replace=st.booleans(), data=st.data())
     def tag(self, partition: str, replace: bool, data: st.DataObject) -> None:
         rows = sorted(self.tables.get(partition, {}))
@@ -251,7 +275,8 @@ class ControllerModel(RuleBasedStateMachine):
         blocks = sorted(self.live())
         if not blocks:
             return
-        block, target = data.draw(st.sampled_from(blocks)), next(self.moved)
+        block = data.draw(st.sampled_from(blocks))
+        target = next(self.moved) | unit_of(block) << UNIT_SHIFT
         rows, fields = self.box.controller.rows_in(block)  # type: ignore[misc]
         assert sorted({row for _, row in self.live()[block]}) == rows.tolist()
         assert {field for field, _ in self.live()[block]} == set(fields)
@@ -273,7 +298,7 @@ class ControllerModel(RuleBasedStateMachine):
     def gather(self, data: st.DataObject) -> None:
         """Rows put alone become columns: some are overwritten or cleared between its start and its end."""
         for batch in [found for found in self.box.controller.state.lone_blocks.round() if found is not None]:
-            target = next(self.moved)
+            target = next(self.moved) | unit_of(int(batch.blocks[0])) << UNIT_SHIFT
             between = data.draw(st.sampled_from(["nothing", "put", "clear"]))
             if between == "put":
                 self.put_keys(data.draw(partitions), data.draw(key_lists), data.draw(field_sets), False)

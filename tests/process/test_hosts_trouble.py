@@ -33,6 +33,21 @@ def test_a_killed_unit_takes_its_rows_and_that_is_told(start_host: Callable[...,
         unit.client.get_data(meta)
 
 
+def test_rows_of_a_unit_that_is_away_are_handed_to_nobody(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp)
+    unit.client.put(rows(1, 2, LARGE), partition_id="p")
+    kept = head.client.put(rows(2, 2, LARGE), partition_id="p")
+    os.kill(unit.server.pid, signal.SIGKILL)
+    until(lambda: head.client.stats()["units"]["1"]["away"], "the loss of the unit")
+    taken, data = head.client.take("p", ["x"], 2, "t")
+    assert (taken.global_indexes, firsts(data)) == (kept.global_indexes, [2, 2])
+    with pytest.raises(DeadlineExceeded, match=r"2 on storage units that are away \(\[1\]\)"):
+        head.client.get_meta(["x"], 2, "p", task_name="t", timeout_s=0.1)
+    assert not head.client.check_consumption_status("t", "p")
+    assert head.client.check_production_status(["x"], "p")
+
+
 def test_a_dead_controller_is_reported_at_once(start_host: Callable[..., Host]) -> None:
     head = start_host()
     unit = start_host(join=head.tcp)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from transfer_queue.client.drivers import run
 from transfer_queue.client.operations import kv
 from transfer_queue.errors import (
     DataLost,
+    DeadlineExceeded,
     InvalidInput,
     JournalInUse,
     ServiceRestarted,
@@ -210,6 +212,27 @@ def test_used_rows_stay_used_and_rows_on_lease_are_offered_again(machines: Machi
     rest = head.client.get_meta(["x"], 4, "p", task_name="t")
     assert not set(rest.global_indexes) & set(taken.global_indexes)
     assert firsts(head.client.get_data(rest)) == [1] * 4
+
+
+def test_who_waits_for_rows_of_a_unit_that_is_away_gets_them_when_it_is_back(machines: Machines) -> None:
+    meta, head = put(machines.unit, 1, LARGE), machines.head.client
+    machines.cut(machines.unit)
+    until(lambda: away(head), "the loss of the unit")
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(head.take, "p", ["x"], len(meta), "t", timeout_s=30.0)
+        until(lambda: head.stats()["waiting_requests"] == 1, "the reader")
+        machines.boot_unit()
+        found, data = taken.result(30)
+    assert (found.global_indexes, set(firsts(data))) == (meta.global_indexes, {1})
+    machines.cut(machines.unit)  # a controller that begins anew hands out no rows of a unit that is not there yet
+    machines.cut(machines.head)
+    later = machines.boot_head().client
+    with pytest.raises(DeadlineExceeded, match="became ready"):
+        later.get_meta(["x"], 1, "p", task_name="other", timeout_s=0.5)
+    machines.boot_unit()
+    assert (
+        later.get_meta(["x"], len(meta), "p", task_name="other", timeout_s=30.0).global_indexes == meta.global_indexes
+    )
 
 
 def test_the_standby_takes_over_and_then_the_unit_loses_its_power(machines: Machines) -> None:

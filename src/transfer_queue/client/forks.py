@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
-
-from transfer_queue.wire.address import Address
-
-log = logging.getLogger("transfer_queue")
 
 
 class Forking(Protocol):
     """What hears of the forks of this process."""
-
-    address: Address
 
     def before_fork(self) -> None: ...
     def after_fork_in_parent(self) -> None: ...
@@ -27,14 +21,10 @@ sessions: weakref.WeakSet[Forking] = weakref.WeakSet()  # those that are open
 
 
 def _each(tell: Callable[[Forking], None]) -> Callable[[], None]:
-    """Tell each session by itself: one that fails keeps no other from hearing of it."""
-
     def run() -> None:
-        for session in list(sessions):
-            try:
-                tell(session)
-            except Exception:
-                log.exception("process %d: the session with %s cannot follow a fork", os.getpid(), session.address)
+        with ExitStack() as calls:  # one that fails keeps no other from being called
+            for session in list(sessions):
+                calls.callback(tell, session)
 
     return run
 

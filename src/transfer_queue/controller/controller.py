@@ -277,6 +277,8 @@ class Controller:
                 table.merge_tags(slots[position : position + 1], [message.tags[position]], replace=True)
             self.staleness.tagged(table, slots)
         if message.fields:
+            if self.state.units_away:
+                table.withhold(slots)
             self._fetching.written(table, slots, [f.name for f in message.fields])
         rows = rows_bytes(table.index[slots])
         keyed = message.keys is not None
@@ -336,7 +338,7 @@ class Controller:
     def _open(self, name: str, count: int) -> Table:
         """Create a partition about to get `count` rows."""
         self._check_room(count)
-        table = self.tables[name] = Table(name, self.lineage.loads, self.state.ledger)
+        table = self.tables[name] = Table(name, self.lineage.loads, self.state.ledger, self.state.units_away)
         if self.reserved_rows:
             table.reserve(self.state.next_index, self.reserved_rows)
             self.state.next_index += self.reserved_rows
@@ -529,8 +531,22 @@ class Controller:
                 self.state.outbox.append((parked.ticket, m.Failed(parked.message.rid, InvalidInput.code, text)))
         self.restoring.refuse(gone)
 
+    def hide(self, unit: int) -> None:
+        """The blocks of a storage unit cannot be read now: nobody is offered a row with cells there."""
+        self.state.units_away.add(unit)
+        for table in self.tables.values():
+            table.withhold(table.live_slots())
+
+    def show(self, unit: int) -> None:
+        """They can be read again."""
+        if unit in self.state.units_away:
+            self.state.units_away.discard(unit)
+            for table in list(self.tables.values()):
+                self._fetching.shown(table)
+
     def lose(self, unit: int) -> None:
         """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""
+        self.state.units_away.discard(unit)
         if self.state.ledger is not None:
             self.state.ledger.note(UnitGivenUp(unit))
         self.restoring.lose(unit)

@@ -286,8 +286,8 @@ class Dealing:
         for rows in ([share.dealt], [other.dealt for other in group.deals[batch].values()]):
             slots = table.slots_of(np.concatenate(rows))
             slots = slots[slots >= 0]
-            ready = table.ready(slots, message.fields)
-            slots = slots if ready is None else slots[ready]
+            written = table.written(slots, message.fields)
+            slots = slots if written is None else slots[written]
             if len(slots):
                 return np.resize(slots, missing)
         return _NONE

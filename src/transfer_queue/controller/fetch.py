@@ -12,8 +12,10 @@ import numpy as np
 from transfer_queue.controller.dealing import Dealing, Share
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.ledger import Ledger
+from transfer_queue.controller.notices import too_few
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
+from transfer_queue.controller.sampler_view import SamplerView
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.table import Table, rows_bytes
@@ -32,40 +34,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 MIN_WAITERS = 16
 _OF_EVERY_SAMPLER = (BaseSampler.least_ready, BaseSampler.has_cached_result)
-
-
-class SamplerView:
-    """What a sampler may see of a partition: read only."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    @property
-    def partition_id(self) -> str:
-        return self._table.name
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        return dict(self._table.metadata)
-
-    @property
-    def any_tags(self) -> bool:
-        return self._table.any_tags
-
-    def tags(self, index: int) -> Mapping[str, Any]:
-        """The tags of the row with this global index; empty when it has none or is gone."""
-        slot = int(self._table.slots_of(np.array([index]))[0])
-        return {} if slot < 0 else self._table.tags[slot] or {}
-
-    def get_custom_meta(self, global_indices: list[int]) -> dict[int, Any]:
-        """index -> tags of those of these rows that have tags."""
-        slots = self._table.slots_of(np.array(global_indices, np.int64)).tolist()
-        tags = [self._table.tags[slot] if slot >= 0 else None for slot in slots]
-        return {index: row for index, row in zip(global_indices, tags, strict=True) if row}
-
-    def key(self, index: int) -> str | None:
-        slot = int(self._table.slots_of(np.array([index]))[0])
-        return None if slot < 0 else self._table.names[slot]
 
 
 class Fetching:
@@ -169,6 +137,11 @@ class Fetching:
             # of rows that were taken before, a remembered batch may be complete now
             if view.waiters and (more or _any_taken(task, slots)):
                 self.serve(table, task, (view,))
+
+    def shown(self, table: Table) -> None:
+        """Rows that could not be read can be: who waits for them gets them."""
+        for name in list(table.tasks):
+            self._serve_all(table, name)
 
     def serve(self, table: Table, task: Task, views: Sequence[ReadyView]) -> None:
         """Answer waiters of these views, in order of arrival, as far as the rows go.
@@ -374,9 +347,12 @@ class Fetching:
         self.steps.note(message, reply)
         return reply
 
-    def _hand_out_again(self, request: Waiter[Fetch], table: Table, taken: TakenRows) -> RowSet:
-        """A batch that the task had, before its loop went back to an earlier step."""
+    def _hand_out_again(self, request: Waiter[Fetch], table: Table, taken: TakenRows) -> RowSet | None:
+        """A batch that the task had, before its loop went back to an earlier step; None while it cannot be read."""
         slots = table.slots_of(taken.rows)
+        if not _all_ready(table, slots, request.message.fields):
+            return None
+        self.steps.served(request.message.task, taken)
         return self._grant(request, table, slots, row_set(request.message.rid, table, slots, request.message.fields))
 
     def _share_out(self, request: Waiter[Fetch], table: Table, view: ReadyView) -> RowSet | None:
@@ -402,9 +378,12 @@ class Fetching:
         if len(own) and not _all_ready(table, own, message.fields):
             return None
         more = dealing.padding(table, message, share, own)
-        if not len(own) + len(more):
+        rows = np.concatenate([own, more])
+        if not len(rows):
             return _nothing(message.rid, PASSED)
-        reply = row_set(message.rid, table, np.concatenate([own, more]), message.fields)
+        if table.away and not _all_ready(table, rows, message.fields):
+            return None
+        reply = row_set(message.rid, table, rows, message.fields)
         reply.repeated = len(more)
         self._grant(request, table, own, reply)
         dealing.lent(table, message, reply.lease)
@@ -571,15 +550,7 @@ def _timed_out(message: Fetch, table: Table | None) -> RowSet:
     """The empty answer, or `DeadlineExceeded` where the caller did not ask for one."""
     if message.empty_on_timeout:
         return _nothing(message.rid)
-    text = (
-        f"partition {message.partition!r}: fewer than {message.batch_size} rows with {message.fields} became ready "
-        f"for task {message.task!r} within {message.timeout_s:g} s"
-    )
-    task = None if table is None else table.tasks.get(message.task)
-    if task is not None and task.limit is not None and task.limit.max_age is not None:
-        text += f", none of them more than {task.limit.max_age} versions of the weights old"
-    unwritten = message.fields if table is None else [name for name in message.fields if name not in table.fields]
-    raise DeadlineExceeded(f"{text}; nobody has written {unwritten} there" if unwritten else text)
+    raise DeadlineExceeded(too_few(message, table))
 
 
 def check_fetch(message: Fetch) -> None:

@@ -35,8 +35,8 @@ def _fields(message: Get, table: Table, slots: Slots) -> list[str]:
     if wanted is not None and len(set(wanted)) != len(wanted):
         raise InvalidInput(f"fields {wanted}: name each field once")
     if wanted and not table.lost:
-        ready = table.ready(slots, wanted)
-        if ready is not None and ready.all():
+        written = table.written(slots, wanted)
+        if written is not None and written.all():
             return list(wanted)
     common = set(table.common_fields(slots))
     if table.lost and (wanted is None or not common.issuperset(wanted)):

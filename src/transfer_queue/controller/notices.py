@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from transfer_queue.controller.readiness import KEPT, Task
+from transfer_queue.controller.staleness import Staleness
 from transfer_queue.controller.table import Table
 from transfer_queue.names import hint
+from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wait_queue import WaitQueue
 from transfer_queue.wire import messages as m
-
-if TYPE_CHECKING:
-    from transfer_queue.controller.fetch import Fetching
 
 LISTED = 8
 Counts: TypeAlias = dict[tuple[str, str], int]  # rows on which a field is written, by partition and field
 
 
-def tell_waiting(fetching: Fetching, quota_waiters: WaitQueue[Any], max_rows: int | None, now: float) -> None:
+class Fetches(Protocol):
+    """The requests that wait for rows, and what they wait for."""
+
+    parked: WaitQueue[m.Fetch]
+    tables: Mapping[str, Table]
+    sampler: BaseSampler
+    staleness: Staleness
+    outbox: list[tuple[Hashable, m.Reply]]
+
+
+def tell_waiting(fetching: Fetches, quota_waiters: WaitQueue[Any], max_rows: int | None, now: float) -> None:
     """Tell those who are due what they wait for."""
     told: list[tuple[Hashable, m.Reply]] = []
     counts: Counts = {}
@@ -49,7 +58,24 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts
         return f"{text}there is no such partition{hint(message.partition, tables)}"
     size = "" if table.declared is None else f" of {table.declared} declared"
     written = ", ".join(_written(message.fields[:LISTED], table, counts))
-    return f"{text}{table.num_rows} rows{size}, {written}; {_taken(message, table.task(message.task), sampler)}"
+    task = table.task(message.task)
+    taken = _taken(message, task, sampler) + _away(message, table, task)
+    return f"{text}{table.num_rows} rows{size}, {written}; {taken}"
+
+
+def too_few(message: m.Fetch, table: Table | None) -> str:
+    """Why a request was not answered in its time."""
+    text = (
+        f"partition {message.partition!r}: fewer than {message.batch_size} rows with {message.fields} became ready "
+        f"for task {message.task!r} within {message.timeout_s:g} s"
+    )
+    task = None if table is None else table.tasks.get(message.task)
+    if task is not None and task.limit is not None and task.limit.max_age is not None:
+        text += f", none of them more than {task.limit.max_age} versions of the weights old"
+    if table is not None and task is not None:
+        text += _away(message, table, task)
+    unwritten = message.fields if table is None else [name for name in message.fields if name not in table.fields]
+    return f"{text}; nobody has written {unwritten} there" if unwritten else text
 
 
 def _wanted(message: m.Fetch) -> str:
@@ -68,6 +94,16 @@ def _written(fields: Iterable[str], table: Table, counts: Counts) -> Iterable[st
         if count is None:
             count = counts[table.name, name] = int(np.count_nonzero(table.cells[field.number, table.live()]))
         yield f"{name!r} written on {count}"
+
+
+def _away(message: m.Fetch, table: Table, task: Task) -> str:
+    """How many rows would be ready if the storage units that have them were there."""
+    if not table.away:
+        return ""
+    free = task.offered(table.live_slots())
+    written, ready = table.written(free, message.fields), table.ready(free, message.fields)
+    count = 0 if written is None or ready is None else int(np.count_nonzero(written & ~ready))
+    return f", {count} on storage units that are away ({sorted(table.away)[:LISTED]})" if count else ""
 
 
 def _taken(message: m.Fetch, task: Task, sampler: str) -> str:

@@ -36,7 +36,7 @@ class Queries:
         table = self._table(message.partition)
         slots = table.live_slots()
         known = [name for name in message.fields if name in table.fields]
-        ready = table.ready(slots, known) if len(known) == len(message.fields) and known else None
+        ready = table.written(slots, known) if len(known) == len(message.fields) and known else None
         status = np.zeros(len(slots), np.int8) if ready is None else ready.astype(np.int8)
         return row_set(message.rid, table, slots, message.fields, status.tobytes())
 

@@ -204,7 +204,7 @@ def _load_sampler(sampler: BaseSampler, state: Any) -> None:
 
 
 def _switch(draft: NewState, saved: SavedController, versions: WeightVersions, steps: dict[str, TaskSteps]) -> None:
-    """Costs the partitions and the requests that wait, not the rows."""
+    """Costs the partitions and the requests that wait, not the rows, but for those of units that are away."""
     state, fetching = draft.replaces, draft.replaces.fetching
     tables, draft.tables = draft.tables, {}
     entries, draft.entries = draft.entries, {}
@@ -222,6 +222,9 @@ def _switch(draft: NewState, saved: SavedController, versions: WeightVersions, s
         state.cleared_partitions.add(table, before)
     fetching.steps.restore(steps)
     for table in tables.values():
+        table.away = state.units_away  # those of now: some came and went while the draft was made
+        if state.units_away:
+            table.withhold(table.live_slots())
         fetching.opened(table)
         for task in table.tasks.values():
             fetching.serve(table, task, list(task.views.values()))

@@ -196,7 +196,7 @@ class Staleness:
         bare = slots[table.row_versions.born[slots] == UNTAGGED]
         ready = np.zeros(len(bare), np.bool_)
         for fields in views:
-            of_view = table.ready(bare, fields)
+            of_view = table.written(bare, fields)
             if of_view is not None:
                 ready |= of_view
         return bare[ready]

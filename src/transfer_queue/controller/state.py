@@ -22,7 +22,8 @@ class ControllerState:
 
     `outbox`: answers to send. `payloads`: bytes that came or go with a request, by ticket. `captures`: sessions and
     their requests for a snapshot whose blocks are yet to be pinned. `max_rows`: over all partitions (None: no bound).
-    The next new row gets a number of at least `next_index`. `ledger`: where it is written down what lasts (None:
+    The next new row gets a number of at least `next_index`. `units_away`: storage units that cannot be read now, which
+    a checkpoint says nothing of. `ledger`: where it is written down what lasts (None:
     nowhere).
     """
 
@@ -35,6 +36,7 @@ class ControllerState:
         self.payloads: dict[Hashable, memoryview] = {}
         self.captures: set[tuple[bytes, int]] = set()
         self.block_index = BlockIndex()
+        self.units_away: set[int] = set()
         self.lone_blocks = LoneBlocks(self.block_index)
         self.cleared_partitions = ClearedPartitions(self.block_index.freed)
         self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))

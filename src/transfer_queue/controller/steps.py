@@ -160,7 +160,7 @@ class Steps:
         return known is not None and known.are_due()
 
     def again(self, message: m.Fetch, table: Table) -> TakenRows | None:
-        """The batch that this request gets once more; None when it is to get others."""
+        """The batch that this request is to get once more, see `served`; None when it is to get others."""
         known = self._tasks[message.task]
         if not message.dp_size:  # what ranks had is theirs only
             deals = [deal for deal in known.deals if deal.partition == message.partition]
@@ -173,16 +173,20 @@ class Steps:
         gone: list[TakenRows] = []
         for batch in mine:
             slots = table.slots_of(batch.rows)
-            ready = table.ready(slots, message.fields) if (slots >= 0).all() else None
-            if ready is not None and ready.all():
+            written = table.written(slots, message.fields) if (slots >= 0).all() else None
+            if written is not None and written.all():
                 self._let_go(known, table, message.task, gone)
-                known.again = [one for one in known.again if one is not batch]
-                known.served.append(batch)
-                self._note_again(message.task)
                 return batch
             gone.append(batch)
         self._let_go(known, table, message.task, gone)
         return None
+
+    def served(self, task: str, batch: TakenRows) -> None:
+        """A batch that was to be handed out once more, has been."""
+        known = self._tasks[task]
+        known.again = [one for one in known.again if one is not batch]
+        known.served.append(batch)
+        self._note_again(task)
 
     def deals_again(self, message: m.Fetch, table: Table) -> list[TakenDeal]:
         """What the ranks of this request are dealt once more, the first as the batch that it asks for."""

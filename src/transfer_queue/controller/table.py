@@ -8,7 +8,7 @@ when they are the majority.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from transfer_queue.controller.readiness import Flags, Slots, Task, resized
 from transfer_queue.controller.row_versions import RowVersions
 from transfer_queue.errors import InvalidInput, SchemaConflict
 from transfer_queue.schema import FieldSchema
-from transfer_queue.wire.messages import Changes, Tags
+from transfer_queue.wire.messages import UNIT_SHIFT, Changes, Tags
 
 MIN_CAPACITY = 64
 SHRINK_SLOTS = 4096
@@ -53,9 +53,12 @@ class LocatedCells(NamedTuple):
 
 
 class Table:
-    def __init__(self, name: str, loads: int = 0, ledger: Ledger | None = None) -> None:
+    """`away`: storage units whose blocks cannot be read now; the set is that of all tables."""
+
+    def __init__(self, name: str, loads: int = 0, ledger: Ledger | None = None, away: Set[int] = frozenset()) -> None:
         self.name = name
         self.ledger = ledger
+        self.away = away
         self.loads = loads  # see `lineage`
         self.declared: int | None = None
         self.metadata: Tags = {}
@@ -165,8 +168,9 @@ class Table:
         return released
 
     def take_all(self) -> dict[str, Any]:
-        """Everything that the table holds, by attribute; it is as good as new afterwards."""
+        """Everything that is the table's own, by attribute; it is as good as new afterwards."""
         held = self.__dict__
+        del held["away"]  # it is that of all tables
         self.__dict__ = Table(self.name).__dict__
         return held
 
@@ -284,6 +288,25 @@ class Table:
         return [(int(self.groups[number].block[slot]), count) for number, count in counts.items()]
 
     def ready(self, slots: Slots, fields: Sequence[str]) -> Flags | None:
+        """Which of `slots` have all `fields` written, none of them where it cannot be read now; None when a field does
+        not exist."""
+        written = self.written(slots, fields)
+        if not self.away or written is None or not written.any():
+            return written
+        places = np.flatnonzero(written)
+        for cells in self.locate(slots[places], fields):
+            written[places] &= ~np.isin(cells.blocks >> UNIT_SHIFT, list(self.away))
+        return written
+
+    def withhold(self, slots: Slots) -> None:
+        """Of these rows, offer none that cannot be read now."""
+        for task in self.tasks.values():
+            for view in task.views.values():
+                ready = self.ready(slots, view.fields)
+                if ready is not None:
+                    view.remove(slots[~ready])
+
+    def written(self, slots: Slots, fields: Sequence[str]) -> Flags | None:
         """Which of `slots` are alive with all `fields` written; None when a field does not exist."""
         columns = [self.fields[name].number for name in fields if name in self.fields]
         if len(columns) != len(fields):

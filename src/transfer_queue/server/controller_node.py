@@ -34,7 +34,7 @@ class ControllerNode:
         self.service = make(controller, unit)
         self.service.life = self.service.life._replace(service=controller.lineage.service_id)
         self.members = self.service.members
-        self.members.lose = controller.lose
+        self.members.hide, self.members.show, self.members.lose = controller.hide, controller.show, controller.lose
         self._gathering: asyncio.Task[None] | None
         self.members.known = lambda: controller.block_index.entries
         self._begin()

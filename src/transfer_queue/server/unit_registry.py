@@ -1,10 +1,10 @@
 """The storage units of other hosts, as the controller's server knows them.
 
 A unit joins over a connection of its own and learns there which of its blocks are not needed any more. When the
-connection is lost the unit is *away*: its rows stay, reading them fails at once. A unit that has a standby counts as
-there for `RETURN_S` more: who wants to read waits at its door. It may come back with all it had for as long as it said
-when it joined; after that its rows are lost, and said to be. They are at once when another incarnation appears at its
-address, unless it has a journal: then that one may still bring them back.
+connection is lost the unit is *away*: its rows stay, nobody is handed them, and reading them fails at once. One that
+has a standby is expected for `RETURN_S`: who wants to read waits at its door. It may come back with all it had
+for as long as it said when it joined; after that its rows are lost, and said to be. They are at once when another
+incarnation appears at its address, unless it has a journal: then that one may still bring them back.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ class UnitInfo:
 
 
 class UnitRegistry:
-    """`lose(unit)` is called when the rows of a unit are given up, `joined(member)` when one is new, or another than it
-    was; `known()` lists the blocks that rows refer to."""
+    """`hide(unit)` is called when a unit is away, `show(unit)` when it is there, `lose(unit)` when its rows are given
+    up, `joined(member)` when it is new, or another than it was; `known()` lists the blocks that rows refer to."""
 
     def __init__(self) -> None:
+        self.hide: Callable[[int], None] = lambda unit: None
+        self.show: Callable[[int], None] = lambda unit: None
         self.lose: Callable[[int], None] = lambda unit: None
         self.joined: Callable[[UnitInfo], None] = lambda member: None
         self.known: Callable[[], Iterable[int]] = tuple
@@ -84,6 +86,7 @@ class UnitRegistry:
         member.away_s, member.lasts = message.away_s, message.lasts
         if before != (member.address, member.away_s, member.lasts):
             self.joined(member)
+        self.show(member.number)
         has = numbers_of(message.blocks).tolist()
         needed = {block for block in self.known() if unit_of(block) == member.number}
         return m.Joined(message.rid, member.number, numbers([block for block in has if block not in needed]))
@@ -98,6 +101,7 @@ class UnitRegistry:
         self._members[member.number] = member
         self._last = max(self._last, member.number)
         member.leave(now, True)
+        self.hide(member.number)
 
     def members(self) -> list[UnitInfo]:
         return list(self._members.values())
@@ -123,11 +127,13 @@ class UnitRegistry:
         for member in self._members.values():
             if member.line is line:
                 member.leave(now, ended and member.returns)
+                self.hide(member.number)
 
     def all_left(self, now: float) -> None:
         """Every connection is lost, with the process that had them."""
         for member in self._members.values():
             member.leave(now, True)
+            self.hide(member.number)
 
     def remove(self, unit: int) -> None:
         """A unit was given up, if it is not forgotten yet."""

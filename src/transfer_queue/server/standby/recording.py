@@ -122,6 +122,10 @@ class RecordingController(Controller):
         self.recorder.note(r.RowsGathered(target, rows_bytes(blocks), rows_bytes(rows)))
         return super().gather(target, blocks, rows)
 
+    def hide(self, unit: int) -> None:
+        self.recorder.note(r.UnitHidden(unit))
+        super().hide(unit)
+
     def lose(self, unit: int) -> None:
         self.recorder.note(r.UnitLost(unit))
         super().lose(unit)

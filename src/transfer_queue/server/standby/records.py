@@ -66,6 +66,10 @@ class RowsGathered(_Record, tag=7):
     rows: bytes
 
 
+class UnitHidden(_Record, tag=38):
+    unit: int
+
+
 class UnitLost(_Record, tag=8):
     unit: int
 
@@ -206,8 +210,8 @@ class BlockCopied(_Record, tag=23):
 
 
 Record: TypeAlias = (
-    Requested | Forgotten | AnswerReceived | TakenBack | Expired | Tidied | Relocated | RowsGathered | UnitLost
-    | Attached | Detached | Ended
+    Requested | Forgotten | AnswerReceived | TakenBack | Expired | Tidied | Relocated | RowsGathered
+    | UnitHidden | UnitLost | Attached | Detached | Ended
     | ArenaOpened | Placed | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
     | CommitHeld | CommitReleased | CommitDone | Doubted
     | UnitJoined | CommitsResolved | BlockOnDisk | BlockCopied

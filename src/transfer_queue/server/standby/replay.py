@@ -164,7 +164,8 @@ class ControllerReplay:
         self.rules: Rules = {
             r.Requested: self._requested, r.Forgotten: self._forgotten, r.AnswerReceived: self._received,
             r.TakenBack: self._taken_back, r.Expired: self._expired, r.Tidied: self._tidied,
-            r.Relocated: self._relocated, r.RowsGathered: self._gathered, r.UnitLost: self._unit_lost,
+            r.Relocated: self._relocated, r.RowsGathered: self._gathered,
+            r.UnitHidden: self._unit_hidden, r.UnitLost: self._unit_lost,
             r.Ended: self._ended, r.UnitJoined: self._unit_joined, r.CommitsResolved: self._commits_resolved,
         }  # fmt: skip
 
@@ -254,6 +255,9 @@ class ControllerReplay:
 
     # units of other hosts
 
+    def _unit_hidden(self, record: r.UnitHidden) -> None:
+        self._controller.hide(record.unit)
+
     def _unit_lost(self, record: r.UnitLost) -> None:
         self._service.members.remove(record.unit)
         self._controller.lose(record.unit)
@@ -261,6 +265,7 @@ class ControllerReplay:
 
     def _unit_joined(self, record: r.UnitJoined) -> None:
         self._service.members.join(record.message, record.address, AwayLine())
+        self._drain()
 
     def _commits_resolved(self, record: r.CommitsResolved) -> None:
         resolved = self._service.members.resolve(record.message, record.unit)
