@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tensordict import TensorDict
 
 import transfer_queue as tq
@@ -258,3 +259,35 @@ def test_broadcast_string_is_one_value_per_row(part: str) -> None:
 def test_a_batch_of_two_dimensions_is_rows_of_the_first(part: str) -> None:
     tq.kv_batch_put(["a", "b"], part, TensorDict({"x": torch.arange(6).view(2, 3)}, batch_size=[2, 3]))
     assert [row.tolist() for row in tq.kv_batch_get(["a", "b"], part)["x"].unbind()] == [[0, 1, 2], [3, 4, 5]]
+
+
+class Signal:
+    """Its constructor looks at what it is made of."""
+
+    def __init__(self, samples: torch.Tensor) -> None:
+        self.samples, self.energy = samples, float(samples.sum())
+
+
+LOOKED_AT = 1 << 17  # elements: more bytes than are copied one by one
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["views", "copies"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_values_that_are_looked_at_while_they_are_made_are_whole(part: str, copy: bool, count: int) -> None:
+    """Large bytes are copied together at the end of a read; until then the memory for them holds anything."""
+    tq.register_type(Signal, to_plain=lambda one: one.samples, from_plain=Signal)
+    pixels = np.random.default_rng(0).integers(0, 255, (count, 512, 512, 3), dtype=np.uint8)
+    marks = torch.arange(0, 2 * LOOKED_AT + 1, 2)
+    for number in range(count):
+        value = {
+            "image": Image.fromarray(pixels[number]),
+            "jagged": torch.nested.nested_tensor_from_jagged(torch.arange(2.0 * LOOKED_AT) + number, marks),
+            "signal": Signal(torch.full((LOOKED_AT,), float(number))),
+        }
+        tq.kv_put(str(number), part, {"x": value})
+    found = tq.kv_batch_get([str(number) for number in range(count)], part, copy=copy)["x"]
+    for number, one in enumerate(found[row] for row in range(count)):
+        assert np.array_equal(np.asarray(one["image"]), pixels[number])
+        assert torch.equal(one["jagged"].offsets(), marks)
+        assert torch.equal(one["jagged"].values(), torch.arange(2.0 * LOOKED_AT) + number)
+        assert one["signal"].energy == number * LOOKED_AT

@@ -196,6 +196,12 @@ class BufferReader:
         self._spans: dict[int, Bytes] = {}
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
 
+    def fetch(self, numbers: list[int]) -> None:
+        """Ask for the bytes of these buffers, all that the next rows refer to."""
+        for number in numbers:
+            if number not in self._spans:
+                self._spans[number] = self._span(number)
+
     def begin_row(self, refs: list[int]) -> None:
         self._refs = refs
 
@@ -211,11 +217,7 @@ class BufferReader:
             raise ProtocolError(f"a damaged array in a value: {error}") from None
 
     def _bytes(self, ref: int) -> Bytes:
-        number = self._refs[ref]
-        found = self._spans.get(number)
-        if found is None:
-            found = self._spans[number] = self._span(number)
-        return found
+        return self._spans[self._refs[ref]]
 
     def _tensor(self, content: Any) -> torch.Tensor:
         name, shape, ref = content

@@ -303,6 +303,8 @@ class Assembler:
         unpack = Lifting(reader.lift, self.allow_pickle).unpack
         buffers = block.buffers(column)
         ends = buffers.ends[start : start + count + 1].tolist()
+        reader.fetch(buffers.refs[ends[0] : ends[-1]].tolist())
+        self.copier.settle()  # an image, a jagged tensor or a type of the user's may look at its bytes when it is made
         values = []
         for message, (first, last) in zip(spans, itertools.pairwise(ends), strict=True):
             reader.begin_row(buffers.refs[first:last].tolist())

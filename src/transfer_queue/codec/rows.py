@@ -127,7 +127,8 @@ class Run(NamedTuple):
 
 
 class Copier(NamedTuple):
-    """Where joined rows get their memory, and how bytes are copied into it. `collect` is `Copies.collect`."""
+    """Where joined rows get their memory, and how bytes are copied into it: by the end of `settle`. `collect` is
+    `Copies.collect`."""
 
     allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
     copy: Callable[[Bytes, Bytes], None] = np.copyto
@@ -135,6 +136,7 @@ class Copier(NamedTuple):
     collect: Callable[[Bytes, Sequence[int], Sequence[int], object], None] = lambda into, sources, sizes, owners: (
         carry_out(moves_into(into, sources, sizes), ())
     )
+    settle: Callable[[], None] = lambda: None
 
 
 def _take(into: Bytes, source: Bytes, rows: Ints) -> None:

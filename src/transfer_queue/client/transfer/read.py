@@ -130,7 +130,7 @@ def _assembled(
         assert isinstance(piece.location, m.InArena)
         session.spilled.check(piece.block, piece.location, piece.nbytes)
     copies = Copies(session.mover)
-    copier = Copier(session.pool.allocate, copies.copy, copies.take, copies.collect)
+    copier = Copier(session.pool.allocate, copies.copy, copies.take, copies.collect, copies.run)
     assembler = Assembler(copier, session.allow_pickle, out, name_row, plain)
     schema = {field.name: field for field in replies[0].reply.schema}
     if not schema:
