@@ -8,6 +8,7 @@ the state that it had (that a standby has it: `standby_sim`, `unit_sim`). `pytho
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import secrets
@@ -20,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sim_network import Process, SimLoop, Stuck
+from sim_network import Process, SimLoop, SimTask, Stuck
 
 from transfer_queue.client import forks
 from transfer_queue.client import session as session_module
@@ -34,6 +35,8 @@ from transfer_queue.errors import (
     StoreFull,
     TransferQueueError,
 )
+from transfer_queue.server import process as process_module
+from transfer_queue.server.connection import ServerConnection
 from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
 from transfer_queue.server.process import Server
 from transfer_queue.server.settings import ServerConfig
@@ -332,6 +335,19 @@ class World:
         return left
 
 
+class NumberedConnection(ServerConnection):
+    """A set of connections has the same order in every run of a seed."""
+
+    numbers = itertools.count()
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self._number = next(self.numbers)
+        super().__init__(*args, **more)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 @contextmanager
 def simulated(seed: int) -> Iterator[SimLoop]:
     chance = random.Random(seed + 1)
@@ -341,8 +357,15 @@ def simulated(seed: int) -> Iterator[SimLoop]:
         stack.enter_context(mock.patch.object(time, "perf_counter", loop.time))
         stack.enter_context(mock.patch.object(time, "time", loop.wall_time))
         stack.enter_context(mock.patch.object(secrets, "token_bytes", chance.randbytes))
+        stack.enter_context(mock.patch.object(random, "uniform", chance.uniform))
         stack.enter_context(mock.patch.object(session_module, "Connection", Handshake))
         stack.enter_context(mock.patch.object(forks, "sessions", weakref.WeakSet()))  # they have no descriptors
+        stack.enter_context(mock.patch.object(process_module, "ServerConnection", NumberedConnection))
+        for numbered in (NumberedConnection, SimTask):
+            stack.enter_context(mock.patch.object(numbered, "numbers", itertools.count()))
+        gc.collect()
+        gc.disable()  # what is let go of a moment later is another run
+        stack.callback(gc.enable)
         stack.enter_context(mock.patch("transfer_queue.wire.aio.tune"))
         stack.enter_context(mock.patch("transfer_queue.server.connection.tune"))
         yield loop

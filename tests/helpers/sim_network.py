@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import errno
+import itertools
 import math
 import random
 import selectors
@@ -39,6 +40,19 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
         return []
 
 
+class SimTask(asyncio.Task):  # type: ignore[type-arg]
+    """A set of tasks has the same order in every run of a seed."""
+
+    numbers = itertools.count()
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self._number = next(self.numbers)
+        super().__init__(*args, **more)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class SimLoop(asyncio.SelectorEventLoop):
     """Callbacks run at once, at the time they are due. Work for other threads is done on the spot."""
 
@@ -58,7 +72,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         return 1.7e9 + self.now
 
     def _task(self, loop: Any, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(coroutine, loop=loop, **more)
+        task = SimTask(coroutine, loop=loop, **more)
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # those of killed processes end like that
         self.tasks.append(task)
         return task
@@ -120,7 +134,7 @@ class Process:
         self.is_frozen = False
         self.is_alive = True
         self.held: list[tuple[contextvars.Context, Any, tuple[Any, ...]]] = []
-        self.transports: set[SimTransport] = set()
+        self.transports: dict[SimTransport, None] = {}  # in the order that they were made: a set's is another each time
         self._network = network
         self.context = self._context()
 
@@ -234,7 +248,7 @@ class SimTransport(asyncio.Transport):
         self._next_arrival = 0.0
         self._under_way: deque[asyncio.TimerHandle] = deque()
         self._waiting: list[bytes | OSError | None] = []  # for the link
-        process.transports.add(self)
+        process.transports[self] = None
 
     def open(self, protocol: Any) -> None:
         self.protocol = protocol
@@ -286,7 +300,7 @@ class SimTransport(asyncio.Transport):
                     self._under_way.pop().cancel()
             self._send(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
         self._is_closing = self._is_gone = True
-        self.process.transports.discard(self)
+        self.process.transports.pop(self, None)
 
     def lose(self, error: OSError) -> None:
         """The connection is lost at this end."""
@@ -359,5 +373,5 @@ class SimTransport(asyncio.Transport):
     def _lost(self, error: OSError | None) -> None:
         if not self._is_gone:
             self._is_gone = True
-            self.process.transports.discard(self)
+            self.process.transports.pop(self, None)
             self.protocol.connection_lost(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,14 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue.codec import images
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.codec.layout import MAX_DIMS, checked_offsets
-from transfer_queue.codec.nested import Offsets, constructed, trimmed
+from transfer_queue.codec.nested import Offsets, constructed, flattened, strided, trimmed
 from transfer_queue.codec.values import Ext, encode
 from transfer_queue.errors import ProtocolError, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes
 
-TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTYPE, DEVICE, STACK, IMAGE = range(40, 52)
+TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTYPE, DEVICE, STACK, IMAGE, STRIDED = (
+    range(40, 53)
+)
 
 Source = torch.Tensor | np.ndarray[Any, Any]
 
@@ -67,7 +70,7 @@ class BufferWriter:
     def _tensor(self, value: torch.Tensor, lower: Callable[[Any], Any]) -> Any:
         if value.is_nested:
             if value.layout != torch.jagged:
-                raise UnsupportedValue("a strided nested tensor inside a value cannot be stored: use a list of tensors")
+                return _ext(STRIDED, [lower(part) for part in flattened(value.detach())])
             plain: Any = value
             check_jagged(value)
             if plain._lengths is not None:
@@ -254,6 +257,15 @@ class BufferReader:
             raise ProtocolError("the offsets of a jagged tensor do not cover its values")
         return constructed(values, Offsets.of(marks), ragged)
 
+    def _strided(self, content: Any) -> torch.Tensor:
+        values, sizes = content
+        if values.dim() != 1 or sizes.dim() != 2 or sizes.dtype != torch.int64 or bool((sizes < 0).any()):
+            raise ProtocolError("not the parts of a strided nested tensor")
+        lengths = [math.prod(row) for row in sizes.tolist()]  # numbers of any size
+        if sum(lengths) != len(values):
+            raise ProtocolError("the sizes of a strided nested tensor do not cover its values")
+        return strided(values, sizes)
+
     def _stack(self, content: Any) -> NonTensorStack:
         if not content:
             raise ProtocolError("a stack of nothing")
@@ -277,6 +289,7 @@ _LIFTS: dict[int, Callable[[BufferReader, Any], Any]] = {
     TENSORDICT: BufferReader._tensordict,
     JAGGED: BufferReader._jagged,
     STACK: BufferReader._stack,
+    STRIDED: BufferReader._strided,
     NP_DTYPE: lambda reader, content: np.lib.format.descr_to_dtype(content),
     DEVICE: lambda reader, content: torch.device(content),
     IMAGE: lambda reader, content: images.put_together(content[0], reader._bytes(content[1])),

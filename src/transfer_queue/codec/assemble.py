@@ -28,7 +28,7 @@ from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.layout import DAMAGED, Column, ColumnTemplate, offsets_of
 from transfer_queue.codec.lone_rows import LoneRows
-from transfer_queue.codec.nested import Offsets, jagged, nested
+from transfer_queue.codec.nested import Offsets, jagged, strided
 from transfer_queue.codec.rows import (
     BlockBytes,
     Copier,
@@ -250,13 +250,8 @@ class Assembler:
 
     def _varied(self, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
         data, shapes = gather_varied(runs, self.copier)
-        sizes = torch.from_numpy(np.ascontiguousarray(shapes))
-        steps = np.ones_like(shapes)
-        steps[:, :-1] = shapes[:, :0:-1].cumprod(axis=1)[:, ::-1]
-        lengths = shapes.prod(axis=1)
-        values = _typed(data, dtype, (int(lengths.sum()),))
-        starts = torch.from_numpy(lengths.cumsum() - lengths)
-        return nested(values, sizes, torch.from_numpy(steps), starts)
+        values = _typed(data, dtype, (int(shapes.prod(axis=1).sum()),))
+        return strided(values, torch.from_numpy(np.ascontiguousarray(shapes)))
 
     def _tensordict(self, runs: list[Run]) -> TensorDict:
         first = runs[0].column
@@ -278,7 +273,7 @@ class Assembler:
     def objects(self, runs: Sequence[Run]) -> list[Any]:
         """The Python values of an objects column."""
         values: list[Any] = []
-        readers: dict[tuple[int, str], BufferReader] = {}  # blocks of equal layout share their columns
+        readers = self._readers(runs)
         lifting = self._lifting()
         for run in runs:
             block, column, start, count = run
@@ -288,13 +283,30 @@ class Assembler:
                 elif len(column.parts) == 2:
                     values += _decoded_run(lifting, run)
                 else:
-                    place = (id(block), column.name)
-                    if place not in readers:
-                        readers[place] = BufferReader(self._span_of(block, column))
-                    values += self._decoded(run, readers[place])
+                    values += self._decoded(run, readers[id(block), column.name])
             except DAMAGED as error:
                 raise damaged(column.name, error) from None
         return values
+
+    def _readers(self, runs: Sequence[Run]) -> dict[tuple[int, str], BufferReader]:
+        """Of each block and column that has buffers; blocks of equal layout share their columns.
+
+        The buffers are there when this returns: an image, a jagged tensor or a type of the user's looks at its bytes
+        when it is made.
+        """
+        readers: dict[tuple[int, str], BufferReader] = {}
+        for block, column, start, count in runs:
+            if len(column.parts) == 2:
+                continue
+            place = (id(block), column.name)
+            if place not in readers:
+                readers[place] = BufferReader(self._span_of(block, column))
+            buffers = block.buffers(column)
+            first, last = buffers.ends[[start, start + count]].tolist()
+            readers[place].fetch(buffers.refs[first:last].tolist())
+        if readers:
+            self.copier.settle()
+        return readers
 
     def _decoded(self, run: Run, reader: BufferReader) -> Iterable[Any]:
         """The values of a column that has buffers."""
@@ -303,8 +315,6 @@ class Assembler:
         unpack = Lifting(reader.lift, self.allow_pickle).unpack
         buffers = block.buffers(column)
         ends = buffers.ends[start : start + count + 1].tolist()
-        reader.fetch(buffers.refs[ends[0] : ends[-1]].tolist())
-        self.copier.settle()  # an image, a jagged tensor or a type of the user's may look at its bytes when it is made
         values = []
         for message, (first, last) in zip(spans, itertools.pairwise(ends), strict=True):
             reader.begin_row(buffers.refs[first:last].tolist())
@@ -328,7 +338,8 @@ class Assembler:
 
 
 def damaged(field: str, error: Exception) -> ProtocolError:
-    return ProtocolError(f"field {field!r}: a damaged value: {error}")
+    where = f"field {field!r}: " if field else ""
+    return ProtocolError(f"{where}a damaged value: {error}")
 
 
 def _distinct(runs: Sequence[Run]) -> list[Column]:

@@ -50,6 +50,7 @@ class BlockPlan:
         self.allow_pickle = allow_pickle
         self._builder = Builder()
         self._fillings: list[tuple[int, Filling]] = []
+        self._gaps: list[tuple[int, int]] = []  # from where to where nothing lies
         self._texts: list[Texts] = []
 
     @property
@@ -62,16 +63,33 @@ class BlockPlan:
     def schema(self) -> list[FieldSchema]:
         return [column.schema() for column in self.columns]
 
+    def _place(self, nbytes: int) -> tuple[int, int]:
+        start, _ = part = self._builder.place(nbytes)
+        if start + nbytes < self.nbytes:
+            self._gaps.append((start + nbytes, self.nbytes))
+        return part
+
+    def add_heap(self, spans: Sequence[tuple[int, int]], sources: Sequence[Source], nbytes: int) -> tuple[int, int]:
+        """One part of `nbytes`; the sources fill the `spans` (offset, bytes) of it, which ascend."""
+        start, _ = part = self._place(nbytes)
+        for (offset, size), source in zip(spans, sources, strict=True):
+            if size:
+                self._fillings.append((start + offset, source))
+        ends = [start + offset + size for offset, size in spans]
+        starts = [start + offset for offset, _ in spans[1:]] + [start + nbytes]
+        self._gaps += [gap for gap in zip(ends, starts, strict=True) if gap[0] < gap[1]]
+        return part
+
     def add(self, source: Filling | None, nbytes: int) -> tuple[int, int]:
         """Place `nbytes`; `source` fills them (None: the caller does)."""
-        part = self._builder.place(nbytes)
+        part = self._place(nbytes)
         if source is not None and nbytes:
             self._fillings.append((part[0], source))
         return part
 
     def add_all(self, sources: Sequence[tuple[Filling, int]]) -> tuple[int, int]:
         """One part filled by (source, nbytes) one after the other."""
-        part = self._builder.place(sum(nbytes for _, nbytes in sources))
+        part = self._place(sum(nbytes for _, nbytes in sources))
         at = part[0]
         for source, nbytes in sources:
             if nbytes:
@@ -87,7 +105,7 @@ class BlockPlan:
         lying = [utf8(text) for text in texts]
         sizes = np.array([nbytes for _, nbytes in lying], np.int64)
         offsets = offsets_of(sizes + TEXT_HEADER_NBYTES)
-        part = self._builder.place(int(offsets[-1]))
+        part = self._place(int(offsets[-1]))
         headers = np.empty((len(texts), TEXT_HEADER_NBYTES), np.uint8)
         headers[:, 0] = 0xDB
         headers[:, 1:] = sizes.astype(">u4").view(np.uint8).reshape(-1, 4)
@@ -96,13 +114,20 @@ class BlockPlan:
 
     def write(self, into: Bytes, mover: Mover) -> None:
         """Fill the block at `into` (uint8, `nbytes`)."""
+        kept: list[Any] = []
+        mover.move(self.moves(into, kept))
+
+    def moves(self, into: Bytes, kept: list[Any]) -> list[Move]:
+        """What is left to copy into the block at `into`, after what cannot be copied as it lies; `kept` has to live
+        until then."""
         base = address_of(into)
+        for start, end in self._gaps:  # what lay there is nobody's business: blocks go to other hosts and to disks
+            into[start:end] = 0
         moves: list[Move] = []
         for texts in self._texts:
             into[texts.starts[:, None] + np.arange(TEXT_HEADER_NBYTES)] = texts.headers
             targets = (texts.starts + (base + TEXT_HEADER_NBYTES)).tolist()
             moves += [(target, *text) for target, text in zip(targets, texts.lying, strict=True)]
-        kept: list[Any] = []
         for offset, source in self._fillings:
             if isinstance(source, torch.Tensor):
                 if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
@@ -118,7 +143,7 @@ class BlockPlan:
                 lying = np.ascontiguousarray(source)
                 kept.append(lying)
                 moves.append((base + offset, lying.__array_interface__["data"][0], lying.nbytes))
-        mover.move(moves)
+        return moves
 
 
 def _as_numbers(source: torch.Tensor) -> torch.Tensor:

@@ -157,6 +157,27 @@ def nested(values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, sta
     return found
 
 
+def strided(values: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """The strided NestedTensor whose rows, of these `sizes` (n, dims), lie one after the other in flat `values`."""
+    if not len(sizes):
+        return torch.nested.nested_tensor([], dtype=values.dtype, device="cpu")
+    shapes = sizes.numpy()
+    steps = np.ones_like(shapes)
+    steps[:, :-1] = shapes[:, :0:-1].cumprod(axis=1)[:, ::-1]
+    lengths = shapes.prod(axis=1)
+    return nested(values, sizes, torch.from_numpy(steps), torch.from_numpy(lengths.cumsum() - lengths))
+
+
+def flattened(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, sizes) of a strided NestedTensor, as `strided` takes them. Copies rows that do not lie like that."""
+    rows = value.unbind()
+    sizes = torch.tensor([tuple(row.shape) for row in rows], dtype=torch.int64).reshape(len(rows), value.dim() - 1)
+    if not rows:
+        return torch.empty(0, dtype=value.dtype, device="cpu"), sizes
+    flat = torch.cat([row.reshape(-1) for row in rows]) if not value.is_contiguous() else value.values()
+    return flat, sizes
+
+
 def trimmed(value: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, offsets) of a jagged NestedTensor without what lies before its first and after its last row."""
     values, offsets, ragged = value._values, value._offsets, value._ragged_idx - 1

@@ -88,6 +88,13 @@ def _column_of(name: str, value: Any) -> Any:
     return value[None] if type(value) is np.ndarray and lists.as_tensor(value[None]) is not None else [value]
 
 
+def plan_value(value: Any, allow_pickle: bool = False) -> BlockPlan:
+    """One Python value, whatever it is, as a column of one row. Raises `UnsupportedValue`."""
+    plan = BlockPlan(1, allow_pickle)
+    plan.columns.append(_objects(plan, "", [value]))
+    return plan
+
+
 def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> BlockPlan:
     """Dense columns of given (shape with rows first, dtype), to be filled in place."""
     if not specs or any(not shape or min(shape) < 0 or shape[0] < 1 for shape, _ in specs.values()):
@@ -246,7 +253,8 @@ def _objects(plan: BlockPlan, name: str, values: list[Any]) -> Column:
         try:
             messages.append(pack(value, buffers, plan.allow_pickle))
         except UnsupportedValue as error:
-            raise UnsupportedValue(f"row {number}, field {name!r}: {error}") from None
+            where = f"row {number}, field {name!r}: " if name else ""  # else it is a value of its own
+            raise UnsupportedValue(f"{where}{error}") from None
         buffers.end_row()
         ref_ends.append(len(buffers.refs))
     offsets = offsets_of(list(map(len, messages)))
@@ -264,11 +272,7 @@ def _heap(plan: BlockPlan, buffers: BufferWriter, ref_offsets: np.ndarray[Any, A
     heap = Builder()
     spans = np.array([heap.place(_nbytes(source)) for source in buffers.sources], np.int64)
     parts = [plan.add(array, array.nbytes) for array in (ref_offsets, refs, spans)]
-    start, nbytes = plan.add(None, heap.nbytes)
-    for (offset, size), source in zip(spans.tolist(), buffers.sources, strict=True):
-        if size:
-            plan._fillings.append((start + offset, source))
-    return [*parts, (start, nbytes)]
+    return [*parts, plan.add_heap(spans.tolist(), buffers.sources, heap.nbytes)]
 
 
 def _nbytes(source: Source) -> int:

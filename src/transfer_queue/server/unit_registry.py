@@ -27,6 +27,7 @@ class UnitConnection(Protocol):
     """The connection to a unit."""
 
     def push(self, message: m.Message) -> None: ...
+    def abort(self) -> None: ...
 
 
 class UnitInfo:
@@ -81,6 +82,8 @@ class UnitRegistry:
             self._replace(address)
             self._last += 1
             member = self._members[self._last] = UnitInfo(self._last, message.incarnation)
+        if member.line is not None and member.line is not line:
+            member.line.abort()  # one is of a process that was killed, held up by the network; the other joins again
         before = member.address, member.away_s, member.lasts
         member.line, member.address, member.returns = line, address, message.returns
         member.away_s, member.lasts = message.away_s, message.lasts

@@ -355,7 +355,7 @@ class Unit:
     def keep(self, sessions: Container[bytes], pending: Container[int]) -> None:
         """Only these are left: what others were filling or reading goes, and what nobody is filling any more, but for
         `pending` blocks."""
-        for holder in {*self._unpublished, *(session for session, _ in self._pins.sessions())}:
+        for holder in dict.fromkeys([*self._unpublished, *(session for session, _ in self._pins.sessions())]):
             if holder not in sessions:
                 self.forget(holder)
         for block in list(self._blocks.values()):

@@ -38,6 +38,9 @@ class AwayLine:
     def push(self, message: m.Message) -> None:
         pass
 
+    def abort(self) -> None:
+        pass
+
 
 def replay(service: Service, records: Iterable[r.Record], arenas: Iterable[int] = ()) -> int:
     """Carry them out; how many there were. `arenas` are descriptors of those that were opened since. Raises
