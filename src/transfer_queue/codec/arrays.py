@@ -205,6 +205,12 @@ class BufferReader:
             if number not in self._spans:
                 self._spans[number] = self._span(number)
 
+    def close(self) -> None:
+        """All values are made. Whoever decodes is in a cycle with this, and must not keep the bytes until it is taken
+        apart."""
+        self._spans, self._tensors = {}, {}
+        del self._span
+
     def begin_row(self, refs: list[int]) -> None:
         self._refs = refs
 

@@ -275,17 +275,21 @@ class Assembler:
         values: list[Any] = []
         readers = self._readers(runs)
         lifting = self._lifting()
-        for run in runs:
-            block, column, start, count = run
-            try:
-                if len(column.parts) == 2 and count == 1:
-                    values.append(lifting.unpack(block.message(column, start)))
-                elif len(column.parts) == 2:
-                    values += _decoded_run(lifting, run)
-                else:
-                    values += self._decoded(run, readers[id(block), column.name])
-            except DAMAGED as error:
-                raise damaged(column.name, error) from None
+        try:
+            for run in runs:
+                block, column, start, count = run
+                try:
+                    if len(column.parts) == 2 and count == 1:
+                        values.append(lifting.unpack(block.message(column, start)))
+                    elif len(column.parts) == 2:
+                        values += _decoded_run(lifting, run)
+                    else:
+                        values += self._decoded(run, readers[id(block), column.name])
+                except DAMAGED as error:
+                    raise damaged(column.name, error) from None
+        finally:
+            for reader in readers.values():
+                reader.close()
         return values
 
     def _readers(self, runs: Sequence[Run]) -> dict[tuple[int, str], BufferReader]:
