@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,10 @@ TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTY
 )
 
 Source = torch.Tensor | np.ndarray[Any, Any]
+
+
+def nbytes_of(source: Source) -> int:
+    return source.nbytes if isinstance(source, np.ndarray) else source.numel() * source.element_size()
 
 
 class BufferWriter:
@@ -195,11 +199,11 @@ class BufferReader:
 
     def __init__(self, span: Callable[[int], Bytes]) -> None:
         self._span = span
-        self._refs: list[int] = []
+        self._refs: Sequence[int] = []
         self._spans: dict[int, Bytes] = {}
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
 
-    def fetch(self, numbers: list[int]) -> None:
+    def fetch(self, numbers: Iterable[int]) -> None:
         """Ask for the bytes of these buffers, all that the next rows refer to."""
         for number in numbers:
             if number not in self._spans:
@@ -211,7 +215,7 @@ class BufferReader:
         self._spans, self._tensors = {}, {}
         del self._span
 
-    def begin_row(self, refs: list[int]) -> None:
+    def begin_row(self, refs: Sequence[int]) -> None:
         self._refs = refs
 
     def lift(self, code: int, content: Any) -> Any:

@@ -342,8 +342,7 @@ class Assembler:
 
 
 def damaged(field: str, error: Exception) -> ProtocolError:
-    where = f"field {field!r}: " if field else ""
-    return ProtocolError(f"{where}a damaged value: {error}")
+    return ProtocolError(f"field {field!r}: a damaged value: {error}")
 
 
 def _distinct(runs: Sequence[Run]) -> list[Column]:

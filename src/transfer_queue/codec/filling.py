@@ -128,22 +128,29 @@ class BlockPlan:
             into[texts.starts[:, None] + np.arange(TEXT_HEADER_NBYTES)] = texts.headers
             targets = (texts.starts + (base + TEXT_HEADER_NBYTES)).tolist()
             moves += [(target, *text) for target, text in zip(targets, texts.lying, strict=True)]
-        for offset, source in self._fillings:
-            if isinstance(source, torch.Tensor):
-                if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
-                    nbytes = source.numel() * source.element_size()
-                    plain = source if source.is_conj() or source.is_neg() else _as_numbers(source)
-                    target = torch.from_numpy(into[offset : offset + nbytes]).view(plain.dtype)
-                    target.view(plain.shape).copy_(plain)
-                    continue
-                moves.append((base + offset, source.data_ptr(), source.numel() * source.element_size()))
-            elif isinstance(source, bytes):
-                moves.append((base + offset, _bytes_address(source), len(source)))
-            else:
-                lying = np.ascontiguousarray(source)
-                kept.append(lying)
-                moves.append((base + offset, lying.__array_interface__["data"][0], lying.nbytes))
-        return moves
+        return moves + moves_of(self._fillings, into, base, kept)
+
+
+def moves_of(fillings: Sequence[tuple[int, Filling]], into: Bytes, address: int, kept: list[Any]) -> list[Move]:
+    """What is left to copy into memory at `address` that is `into`, after what cannot be copied as it lies. `fillings`
+    are (offset, source); `kept` has to live until then."""
+    moves: list[Move] = []
+    for offset, source in fillings:
+        if isinstance(source, torch.Tensor):
+            if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
+                nbytes = source.numel() * source.element_size()
+                plain = source if source.is_conj() or source.is_neg() else _as_numbers(source)
+                target = torch.from_numpy(into[offset : offset + nbytes]).view(plain.dtype)
+                target.view(plain.shape).copy_(plain)
+                continue
+            moves.append((address + offset, source.data_ptr(), source.numel() * source.element_size()))
+        elif isinstance(source, bytes):
+            moves.append((address + offset, _bytes_address(source), len(source)))
+        else:
+            lying = np.ascontiguousarray(source)
+            kept.append(lying)
+            moves.append((address + offset, lying.__array_interface__["data"][0], lying.nbytes))
+    return moves
 
 
 def _as_numbers(source: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,10 @@
     description
     items         these and the description begin at multiples of 64 bytes, one after the other
 
-`pack_into` and `unpack_from` put bytes-like items into one buffer and take them out again. `batch_encode_into` and
-`batch_decode_from` do so with any value that a sample may hold: a value's block (`codec.layout`) is the only item, and
-the layout of the block the description. The functions keep no state and may be called by many threads.
+`pack_into` and `unpack_from` put bytes-like items into one buffer and take them out again; they describe nothing.
+`batch_encode_into` and `batch_decode_from` do so with any value that a sample may hold: the description is the value as
+`codec.values` writes it, the items are the bytes of the tensors and arrays in it (`codec.arrays`). The functions keep
+no state and may be called by many threads.
 
 A *buffer* is an object with contiguous bytes, as `bytearray`, `memoryview`, `mmap`, a numpy array or a tensor on the
 CPU, or a list of such, whose bytes count as one after the other (that costs one more copy).
@@ -20,28 +21,30 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from xxhash import xxh3_64
 
-from transfer_queue.codec.assemble import Assembler
-from transfer_queue.codec.layout import Builder, decode_layout
-from transfer_queue.codec.plan import plan_value
-from transfer_queue.codec.rows import BlockBytes, Copier, Run
-from transfer_queue.errors import InvalidInput, ProtocolError, TransferQueueError, UnsupportedValue
+from transfer_queue.codec.arrays import BufferReader, BufferWriter, nbytes_of
+from transfer_queue.codec.collector import collector_pause
+from transfer_queue.codec.filling import moves_of
+from transfer_queue.codec.layout import ALIGN, DAMAGED
+from transfer_queue.codec.values import Lifting, pack
+from transfer_queue.errors import InvalidInput, ProtocolError, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes, address_of
 from transfer_queue.memory.copy import Copies, Move, Mover
 from transfer_queue.memory.pool import Pool
-from transfer_queue.schema import OBJECTS
 
 Buffer: TypeAlias = Any
 MAGIC = b"TQpacked"
-HEAD, DIGEST = struct.Struct("<8sQQQ"), struct.Struct("<Q")
-SIZES_AT = HEAD.size + DIGEST.size
+HEAD, NUMBER = struct.Struct("<8sQQQ"), struct.Struct("<Q")
+SIZES_AT = HEAD.size + NUMBER.size
 KEEP_NBYTES = 1 << 30  # of memory that decoded values have left, for the next ones
+FEW = 64  # values that are made without a pause of the garbage collector
+REFUSALS = (InvalidInput, ProtocolError, UnsupportedValue)
 
 _pool = Pool(KEEP_NBYTES)
 
@@ -55,36 +58,40 @@ def _start_over() -> None:
 os.register_at_fork(after_in_child=_start_over)
 
 
-class _Form(NamedTuple):
-    """Where everything lies in a packed buffer, as (offset, bytes)."""
+class _Form:
+    """Where everything lies in a packed buffer with items of these sizes and a description of so many bytes."""
 
-    described: tuple[int, int]
-    items: list[tuple[int, int]]
-    nbytes: int
+    __slots__ = ("described", "nbytes", "sizes", "starts")
 
-    @classmethod
-    def of(cls, sizes: Sequence[int], description: int = 0) -> _Form:
-        builder = Builder()
-        builder.place(SIZES_AT + 8 * len(sizes))
-        described = builder.place(description)
-        return cls(described, [builder.place(size) for size in sizes], builder.nbytes)
+    def __init__(self, sizes: Sequence[int], description: int = 0) -> None:
+        self.sizes = sizes
+        self.described = _aligned(SIZES_AT + 8 * len(sizes))
+        at = _aligned(self.described + description)
+        self.starts: list[int] = []
+        for size in sizes:
+            self.starts.append(at)
+            at = _aligned(at + size)
+        self.nbytes = at
 
     def write(self, into: Bytes, description: bytes = b"") -> None:
         """All but the items; zeros between the parts, so that equal values are equal bytes."""
-        sizes = np.array([nbytes for _, nbytes in self.items], "<u8").tobytes()
-        head = HEAD.pack(MAGIC, len(self.items), len(description), self.nbytes)
-        head += DIGEST.pack(_digest(head, sizes, description)) + sizes
-        for at, part in ((0, head), (self.described[0], description)):
-            into[at : at + len(part)] = np.frombuffer(part, np.uint8)
-        parts = [(0, len(head)), self.described, *self.items, (self.nbytes, 0)]
-        for (start, nbytes), (after, _) in itertools.pairwise(parts):
-            into[start + nbytes : after] = 0
+        sizes = struct.pack(f"<{len(self.sizes)}Q", *self.sizes)
+        head = HEAD.pack(MAGIC, len(self.sizes), len(description), self.nbytes)
+        lead = b"".join((head, NUMBER.pack(_digest(head, sizes, description)), sizes))
+        view, described = memoryview(into), self.described + len(description)  # type: ignore[arg-type]
+        view[: len(lead)] = lead
+        view[self.described : described] = description
+        ends = [len(lead), described, *map(int.__add__, self.starts, self.sizes)]
+        for end, start in zip(ends, (self.described, *self.starts, self.nbytes), strict=True):
+            if end < start:
+                view[end:start] = bytes(start - end)
 
 
 class _Target(NamedTuple):
     """Bytes to write, and the parts that they are handed on to (none: they are the buffer's own)."""
 
     into: Bytes
+    address: int
     parts: list[Bytes]
 
     def finish(self) -> None:
@@ -97,7 +104,7 @@ class _Target(NamedTuple):
 
 def calc_packed_size(items: Sequence[Buffer]) -> int:
     """How many bytes `pack_into` needs for these items; a multiple of 64."""
-    return _Form.of([_item(item, number).nbytes for number, item in enumerate(items)]).nbytes
+    return _Form([_item(item, number).nbytes for number, item in enumerate(items)]).nbytes
 
 
 def pack_into(target_buffer: Buffer, items: Sequence[Buffer], *, num_workers: int = 1) -> int:
@@ -108,13 +115,12 @@ def pack_into(target_buffer: Buffer, items: Sequence[Buffer], *, num_workers: in
     contiguous.
     """
     sources = [_item(item, number) for number, item in enumerate(items)]
-    form = _Form.of([source.nbytes for source in sources])
+    form = _Form([source.nbytes for source in sources])
     with _copying(num_workers) as mover:
         (target,) = _targets([target_buffer], [form.nbytes])
         form.write(target.into)
-        base = address_of(target.into)
-        places = zip(form.items, sources, strict=True)
-        mover.move([(base + start, address_of(source), nbytes) for (start, nbytes), source in places if nbytes])
+        places = zip(form.starts, sources, strict=True)
+        mover.move([(target.address + at, address_of(one), one.nbytes) for at, one in places if one.nbytes])
         target.finish()
     return form.nbytes
 
@@ -128,7 +134,7 @@ def unpack_from(source_buffer: Buffer, *, copy: bool = False) -> list[memoryview
     """
     source = _source(source_buffer)
     form, _ = _parsed(source)
-    parts = [source[start : start + nbytes] for start, nbytes in form.items]
+    parts = [source[start : start + size] for start, size in zip(form.starts, form.sizes, strict=True)]
     return [memoryview(part.copy() if copy else part) for part in parts]  # type: ignore[arg-type]
 
 
@@ -149,28 +155,44 @@ def batch_encode_into(
     Raises `UnsupportedValue`, naming value and type, before anything is allocated; and `InvalidInput`, before anything
     is written, for buffers that are too few, too small, read-only, not contiguous, or that overlap.
     """
-    plans = []
-    for number, value in enumerate(objs):
-        with _named(f"value {number}"):
-            plans.append(plan_value(value, allow_pickle))
-    layouts = [plan.layout() for plan in plans]
-    forms = [_Form.of([plan.nbytes], len(layout)) for plan, layout in zip(plans, layouts, strict=True)]
-    sizes = [form.nbytes for form in forms]
-    buffers = list(alloc_buff_func(list(sizes)))
-    if len(buffers) != len(plans):
-        raise InvalidInput(f"alloc_buff_func gave {len(buffers)} buffers for {len(plans)} values")
-    kept: list[Any] = []
-    with _copying(num_workers) as mover:
+    with _copying(num_workers) as mover, collector_pause if len(objs) > FEW else nullcontext():
+        writers, descriptions = _described(objs, allow_pickle)
+        forms = [
+            _Form(list(map(nbytes_of, writer.sources)), len(description))
+            for writer, description in zip(writers, descriptions, strict=True)
+        ]
+        sizes = [form.nbytes for form in forms]
+        buffers = list(alloc_buff_func(list(sizes)))
+        if len(buffers) != len(forms):
+            raise InvalidInput(f"alloc_buff_func gave {len(buffers)} buffers for {len(forms)} values")
         targets = _targets(buffers, sizes)
         moves: list[Move] = []
-        for target, plan, layout, form in zip(targets, plans, layouts, forms, strict=True):
-            form.write(target.into, layout)
-            start, nbytes = form.items[0]
-            moves += plan.moves(target.into[start : start + nbytes], kept)
+        kept: list[Any] = []
+        for target, form, writer, description in zip(targets, forms, writers, descriptions, strict=True):
+            form.write(target.into, description)
+            fillings = [one for one in zip(form.starts, writer.sources, strict=True) if nbytes_of(one[1])]
+            moves += moves_of(fillings, target.into, target.address, kept)
         mover.move(moves)
         for target in targets:
             target.finish()
     return buffers, sizes
+
+
+def _described(objs: Sequence[Any], allow_pickle: bool) -> tuple[list[BufferWriter], list[bytes]]:
+    """The buffers of each value, and its description: how many references to them are listed, these (none: to each
+    once, in order), and the message."""
+    writers: list[BufferWriter] = []
+    descriptions: list[bytes] = []
+    try:
+        for value in objs:
+            writer = BufferWriter()
+            message = pack(value, writer, allow_pickle)
+            refs = [] if len(writer.refs) == len(writer.sources) else writer.refs
+            writers.append(writer)
+            descriptions.append(struct.pack(f"<{1 + len(refs)}Q", len(refs), *refs) + message)
+    except UnsupportedValue as error:
+        raise UnsupportedValue(f"value {len(writers)}: {error}") from None
+    return writers, descriptions
 
 
 def batch_decode_from(
@@ -191,104 +213,147 @@ def batch_decode_from(
     alone, or cannot be decoded; `UnsupportedValue` for a value that needs pickle or a class that is not there;
     `InvalidInput` for `copy=False` of a buffer that is read-only or a list.
     """
-    with _copying(num_workers) as mover:
-        copies = Copies(mover)
-        copier = Copier(_pool.allocate, copies.copy, copies.take, copies.collect, copies.run)
-        assembler = Assembler(copier, allow_pickle)
-        runs = []
-        for number, buffer in enumerate(source_buffers):
-            with _named(f"buffer {number}"):
-                runs.append(_run(buffer, copy))
+    with _copying(num_workers) as mover, collector_pause if len(source_buffers) > FEW else nullcontext():
+        decoding = _Decoding(Copies(mover), copy)
+        reader = BufferReader(decoding.span)
+        unpack = Lifting(reader.lift, allow_pickle).unpack
+        values: list[Any] = []
+        done: list[Any] = decoding.messages
         try:
-            return assembler.objects(runs)
-        except TransferQueueError:
-            for number, run in enumerate(runs):
-                with _named(f"buffer {number}"):
-                    assembler.objects([run])
-            raise
+            for buffer in source_buffers:
+                decoding.add(buffer)
+            reader.fetch(range(len(decoding.parts)))
+            decoding.copies.run()  # an image, or a type of the user's, looks at its bytes when it is made
+            done = values
+            for message, refs in decoding.messages:
+                reader.begin_row(refs)
+                values.append(unpack(message))
+        except DAMAGED as error:
+            raise ProtocolError(f"buffer {len(done)}: a damaged value: {error}") from None
+        except REFUSALS as error:
+            raise type(error)(f"buffer {len(done)}: {error}") from None
+        finally:
+            reader.close()
+    return values
 
 
-def _run(buffer: Buffer, copy: bool | None) -> Run:
-    """The row of the one value in a buffer."""
-    source, joined = _source(buffer), isinstance(buffer, (list, tuple))
-    if copy is False and (joined or not source.flags.writeable):
-        what = "a list" if joined else "read-only"
-        raise InvalidInput(f"it is {what}, of which values cannot be views: pass copy=True")
-    form, description = _parsed(source)
-    if not description or len(form.items) != 1:
-        raise ProtocolError("it holds items of pack_into, not a value")
-    layout = decode_layout(description)
-    if layout.rows != 1 or len(layout.columns) != 1 or layout.columns[0].kind != OBJECTS:
-        raise ProtocolError("it holds rows, not a value")
-    start, nbytes = form.items[0]
-    may_view = joined or (source.flags.writeable and not copy)  # what was joined is memory of its own
-    block = BlockBytes(source[start : start + nbytes], layout, 0 if may_view else -1)
-    return Run(block, layout.columns[0], 0, 1)
+class _Decoding:
+    """The `messages` of values, each with the numbers of its buffers among the `parts` of all."""
+
+    def __init__(self, copies: Copies, copy: bool | None) -> None:
+        self.copies = copies
+        self._copy = copy
+        self.parts: list[Bytes] = []
+        self.messages: list[tuple[memoryview, Sequence[int]]] = []
+        self._viewed: list[bool] = []  # of each part
+
+    def add(self, buffer: Buffer) -> None:
+        source, joined = _source(buffer), isinstance(buffer, (list, tuple))
+        if self._copy is False and (joined or not source.flags.writeable):
+            what = "a list" if joined else "read-only"
+            raise InvalidInput(f"it is {what}, of which values cannot be views: pass copy=True")
+        form, description = _parsed(source)
+        if not len(description):
+            raise ProtocolError("it holds items of pack_into, not a value")
+        first, count = len(self.parts), len(form.sizes)
+        (listed,) = NUMBER.unpack_from(description)
+        refs = struct.unpack_from(f"<{listed}Q", description, NUMBER.size) if listed else range(count)
+        if listed and max(refs) >= count:
+            raise ProtocolError("it refers to a part that is not there")
+        self.parts += [source[start : start + size] for start, size in zip(form.starts, form.sizes, strict=True)]
+        self._viewed += [joined or (source.flags.writeable and not self._copy)] * count  # a joined one is its own
+        self.messages.append((description[NUMBER.size * (1 + listed) :], [first + ref for ref in refs]))
+
+    def span(self, number: int) -> Bytes:
+        """The bytes of a part: a view, or memory of the reader by the end of `copies.run`."""
+        part = self.parts[number]
+        if self._viewed[number]:
+            return part
+        own = _pool.allocate(part.nbytes)
+        self.copies.copy(own, part)
+        return own
 
 
-def _parsed(source: Bytes) -> tuple[_Form, bytes]:
+def _aligned(nbytes: int) -> int:
+    return (nbytes + ALIGN - 1) & -ALIGN
+
+
+def _parsed(source: Bytes) -> tuple[_Form, memoryview]:
     """Where everything lies, all within the buffer, and the description. Raises `ProtocolError`."""
     if len(source) < SIZES_AT:
         raise ProtocolError(f"not a packed buffer: {len(source)} bytes")
-    head = source[: HEAD.size].tobytes()
-    magic, count, description, nbytes = HEAD.unpack(head)
+    view = memoryview(source)  # type: ignore[arg-type]
+    magic, count, description, nbytes = HEAD.unpack_from(view)
     if magic != MAGIC:
         raise ProtocolError("not a packed buffer")
     if nbytes > len(source) or SIZES_AT + 8 * count + description > nbytes:
         raise ProtocolError(f"a packed buffer of {nbytes} bytes is cut off after {len(source)}")
-    sizes = source[SIZES_AT : SIZES_AT + 8 * count].tobytes()
-    form = _Form.of(np.frombuffer(sizes, "<u8").tolist(), description)
-    start = form.described[0]
-    described = source[start : start + description].tobytes()
-    digest = DIGEST.unpack(source[HEAD.size : SIZES_AT].tobytes())[0]
-    if form.nbytes != nbytes or _digest(head, sizes, described) != digest:
+    sizes = view[SIZES_AT : SIZES_AT + 8 * count]
+    form = _Form(struct.unpack(f"<{count}Q", sizes), description)
+    described = view[form.described : form.described + description]
+    (digest,) = NUMBER.unpack_from(view, HEAD.size)
+    if form.nbytes != nbytes or _digest(view[: HEAD.size], sizes, described) != digest:
         raise ProtocolError("the description of a packed buffer is damaged")
     return form, described
 
 
-def _digest(*parts: bytes) -> int:
-    return xxh3_64(b"".join(parts)).intdigest()
+def _digest(head: bytes | memoryview, sizes: bytes | memoryview, description: bytes | memoryview) -> int:
+    found = xxh3_64(head)
+    found.update(sizes)
+    found.update(description)
+    return found.intdigest()
 
 
 def _targets(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[_Target]:
     """The first bytes of each buffer, to be written. Raises `InvalidInput` as `batch_encode_into`."""
-    places = []
-    for number, (buffer, size) in enumerate(zip(buffers, sizes, strict=True)):
-        with _named(f"buffer {number}"):
-            places.append([_contiguous(part) for part in _parts(buffer)])
-            room = sum(part.nbytes for part in places[-1])
+    places: list[list[tuple[int, Bytes]]] = []
+    try:
+        for buffer, size in zip(buffers, sizes, strict=True):
+            parts = [_contiguous(part) for part in _parts(buffer)]
+            room = sum(part.nbytes for part in parts)
             if room < size:
                 raise InvalidInput(f"it has {room} bytes, {size} are needed")
-            if not all(part.flags.writeable for part in places[-1]):
+            if not all(part.flags.writeable for part in parts):
                 raise InvalidInput("it is read-only")
-    lying = sorted((address_of(part), part.nbytes) for parts in places for part in parts if part.nbytes)
+            places.append([(address_of(part), part) for part in parts])
+    except InvalidInput as error:
+        raise InvalidInput(f"buffer {len(places)}: {error}") from None
+    lying = sorted((start, part.nbytes) for parts in places for start, part in parts if part.nbytes)
     if any(start + nbytes > after for (start, nbytes), (after, _) in itertools.pairwise(lying)):
         raise InvalidInput("the buffers overlap")
-    return [
-        _Target(parts[0][:size], []) if len(parts) == 1 else _Target(np.empty(size, np.uint8), parts)
-        for parts, size in zip(places, sizes, strict=True)
-    ]
+    return [_target(parts, size) for parts, size in zip(places, sizes, strict=True)]
+
+
+def _target(parts: list[tuple[int, Bytes]], size: int) -> _Target:
+    if len(parts) == 1:
+        ((address, part),) = parts
+        return _Target(part, address, [])
+    joined = np.empty(size, np.uint8)
+    return _Target(joined, address_of(joined), [part for _, part in parts])
 
 
 def _parts(buffer: Buffer) -> Sequence[Buffer]:
-    return buffer if isinstance(buffer, (list, tuple)) else [buffer]
+    return buffer if isinstance(buffer, (list, tuple)) else (buffer,)
 
 
 def _source(buffer: Buffer) -> Bytes:
-    parts = [_contiguous(part) for part in _parts(buffer)]
-    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+    if isinstance(buffer, (list, tuple)):
+        return np.concatenate([np.empty(0, np.uint8), *map(_contiguous, buffer)])
+    return _contiguous(buffer)
 
 
 def _item(item: Buffer, number: int) -> Bytes:
     """The bytes of an item, in order."""
-    with _named(f"item {number}"):
-        if isinstance(item, torch.Tensor):
-            item = item.contiguous()
-        elif isinstance(item, np.ndarray):
-            item = np.ascontiguousarray(item)
-        elif isinstance(item, memoryview) and not item.c_contiguous:
-            item = item.tobytes()
+    if isinstance(item, torch.Tensor):
+        item = item.contiguous()
+    elif isinstance(item, np.ndarray):
+        item = np.ascontiguousarray(item)
+    elif isinstance(item, memoryview) and not item.c_contiguous:
+        item = item.tobytes()
+    try:
         return _contiguous(item)
+    except InvalidInput as error:
+        raise InvalidInput(f"item {number}: {error}") from None
 
 
 def _contiguous(buffer: Buffer) -> Bytes:
@@ -296,7 +361,9 @@ def _contiguous(buffer: Buffer) -> Bytes:
     if isinstance(buffer, torch.Tensor):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             raise InvalidInput("a buffer lies in the memory of the processor, without gaps")
-        found: Bytes = buffer.detach().reshape(-1).view(torch.uint8).numpy()
+        if buffer.dtype is not torch.uint8 or buffer.dim() != 1:
+            buffer = buffer.detach().reshape(-1).view(torch.uint8)
+        found: Bytes = buffer.numpy()
         return found
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
@@ -309,14 +376,6 @@ def _contiguous(buffer: Buffer) -> Bytes:
     if not view.c_contiguous:
         raise InvalidInput("a buffer lies without gaps")
     return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
-
-
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    try:
-        yield
-    except (InvalidInput, ProtocolError, UnsupportedValue) as error:
-        raise type(error)(f"{where}: {error}") from None
 
 
 @contextmanager

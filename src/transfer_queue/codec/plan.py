@@ -16,7 +16,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from transfer_queue.codec import lists
-from transfer_queue.codec.arrays import BufferWriter, Source, check_jagged, check_tensor
+from transfer_queue.codec.arrays import BufferWriter, check_jagged, check_tensor, nbytes_of
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import dtype_name
 from transfer_queue.codec.filling import BlockPlan
@@ -86,13 +86,6 @@ def _column_of(name: str, value: Any) -> Any:
             raise InvalidInput(f"field {name!r}: a nested tensor is many rows; kv_put takes one")
         return _checked(name, value).unsqueeze(0)
     return value[None] if type(value) is np.ndarray and lists.as_tensor(value[None]) is not None else [value]
-
-
-def plan_value(value: Any, allow_pickle: bool = False) -> BlockPlan:
-    """One Python value, whatever it is, as a column of one row. Raises `UnsupportedValue`."""
-    plan = BlockPlan(1, allow_pickle)
-    plan.columns.append(_objects(plan, "", [value]))
-    return plan
 
 
 def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> BlockPlan:
@@ -253,8 +246,7 @@ def _objects(plan: BlockPlan, name: str, values: list[Any]) -> Column:
         try:
             messages.append(pack(value, buffers, plan.allow_pickle))
         except UnsupportedValue as error:
-            where = f"row {number}, field {name!r}: " if name else ""  # else it is a value of its own
-            raise UnsupportedValue(f"{where}{error}") from None
+            raise UnsupportedValue(f"row {number}, field {name!r}: {error}") from None
         buffers.end_row()
         ref_ends.append(len(buffers.refs))
     offsets = offsets_of(list(map(len, messages)))
@@ -270,10 +262,6 @@ def _heap(plan: BlockPlan, buffers: BufferWriter, ref_offsets: np.ndarray[Any, A
     """The parts ref_offsets, refs, spans and heap (see `codec.layout`)."""
     refs = np.array(buffers.refs, np.int64)
     heap = Builder()
-    spans = np.array([heap.place(_nbytes(source)) for source in buffers.sources], np.int64)
+    spans = np.array([heap.place(nbytes_of(source)) for source in buffers.sources], np.int64)
     parts = [plan.add(array, array.nbytes) for array in (ref_offsets, refs, spans)]
     return [*parts, plan.add_heap(spans.tolist(), buffers.sources, heap.nbytes)]
-
-
-def _nbytes(source: Source) -> int:
-    return source.nbytes if isinstance(source, np.ndarray) else source.numel() * source.element_size()
