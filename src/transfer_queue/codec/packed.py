@@ -36,13 +36,14 @@ from transfer_queue.codec.values import Lifting, pack
 from transfer_queue.errors import InvalidInput, ProtocolError, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes, address_of
 from transfer_queue.memory.copy import Copies, Move, Mover
-from transfer_queue.memory.pool import Pool
+from transfer_queue.memory.pool import HUGE_NBYTES, Pool
 
 Buffer: TypeAlias = Any
 MAGIC = b"TQpacked"
 HEAD, NUMBER = struct.Struct("<8sQQQ"), struct.Struct("<Q")
 SIZES_AT = HEAD.size + NUMBER.size
 KEEP_NBYTES = 1 << 30  # of memory that decoded values have left, for the next ones
+SLAB_NBYTES = 16 << 20  # of small parts of decoded values: fresh pages for each take ten times as long as the copy
 FEW = 64  # values that are made without a pause of the garbage collector
 REFUSALS = (InvalidInput, ProtocolError, UnsupportedValue)
 
@@ -87,7 +88,7 @@ class _Form:
                 view[end:start] = bytes(start - end)
 
 
-class _Target(NamedTuple):
+class _Filled(NamedTuple):
     """Bytes to write, and the parts that they are handed on to (none: they are the buffer's own)."""
 
     into: Bytes
@@ -206,8 +207,8 @@ def batch_decode_from(
 
     `copy=False`: tensors and arrays are views, each of which keeps its buffer alive and shows what is written there
     later. `copy=True`: they own their memory, and the buffers may be reused at once; `num_workers` threads share the
-    copies of all values. `None`: views, but copies where a buffer is read-only or a list. Texts, numbers and images are
-    always copies.
+    copies of all values, and those below 2 MiB lie together, up to 16 MiB that are free when the last one is gone.
+    `None`: views, but copies where a buffer is read-only or a list. Texts, numbers and images are always copies.
 
     Raises `ProtocolError`, naming the buffer, for one that `unpack_from` would not take, whose value was not packed
     alone, or cannot be decoded; `UnsupportedValue` for a value that needs pickle or a class that is not there;
@@ -246,6 +247,8 @@ class _Decoding:
         self.parts: list[Bytes] = []
         self.messages: list[tuple[memoryview, Sequence[int]]] = []
         self._viewed: list[bool] = []  # of each part
+        self._slab: Bytes = np.empty(0, np.uint8)
+        self._needed = 0  # bytes of slabs for the parts that are still to be copied
 
     def add(self, buffer: Buffer) -> None:
         source, joined = _source(buffer), isinstance(buffer, (list, tuple))
@@ -261,7 +264,10 @@ class _Decoding:
         if listed and max(refs) >= count:
             raise ProtocolError("it refers to a part that is not there")
         self.parts += [source[start : start + size] for start, size in zip(form.starts, form.sizes, strict=True)]
-        self._viewed += [joined or (source.flags.writeable and not self._copy)] * count  # a joined one is its own
+        viewed = joined or (source.flags.writeable and not self._copy)  # what was joined is memory of its own
+        self._viewed += [viewed] * count
+        if not viewed:
+            self._needed += sum(_aligned(size) for size in form.sizes if size < HUGE_NBYTES)
         self.messages.append((description[NUMBER.size * (1 + listed) :], [first + ref for ref in refs]))
 
     def span(self, number: int) -> Bytes:
@@ -269,8 +275,18 @@ class _Decoding:
         part = self.parts[number]
         if self._viewed[number]:
             return part
-        own = _pool.allocate(part.nbytes)
+        own = self._allocate(part.nbytes)
         self.copies.copy(own, part)
+        return own
+
+    def _allocate(self, nbytes: int) -> Bytes:
+        if nbytes >= HUGE_NBYTES:
+            return _pool.allocate(nbytes)
+        size = _aligned(nbytes)
+        if len(self._slab) < size:
+            self._slab = _pool.allocate(min(SLAB_NBYTES, self._needed))
+        own, self._slab = self._slab[:nbytes], self._slab[size:]
+        self._needed -= size
         return own
 
 
@@ -304,7 +320,7 @@ def _digest(head: bytes | memoryview, sizes: bytes | memoryview, description: by
     return found.intdigest()
 
 
-def _targets(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[_Target]:
+def _targets(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[_Filled]:
     """The first bytes of each buffer, to be written. Raises `InvalidInput` as `batch_encode_into`."""
     places: list[list[tuple[int, Bytes]]] = []
     try:
@@ -324,12 +340,12 @@ def _targets(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[_Target]:
     return [_target(parts, size) for parts, size in zip(places, sizes, strict=True)]
 
 
-def _target(parts: list[tuple[int, Bytes]], size: int) -> _Target:
+def _target(parts: list[tuple[int, Bytes]], size: int) -> _Filled:
     if len(parts) == 1:
         ((address, part),) = parts
-        return _Target(part, address, [])
+        return _Filled(part, address, [])
     joined = np.empty(size, np.uint8)
-    return _Target(joined, address_of(joined), [part for _, part in parts])
+    return _Filled(joined, address_of(joined), [part for _, part in parts])
 
 
 def _parts(buffer: Buffer) -> Sequence[Buffer]:
