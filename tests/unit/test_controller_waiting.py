@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tables import Box, indexes
 
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaConflict, StoreFull
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaConflict, ServiceUnavailable, StoreFull
 from transfer_queue.sampler import GRPOGroupNSampler
 from transfer_queue.schema import FieldSchema
 
@@ -287,7 +287,7 @@ def test_a_put_that_waits_fails_when_its_unit_gave_its_block_up() -> None:
     for ticket in ("gone", "stays"):
         box.put(1, timeout_s=9, ticket=ticket, partition="q")
     box.controller.refuse_commits(np.array([block, 4711]))
-    assert [(ticket, type(error)) for ticket, error in box.answers()] == [("gone", InvalidInput)]
+    assert [(ticket, type(error)) for ticket, error in box.answers()] == [("gone", ServiceUnavailable)]
     box.clear(rows)
     assert [ticket for ticket, _ in box.answers()] == ["stays"]
 

@@ -25,7 +25,15 @@ from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.state import ControllerState
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import Grant, InsertGrant, LockGrant
-from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared, StoreFull, TransferQueueError, UnknownMode
+from transfer_queue.errors import (
+    InvalidInput,
+    ProtocolError,
+    RowCleared,
+    ServiceUnavailable,
+    StoreFull,
+    TransferQueueError,
+    UnknownMode,
+)
 from transfer_queue.sampler.base import BaseSampler, forgets_partitions
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
@@ -34,6 +42,7 @@ from transfer_queue.wire.messages.staleness import Policy
 
 NO_BLOCK = -1
 MAX_NEW_ROWS = 1 << 24
+GIVEN_UP = "was given up when another process took its unit over: nothing of it is stored, put the rows again"
 
 
 class Controller:
@@ -527,8 +536,8 @@ class Controller:
             block = getattr(parked.message, "block", 0)
             if block in gone:
                 self._quota_waiters.remove(parked)
-                text = f"block {block} was given up"
-                self.state.outbox.append((parked.ticket, m.Failed(parked.message.rid, InvalidInput.code, text)))
+                text = f"block {block} {GIVEN_UP}"
+                self.state.outbox.append((parked.ticket, m.Failed(parked.message.rid, ServiceUnavailable.code, text)))
         self.restoring.refuse(gone)
 
     def hide(self, unit: int) -> None:

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from transfer_queue.errors import InvalidInput, ServiceUnavailable
+from transfer_queue.controller.controller import GIVEN_UP
+from transfer_queue.errors import ServiceUnavailable
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
@@ -159,11 +160,12 @@ class UnitRegistry:
     # blocks
 
     def has(self, block: int) -> bool:
-        """Whether the block of a commit lies on one of these units; `InvalidInput` when it must not be committed."""
+        """Whether the block of a commit lies on one of these units. Raises `ServiceUnavailable` where the unit was told
+        that it is not needed, because the commit had not come."""
         if unit_of(block) == 0:
             return False
         if block in self._refused:
-            raise InvalidInput(f"block {block} was given up")
+            raise ServiceUnavailable(f"block {block} {GIVEN_UP}")
         return unit_of(block) in self._members
 
     def resolve(self, message: m.ResolveCommits, unit: int) -> m.Blocks:
