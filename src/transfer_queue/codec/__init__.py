@@ -24,7 +24,6 @@
      ├─ registry      the user's own types
      └─ opaque        pickle, only where this process allows it
     packed            values in buffers of the caller's, without a block
-    packed            values in buffers of the caller's, without a block
     dtypes            torch's dtypes by name
 
 `layout`, `rows`, `select`, `lone_rows`, `spread_rows` and `joining` know no torch; `plan` and `assemble` run in clients

@@ -2,6 +2,5 @@
 
 logging_utils    `get_logger`
 serial_utils     packed buffers
-serial_utils     packed buffers
 zmq_utils        `ZMQServerInfo` and `process_zmq_server_info`, to attach a client by hand
 """
