@@ -544,14 +544,14 @@ class Controller:
         """The blocks of a storage unit cannot be read now: nobody is offered a row with cells there."""
         self.state.units_away.add(unit)
         for table in self.tables.values():
-            table.withhold(table.live_slots())
+            table.withhold(table.rows_on(unit))
 
     def show(self, unit: int) -> None:
         """They can be read again."""
         if unit in self.state.units_away:
             self.state.units_away.discard(unit)
             for table in list(self.tables.values()):
-                self._fetching.shown(table)
+                self._fetching.shown(table, table.rows_on(unit))
 
     def lose(self, unit: int) -> None:
         """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""

@@ -138,10 +138,13 @@ class Fetching:
             if view.waiters and (more or _any_taken(task, slots)):
                 self.serve(table, task, (view,))
 
-    def shown(self, table: Table) -> None:
+    def shown(self, table: Table, slots: Slots) -> None:
         """Rows that could not be read can be: who waits for them gets them."""
-        for name in list(table.tasks):
-            self._serve_all(table, name)
+        for task in list(table.tasks.values()):
+            for view in task.views.values():
+                task.refresh(view, table, slots)
+            self._remembered = True  # of rows that were dealt, a share may be complete now
+            self.serve(table, task, ())
 
     def serve(self, table: Table, task: Task, views: Sequence[ReadyView]) -> None:
         """Answer waiters of these views, in order of arrival, as far as the rows go.

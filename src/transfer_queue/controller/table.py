@@ -300,11 +300,20 @@ class Table:
 
     def withhold(self, slots: Slots) -> None:
         """Of these rows, offer none that cannot be read now."""
+        hidden: dict[tuple[str, ...], Slots] = {}
         for task in self.tasks.values():
             for view in task.views.values():
-                ready = self.ready(slots, view.fields)
-                if ready is not None:
-                    view.remove(slots[~ready])
+                if view.fields not in hidden:
+                    ready = self.ready(slots, view.fields)
+                    hidden[view.fields] = slots[:0] if ready is None else slots[~ready]
+                view.remove(hidden[view.fields])
+
+    def rows_on(self, unit: int) -> Slots:
+        """The slots of live rows with cells on a storage unit, and of some that had."""
+        lies = np.zeros(self.size, np.bool_)
+        for group in self.groups:
+            lies |= group.block[: self.size] >> UNIT_SHIFT == unit
+        return np.flatnonzero(lies & self.alive[: self.size])
 
     def written(self, slots: Slots, fields: Sequence[str]) -> Flags | None:
         """Which of `slots` are alive with all `fields` written; None when a field does not exist."""
