@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sim_network import Process, SimLoop, SimTask, Stuck
+from sim_network import Numbered, Process, SimLoop, Stuck
 
 from transfer_queue.client import forks
 from transfer_queue.client import session as session_module
@@ -335,17 +335,8 @@ class World:
         return left
 
 
-class NumberedConnection(ServerConnection):
-    """A set of connections has the same order in every run of a seed."""
-
-    numbers = itertools.count()
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self._number = next(self.numbers)
-        super().__init__(*args, **more)
-
-    def __hash__(self) -> int:
-        return self._number
+class NumberedConnection(Numbered, ServerConnection):
+    """A connection to a simulated server."""
 
 
 @contextmanager
@@ -361,8 +352,7 @@ def simulated(seed: int) -> Iterator[SimLoop]:
         stack.enter_context(mock.patch.object(session_module, "Connection", Handshake))
         stack.enter_context(mock.patch.object(forks, "sessions", weakref.WeakSet()))  # they have no descriptors
         stack.enter_context(mock.patch.object(process_module, "ServerConnection", NumberedConnection))
-        for numbered in (NumberedConnection, SimTask):
-            stack.enter_context(mock.patch.object(numbered, "numbers", itertools.count()))
+        stack.enter_context(mock.patch.object(Numbered, "numbers", itertools.count()))
         gc.collect()
         gc.disable()  # what is let go of a moment later is another run
         stack.callback(gc.enable)

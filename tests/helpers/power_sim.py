@@ -174,6 +174,8 @@ class Away:
         if isinstance(message, m.Drop):
             self._told_gone.update(numbers_of(message.blocks).tolist())
 
+    def abort(self) -> None: ...
+
 
 class PowerSimulation(Simulation):
     """`states[p]` is what would be saved once event p of the journal is the next one, `promised` the first event that

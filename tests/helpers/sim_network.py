@@ -40,17 +40,21 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
         return []
 
 
-class SimTask(asyncio.Task):  # type: ignore[type-arg]
-    """A set of tasks has the same order in every run of a seed."""
+class Numbered:
+    """A set of such has the same order in every run of a seed; one of others is in the order of their addresses."""
 
     numbers = itertools.count()
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        self._number = next(self.numbers)
+        self._number = next(Numbered.numbers)
         super().__init__(*args, **more)
 
     def __hash__(self) -> int:
         return self._number
+
+
+class SimTask(Numbered, asyncio.Task):  # type: ignore[type-arg]
+    """What runs on a simulated loop."""
 
 
 class SimLoop(asyncio.SelectorEventLoop):

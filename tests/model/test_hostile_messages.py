@@ -56,6 +56,7 @@ STRATEGIES: dict[Any, Any] = {
 
 class Line:
     def push(self, message: m.Message) -> None: ...
+    def abort(self) -> None: ...
 
 
 class Place:
