@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import threading
 import warnings
 import weakref
@@ -357,6 +358,27 @@ def test_what_was_not_packed_is_refused(data: bytes) -> None:
         unpack_from(data)
     with pytest.raises(ProtocolError, match=r"^buffer 0: "):
         batch_decode_from([data])
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        b"abc",
+        packed.NUMBER.pack(1),
+        packed.NUMBER.pack(1 << 60) + b"x",
+        struct.pack("<QQ", 1, 1) + b"x",
+        bytes(8),
+        bytes(8) + b"\xc1",
+    ],
+    ids=["short", "without its references", "references without end", "another part", "no message", "no msgpack"],
+)
+def test_descriptions_that_somebody_made_up(description: bytes) -> None:
+    """Whoever can write a buffer can write a digest that fits."""
+    form = packed._Form([3], len(description))
+    buffer = bytearray(form.nbytes)
+    form.write(np.frombuffer(buffer, np.uint8), description)
+    with pytest.raises(ProtocolError, match=r"^buffer 0: "):
+        batch_decode_from([buffer])
 
 
 def test_items_are_no_value_and_a_value_is_not_taken_for_a_whole_batch() -> None:

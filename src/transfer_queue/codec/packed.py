@@ -256,10 +256,12 @@ class _Decoding:
             what = "a list" if joined else "read-only"
             raise InvalidInput(f"it is {what}, of which values cannot be views: pass copy=True")
         form, description = _parsed(source)
-        if not len(description):
+        if len(description) < NUMBER.size:
             raise ProtocolError("it holds items of pack_into, not a value")
         first, count = len(self.parts), len(form.sizes)
         (listed,) = NUMBER.unpack_from(description)
+        if NUMBER.size * (1 + listed) > len(description):
+            raise ProtocolError("its references are not all there")
         refs = struct.unpack_from(f"<{listed}Q", description, NUMBER.size) if listed else range(count)
         if listed and max(refs) >= count:
             raise ProtocolError("it refers to a part that is not there")
