@@ -290,15 +290,22 @@ def _template(head: bytes) -> Template:
 
 
 class Builder:
-    """Assigns aligned places to parts, one after the other."""
+    """Assigns aligned places to parts, one after the other. `gaps` (from, to) lie between them."""
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.gaps: list[tuple[int, int]] = []
 
     def place(self, nbytes: int) -> tuple[int, int]:
         offset = self.nbytes
-        self.nbytes = -(-(offset + nbytes) // ALIGN) * ALIGN
+        end, self.nbytes = offset + nbytes, aligned(offset + nbytes)
+        if end < self.nbytes:
+            self.gaps.append((end, self.nbytes))
         return offset, nbytes
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 def offsets_of(lengths: ArrayLike) -> Ints:
