@@ -50,6 +50,7 @@ class BlockPlan:
         self.allow_pickle = allow_pickle
         self._builder = Builder()
         self._fillings: list[tuple[int, Filling]] = []
+        self._gaps: list[tuple[int, int]] = []  # from where to where nothing lies
         self._texts: list[Texts] = []
 
     @property
@@ -62,25 +63,33 @@ class BlockPlan:
     def schema(self) -> list[FieldSchema]:
         return [column.schema() for column in self.columns]
 
-    def add_heap(self, heap: Builder, spans: Sequence[tuple[int, int]], sources: Sequence[Source]) -> tuple[int, int]:
-        """One part, in which the sources fill the `spans` (offset, bytes) that `heap` gave them."""
-        start, _ = part = self._builder.place(heap.nbytes)
+    def _place(self, nbytes: int) -> tuple[int, int]:
+        start, _ = part = self._builder.place(nbytes)
+        if start + nbytes < self.nbytes:
+            self._gaps.append((start + nbytes, self.nbytes))
+        return part
+
+    def add_heap(self, spans: Sequence[tuple[int, int]], sources: Sequence[Source], nbytes: int) -> tuple[int, int]:
+        """One part of `nbytes`; the sources fill the `spans` (offset, bytes) of it, which ascend."""
+        start, _ = part = self._place(nbytes)
         for (offset, size), source in zip(spans, sources, strict=True):
             if size:
                 self._fillings.append((start + offset, source))
-        self._builder.gaps += [(start + end, start + after) for end, after in heap.gaps]
+        ends = [start + offset + size for offset, size in spans]
+        starts = [start + offset for offset, _ in spans[1:]] + [start + nbytes]
+        self._gaps += [gap for gap in zip(ends, starts, strict=True) if gap[0] < gap[1]]
         return part
 
     def add(self, source: Filling | None, nbytes: int) -> tuple[int, int]:
         """Place `nbytes`; `source` fills them (None: the caller does)."""
-        part = self._builder.place(nbytes)
+        part = self._place(nbytes)
         if source is not None and nbytes:
             self._fillings.append((part[0], source))
         return part
 
     def add_all(self, sources: Sequence[tuple[Filling, int]]) -> tuple[int, int]:
         """One part filled by (source, nbytes) one after the other."""
-        part = self._builder.place(sum(nbytes for _, nbytes in sources))
+        part = self._place(sum(nbytes for _, nbytes in sources))
         at = part[0]
         for source, nbytes in sources:
             if nbytes:
@@ -96,7 +105,7 @@ class BlockPlan:
         lying = [utf8(text) for text in texts]
         sizes = np.array([nbytes for _, nbytes in lying], np.int64)
         offsets = offsets_of(sizes + TEXT_HEADER_NBYTES)
-        part = self._builder.place(int(offsets[-1]))
+        part = self._place(int(offsets[-1]))
         headers = np.empty((len(texts), TEXT_HEADER_NBYTES), np.uint8)
         headers[:, 0] = 0xDB
         headers[:, 1:] = sizes.astype(">u4").view(np.uint8).reshape(-1, 4)
@@ -112,10 +121,7 @@ class BlockPlan:
         """What is left to copy into the block at `into`, after what cannot be copied as it lies; `kept` has to live
         until then."""
         base = address_of(into)
-        for (
-            start,
-            end,
-        ) in self._builder.gaps:  # what lay there is nobody's business: blocks go to other hosts and to disks
+        for start, end in self._gaps:  # what lay there is nobody's business: blocks go to other hosts and to disks
             into[start:end] = 0
         moves: list[Move] = []
         for texts in self._texts:

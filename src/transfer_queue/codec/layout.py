@@ -290,22 +290,15 @@ def _template(head: bytes) -> Template:
 
 
 class Builder:
-    """Assigns aligned places to parts, one after the other. `gaps` (from, to) lie between them."""
+    """Assigns aligned places to parts, one after the other."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self.gaps: list[tuple[int, int]] = []
 
     def place(self, nbytes: int) -> tuple[int, int]:
         offset = self.nbytes
-        end, self.nbytes = offset + nbytes, aligned(offset + nbytes)
-        if end < self.nbytes:
-            self.gaps.append((end, self.nbytes))
+        self.nbytes = -(-(offset + nbytes) // ALIGN) * ALIGN
         return offset, nbytes
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 def offsets_of(lengths: ArrayLike) -> Ints:

@@ -31,7 +31,7 @@ from xxhash import xxh3_64
 from transfer_queue.codec.arrays import BufferReader, BufferWriter, nbytes_of
 from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.filling import moves_of
-from transfer_queue.codec.layout import DAMAGED, Builder, aligned
+from transfer_queue.codec.layout import ALIGN, DAMAGED
 from transfer_queue.codec.values import Lifting, pack
 from transfer_queue.errors import InvalidInput, ProtocolError, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes, address_of
@@ -62,29 +62,33 @@ os.register_at_fork(after_in_child=_start_over)
 class _Form:
     """Where everything lies in a packed buffer with items of these sizes and a description of so many bytes."""
 
-    __slots__ = ("_gaps", "described", "nbytes", "sizes", "starts")
+    __slots__ = ("described", "nbytes", "sizes", "starts")
 
     def __init__(self, sizes: Sequence[int], description: int = 0) -> None:
-        builder = Builder()
-        builder.place(SIZES_AT + 8 * len(sizes))
         self.sizes = sizes
-        self.described, _ = builder.place(description)
-        self.starts = [builder.place(size)[0] for size in sizes]
-        self.nbytes, self._gaps = builder.nbytes, builder.gaps
+        self.described = _aligned(SIZES_AT + 8 * len(sizes))
+        at = _aligned(self.described + description)
+        self.starts: list[int] = []
+        for size in sizes:
+            self.starts.append(at)
+            at = _aligned(at + size)
+        self.nbytes = at
 
     def write(self, into: Bytes, description: bytes = b"") -> None:
         """All but the items; zeros between the parts, so that equal values are equal bytes."""
         sizes = struct.pack(f"<{len(self.sizes)}Q", *self.sizes)
         head = HEAD.pack(MAGIC, len(self.sizes), len(description), self.nbytes)
         lead = b"".join((head, NUMBER.pack(_digest(head, sizes, description)), sizes))
-        view = memoryview(into)  # type: ignore[arg-type]
+        view, described = memoryview(into), self.described + len(description)  # type: ignore[arg-type]
         view[: len(lead)] = lead
-        view[self.described : self.described + len(description)] = description
-        for start, end in self._gaps:
-            view[start:end] = bytes(end - start)
+        view[self.described : described] = description
+        ends = [len(lead), described, *map(int.__add__, self.starts, self.sizes)]
+        for end, start in zip(ends, (self.described, *self.starts, self.nbytes), strict=True):
+            if end < start:
+                view[end:start] = bytes(start - end)
 
 
-class _Destination(NamedTuple):
+class _Filled(NamedTuple):
     """Bytes to write, and the parts that they are handed on to (none: they are the buffer's own)."""
 
     into: Bytes
@@ -265,7 +269,7 @@ class _Decoding:
         viewed = joined or (source.flags.writeable and not self._copy)  # what was joined is memory of its own
         self._viewed += [viewed] * count
         if not viewed:
-            self._needed += sum(aligned(size) for size in form.sizes if size < HUGE_NBYTES)
+            self._needed += sum(_aligned(size) for size in form.sizes if size < HUGE_NBYTES)
         self.messages.append((description[NUMBER.size * (1 + listed) :], [first + ref for ref in refs]))
 
     def span(self, number: int) -> Bytes:
@@ -280,12 +284,16 @@ class _Decoding:
     def _allocate(self, nbytes: int) -> Bytes:
         if nbytes >= HUGE_NBYTES:
             return _pool.allocate(nbytes)
-        size = aligned(nbytes)
+        size = _aligned(nbytes)
         if len(self._slab) < size:
             self._slab = _pool.allocate(min(SLAB_NBYTES, self._needed))
         own, self._slab = self._slab[:nbytes], self._slab[size:]
         self._needed -= size
         return own
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + ALIGN - 1) & -ALIGN
 
 
 def _parsed(source: Bytes) -> tuple[_Form, memoryview]:
@@ -314,7 +322,7 @@ def _digest(head: bytes | memoryview, sizes: bytes | memoryview, description: by
     return found.intdigest()
 
 
-def _targets(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[_Destination]:
+def _targets(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[_Filled]:
     """The first bytes of each buffer, to be written. Raises `InvalidInput` as `batch_encode_into`."""
     places: list[list[tuple[int, Bytes]]] = []
     try:
@@ -334,12 +342,12 @@ def _targets(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[_Destinati
     return [_target(parts, size) for parts, size in zip(places, sizes, strict=True)]
 
 
-def _target(parts: list[tuple[int, Bytes]], size: int) -> _Destination:
+def _target(parts: list[tuple[int, Bytes]], size: int) -> _Filled:
     if len(parts) == 1:
         ((address, part),) = parts
-        return _Destination(part, address, [])
+        return _Filled(part, address, [])
     joined = np.empty(size, np.uint8)
-    return _Destination(joined, address_of(joined), [part for _, part in parts])
+    return _Filled(joined, address_of(joined), [part for _, part in parts])
 
 
 def _parts(buffer: Buffer) -> Sequence[Buffer]:

@@ -264,4 +264,4 @@ def _heap(plan: BlockPlan, buffers: BufferWriter, ref_offsets: np.ndarray[Any, A
     heap = Builder()
     spans = np.array([heap.place(nbytes_of(source)) for source in buffers.sources], np.int64)
     parts = [plan.add(array, array.nbytes) for array in (ref_offsets, refs, spans)]
-    return [*parts, plan.add_heap(heap, spans.tolist(), buffers.sources)]
+    return [*parts, plan.add_heap(spans.tolist(), buffers.sources, heap.nbytes)]
