@@ -81,6 +81,10 @@ def _shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "psm_", "torch_"))}
 
 
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("TQ_")}
+
+
 def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes] | Forked:
     """Stands in for `subprocess.Popen` in `launch.local`: this process's servers are forked, as its children are."""
     if command == [PYTHON, *local.COMMAND]:
@@ -137,6 +141,14 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()
     assert _open_files() <= before[0]
     until(lambda: _shared_memory() <= before[3], "the end of shared memory", 5)  # it may be another process's
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_settings_left() -> Iterator[None]:
+    """The tests of a file leave no setting behind that those of the next would take for their own."""
+    before = _settings()
+    yield
+    assert _settings() == before
 
 
 @pytest.fixture

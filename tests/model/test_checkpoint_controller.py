@@ -15,7 +15,7 @@ from tables import Box, busy, content, indexes, moved, reloaded
 
 from transfer_queue.controller.saved_state import SavedController
 from transfer_queue.controller.snapshot import exported
-from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported, InvalidInput, StoreFull
+from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported, DataLost, InvalidInput, StoreFull
 from transfer_queue.sampler import GRPOGroupNSampler
 
 quiet = settings(max_examples=300, derandomize=True, deadline=None, database=None)
@@ -45,6 +45,19 @@ def test_reserved_rows_stay_reserved_and_are_claimed_in_order() -> None:
     fresh = reloaded(box)
     assert fresh.controller.num_rows == 2
     assert indexes(fresh.put(5)) == indexes(box.put(5))
+
+
+def test_rows_that_were_lost_with_their_storage_unit_stay_lost_until_they_are_written_again() -> None:
+    box = Box()
+    lost = indexes(box.put(2))
+    box.controller.lose(0)
+    fresh = reloaded(box)
+    for one in (box, fresh):
+        with pytest.raises(DataLost):
+            one.get(lost)
+    fresh.controller.check_invariants()
+    fresh.put(lost)
+    assert len(fresh.cells(lost)["a"]) == 2
 
 
 def test_what_was_there_is_dropped_and_its_blocks_are_freed() -> None:

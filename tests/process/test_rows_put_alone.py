@@ -14,13 +14,6 @@ import transfer_queue as tq
 P = "train"
 
 
-@pytest.fixture(scope="module")
-def shared() -> Any:
-    tq.init()
-    yield
-    tq.close()
-
-
 def put_alone(partition: str, count: int, steps: int = 1) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for number in range(count):

@@ -253,6 +253,11 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
     yield
     yield from _add_keys_and_tags(draft.replaces, table, saved, versions)
     yield from _add_cells(draft, table, saved)
+    lost = _ints(saved.lost)
+    if not bool(((lost >= 0) & (lost < rows)).all()):
+        refuse(f"lost rows of {saved.name!r}")
+    table.lost.update(index[lost].tolist())
+    yield
     for name, flags in saved.consumed.items():
         if len(flags) != rows:
             refuse(f"consumption of {saved.name!r} by {name!r}")

@@ -48,7 +48,8 @@ class SavedTable(msgspec.Struct):
 
     `cells` maps every field, in the order they were first written, to its entry of `patterns`: uint16 group numbers
     over the positions, 0 where the cell is absent; group n is `groups[n - 1]`. `consumed` has one byte per position,
-    `returned` an entry for each row that came back to a task.
+    `returned` an entry for each row that came back to a task. `lost`: int64 positions of rows that lost cells with a
+    storage unit.
     """
 
     name: str
@@ -64,6 +65,7 @@ class SavedTable(msgspec.Struct):
     groups: list[SavedGroup]
     consumed: dict[str, memoryview]
     returned: dict[str, list[SavedReturn]] = {}
+    lost: memoryview = memoryview(b"")
 
     def key_chunks(self) -> Iterator[list[str | None]]:
         """Raises `CheckpointCorrupt`."""

@@ -108,6 +108,7 @@ def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
             for name, task in table.tasks.items()
         },
         {name: _returned(task, live) for name, task in table.tasks.items() if task.returned},
+        _packed(np.searchsorted(table.index[live], sorted(table.lost))),
     )
 
 
