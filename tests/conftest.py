@@ -152,9 +152,9 @@ def no_settings_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tq.TransferQueueClient]]:
+def service() -> Iterator[Callable[..., tq.TransferQueueClient]]:
     """Starts a service with the given settings (at most once) and returns the client; ended after the test."""
-    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    os.environ.pop("TQ_ADDRESS", None)
 
     def start(**conf: object) -> tq.TransferQueueClient:
         tq.init(conf or None)
@@ -162,6 +162,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tq.Transf
 
     yield start
     tq.close()
+    os.environ.pop("TQ_ADDRESS", None)  # a test may have set it
     gc.collect()
 
 

@@ -555,7 +555,7 @@ def test_status_finds_the_only_service_of_this_user(
     with pytest.raises(NotInitialized, match="no service of this user"):
         CliRunner().invoke(app, ["status"], catch_exceptions=False)
     service()
-    monkeypatch.delenv("TQ_ADDRESS")
+    del os.environ["TQ_ADDRESS"]
     shown = CliRunner().invoke(app, ["status", "--json"], catch_exceptions=False)
     assert json.loads(shown.output)["pid"] == tq.get_client().stats()["pid"]
     second = start()
