@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast, get_args
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
 from transfer_queue.server.settings import AWAY_S, LASTING_AWAY_S, Durability, ServerConfig
+from transfer_queue.storage.engines import engine_class
 from transfer_queue.wire.address import is_everywhere, parse_address
 from transfer_queue.wire.messages.staleness import Policy
 from transfer_queue.wire.token import token_from_environment, token_from_file
@@ -106,9 +107,10 @@ def _default() -> Any:
 
 def unknown(conf: Any) -> Iterator[str]:
     """One sentence for each key of `conf` that config.yaml has not, with the nearest one that it has."""
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, OmegaConf
 
     known: dict[str, bool] = {}  # whether it is a section
+    engine = OmegaConf.select(conf, "backend.storage_backend")  # which may be anybody's
 
     def learn(section: Any, path: str) -> None:
         for key, value in section.items_ex(resolve=False):
@@ -120,7 +122,7 @@ def unknown(conf: Any) -> Iterator[str]:
     def look(section: Any, path: str) -> Iterator[str]:
         for key, value in section.items_ex(resolve=False):
             name = f"{path}{key}"
-            if name not in known and name not in FOREIGN:
+            if name not in known and name not in FOREIGN and name != f"backend.{engine}":
                 near = difflib.get_close_matches(name, known, 1, 0.0)[0]
                 yield f"{name} is not a setting and has no effect; the nearest one is {near}"
             elif known.get(name) and isinstance(value, DictConfig):
@@ -182,16 +184,14 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     `ConfigWarning` of settings that have no effect."""
     _warn(conf)
     pickling(conf)  # not the server's to know, but a wrong value is refused here as all others are
-    backend = str(conf.backend.storage_backend)
-    if backend != "SimpleStorage":
-        raise ConfigError(f"backend.storage_backend: {backend!r} is not available; this release has SimpleStorage")
+    engine = _engine(conf)
     simple = conf.backend.SimpleStorage
     host = str(conf.server.host or "")
     join = str(conf.server.join or "")
     if join and parse_address(join).is_local:
         raise ConfigError(f"server.join: {join!r}; expected tcp:HOST:PORT")
     journal_dir = _directory(conf.server.journal_dir, "server.journal_dir")
-    durability = _durability(conf.server.durability, journal_dir)
+    durability = _durability(conf.server.durability, journal_dir, engine)
     metrics_port = _port(conf.metrics.port, "metrics.port")
     has_metrics = _flag(conf.metrics.enabled, "metrics.enabled")
     metrics_host = str(conf.metrics.host or "")
@@ -220,6 +220,8 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         logging_level=environment.logging_level or "WARNING",
         durability=durability,
         journal_dir=journal_dir,
+        engine=engine,
+        engine_settings=_engine_settings(conf, engine),
         away_s=_away_s(conf.server.away_s, journal_dir is not None),
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
@@ -286,7 +288,38 @@ def _away_s(value: Any, has_journal: bool) -> float:
     return _seconds(value, "server.away_s")
 
 
-def _durability(value: Any, journal_dir: str | None) -> Durability:
+def _engine(conf: Any) -> str:
+    """The storage engine that was chosen ("": none). Raises `ConfigError` for one that there is not."""
+    name = str(conf.backend.storage_backend)
+    if name == "SimpleStorage":
+        return ""
+    try:
+        engine_class(name)
+    except ImportError as error:
+        raise ConfigError(f"backend.storage_backend: {name} is not installed on this host: {error}") from error
+    if conf.backend.SimpleStorage.spill_dir is not None or conf.backend.SimpleStorage.ssd_offload.enabled:
+        raise ConfigError(f"backend.SimpleStorage.spill_dir: with {name} large rows are not in memory that could spill")
+    return name
+
+
+def _engine_settings(conf: Any, engine: str) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    section = conf.backend.get(engine) if engine else None
+    found = {} if section is None else OmegaConf.to_container(section, resolve=True)
+    if not isinstance(found, dict):
+        raise ConfigError(f"backend.{engine}: expected a section with settings, got {found!r}")
+    return {str(key): value for key, value in found.items()}
+
+
+def _durability(value: Any, journal_dir: str | None, engine: str) -> Durability:
+    if engine:
+        if value not in (None, "none") or journal_dir is not None:
+            raise ConfigError(
+                f"server.durability: rows that lie in {engine} survive no server yet: their books end with it; expected"
+                " none, or null"
+            )
+        return "none"
     if value is None:
         return "process" if journal_dir is None else "machine"
     if value not in get_args(Durability):

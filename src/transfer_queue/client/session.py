@@ -24,6 +24,7 @@ from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.carried import Carrying
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
+from transfer_queue.client.engine import Engine
 from transfer_queue.client.listing import Listings
 from transfer_queue.client.one_way import OneWay
 from transfer_queue.client.retry import GRACE_S, Retry, left_s, nobody_listens
@@ -124,6 +125,8 @@ class Session:
     def _open_memory(self) -> None:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
         self.spilled = SpilledBlocks(self.arenas)
+        is_at_books = not self.config.get("unit", 0)
+        self.engine = Engine(self.config.get("engine"), self.service_id, is_at_books, self.mover, self.pool)
         self.views = Views(self.arenas, self._unpin, self.pin_connection, self._disconnect)
 
     @property
@@ -505,6 +508,7 @@ class Session:
             self._detach(ServiceUnavailable("this client was closed"))
         if self._helpers is not None:
             self._helpers.shutdown()
+        self.engine.close()
         self.mover.close()
         self.pool.clear()
 
@@ -579,6 +583,7 @@ class Session:
             with contextlib.suppress(TransferQueueError):
                 self._give_back(self.connect())
         self.arenas.close()
+        self.engine.leave_behind()
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)
         self._open_memory()

@@ -43,6 +43,17 @@ class BlockIndex:
         self.entries[block] = BlockEntry(cells, table, group, first, last)
         table.blocks.add(block)
 
+    def lose(self, blocks: Iterable[int]) -> dict[str, int]:
+        """Their bytes are gone: their cells are absent again. How many rows of each partition had some."""
+        rows: dict[str, int] = {}
+        for block in blocks:
+            entry = self.find(block)
+            if entry is not None:
+                before = len(entry.table.lost)
+                self.release(entry.table.lose(entry.group, block, entry.first, entry.last))
+                rows[entry.table.name] = rows.get(entry.table.name, 0) + len(entry.table.lost) - before
+        return rows
+
     def replace(self, entries: dict[int, BlockEntry]) -> None:
         """Only `entries` count from now on."""
         self.sparse = set()

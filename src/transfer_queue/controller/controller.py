@@ -559,10 +559,7 @@ class Controller:
         if self.state.ledger is not None:
             self.state.ledger.note(UnitGivenUp(unit))
         self.restoring.lose(unit)
-        for block in [number for number in self.block_index.entries if number >> m.UNIT_SHIFT == unit]:
-            entry = self.block_index.find(block)
-            if entry is not None:
-                self.block_index.release(entry.table.lose(entry.group, block, entry.first, entry.last))
+        self.block_index.lose([number for number in self.block_index.entries if number >> m.UNIT_SHIFT == unit])
 
     def check_invariants(self) -> None:
         """Tables agree with themselves, and the block index with the tables; tests call this after each event."""

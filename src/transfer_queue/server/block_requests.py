@@ -44,6 +44,8 @@ class BlockRequests:
         """Where the payload of `message` is received; raises to refuse it."""
         if isinstance(message, m.Write):
             block = self.unit.unpublished(message.block, session.ident)
+            if block.is_in_engine:
+                raise InvalidInput(f"block {message.block} lies in the storage engine")
             if message.offset < 0 or message.offset + nbytes > block.nbytes:
                 raise InvalidInput(f"bytes {message.offset}..{message.offset + nbytes} of a block of {block.nbytes}")
             return memoryview(self.unit.memory(block))[message.offset : message.offset + nbytes]  # type: ignore[arg-type]
@@ -63,13 +65,17 @@ class BlockRequests:
 
         A reader that cannot map them takes them with a request of its own.
         """
-        here = self.unit.describe(reply.pieces, reply.layouts)
+        found = self.unit.describe(reply.pieces, reply.layouts)
+        here = [piece for piece in found if isinstance(piece.location, m.InArena)]
+        to_pin = [piece.block for piece in found if isinstance(piece.location, m.InEngine)]
         if _aligned_nbytes(here) <= (m.INLINE_NBYTES if session.local else REMOTE_INLINE_NBYTES):
-            return reply, self._riding(here, payload)
-        if session.local:
-            self._pin_all(reply.rid, [piece.block for piece in here], session)
+            payload = self._riding(here, payload)
+        elif session.local:
+            to_pin += [piece.block for piece in here]
         else:
             _leave(here)
+        if to_pin or session.local:
+            self._pin_all(reply.rid, to_pin, session)
         return reply, payload
 
     def carried(self, reply: m.Located, payload: Payload) -> Answer | None:
@@ -77,7 +83,7 @@ class BlockRequests:
         missing = sum(piece.location == m.REMOTE for piece in reply.pieces)
         here = self.unit.describe(reply.pieces, reply.layouts)
         nbytes = _aligned_nbytes(here) + sum(len(part) for part in payload)
-        if len(here) < missing:
+        if len(here) < missing or any(isinstance(piece.location, m.InEngine) for piece in here):
             return None
         if nbytes > m.CARRIED_NBYTES:
             return None if payload else self._cut_out(reply)
@@ -144,11 +150,12 @@ class BlockRequests:
             for cut, piece in zip(message.cuts, pieces, strict=True):
                 piece.block = self._cut(cut, session, message.rid)
                 piece.location = m.REMOTE
-            here = self.unit.describe(pieces, reply.layouts, dropped=True)
+            found = self.unit.describe(pieces, reply.layouts, dropped=True)
         except BaseException:
             self.unit.unpin_request(session.ident, message.rid)
             raise
-        if _aligned_nbytes(here) > REMOTE_INLINE_NBYTES:
+        here = [piece for piece in found if isinstance(piece.location, m.InArena)]
+        if len(here) < len(found) or _aligned_nbytes(here) > REMOTE_INLINE_NBYTES:
             _leave(here)
             return reply, ()
         payload = self._riding(here, ())
@@ -163,6 +170,8 @@ class BlockRequests:
         if not len(rows) or rows[0] < 0 or rows[-1] >= layout.rows or (np.diff(rows) <= 0).any():
             raise InvalidInput(f"rows of a block of {layout.rows}: ascending and distinct")
         self.unit.pin(block.number, session.ident, rid)
+        if block.is_in_engine:
+            return block.number  # the reader takes what it needs from there
         if len(rows) == layout.rows and {column.name for column in layout.columns} <= set(cut.fields):
             return block.number
         smaller, fill = selected(layout, self.unit.content(block), rows, cut.fields)
@@ -179,6 +188,8 @@ class BlockRequests:
     def read(self, message: m.Request, session: ServerSession) -> Answer:
         assert isinstance(message, m.Read)
         block = self.unit.pinned(message.block, session.ident)
+        if block.is_in_engine:
+            raise InvalidInput(f"block {message.block} lies in the storage engine")
         end = message.offset + message.nbytes
         if message.offset < 0 or message.nbytes < 0 or end > block.nbytes:
             raise InvalidInput(f"bytes {message.offset}..{end} of a block of {block.nbytes}")
@@ -204,7 +215,7 @@ class BlockRequests:
             raise RowCleared("the blocks lay on a unit that is not here any more")
         self._pin_all(message.rid, [piece.block for piece in pieces], session)
         if not session.local:
-            _leave(pieces)
+            _leave([piece for piece in pieces if isinstance(piece.location, m.InArena)])
         return reply, ()
 
     def unpin_all(self, rid: int, blocks: Sequence[int], session: ServerSession) -> None:

@@ -39,9 +39,9 @@ class Compactor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, number: int, rows: Ints, fields: Sequence[str]) -> None:
-        """Rewrite a block, unless it is small."""
+        """Rewrite a block, unless it is small, or lies in a storage engine: its bytes are not here."""
         block = self._service.unit.block(number)
-        if block is not None and block.nbytes >= MIN_NBYTES:
+        if block is not None and block.nbytes >= MIN_NBYTES and not block.is_in_engine:
             task = asyncio.get_running_loop().create_task(self._move(number, rows, fields))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

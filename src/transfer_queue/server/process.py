@@ -27,6 +27,7 @@ from transfer_queue.server import host_registry, processes
 from transfer_queue.server.connection import ServerConnection
 from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
 from transfer_queue.server.controller_node import ControllerNode
+from transfer_queue.server.engine_blocks import EngineBlocks, opened_engine
 from transfer_queue.server.fd_server import ArenaFdServer
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_member import KeptMember, MemberUnit
@@ -95,6 +96,7 @@ class Server:
         self.service.deliver = self.deliver
         self.listening: Listening
         self.journal: DiskJournal | None = None  # where there is to be one, from `run` on
+        self.engine: EngineBlocks | None = None
         self._keeper: StandbyKeeper | None = None
         self._entry = ""  # in the register of this user's servers
         self._metrics: Endpoint | None = None
@@ -180,6 +182,8 @@ class Server:
         home = await _move_in(self.config.run_dir)
         try:
             self._open_journal()
+            if self.config.engine and isinstance(self.role, ControllerNode):
+                self.engine = self.service.engine = await opened_engine(self.config, self.service, self.role.controller)
             self.listening = Listening(self.config, home)
             if isinstance(self.role, StorageNode):
                 await self.role.join(self._advertised(self.listening.tcp_name))
@@ -245,6 +249,8 @@ class Server:
             await asyncio.sleep(0)
             if self.journal is not None:
                 await self.journal.close()
+            if self.engine is not None:
+                await self.engine.close()
         finally:
             self._dismiss_standby()
             if self._metrics is not None:
@@ -327,6 +333,8 @@ class Server:
         config = {"metrics_endpoint": None, **self.role.client_config, **own, "unit": self.service.unit.number}
         if local:
             config["token"] = self.config.token
+        if self.engine is not None:
+            config["engine"] = self.engine.told(self.service.tcp)
         return Welcome(os.getpid(), door, json.dumps(config).encode(), *self.service.life)
 
     def of_unit(self, message: Request, host: str, line: UnitConnection) -> Reply:
@@ -338,6 +346,8 @@ class Server:
             link = cast(ServerConnection, ticket[0])  # type: ignore[index]
             link.answer_parked(ticket, answer)
         self.role.work()
+        if self.engine is not None:
+            self.engine.work()
         if self.service.recycler and not self._tidying:
             self._tidying = True
             asyncio.get_running_loop().call_soon(self._tidy)

@@ -71,6 +71,13 @@ class JournalLike(Protocol):
     def statistics(self) -> dict[str, Any]: ...
 
 
+class EngineLike(Protocol):
+    """Where the bytes of large blocks are that the unit has the books of."""
+
+    def check(self, done: Callable[[m.Reply], None], rid: int) -> None: ...
+    def statistics(self) -> dict[str, Any]: ...
+
+
 async def kept_first(service: Service, number: int) -> bool:
     """Wait until a block of its unit is where it has to be before rows may lie in it; whether it is."""
     block, journal = service.unit.block(number), service.journal
@@ -121,7 +128,8 @@ class Service:
         self.takeovers = 0  # how often one did
         self.deliver: Callable[[], None] = lambda: None  # sends what `answered` has; for those who are nobody's request
         self.journal: JournalLike | None = None
-        self._kept_first: set[Hashable] = set()  # commits whose blocks are being written to it
+        self.engine: EngineLike | None = None
+        self._kept_first: set[Hashable] = set()  # requests that wait for the journal or the engine
         self._background: set[asyncio.Task[None]] = set()
         self._reading: dict[Hashable, Reading] = {}
         self._data_fetches = DataFetches(self._present, self.blocks.carried)
@@ -273,6 +281,8 @@ class Service:
         rule = self._rules.get(type(message))
         if rule is not None:
             return rule(message, session)
+        if isinstance(message, m.ReportMissing):
+            return self._check_engine(message, ticket)
         if self.journal is not None and type(message) in GROWING:
             self.journal.check_room()
         if isinstance(message, m.Allocate):
@@ -295,6 +305,22 @@ class Service:
                 return None
             return self._data_fetches.complete(self.controller, DataFetch(message, session, now), reply, NO_BYTES, now)
         return None if reply is None else self._complete(reply, self.controller.payloads.pop(ticket, NO_BYTES))
+
+    def _check_engine(self, message: m.ReportMissing, ticket: Hashable) -> None:
+        """Answered once it was asked what it has; the rows of what is gone are given up by then."""
+        if self.engine is None:
+            raise InvalidInput("this service has no storage engine")
+        checks = self._kept_first
+        checks.add(ticket)
+
+        def done(reply: m.Reply) -> None:
+            if ticket in checks:
+                checks.discard(ticket)
+                self.unit.outbox.append((ticket, reply))
+            self.apply_outcomes()
+            self.deliver()
+
+        self.engine.check(done, message.rid)
 
     def _complete(self, reply: m.Reply, payload: memoryview) -> Answer:
         """The answer that a controller's reply makes."""
@@ -460,6 +486,7 @@ class Service:
             "spill_nbytes_budget": self.unit.spill.budget_nbytes,
             "pinned_nbytes": self.unit.pinned_nbytes(),
             **({} if self.journal is None else self.journal.statistics()),
+            **({} if self.engine is None else self.engine.statistics()),
         }
 
     # consequences

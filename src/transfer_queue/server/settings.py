@@ -101,6 +101,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     a row on a lease in vain before it is a dead letter (None: never). notice_after_s: when callers that wait are
     told what is missing, ascending. durability: what the rows survive: "none", or "process", the server's being
     killed, for a standby takes over; or "machine", everything but the loss of a disk, for a journal there has them.
+    engine, engine_settings: where the bytes of large blocks lie ("": in arenas), a name and its settings.
     journal_dir: its directory (None: there is no journal). away_s: for how long the controller waits for the rows of
     this unit when it is away. life: a descriptor that stays open as long as the server or
     its standby lives (-1: none).
@@ -135,6 +136,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     durability: Durability = "none"
     journal_dir: str | None = None
     away_s: float = AWAY_S
+    engine: str = ""
+    engine_settings: dict[str, Any] = {}
     life: int = -1
 
 

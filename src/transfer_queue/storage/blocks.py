@@ -13,7 +13,18 @@ from transfer_queue.memory.memfd import read_file
 from transfer_queue.storage.pins import NO_REQUEST, Pins
 from transfer_queue.storage.shm import SMALL_NBYTES, SharedMemory
 from transfer_queue.wait_queue import Waiter, WaitQueue
-from transfer_queue.wire.messages import REMOTE, UNIT_SHIFT, Allocate, Allocated, Failed, InArena, Piece, Reply, Waiting
+from transfer_queue.wire.messages import (
+    REMOTE,
+    UNIT_SHIFT,
+    Allocate,
+    Allocated,
+    Failed,
+    InArena,
+    InEngine,
+    Piece,
+    Reply,
+    Waiting,
+)
 
 FULL_SHARE, ROOMY_SHARE = 0.85, 0.75  # of the budget: blocks are moved to a disk above the one, down to the other
 
@@ -26,10 +37,12 @@ class SpillSpace(NamedTuple):
 
 
 NOWHERE = SpillSpace(None, 0)
+IN_ENGINE = -1  # in place of an arena's number
 
 
 class Block:
-    """A range of an arena. It lives until it is dropped by its owner or the controller, and no pin is left."""
+    """A range of an arena, or what lies in the storage engine under the block's name. It lives until it is dropped by
+    its owner or the controller, and no pin is left."""
 
     __slots__ = (
         "arena", "digest", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins", "published", "stays",
@@ -48,6 +61,14 @@ class Block:
         self.dropped = False
         self.stays = False  # it was to be moved to a disk, which could not be done
 
+    @property
+    def is_in_engine(self) -> bool:
+        return self.arena == IN_ENGINE
+
+    @property
+    def location(self) -> InArena | InEngine:
+        return InEngine() if self.arena == IN_ENGINE else InArena(self.arena, self.offset, self.digest)
+
 
 class Unit:
     """`budget_nbytes` bounds the bytes of all blocks, pinned ones included. Block numbers begin with the unit's
@@ -58,6 +79,9 @@ class Unit:
 
     `spill`: where blocks can be moved that have no room in memory, and how many bytes of them; they do not count in
     the budget.
+
+    With `has_engine`, large blocks that clients ask for lie in the service's storage engine, which has its own budget;
+    `left_in_engine` lists those that are to be deleted there.
     """
 
     def __init__(self, budget_nbytes: int, directory: str | None = None, spill: SpillSpace = NOWHERE) -> None:
@@ -66,6 +90,9 @@ class Unit:
         self.number = 0
         self.used_nbytes = 0
         self.spilled_nbytes = self.num_spilled = 0
+        self.has_engine = False
+        self.engine_nbytes = 0
+        self.left_in_engine: list[int] = []
         self.peak_nbytes = 0  # since the last rotation of the trimmer
         self.shm = SharedMemory(directory, spill.directory)
         self.outbox: list[tuple[Hashable, Reply]] = []
@@ -91,7 +118,7 @@ class Unit:
         """A block for `session`, or None after parking the request; `StoreFull` when it can never fit."""
         if message.nbytes < 1:
             raise InvalidInput(f"a block of {message.nbytes} bytes")
-        if message.nbytes > max(self.budget_nbytes, self.spill.budget_nbytes):
+        if message.nbytes > max(self.budget_nbytes, self.spill.budget_nbytes) and not self.has_engine:
             raise StoreFull(f"{message.nbytes} bytes exceed the store's budget of {self.budget_nbytes} bytes")
         is_first = not len(self._waiting)
         allocated = self._allocated(message, session) if is_first else None
@@ -107,12 +134,15 @@ class Unit:
 
     def _allocated(self, message: Allocate, session: bytes) -> Allocated | None:
         waits = message.timeout_s > 0 and message.nbytes <= self.budget_nbytes
-        block = self.place_anywhere(message.nbytes, session, waits)
+        if self.has_engine and message.nbytes > SMALL_NBYTES:
+            block: Block | None = self._enter(IN_ENGINE, 0, message.nbytes, session)
+        else:
+            block = self.place_anywhere(message.nbytes, session, waits)
         if block is None:
             return None
         if message.pin:
             self.pin(block.number, session, message.rid)
-        return Allocated(message.rid, block.number, block.arena, block.offset)
+        return Allocated(message.rid, block.number, block.location)
 
     def place_anywhere(self, nbytes: int, session: bytes | None, waits: bool = False) -> Block | None:
         """As `place`, in memory; else on the disk. Who `waits` gets memory as long as some can be given free."""
@@ -154,7 +184,9 @@ class Unit:
 
     def _count(self, block: Block, nbytes: int) -> None:
         """So many bytes more (or less) are taken where the block lies."""
-        if self.spill.budget_nbytes and self.is_spilled(block):
+        if block.is_in_engine:
+            self.engine_nbytes += nbytes
+        elif self.spill.budget_nbytes and self.is_spilled(block):
             self.spilled_nbytes += nbytes
             self.num_spilled += 1 if nbytes > 0 else -1
             self.disk_is_short = self.disk_is_short and nbytes > 0
@@ -163,7 +195,7 @@ class Unit:
             self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
 
     def is_spilled(self, block: Block) -> bool:
-        return self.shm.arenas[block.arena].spills
+        return not block.is_in_engine and self.shm.arenas[block.arena].spills
 
     def hand_over(self, block: Block, owner: bytes | None) -> None:
         """From now on `owner` fills it (None: nobody)."""
@@ -220,7 +252,10 @@ class Unit:
 
     def _free(self, block: Block) -> None:
         del self._blocks[block.number]
-        self.shm.give(block.arena, block.offset, block.nbytes)
+        if block.is_in_engine:
+            self.left_in_engine.append(block.number)
+        else:
+            self.shm.give(block.arena, block.offset, block.nbytes)
         self._count(block, -self.shm.rounded(block.nbytes))
         self._refused = None
 
@@ -248,7 +283,7 @@ class Unit:
         found = [piece for piece in pieces if piece.location == REMOTE and self.holds(piece.block, dropped)]
         for piece in found:
             block = self._blocks[piece.block]
-            piece.location, piece.nbytes = InArena(block.arena, block.offset, block.digest), block.nbytes
+            piece.location, piece.nbytes = block.location, block.nbytes
             if block.layout not in numbers:
                 numbers[block.layout] = len(layouts)
                 layouts.append(block.layout)
@@ -258,6 +293,10 @@ class Unit:
     def published(self) -> list[int]:
         """The numbers of the blocks that only the controller can drop."""
         return [block.number for block in self._blocks.values() if block.published and not block.dropped]
+
+    def in_engine(self) -> list[int]:
+        """The numbers of the blocks that the storage engine has to have."""
+        return [block.number for block in self._blocks.values() if block.is_in_engine and block.published]
 
     def block(self, number: int) -> Block | None:
         return self._blocks.get(number)
@@ -304,7 +343,7 @@ class Unit:
 
     def _rest(self, block: Block) -> None:
         """Nobody reads the block now; it may be moved, before those that are read later."""
-        if block.pins or not block.published or block.dropped or block.stays:
+        if block.pins or not block.published or block.dropped or block.stays or block.is_in_engine:
             return
         if block.nbytes > SMALL_NBYTES and not self.is_spilled(block):
             self._resting[block.number] = None
@@ -435,7 +474,7 @@ class Unit:
 
     def check_invariants(self) -> None:
         """Blocks do not overlap and fill exactly what the extents miss; tests call this after each event."""
-        blocks = self._blocks.values()
+        blocks = [block for block in self._blocks.values() if not block.is_in_engine]
         self.shm.check_invariants([(block.arena, block.offset, block.nbytes) for block in blocks])
         sizes = [0, 0]
         for block in blocks:
@@ -445,4 +484,4 @@ class Unit:
         assert self.spilled_nbytes <= self.spill.budget_nbytes
         assert all(not self._blocks[number].pins and self._blocks[number].published for number in self._resting)
         pins = self._pins.counts()
-        assert all(block.pins == pins[block.number] for block in blocks)
+        assert all(block.pins == pins[block.number] for block in self._blocks.values())

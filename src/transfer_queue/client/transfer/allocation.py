@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from transfer_queue.client.describing import field_specs
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Offload, Operation
 from transfer_queue.client.session import Session
-from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, noted, send_block
+from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, noted, send_block, store_in_engine
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import plan_empty
@@ -30,7 +32,7 @@ def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operati
     plan = plan_empty({name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()})
     wait_s = session.timeout_s if timeout_s is None else timeout_s
     nbytes = max(1, plan.nbytes)
-    if not session.is_local:
+    if not session.is_local or session.engine:
         return Allocation(session, plan, session.pool.allocate(nbytes), None)
     found: m.Allocated = (yield Call(m.Allocate(session.next_rid(), nbytes, True, wait_s), wait_s=wait_s))[0]
     allocation = Allocation(session, plan, None, found.block)
@@ -41,7 +43,9 @@ def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operati
             session.notify(m.Discard(found.block))
 
     def hold() -> Bytes:
-        return session.views.hold(found.rid, found.block, found.arena, found.offset, nbytes, ended)
+        lies = found.location
+        assert isinstance(lies, m.InArena)  # there is no engine
+        return session.views.hold(found.rid, found.block, lies.arena, lies.offset, nbytes, ended)
 
     allocation._fill((yield Offload(hold, nbytes)))
     return allocation
@@ -114,21 +118,31 @@ class Allocation(Mapping[str, torch.Tensor]):
         rows = TargetRows(partition_id, count, keys, strict_schema=strict_schema)
         if metadata is not None:
             rows = rows._replace(indexes=metadata.indexes.tobytes(), service=metadata.service_id)
-        block = self._block
+        block, fields, layout = self._block, self._plan.schema(), self._plan.layout()
         if block is None:
             block = yield from self._upload()
         self._published.append(True)
-        fields, layout = self._plan.schema(), self._plan.layout()
-        reply = noted(rows, (yield commit(self.session, rows, fields, layout, block, wire_tags))[0])
+        call = commit(self.session, rows, fields, layout, block, wire_tags)
+        call.to = "" if self._memory is None else self.session.engine.server_of(len(self._memory))
+        reply = noted(rows, (yield call)[0])
         return committed_meta(self.session, reply, partition_id, self._plan, wire_tags)
 
     def _upload(self) -> Operation[int]:
-        assert self._memory is not None
-        wait_s = self.session.timeout_s
-        request = m.Allocate(self.session.next_rid(), len(self._memory), False, wait_s)
-        block: int = (yield Call(request, wait_s=wait_s))[0].block
-        yield from send_block(self.session, block, self._memory)
-        return block
+        session, own = self.session, self._memory
+        assert own is not None
+        wait_s = session.timeout_s
+        deadline = time.monotonic() + wait_s
+        request = m.Allocate(session.next_rid(), len(own), False, wait_s)
+        found: m.Allocated = (yield Call(request, wait_s=wait_s, to=session.engine.server_of(len(own))))[0]
+        match found.location:
+            case m.InEngine():
+                yield from store_in_engine(session, found.block, len(own), lambda into: np.copyto(into, own), deadline)
+            case m.InArena(arena=arena, offset=offset) if session.is_local:
+                into = session.arenas[arena].writable(offset, len(own))
+                yield Offload(lambda: np.copyto(into, own), len(own))
+            case m.InArena():
+                yield from send_block(session, found.block, own)
+        return found.block
 
     commit = blocking(_commit)
     async_commit = awaitable(_commit)

@@ -44,7 +44,7 @@ class LocatedBlock:
     @property
     def is_pinned(self) -> bool:
         """Whether the reader has to release the pin itself, because no view does."""
-        return isinstance(self.piece.location, m.InArena) and self._viewed is None
+        return isinstance(self.piece.location, (m.InArena, m.InEngine)) and self._viewed is None
 
     def block_for(self, field: str, count: int, single: bool) -> BlockBytes:
         """The block to read `count` rows of `field` from; `single`: they are all rows of the result."""
@@ -119,7 +119,7 @@ class LocatedRows:
         """The blocks whose pins the reader has to release itself, because no view does."""
         if "blocks" in self.__dict__:
             return [one.piece.block for one in self.blocks if one.is_pinned]
-        return [piece.block for piece in self.reply.pieces if isinstance(piece.location, m.InArena)]
+        return [piece.block for piece in self.reply.pieces if isinstance(piece.location, (m.InArena, m.InEngine))]
 
     def runs(self, part: m.Part) -> Numbers:
         """Where the rows of a part are said to lie, (k, 3) of (piece, first row in it, number of rows)."""

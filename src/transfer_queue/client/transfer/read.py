@@ -105,12 +105,12 @@ def _located(
         if reply.note:
             warn_once(f"kv_batch_get of {request.partition!r}", reply.note)
         try:
-            elsewhere = yield from received(session, reply)
+            elsewhere = yield from received(session, request, reply)
         except RowCleared:
             looks -= 1
             if not looks:
                 raise
-            pinned = [piece.block for piece in reply.pieces if isinstance(piece.location, m.InArena)]
+            pinned = [piece.block for piece in reply.pieces if isinstance(piece.location, (m.InArena, m.InEngine))]
             if pinned:
                 yield Notify(m.Unpin(reply.rid, pinned))
             request = msgspec.structs.replace(request, rid=session.next_rid())

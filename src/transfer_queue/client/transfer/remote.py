@@ -1,20 +1,23 @@
-"""Blocks that lie on other hosts: one request to each unit names all that is needed of it, then the bytes are received
-straight into their place, over several connections when they are many.
+"""Blocks that lie elsewhere. On other hosts: one request to each unit names all that is needed of it, then the bytes are
+received straight into their place, over several connections when they are many. In the storage engine: one read of all
+that is needed of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_queue.client.effects import Call, Notify, Operation, Together
+from transfer_queue.client.effects import Call, Notify, Offload, Operation, Together
+from transfer_queue.client.engine import Wanted, WrongBytes
 from transfer_queue.client.session import Session
 from transfer_queue.codec.layout import Layout, decode_layout
 from transfer_queue.codec.rows import row_numbers
-from transfer_queue.errors import ProtocolError
+from transfer_queue.errors import DataLost, ProtocolError, RowCleared
 from transfer_queue.memory.bytes import Bytes, Ints
+from transfer_queue.storage.engines import BlocksMissing
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
@@ -28,31 +31,38 @@ class ReceivedBlock(NamedTuple):
     data: Bytes
 
 
-def received(session: Session, reply: m.Located) -> Operation[dict[int, ReceivedBlock]]:
-    """The pieces of `reply` that lie elsewhere, by their number; the runs in `reply` then count rows as received.
+def received(session: Session, request: m.Get, reply: m.Located) -> Operation[dict[int, ReceivedBlock]]:
+    """The pieces of `reply`, an answer to `request`, that lie elsewhere, by their number; the runs in `reply` then count
+    rows as received.
 
-    Raises `RowCleared` when a block is gone: its rows were cleared, or moved.
+    Raises `RowCleared` when a block is gone: its rows were cleared, moved, or lost by the storage engine. `DataLost`
+    for other bytes than were written.
     """
     cuts = _cuts(reply)
     if not cuts:
         return {}
+    lying = {piece: _Lying(reply.pieces[piece], reply.layouts) for piece in cuts if _is_in_engine(reply.pieces[piece])}
     by_unit: dict[int, list[int]] = {}
-    for piece in cuts:
+    for piece in cuts.keys() - lying.keys():
         by_unit.setdefault(reply.pieces[piece].block >> m.UNIT_SHIFT, []).append(piece)
     servers = [reply.units.get(unit, "") for unit in by_unit]
     takes = [m.Take(session.next_rid(), [cuts[piece] for piece in pieces]) for pieces in by_unit.values()]
     found: dict[int, ReceivedBlock] = {}
+    in_engine: dict[int, ReceivedBlock] = {}
     answers = yield Together([Call(take, to=to) for take, to in zip(takes, servers, strict=True)])
     pinned: list[tuple[str, m.Unpin]] = []
     try:
         reads: list[Call] = []
         for (taken, payload), pieces, to in zip(answers, by_unit.values(), servers, strict=True):
-            blocks = [one.block for one in taken.pieces if isinstance(one.location, m.Remote)]
+            blocks = [one.block for one in taken.pieces if not isinstance(one.location, m.Inline)]
             pinned.append((to, m.Unpin(taken.rid, blocks)))
             layouts = [decode_layout(layout) for layout in taken.layouts]
             if len(taken.pieces) != len(pieces):
                 raise ProtocolError(f"{len(taken.pieces)} pieces, {len(pieces)} were asked for")
             for piece, one in zip(pieces, taken.pieces, strict=True):
+                if _is_in_engine(one):
+                    lying[piece] = _Lying(one, taken.layouts)
+                    continue
                 layout = layout_of(one, layouts)
                 if layout.nbytes > one.nbytes:
                     raise ProtocolError(f"a block of {one.nbytes} bytes with a layout of {layout.nbytes}")
@@ -64,12 +74,68 @@ def received(session: Session, reply: m.Located) -> Operation[dict[int, Received
                 found[piece] = ReceivedBlock(layout, data)
         if reads:
             yield Together(reads)
+        if lying:
+            in_engine = yield from _read_from_engine(session, request, reply, cuts, lying)
     finally:
         for to, unpin in pinned:
             if unpin.blocks:
                 yield Notify(unpin, to)
-    _recount(reply, {piece: cut.rows for piece, cut in cuts.items()}, found)
-    return found
+    _recount(reply, {piece: cuts[piece].rows for piece in found}, found)
+    return found | in_engine
+
+
+class _Lying:
+    """A block in the storage engine, as a server described it."""
+
+    def __init__(self, piece: m.Piece, layouts: Sequence[bytes]) -> None:
+        self.nbytes = piece.nbytes
+        self.layout = layout_of(piece, [decode_layout(layout) for layout in layouts])
+        if self.layout.nbytes > piece.nbytes:
+            raise ProtocolError(f"a block of {piece.nbytes} bytes with a layout of {self.layout.nbytes}")
+
+
+def _is_in_engine(piece: m.Piece) -> bool:
+    return isinstance(piece.location, m.InEngine)
+
+
+def _read_from_engine(
+    session: Session, request: m.Get, reply: m.Located, cuts: dict[int, m.Cut], lying: dict[int, _Lying]
+) -> Operation[dict[int, ReceivedBlock]]:
+    """These pieces, each as a block of its size of which what the rows need is there."""
+    wanted = [
+        Wanted(cuts[piece].block, one.nbytes, one.layout, numbers_of(cuts[piece].rows), frozenset(cuts[piece].fields))
+        for piece, one in lying.items()
+    ]
+    for one in wanted:
+        if one.rows[0] < 0 or one.rows[-1] >= one.layout.rows:
+            raise ProtocolError(f"rows {one.rows[0]}..{one.rows[-1]} of a block of {one.layout.rows}")
+    nbytes = sum(one.nbytes for one in wanted)
+    engine = session.engine
+    try:
+        images = yield Offload(lambda: engine.read(wanted, session.timeout_s), nbytes)
+    except BlocksMissing as error:
+        blocks = np.array([one.block for one in wanted], np.int64).tobytes()
+        yield Call(m.ReportMissing(session.next_rid(), blocks), to=engine.books, wait_s=session.timeout_s)
+        raise RowCleared(f"the storage engine does not have them any more: {error}") from error
+    except WrongBytes as error:
+        piece = next(piece for piece in lying if cuts[piece].block == error.block)
+        raise DataLost(f"partition {request.partition!r}: {_rows_in(request, reply, piece)}: {error}") from error
+    parts = zip(lying.items(), images, strict=True)
+    return {piece: ReceivedBlock(one.layout, image) for (piece, one), image in parts}
+
+
+def _rows_in(request: m.Get, reply: m.Located, piece: int) -> str:
+    """The rows of the answer that have cells in a piece, as far as the request named them."""
+    positions: set[int] = set()
+    for part in reply.parts:
+        table = numbers_of(part.runs, 3)
+        of_rows = np.repeat(table[:, 0], table[:, 2])
+        positions.update(np.flatnonzero(of_rows == piece).tolist())
+    names: list[Any] = [] if request.keys is None else list(request.keys)
+    if request.rows is not None:
+        names = numbers_of(request.rows).tolist()
+    known = [names[position] for position in sorted(positions) if position < len(names)]
+    return f"rows {known[:8]}" if known else f"{len(positions)} rows"
 
 
 def inline_bytes(payload: memoryview, offset: int, nbytes: int) -> Bytes:
@@ -93,7 +159,9 @@ def _reads(session: Session, block: int, data: Bytes, to: str) -> Iterator[Call]
 
 def _cuts(reply: m.Located) -> dict[int, m.Cut]:
     """What is needed of every piece that lies elsewhere."""
-    elsewhere = {number for number, piece in enumerate(reply.pieces) if isinstance(piece.location, m.Remote)}
+    elsewhere = {
+        number for number, piece in enumerate(reply.pieces) if isinstance(piece.location, (m.Remote, m.InEngine))
+    }
     if not elsewhere:
         return {}
     runs: dict[int, list[Ints]] = {}

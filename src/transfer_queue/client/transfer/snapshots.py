@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,10 +18,12 @@ import numpy as np
 
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call
+from transfer_queue.client.engine import WrongBytes
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.write import send_block
-from transfer_queue.errors import ProtocolError, RowCleared, ServiceUnavailable
+from transfer_queue.errors import DataLost, ProtocolError, RowCleared, ServiceUnavailable
 from transfer_queue.memory.bytes import Ints
+from transfer_queue.storage.engines import BlocksMissing
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.messages.checkpoints import STATE_S
@@ -114,11 +117,20 @@ class PinnedSnapshot:
                         yield asked.popleft().result()
                     yield memoryview(mapped)  # type: ignore[arg-type]
                     continue
-                asked.append(readers.submit(self._read, piece, at, to))
+                read = self._read_from_engine if isinstance(piece.location, m.InEngine) else self._read
+                asked.append(readers.submit(read, piece, at, to))
                 if len(asked) > READERS:
                     yield asked.popleft().result()
             while asked:
                 yield asked.popleft().result()
+
+    def _read_from_engine(self, piece: m.Piece, at: int, to: str) -> memoryview:
+        end = min(at + CHUNK_NBYTES, piece.nbytes)
+        try:
+            found = self._session.engine.chunk(piece.block, piece.nbytes, at, end, self._session.timeout_s)
+        except (BlocksMissing, WrongBytes) as error:
+            raise DataLost(f"block {piece.block} of what is to be saved: {error}") from error
+        return memoryview(found)  # type: ignore[arg-type]
 
     def _read(self, piece: m.Piece, at: int, to: str) -> memoryview:
         nbytes = min(CHUNK_NBYTES, piece.nbytes - at)
@@ -174,12 +186,16 @@ class Refill:
         request = m.Allocate(session.next_rid(), nbytes, False, session.timeout_s)
         allocated: m.Allocated = session.call(Call(request, wait_s=session.timeout_s))[0]
         self._filled.append(m.Refilled(saved, allocated.block, layout))
-        if session.is_local:
-            write(memoryview(session.arenas[allocated.arena].writable(allocated.offset, nbytes)))  # type: ignore[arg-type]
-            return
-        own = np.empty(nbytes, np.uint8)
-        write(memoryview(own))  # type: ignore[arg-type]
-        run(session, send_block(session, allocated.block, own))
+        match allocated.location:
+            case m.InEngine():
+                deadline = time.monotonic() + session.timeout_s
+                session.engine.write(allocated.block, nbytes, lambda into: write(memoryview(into)), deadline)  # type: ignore[arg-type]
+            case m.InArena(arena=arena, offset=offset) if session.is_local:
+                write(memoryview(session.arenas[arena].writable(offset, nbytes)))  # type: ignore[arg-type]
+            case m.InArena():
+                own = np.empty(nbytes, np.uint8)
+                write(memoryview(own))  # type: ignore[arg-type]
+                run(session, send_block(session, allocated.block, own))
 
     def take(self) -> int:
         """The number of the block that was filled first; whoever asks publishes it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_queue.client.effects import Call, Offload, Operation, Together
+from transfer_queue.client.effects import Call, Notify, Offload, Operation, Together
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
 from transfer_queue.codec.filling import BlockPlan
@@ -39,6 +40,8 @@ class TargetRows(NamedTuple):
 def store(session: Session, plan: BlockPlan, rows: TargetRows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
     """Publish the planned block on `rows`: at most two round trips and one copy of the payload.
 
+    A block in a storage engine is entered in the books of the controller's server, whose unit has them all.
+
     Waits for room up to the session's timeout, then raises `StoreFull`. Nothing is visible unless this returns.
     """
     fields, layout = plan.schema(), plan.layout()
@@ -66,21 +69,40 @@ def _store_block(
     deadline: float,
 ) -> Operation[m.Committed]:
     nbytes = max(1, plan.nbytes)
+    to = session.engine.server_of(nbytes)
     wait_s = max(0.0, deadline - time.monotonic())
-    allocated: m.Allocated = (yield Call(m.Allocate(session.next_rid(), nbytes, False, wait_s), wait_s=wait_s))[0]
-    if session.is_local:
+    request = m.Allocate(session.next_rid(), nbytes, False, wait_s)
+    allocated: m.Allocated = (yield Call(request, wait_s=wait_s, to=to))[0]
+    match allocated.location:
+        case m.InEngine():
+            write = functools.partial(plan.write, mover=session.mover)
+            yield from store_in_engine(session, allocated.block, nbytes, write, deadline)
+        case m.InArena(arena=arena, offset=offset) if session.is_local:
 
-        def fill() -> None:
-            into = session.arenas[allocated.arena].writable(allocated.offset, nbytes)
-            plan.write(into, session.mover)
+            def fill() -> None:
+                into = session.arenas[arena].writable(offset, nbytes)
+                plan.write(into, session.mover)
 
-        yield Offload(fill, nbytes)
-    else:
-        own = session.pool.allocate(nbytes)
-        yield Offload(lambda: plan.write(own, session.mover), nbytes)
-        yield from send_block(session, allocated.block, own)
+            yield Offload(fill, nbytes)
+        case m.InArena():
+            own = session.pool.allocate(nbytes)
+            yield Offload(lambda: plan.write(own, session.mover), nbytes)
+            yield from send_block(session, allocated.block, own)
     wait_s = max(0.0, deadline - time.monotonic())
-    return noted(rows, (yield commit(session, rows, fields, layout, allocated.block, tags, wait_s=wait_s))[0])
+    call = commit(session, rows, fields, layout, allocated.block, tags, wait_s=wait_s)
+    call.to = to
+    return noted(rows, (yield call)[0])
+
+
+def store_in_engine(
+    session: Session, block: int, nbytes: int, fill: Callable[[Bytes], None], deadline: float
+) -> Operation[None]:
+    """Have `fill` write a block there; it is given up when that fails."""
+    try:
+        yield Offload(lambda: session.engine.write(block, nbytes, fill, deadline), nbytes)
+    except BaseException:
+        yield Notify(m.Discard(block), session.engine.books)
+        raise
 
 
 def send_block(session: Session, block: int, data: Bytes) -> Operation[None]:

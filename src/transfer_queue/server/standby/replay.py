@@ -114,7 +114,7 @@ class UnitReplay:
         session = self._service.sessions.by_ident[record.session]
         block = self._unit.unpublished(record.block, record.session)
         session.parked.pop(record.rid, None)
-        session.remember((m.Allocated(record.rid, block.number, block.arena, block.offset), ()))
+        session.remember((m.Allocated(record.rid, block.number, block.location), ()))
 
     def _published(self, record: r.Published) -> None:
         self._unit.publish(record.block, record.layout, record.digest)

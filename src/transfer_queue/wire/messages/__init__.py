@@ -33,6 +33,7 @@ from transfer_queue.wire.messages.base import REMOTE as REMOTE
 from transfer_queue.wire.messages.base import Done as Done
 from transfer_queue.wire.messages.base import Failed as Failed
 from transfer_queue.wire.messages.base import InArena as InArena
+from transfer_queue.wire.messages.base import InEngine as InEngine
 from transfer_queue.wire.messages.base import Inline as Inline
 from transfer_queue.wire.messages.base import Location as Location
 from transfer_queue.wire.messages.base import Message as Message
@@ -51,6 +52,7 @@ from transfer_queue.wire.messages.blocks import Allocated as Allocated
 from transfer_queue.wire.messages.blocks import Data as Data
 from transfer_queue.wire.messages.blocks import Discard as Discard
 from transfer_queue.wire.messages.blocks import Read as Read
+from transfer_queue.wire.messages.blocks import ReportMissing as ReportMissing
 from transfer_queue.wire.messages.blocks import Unpin as Unpin
 from transfer_queue.wire.messages.blocks import Write as Write
 from transfer_queue.wire.messages.checkpoints import Captured as Captured
@@ -137,7 +139,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 ClientMessage: TypeAlias = (
@@ -146,7 +148,7 @@ ClientMessage: TypeAlias = (
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Nack | ListDeadLetters | Requeue | Announce | Admit | GiveBack
-    | Lock | KeepLock | Unlock | ListLocks | MarkStep | ResumeStep | GetStep
+    | Lock | KeepLock | Unlock | ListLocks | MarkStep | ResumeStep | GetStep | ReportMissing
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
@@ -173,7 +175,7 @@ SMALL_HEADER_NBYTES, LARGE_HEADER_NBYTES = 1 << 20, 256 << 20
 LARGE = frozenset(
     one.__name__.encode()
     for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Gathered,
-                ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep)
+                ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep, ReportMissing)
 )  # fmt: skip
 
 

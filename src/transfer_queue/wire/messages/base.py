@@ -42,7 +42,11 @@ class Remote(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=2):
     """The bytes lie on the unit that the block's number names, and have to be taken from there."""
 
 
-Location: TypeAlias = Inline | InArena | Remote
+class InEngine(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=3):
+    """The bytes lie in the service's storage engine under the block's name; whoever is told has them pinned."""
+
+
+Location: TypeAlias = Inline | InArena | Remote | InEngine
 REMOTE = Remote()
 
 

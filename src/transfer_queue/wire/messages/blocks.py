@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer_queue.wire.messages.base import Message, Reply, Request
+from transfer_queue.wire.messages.base import InArena, InEngine, Message, Reply, Request
 
 CARRIED_ROWS, CARRIED_NBYTES = 256, 128 << 10  # at most, of a fetch with `carry`
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
@@ -18,9 +18,10 @@ class Allocate(Request):
 
 
 class Allocated(Reply):
+    """`location`: where its bytes go."""
+
     block: int
-    arena: int
-    offset: int
+    location: InArena | InEngine
 
 
 class Write(Request):
@@ -40,6 +41,13 @@ class Read(Request):
 
 class Data(Reply):
     """Answer to `Read`: the bytes are the payload."""
+
+
+class ReportMissing(Request):
+    """The storage engine has none of these `blocks` (int64) for this reader: the server looks, and gives up the rows of
+    all that are gone."""
+
+    blocks: bytes
 
 
 class Unpin(Message):

@@ -1,0 +1,117 @@
+"""What every storage engine does, and how one is opened by its name."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, NamedTuple
+
+from transfer_queue.errors import ConfigError
+from transfer_queue.memory.bytes import Bytes
+
+GROUP = "transfer_queue.storage_engines"
+BUILT_IN = {
+    "Files": "transfer_queue.storage.engines.files:Files",
+    "MooncakeStore": "transfer_queue.storage.engines.mooncake:MooncakeStore",
+    "Yuanrong": "transfer_queue.storage.engines.yuanrong:Yuanrong",
+}
+
+
+class BlocksMissing(Exception):
+    """The engine has nothing under these keys."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        super().__init__(f"nothing under {sorted(keys)[:4]}")
+        self.keys = frozenset(keys)
+
+
+class Span(NamedTuple):
+    """The bytes from `offset` of what lies under `key`, and where they are wanted: uint8, as many as they are long."""
+
+    key: str
+    offset: int
+    into: Bytes
+
+
+class Room(abc.ABC):
+    """Memory (uint8) for one object that is being written; nobody sees it before `seal`."""
+
+    memory: Bytes
+
+    @abc.abstractmethod
+    def seal(self) -> None:
+        """From now on it can be read, by everybody and whole. Raises `StoreFull` where only now no place is found."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Give it up, unsealed."""
+
+
+class StorageEngine(abc.ABC):
+    """One process's access to an engine. Calls block and may come from several threads; none needs a timeout, for
+    whoever calls keeps the time (`deadline`).
+
+    A key is written once and never again. What is stored must stay until it is dropped: an engine that may evict is
+    told not to. `StoreFull` says that there is no room now, `BlocksMissing` that something is gone; anything else that
+    is raised counts as "the engine does not answer", with its text.
+
+    `name` is what `backend.storage_backend` says. `max_nbytes` bounds one object (None: nothing does).
+    """
+
+    name: ClassVar[str]
+    max_nbytes: ClassVar[int | None] = None
+
+    @abc.abstractmethod
+    def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:
+        """`settings`: the section `backend.NAME`. `serves`: this process is the server, which may start what the engine
+        needs and lends it memory; a client only uses it. Raises `ConfigError`, and ImportError where its library is
+        not installed."""
+
+    @property
+    def where(self) -> str:
+        """Where it is, for people."""
+        return ""
+
+    @property
+    def for_clients(self) -> Mapping[str, Any]:
+        """With a server's engine: the settings by which clients reach the same."""
+        return {}
+
+    @abc.abstractmethod
+    def reserve(self, key: str, nbytes: int) -> Room: ...
+
+    @abc.abstractmethod
+    def read(self, spans: Sequence[Span]) -> None:
+        """Fill every span. The memory is contiguous; spans of one key do not overlap and ascend."""
+
+    @abc.abstractmethod
+    def missing(self, keys: Sequence[str]) -> set[str]:
+        """Those of the keys under which nothing can be read any more."""
+
+    @abc.abstractmethod
+    def drop(self, keys: Sequence[str]) -> None:
+        """Delete; keys under which nothing lies are ignored."""
+
+    def close(self) -> None:
+        """Let go of it; a server's engine also ends what it started."""
+
+
+def engine_class(name: str) -> type[StorageEngine]:
+    """The engine of that name: one of ours, or an entry point of the group `transfer_queue.storage_engines`.
+
+    The name may come from a server; what it leads to is installed here. Raises `ConfigError`.
+    """
+    if name in BUILT_IN:
+        module, _, kind = BUILT_IN[name].partition(":")
+        found = getattr(import_module(module), kind)
+    else:
+        named = {one.name: one for one in entry_points(group=GROUP)}
+        if name not in named:
+            known = ", ".join(sorted({"SimpleStorage", *BUILT_IN, *named}))
+            raise ConfigError(f"backend.storage_backend: {name!r} is not available; there are {known}")
+        found = named[name].load()
+    if not (isinstance(found, type) and issubclass(found, StorageEngine)):
+        raise ConfigError(f"backend.storage_backend: {name!r} is no StorageEngine")
+    return found
