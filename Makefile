@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+ENGINES := .venv-engines
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench chaos stress test-frameworks test-vllm matrix wheel-compat docs clean
+.PHONY: demo test check bench chaos stress test-engines test-frameworks test-vllm matrix wheel-compat docs clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
@@ -51,6 +52,11 @@ stress: $(STAMP)
 docs:
 	$(PYTHON) tools/docs.py $(ARGS)
 
+# The contract of storage engines with the real ones, each started here. Mooncake needs libibverbs1, librdmacm1, libnuma1,
+# libnl-3-200 and libnl-route-3-200 from the system.
+test-engines: $(ENGINES)/.installed
+	TQ_ENGINES="MooncakeStore Yuanrong" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py $(ARGS)
+
 # Minutes, and gigabytes of packages: not part of `check` or `test`.
 test-frameworks:
 	$(PYTHON) -m frameworks $(ARGS)
@@ -75,5 +81,12 @@ $(STAMP): pyproject.toml
 	$(RUN) -m pip install --quiet --editable ".[dev,demo]"
 	touch $(STAMP)
 
+$(ENGINES)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --upgrade pip
+	$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0
+	$(ENGINES)/bin/python -m pip install --quiet --editable ".[dev,mooncake,yuanrong]"
+	touch $(ENGINES)/.installed
+
 clean:
-	rm -rf $(VENV) .venv-docs site .venv-peers .venv-redis .venv-reverb .venv-frameworks .venv-vllm .venv-matrix build dist *.egg-info demo-out bench-out
+	rm -rf $(VENV) .venv-docs site .venv-peers .venv-redis .venv-reverb .venv-frameworks .venv-vllm .venv-matrix .venv-engines build dist *.egg-info demo-out bench-out

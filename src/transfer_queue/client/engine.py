@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from transfer_queue.codec.layout import Layout
 from transfer_queue.codec.needed import all_ranges, index_ranges, value_ranges
 from transfer_queue.codec.rows import BlockBytes
@@ -20,6 +22,7 @@ from transfer_queue.storage.shm import SMALL_NBYTES
 
 PAUSE_S = 0.05  # between two attempts to get room in an engine that is full
 CLOSE_S = 5.0
+NO_ROWS: Ints = np.empty(0, np.int64)
 _left_behind: list[GuardedEngine] = []  # of parents: their threads are not in this process, so nothing ends them
 
 
@@ -31,6 +34,38 @@ class Wanted(NamedTuple):
     layout: Layout
     rows: Ints
     fields: frozenset[str]
+
+
+class _Image:
+    """`memory` as large as a sealed block, of which more and more is there."""
+
+    def __init__(self, wanted: Wanted, memory: Bytes) -> None:
+        self.wanted = wanted
+        self.memory = memory
+        self._is_whole = len(wanted.rows) == wanted.layout.rows
+        self._has_digests = False
+
+    def first(self) -> sealed.Ranges:
+        """Everything, where all rows are wanted; else what says where they lie."""
+        layout, fields = self.wanted.layout, self.wanted.fields
+        ranges = all_ranges(layout, fields) if self._is_whole else index_ranges(layout, fields)
+        return sealed.in_grains(ranges, self.wanted.nbytes)
+
+    def rest(self) -> sealed.Ranges:
+        """What was not known to be needed before the `first` was there."""
+        if self._is_whole:
+            return []
+        block = BlockBytes(self.memory, self.wanted.layout, -1)
+        return sealed.in_grains(value_ranges(block, self.wanted.rows, self.wanted.fields), self.wanted.nbytes)
+
+    def to_read(self, grains: sealed.Ranges) -> sealed.Ranges:
+        if self._has_digests:
+            return grains
+        self._has_digests = True
+        start, end = sealed.tail_range(self.wanted.nbytes)
+        if grains and grains[-1][1] == self.wanted.nbytes:  # it lies right behind, but for a few zeros
+            return [*grains[:-1], (grains[-1][0], end)]
+        return [*grains, (start, end)]
 
 
 class WrongBytes(Exception):
@@ -110,51 +145,34 @@ class Engine:
     def read(self, wanted: Sequence[Wanted], timeout_s: float) -> list[Bytes]:
         """Each block as memory of its size, of which what the rows need is there and compared."""
         engine = self._open(timeout_s)
-        images = [self._pool.allocate(one.nbytes) for one in wanted]
-        tails = [self._pool.allocate(end - start) for start, end in (sealed.tail_range(one.nbytes) for one in wanted)]
-        spans, ranges, partial = [], [], []
-        for one, image, tail in zip(wanted, images, tails, strict=True):
-            whole = len(one.rows) == one.layout.rows
-            first = all_ranges(one.layout, one.fields) if whole else index_ranges(one.layout, one.fields)
-            ranges.append(sealed.in_grains(first, one.nbytes))
-            spans += self._spans(one.block, image, ranges[-1])
-            spans.append(Span(self._key(one.block), sealed.tail_range(one.nbytes)[0], tail))
-            partial.append(not whole)
-        engine.read(spans, timeout_s)
-        self._check(engine, wanted, images, tails, ranges)
-        if any(partial):
-            rest = [
-                sealed.in_grains(value_ranges(BlockBytes(image, one.layout, -1), one.rows, one.fields), one.nbytes)
-                if is_partial
-                else []
-                for one, image, is_partial in zip(wanted, images, partial, strict=True)
-            ]
-            more = zip(wanted, images, rest, strict=True)
-            engine.read([span for one, image, of_one in more for span in self._spans(one.block, image, of_one)], timeout_s)
-            self._check(engine, wanted, images, tails, rest)
-        return images
+        images = [_Image(one, self._pool.allocate(sealed.sealed_nbytes(one.nbytes))) for one in wanted]
+        self._fetch(engine, images, [image.first() for image in images], timeout_s)
+        rest = [image.rest() for image in images]
+        if any(rest):
+            self._fetch(engine, images, rest, timeout_s)
+        return [image.memory[: image.wanted.nbytes] for image in images]
 
     def chunk(self, block: int, nbytes: int, start: int, end: int, timeout_s: float) -> Bytes:
         """Bytes of a block, from a multiple of the grain on."""
-        engine = self._open(timeout_s)
-        image, (tail_start, tail_end) = self._pool.allocate(nbytes), sealed.tail_range(nbytes)
-        tail = self._pool.allocate(tail_end - tail_start)
-        spans = [*self._spans(block, image, [(start, end)]), Span(self._key(block), tail_start, tail)]
+        layout = Layout(0, nbytes, [])
+        image = _Image(
+            Wanted(block, nbytes, layout, NO_ROWS, frozenset()), np.empty(sealed.sealed_nbytes(nbytes), np.uint8)
+        )
+        self._fetch(self._open(timeout_s), [image], [[(start, end)]], timeout_s)
+        return image.memory[start:end]
+
+    def _fetch(
+        self, engine: GuardedEngine, images: Sequence[_Image], ranges: Sequence[sealed.Ranges], timeout_s: float
+    ) -> None:
+        """Read these grains of each image, with its digests the first time, and compare them."""
+        spans = []
+        for image, grains in zip(images, ranges, strict=True):
+            key = self._key(image.wanted.block)
+            spans += [Span(key, first, image.memory[first:end]) for first, end in image.to_read(grains)]
         engine.read(spans, timeout_s)
-        if not sealed.is_right(image, tail, [(start, end)], block, self._mover.run):
-            raise WrongBytes(engine.name, block)
-        return image[start:end]
-
-    def _check(
-        self, engine: GuardedEngine, wanted: Sequence[Wanted], images: list[Bytes], tails: list[Bytes],
-        ranges: list[sealed.Ranges],
-    ) -> None:  # fmt: skip
-        for one, image, tail, of_one in zip(wanted, images, tails, ranges, strict=True):
-            if not sealed.is_right(image, tail, of_one, one.block, self._mover.run):
-                raise WrongBytes(engine.name, one.block)
-
-    def _spans(self, block: int, image: Bytes, ranges: sealed.Ranges) -> list[Span]:
-        return [Span(self._key(block), first, image[first:end]) for first, end in ranges]
+        for image, grains in zip(images, ranges, strict=True):
+            if not sealed.is_right(image.memory, image.wanted.nbytes, grains, image.wanted.block, self._mover.run):
+                raise WrongBytes(engine.name, image.wanted.block)
 
     def _key(self, block: int) -> str:
         return sealed.engine_key(self._service, block)

@@ -23,7 +23,9 @@ def index_ranges(layout: Layout, fields: Collection[str]) -> list[Range]:
 
 def all_ranges(layout: Layout, fields: Collection[str]) -> list[Range]:
     """What all rows need."""
-    return [_range(column, number) for column in _columns(layout.columns, fields) for number in range(len(column.parts))]
+    return [
+        _range(column, number) for column in _columns(layout.columns, fields) for number in range(len(column.parts))
+    ]
 
 
 def value_ranges(block: BlockBytes, rows: Ints, fields: Collection[str]) -> Iterator[Range]:

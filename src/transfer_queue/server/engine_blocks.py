@@ -1,5 +1,5 @@
-"""The storage engine as the controller's server uses it: what no row refers to any more is deleted there, and rows whose
-bytes are gone are given up."""
+"""The storage engine as the controller's server uses it: what no row refers to any more is deleted there, and rows
+whose bytes are gone are given up."""
 
 from __future__ import annotations
 

@@ -282,7 +282,8 @@ class Service:
         if rule is not None:
             return rule(message, session)
         if isinstance(message, m.ReportMissing):
-            return self._check_engine(message, ticket)
+            self._check_engine(message, ticket)
+            return None
         if self.journal is not None and type(message) in GROWING:
             self.journal.check_room()
         if isinstance(message, m.Allocate):

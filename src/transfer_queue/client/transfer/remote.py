@@ -1,6 +1,6 @@
-"""Blocks that lie elsewhere. On other hosts: one request to each unit names all that is needed of it, then the bytes are
-received straight into their place, over several connections when they are many. In the storage engine: one read of all
-that is needed of them.
+"""Blocks that lie elsewhere. On other hosts: one request to each unit names all that is needed of it, then the bytes
+are received straight into their place, over several connections when they are many. In the storage engine: one read of
+all that is needed of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ReceivedBlock(NamedTuple):
 
 
 def received(session: Session, request: m.Get, reply: m.Located) -> Operation[dict[int, ReceivedBlock]]:
-    """The pieces of `reply`, an answer to `request`, that lie elsewhere, by their number; the runs in `reply` then count
-    rows as received.
+    """The pieces of `reply`, an answer to `request`, that lie elsewhere, by their number; the runs in `reply` then
+    count rows as received.
 
     Raises `RowCleared` when a block is gone: its rows were cleared, moved, or lost by the storage engine. `DataLost`
     for other bytes than were written.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError
-from transfer_queue.storage.engines.engine import BlocksMissing, Room, Span, StorageEngine, engine_class
+from transfer_queue.storage.engines.engine import BlocksMissing, Room, Span, engine_class
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class GuardedEngine:
         if not call.wait(timeout_s):
             raise ServiceUnavailable(f"{self.name}{self._where} did not answer within {timeout_s:g} s")
         if call.error is None:
-            return call.found  # type: ignore[return-value]
+            return call.found
         if isinstance(call.error, (TransferQueueError, BlocksMissing)):
             raise call.error
         if isinstance(call.error, ImportError):

@@ -94,7 +94,7 @@ class StorageEngine(abc.ABC):
     def drop(self, keys: Sequence[str]) -> None:
         """Delete; keys under which nothing lies are ignored."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most have nothing to let go of
         """Let go of it; a server's engine also ends what it started."""
 
 

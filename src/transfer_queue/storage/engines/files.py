@@ -29,7 +29,9 @@ class Files(StorageEngine):
 
         url = settings.get("url")
         if not isinstance(url, str) or not url:
-            raise ConfigError("backend.Files.url: expected where the files go, as file:///mnt/shared/tq or s3://bucket/tq")
+            raise ConfigError(
+                "backend.Files.url: expected where the files go, as file:///mnt/shared/tq or s3://bucket/tq"
+            )
         self._url = url
         try:
             self._files, self._root = url_to_fs(url)

@@ -2,8 +2,8 @@
 
 An engine is another program, and may give other bytes than were written: cut short, evicted and written anew, or those
 of another key. The bytes come in grains of 256 KiB, each with an xxh3-64 of its own, so that a reader of a few rows
-compares what it read without reading the rest. The number of the block is the seed: the right bytes of another block are
-wrong, too. After the digests lies one of the digests themselves.
+compares what it read without reading the rest. The number of the block is the seed: the right bytes of another block
+are wrong, too. After the digests lies one of the digests themselves.
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ def seal(memory: Bytes, nbytes: int, block: int, side_by_side: Callable[[Sequenc
 
 
 def is_right(
-    data: Bytes, tail: Bytes, ranges: Ranges, block: int, side_by_side: Callable[[Sequence[Callable[[], None]]], None]
+    memory: Bytes, nbytes: int, ranges: Ranges, block: int, side_by_side: Callable[[Sequence[Callable[[], None]]], None]
 ) -> bool:
-    """Whether these grains of a block (`data` is its bytes, wanted and others) and its digests are what was sealed."""
-    digests = np.ascontiguousarray(tail).view(np.uint64)
+    """Whether these grains of a block of `nbytes`, which lies in `memory` with its digests, are what was sealed."""
+    start, end = tail_range(nbytes)
+    digests = memory[start:end].view(np.uint64)
     if int(digests[-1]) != xxh3_64_intdigest(digests[:-1].tobytes(), block):
         return False
-    view = memoryview(data)  # type: ignore[arg-type]
+    view = memoryview(memory[:nbytes])  # type: ignore[arg-type]
     grains = [grain for first, end in ranges for grain in range(first // GRAIN, num_grains(end))]
     wrong: list[int] = []
 
@@ -87,7 +88,7 @@ def is_right(
         def work() -> None:
             for grain in part:
                 at = grain * GRAIN
-                if xxh3_64_intdigest(view[at : min(at + GRAIN, len(view))], block) != digests[grain]:
+                if xxh3_64_intdigest(view[at : min(at + GRAIN, nbytes)], block) != digests[grain]:
                     wrong.append(grain)
 
         return work

@@ -1,0 +1,207 @@
+"""Mooncake's distributed store: one object for a block, in memory that the service's server lends it.
+
+Facts behind it, of mooncake-transfer-engine 0.3.13: a key that is written twice keeps its first bytes and says nothing;
+what is not hard-pinned is evicted; memory that it reads into or writes from has to be registered; a read whose lease
+ends before it does fails although the bytes came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transfer_queue.errors import ConfigError, ServiceUnavailable, StoreFull
+from transfer_queue.memory.bytes import Bytes, address_of
+from transfer_queue.memory.pool import Pool
+from transfer_queue.storage.engines.engine import BlocksMissing, Room, Span, StorageEngine
+from transfer_queue.storage.engines.started import Started, free_port, is_listening
+
+PEER_TO_PEER = "P2PHANDSHAKE"
+FULL, MISSING, LEASE_ENDED = -200, -704, -705
+CLIENT_BUFFER = 16 << 20  # Mooncake's own staging, which none of these calls uses
+START_S = 20.0
+POOL_NBYTES = 1 << 30  # staging memory that is kept: fresh pages cost more than the copy
+SECTION = "backend.MooncakeStore"
+
+
+class MooncakeStore(StorageEngine):
+    """Settings as TransferQueue names them. With `auto_init` the server starts `mooncake_master` at
+    `master_server_address` unless one answers there; port 0 is any free one. The server lends `global_segment_size`
+    bytes; clients lend none, so that none takes rows with it."""
+
+    name = "MooncakeStore"
+
+    def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it writes thirty lines about every start
+        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+        self._settings = _checked(settings)
+        self._master: Started | None = None
+        if serves and settings.get("auto_init", True):
+            self._master = self._started_master()
+        self._settings["metadata_server"] = _metadata(self._settings)
+        self._address = str(self._settings["master_server_address"])
+        master_host = self._address.rpartition(":")[0]
+        own = str(self._settings["local_hostname"] or "") or _own_host(master_host)
+        lent = int(self._settings["global_segment_size"]) if serves else 0
+        self._store: Any = MooncakeDistributedStore()
+        code = self._store.setup(
+            own if ":" in own else f"{own}:{free_port(own)}", self._settings["metadata_server"], lent, CLIENT_BUFFER,
+            self._settings["protocol"], self._settings["device_name"] or "", self._address,
+        )  # fmt: skip
+        if code:
+            self.close()
+            raise ServiceUnavailable(f"{self.name}: no access through the master at {self._address} (error {code})")
+        self._pinned = ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        self._pool = Pool(POOL_NBYTES)
+
+    @property
+    def where(self) -> str:
+        return self._address
+
+    @property
+    def for_clients(self) -> Mapping[str, Any]:
+        return self._settings | {"auto_init": False, "local_hostname": ""}
+
+    def reserve(self, key: str, nbytes: int) -> Room:
+        return _StagedRoom(self, key, self._pool.allocate(nbytes))
+
+    def put(self, key: str, memory: Bytes) -> None:
+        with self._registered([memory]):
+            code = self._store.batch_put_from([key], [address_of(memory)], [len(memory)], self._pinned)[0]
+        if code == FULL:
+            raise StoreFull(f"{len(memory)} bytes do not fit: its segments are full (global_segment_size)")
+        if code:
+            raise OSError(f"error {code} while {key} was written")
+
+    def read(self, spans: Sequence[Span]) -> None:
+        pointers = [address_of(span.into) for span in spans]
+        with self._registered([span.into for span in spans]):
+            found = self._store.get_into_ranges(
+                pointers, [[span.key] for span in spans], [[[0]] for _ in spans], [[[span.offset]] for span in spans],
+                [[[len(span.into)]] for span in spans],
+            )  # fmt: skip
+        counts = [_first(one) for one in found]
+        missing = {span.key for span, count in zip(spans, counts, strict=True) if count == MISSING}
+        if missing:
+            raise BlocksMissing(missing)
+        for span, count in zip(spans, counts, strict=True):
+            if count != len(span.into):
+                raise OSError(f"error {count} while {len(span.into)} bytes of {span.key} were read")
+
+    def missing(self, keys: Sequence[str]) -> set[str]:
+        found = self._store.batch_is_exist(list(keys))
+        if any(code not in (0, 1) for code in found):
+            raise OSError(f"error {min(found)} while {len(keys)} keys were looked up")
+        return {key for key, code in zip(keys, found, strict=True) if code == 0}
+
+    def drop(self, keys: Sequence[str]) -> None:
+        codes = set(self._store.batch_remove(list(keys), True)) - {0, MISSING}
+        if codes:
+            raise OSError(f"error {min(codes)} while {len(keys)} keys were deleted")
+
+    def close(self) -> None:
+        self._store.close()
+        if self._master is not None:
+            self._master.stop()
+
+    @contextlib.contextmanager
+    def _registered(self, parts: Sequence[Bytes]) -> Iterator[None]:
+        """Every memory that one of the parts is of, registered once: Mooncake refuses what overlaps."""
+        ranges: dict[int, tuple[int, int]] = {}
+        for part in parts:
+            owner = part if part.base is None else part.base
+            start, end = address_of(part), address_of(part) + len(part)
+            low, high = ranges.get(id(owner), (start, end))
+            ranges[id(owner)] = min(low, start), max(high, end)
+        done: list[int] = []
+        try:
+            for start, end in ranges.values():
+                code = self._store.register_buffer(start, end - start)
+                if code:
+                    raise OSError(f"error {code} while {end - start} bytes of memory were registered")
+                done.append(start)
+            yield
+        finally:
+            for start in done:
+                self._store.unregister_buffer(start)
+
+    def _started_master(self) -> Started | None:
+        """The master, unless somebody's answers there; the settings then name where it is."""
+        host, _, port = str(self._settings["master_server_address"]).rpartition(":")
+        if port != "0" and is_listening(host, int(port)):
+            return None
+        number = int(port) or free_port(host)
+        self._settings["master_server_address"] = f"{host}:{number}"
+        program = shutil.which("mooncake_master", path=f"{os.path.dirname(sys.executable)}{os.pathsep}{os.defpath}")
+        if program is None:
+            raise ConfigError(f"{SECTION}: mooncake_master is not installed on this host")
+        command = [
+            program, f"--rpc_port={number}", f"--metrics_port={free_port(host)}", "--enable_metric_reporting=false",
+            "--eviction_high_watermark_ratio=1.0",
+        ]  # fmt: skip
+        return Started(command, lambda: is_listening(host, number), START_S)
+
+
+class _StagedRoom(Room):
+    """Memory of this process, from which `seal` copies it into the store."""
+
+    def __init__(self, engine: MooncakeStore, key: str, memory: Bytes) -> None:
+        self.memory = memory
+        self._engine, self._key = engine, key
+
+    def seal(self) -> None:
+        self._engine.put(self._key, self.memory)
+
+    def abandon(self) -> None:
+        """It was never in the store; what a `seal` that failed left there was not readable."""
+
+
+def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        "metadata_server": PEER_TO_PEER, "master_server_address": "localhost:50051", "local_hostname": "",
+        "protocol": "tcp", "global_segment_size": 4 << 30, "device_name": "", "auto_init": True, **settings,
+    }  # fmt: skip
+    _, _, port = str(found["master_server_address"]).rpartition(":")
+    if not port.isdigit():
+        raise ConfigError(
+            f"{SECTION}.master_server_address: expected HOST:PORT, got {found['master_server_address']!r}"
+        )
+    if (found.get("offload") or {}).get("enabled"):
+        raise ConfigError(
+            f"{SECTION}.offload: this release keeps all rows in Mooncake's memory; expected enabled: false"
+        )
+    if found.get("use_gdr"):
+        raise ConfigError(f"{SECTION}.use_gdr: tensors of a GPU are copied to the host first; expected false")
+    if found.get("hard_pin") is False:
+        raise ConfigError(f"{SECTION}.hard_pin: rows that are not pinned may be evicted; expected true or null")
+    return found
+
+
+def _metadata(settings: Mapping[str, Any]) -> str:
+    """How the hosts meet: among themselves, or through the server that whoever runs the master has set up."""
+    where = str(settings["metadata_server"])
+    if settings["auto_init"] or where.upper() == PEER_TO_PEER:
+        return PEER_TO_PEER
+    if "://" not in where:
+        where = f"http://{where}"
+    return where if where.startswith("etcd://") or where.endswith("/metadata") else f"{where}/metadata"
+
+
+def _own_host(towards: str) -> str:
+    """The address of this host that others reach it at: the one it speaks to `towards` with."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))
+        return str(probe.getsockname()[0])
+
+
+def _first(nested: Any) -> int:
+    while isinstance(nested, list):
+        nested = nested[0] if nested else MISSING
+    return int(nested)
