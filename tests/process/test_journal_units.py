@@ -312,8 +312,8 @@ def test_a_unit_that_was_given_up_does_not_mistake_rows_of_another_for_its_own(
     until(lambda: not machines.head.client.stats()["units"], "the unit given up")
     for _ in range(2):  # the first may come before it was on the disk that the unit was given up: then it is once more
         machines.cut(machines.head)
-        head = machines.boot_head()
-        until(lambda: is_lost(head, lost), "the unit given up")
+        machines.boot_head()
+        until(lambda: is_lost(machines.head, lost), "the unit given up")
     other = machines._start(
         join=machines.head.tcp, durability="machine", journal_dir=str(tmp_path / "other"), away_s=60.0
     )

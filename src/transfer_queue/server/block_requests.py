@@ -61,21 +61,20 @@ class BlockRequests:
     # reading
 
     def present(self, reply: m.Located, payload: Payload, session: ServerSession) -> Answer:
-        """Complete a controller's reply with what lies here: small blocks ride along, others are pinned to be mapped.
+        """Complete a controller's reply with what lies here: small blocks ride along, others are pinned to be mapped,
+        or read from the storage engine.
 
         A reader that cannot map them takes them with a request of its own.
         """
         found = self.unit.describe(reply.pieces, reply.layouts)
         here = [piece for piece in found if isinstance(piece.location, m.InArena)]
-        to_pin = [piece.block for piece in found if isinstance(piece.location, m.InEngine)]
         if _aligned_nbytes(here) <= (m.INLINE_NBYTES if session.local else REMOTE_INLINE_NBYTES):
             payload = self._riding(here, payload)
-        elif session.local:
-            to_pin += [piece.block for piece in here]
+        left = [piece for piece in found if not isinstance(piece.location, m.Inline)]
+        if session.local and left:
+            self._pin_all(reply.rid, [piece.block for piece in left], session)
         else:
-            _leave(here)
-        if to_pin or session.local:
-            self._pin_all(reply.rid, to_pin, session)
+            _leave(left)
         return reply, payload
 
     def carried(self, reply: m.Located, payload: Payload) -> Answer | None:
@@ -188,9 +187,11 @@ class BlockRequests:
     def read(self, message: m.Request, session: ServerSession) -> Answer:
         assert isinstance(message, m.Read)
         block = self.unit.pinned(message.block, session.ident)
-        if block.is_in_engine:
-            raise InvalidInput(f"block {message.block} lies in the storage engine")
         end = message.offset + message.nbytes
+        if block.is_in_engine:
+            if message.nbytes:
+                raise InvalidInput(f"block {message.block} lies in the storage engine")
+            return m.Data(message.rid), ()  # it is still pinned: that is all that was asked
         if message.offset < 0 or message.nbytes < 0 or end > block.nbytes:
             raise InvalidInput(f"bytes {message.offset}..{end} of a block of {block.nbytes}")
         data = memoryview(self.unit.content(block, message.offset, end))  # type: ignore[arg-type]

@@ -1,0 +1,149 @@
+"""Storage engines for tests: each a service's settings, and what can happen to the engine itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.storage.engines import Span, engine_class
+from transfer_queue.storage.engines.deadline import GuardedEngine
+from transfer_queue.storage.engines.sealed import engine_key
+from transfer_queue.storage.engines.started import is_listening
+
+WITHIN_S = 20.0
+CHOSEN = ["Files", *os.environ.get("TQ_ENGINES", "").split()]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Running:
+    """An engine that runs before the service begins, so that it can be frozen, killed and started again."""
+
+    name: str
+    can_freeze = True
+
+    def settings(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def conf(self, **more: Any) -> dict[str, Any]:
+        return {"backend": {"storage_backend": self.name, self.name: self.settings()}, **more}
+
+    def restart(self) -> None:
+        """Killed, and there again with nothing in it."""
+        raise NotImplementedError
+
+    def freeze(self) -> None:
+        raise NotImplementedError
+
+    def thaw(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class FilesRunning(Running):
+    name, can_freeze = "Files", False
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / "engine"
+        self.directory.mkdir()
+
+    def settings(self) -> dict[str, Any]:
+        return {"url": f"file://{self.directory}"}
+
+    def restart(self) -> None:
+        shutil.rmtree(self.directory)
+        self.directory.mkdir()
+
+    def close(self) -> None:
+        pass
+
+
+class MooncakeRunning(Running):
+    name = "MooncakeStore"
+
+    def __init__(self, directory: Path) -> None:
+        self.port, self._metrics_port = free_port(), free_port()
+        self._start()
+
+    def _start(self) -> None:
+        program = Path(sys.executable).with_name("mooncake_master")
+        command = [program, f"--rpc_port={self.port}", f"--metrics_port={self._metrics_port}"]
+        command.append("--enable_metric_reporting=false")
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + WITHIN_S
+        while not is_listening("127.0.0.1", self.port):
+            assert time.monotonic() < deadline, "the master is not up"
+            time.sleep(0.05)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "auto_init": False, "metadata_server": "P2PHANDSHAKE", "global_segment_size": 256 << 20,
+            "master_server_address": f"127.0.0.1:{self.port}",
+        }  # fmt: skip
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+KINDS: dict[str, type[Running]] = {kind.name: kind for kind in (FilesRunning, MooncakeRunning)}  # type: ignore[attr-defined]
+
+
+class Intruder:
+    """Somebody with access to the engine of a service, as a client has it."""
+
+    def __init__(self, told: dict[str, Any], service: bytes) -> None:
+        self.engine = GuardedEngine(told["name"], told["settings"], False, WITHIN_S)
+        assert self.engine.name == engine_class(told["name"]).name
+        self._service = service
+
+    def has(self, block: int) -> bool:
+        return not self.engine.missing([self._key(block)], WITHIN_S)
+
+    def drop(self, block: int) -> None:
+        self.engine.drop([self._key(block)], WITHIN_S)
+
+    def content(self, block: int, nbytes: int) -> np.ndarray:
+        found = np.empty(nbytes, np.uint8)
+        self.engine.read([Span(self._key(block), 0, found)], WITHIN_S)
+        return found
+
+    def put(self, block: int, content: np.ndarray) -> None:
+        room = self.engine.reserve(self._key(block), len(content), WITHIN_S)
+        room.memory[:] = content
+        self.engine.seal(room, WITHIN_S)
+
+    def replace(self, block: int, content: np.ndarray) -> None:
+        self.drop(block)
+        self.put(block, content)
+
+    def close(self) -> None:
+        self.engine.close(WITHIN_S)
+
+    def _key(self, block: int) -> str:
+        return engine_key(self._service, block)
