@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.storage.engines import Span, engine_class
+from transfer_queue.storage.engines import ReadSpan, engine_class
 from transfer_queue.storage.engines.deadline import GuardedEngine
 from transfer_queue.storage.engines.sealed import engine_key
 from transfer_queue.storage.engines.started import is_listening
@@ -130,7 +130,7 @@ class Intruder:
 
     def content(self, block: int, nbytes: int) -> np.ndarray:
         found = np.empty(nbytes, np.uint8)
-        self.engine.read([Span(self._key(block), 0, found)], WITHIN_S)
+        self.engine.read([ReadSpan(self._key(block), 0, found)], WITHIN_S)
         return found
 
     def put(self, block: int, content: np.ndarray) -> None:

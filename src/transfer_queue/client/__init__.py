@@ -18,6 +18,7 @@
     listing                     keys and tags at the cost of what changed
     carried                     small rows that came along with the metadata of a fetch
     locks, local_locks          names that this process holds: of the service, or within it
+    engine                      large blocks in the service's storage engine, written and read by this process
     dense                       plain tensors of what a get returned
 
 `TransferQueueClient` and `AsyncTransferQueueClient` are importable from here.

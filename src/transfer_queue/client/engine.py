@@ -16,9 +16,8 @@ from transfer_queue.errors import InvalidInput, StoreFull
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.pool import Pool
-from transfer_queue.storage.engines import Span, sealed
+from transfer_queue.storage.engines import ReadSpan, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
-from transfer_queue.storage.shm import SMALL_NBYTES
 
 PAUSE_S = 0.05  # between two attempts to get room in an engine that is full
 CLOSE_S = 5.0
@@ -76,8 +75,10 @@ class WrongBytes(Exception):
         self.block = block
 
 
-class Engine:
+class EngineAccess:
     """The engine that the server `told` of (None: there is none), opened on first use. For many threads.
+
+    `books` is the server whose unit has the books of the large blocks ("": this process's own).
 
     Calls raise `ServiceUnavailable` when it does not answer in time or is not installed here, `BlocksMissing`,
     `WrongBytes`.
@@ -89,11 +90,7 @@ class Engine:
         self._opened: GuardedEngine | None = None
         self._lock = threading.Lock()
         self._mover, self._pool = mover, pool
-        self.books = "" if told is None or is_at_books else str(told["books"])  # the server that has its blocks
-
-    def server_of(self, nbytes: int) -> str:
-        """Which server has the books of blocks of this size."""
-        return self.books if nbytes > SMALL_NBYTES else ""
+        self.books = "" if told is None or is_at_books else str(told["books"])
 
     def __bool__(self) -> bool:
         return self._told is not None
@@ -168,7 +165,7 @@ class Engine:
         spans = []
         for image, grains in zip(images, ranges, strict=True):
             key = self._key(image.wanted.block)
-            spans += [Span(key, first, image.memory[first:end]) for first, end in image.to_read(grains)]
+            spans += [ReadSpan(key, first, image.memory[first:end]) for first, end in image.to_read(grains)]
         engine.read(spans, timeout_s)
         for image, grains in zip(images, ranges, strict=True):
             if not sealed.is_right(image.memory, image.wanted.nbytes, grains, image.wanted.block, self._mover.run):

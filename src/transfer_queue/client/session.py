@@ -24,7 +24,7 @@ from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.carried import Carrying
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
-from transfer_queue.client.engine import Engine
+from transfer_queue.client.engine import EngineAccess
 from transfer_queue.client.listing import Listings
 from transfer_queue.client.one_way import OneWay
 from transfer_queue.client.retry import GRACE_S, Retry, left_s, nobody_listens
@@ -126,7 +126,7 @@ class Session:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
         self.spilled = SpilledBlocks(self.arenas)
         is_at_books = not self.config.get("unit", 0)
-        self.engine = Engine(self.config.get("engine"), self.service_id, is_at_books, self.mover, self.pool)
+        self.engine = EngineAccess(self.config.get("engine"), self.service_id, is_at_books, self.mover, self.pool)
         self.views = Views(self.arenas, self._unpin, self.pin_connection, self._disconnect)
 
     @property

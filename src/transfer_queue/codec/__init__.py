@@ -14,6 +14,7 @@
      └─ mixing        rows of one field that were put as different things
     layout            where the columns of a block lie, and that they lie within it
     rows, select      rows and columns of blocks at the level of bytes: compaction in the server, reads in the client
+    needed            which bytes of a block some rows need, where it lies elsewhere
     lone_rows         rows that were put alone, as a matrix of the numbers of their layouts
     joining           the same, written as columns of one block (in the server)
     spread_rows       rows that lie anywhere in several blocks, one pass per field

@@ -13,6 +13,7 @@
     compaction          blocks of which few cells are left are written anew
     gathering           rows that were put alone become columns
     spilling            blocks go to a disk before memory is full
+    engine_blocks       what the storage engine is to delete, and what it has lost
     turns               whose long request is next
     fd_server           hands out arena descriptors on a unix socket
     bulk_writer         large answers to other hosts, from threads

@@ -4,8 +4,9 @@
     pins      who reads which blocks
     shm       the memory of one host: arenas that its clients map
     extents   which ranges of an arena are free
+    engines   other programs that keep the bytes of large blocks
 
-Distributed engines get a module each beside `shm`. The compatibility name `StorageKeyNotFoundError` is importable from
+The compatibility name `StorageKeyNotFoundError` is importable from
 here.
 """
 

@@ -20,6 +20,7 @@ from transfer_queue.codec.plan import plan_empty
 from transfer_queue.errors import InvalidInput
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.lives import naming
@@ -123,9 +124,15 @@ class Allocation(Mapping[str, torch.Tensor]):
             block = yield from self._upload()
         self._published.append(True)
         call = commit(self.session, rows, fields, layout, block, wire_tags)
-        call.to = "" if self._memory is None else self.session.engine.server_of(len(self._memory))
+        call.to = self._books
         reply = noted(rows, (yield call)[0])
         return committed_meta(self.session, reply, partition_id, self._plan, wire_tags)
+
+    @property
+    def _books(self) -> str:
+        """The server that has the block: where it lies in an engine, perhaps not this host's."""
+        is_large = self._memory is not None and len(self._memory) > SMALL_NBYTES
+        return self.session.engine.books if is_large else ""
 
     def _upload(self) -> Operation[int]:
         session, own = self.session, self._memory
@@ -133,7 +140,7 @@ class Allocation(Mapping[str, torch.Tensor]):
         wait_s = session.timeout_s
         deadline = time.monotonic() + wait_s
         request = m.Allocate(session.next_rid(), len(own), False, wait_s)
-        found: m.Allocated = (yield Call(request, wait_s=wait_s, to=session.engine.server_of(len(own))))[0]
+        found: m.Allocated = (yield Call(request, wait_s=wait_s, to=self._books))[0]
         match found.location:
             case m.InEngine():
                 yield from store_in_engine(session, found.block, len(own), lambda into: np.copyto(into, own), deadline)

@@ -17,6 +17,7 @@ from transfer_queue.codec.values import Lowering
 from transfer_queue.errors import InvalidInput, StoreFull, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.schema import FieldSchema
+from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 
 WRITE_NBYTES = 32 << 20
@@ -69,7 +70,7 @@ def _store_block(
     deadline: float,
 ) -> Operation[m.Committed]:
     nbytes = max(1, plan.nbytes)
-    to = session.engine.server_of(nbytes)
+    to = session.engine.books if nbytes > SMALL_NBYTES else ""
     wait_s = max(0.0, deadline - time.monotonic())
     request = m.Allocate(session.next_rid(), nbytes, False, wait_s)
     allocated: m.Allocated = (yield Call(request, wait_s=wait_s, to=to))[0]

@@ -14,7 +14,7 @@ deletes what no row refers to any more, and asks the engine when a reader finds 
 """
 
 from transfer_queue.storage.engines.engine import BlocksMissing as BlocksMissing
+from transfer_queue.storage.engines.engine import ReadSpan as ReadSpan
 from transfer_queue.storage.engines.engine import Room as Room
-from transfer_queue.storage.engines.engine import Span as Span
 from transfer_queue.storage.engines.engine import StorageEngine as StorageEngine
 from transfer_queue.storage.engines.engine import engine_class as engine_class

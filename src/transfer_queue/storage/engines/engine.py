@@ -27,7 +27,7 @@ class BlocksMissing(Exception):
         self.keys = frozenset(keys)
 
 
-class Span(NamedTuple):
+class ReadSpan(NamedTuple):
     """The bytes from `offset` of what lies under `key`, and where they are wanted: uint8, as many as they are long."""
 
     key: str
@@ -57,11 +57,13 @@ class StorageEngine(abc.ABC):
     told not to. `StoreFull` says that there is no room now, `BlocksMissing` that something is gone; anything else that
     is raised counts as "the engine does not answer", with its text.
 
-    `name` is what `backend.storage_backend` says. `max_nbytes` bounds one object (None: nothing does).
+    `name` is what `backend.storage_backend` says. `max_nbytes` bounds one object (None: nothing does). `can_fork`: it
+    can be opened in a process that was forked from one that had it open.
     """
 
     name: ClassVar[str]
     max_nbytes: ClassVar[int | None] = None
+    can_fork: ClassVar[bool] = True
 
     @abc.abstractmethod
     def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:
@@ -83,7 +85,7 @@ class StorageEngine(abc.ABC):
     def reserve(self, key: str, nbytes: int) -> Room: ...
 
     @abc.abstractmethod
-    def read(self, spans: Sequence[Span]) -> None:
+    def read(self, spans: Sequence[ReadSpan]) -> None:
         """Fill every span. The memory is contiguous; spans of one key do not overlap and ascend."""
 
     @abc.abstractmethod

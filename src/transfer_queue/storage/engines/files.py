@@ -14,7 +14,7 @@ import numpy as np
 
 from transfer_queue.errors import ConfigError, StoreFull
 from transfer_queue.memory.bytes import Bytes
-from transfer_queue.storage.engines.engine import BlocksMissing, Room, Span, StorageEngine
+from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
 
 NO_SPACE = 28  # errno.ENOSPC
 
@@ -51,7 +51,7 @@ class Files(StorageEngine):
     def reserve(self, key: str, nbytes: int) -> Room:
         return _FileRoom(self._files, self._path(key), nbytes)
 
-    def read(self, spans: Sequence[Span]) -> None:
+    def read(self, spans: Sequence[ReadSpan]) -> None:
         opened: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             for span in spans:

@@ -18,7 +18,7 @@ from typing import Any
 from transfer_queue.errors import ConfigError, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Bytes, address_of
 from transfer_queue.memory.pool import Pool
-from transfer_queue.storage.engines.engine import BlocksMissing, Room, Span, StorageEngine
+from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
 from transfer_queue.storage.engines.started import Started, free_port, is_listening
 
 PEER_TO_PEER = "P2PHANDSHAKE"
@@ -27,6 +27,7 @@ CLIENT_BUFFER = 16 << 20  # Mooncake's own staging, which none of these calls us
 START_S = 20.0
 POOL_NBYTES = 1 << 30  # staging memory that is kept: fresh pages cost more than the copy
 SECTION = "backend.MooncakeStore"
+_opened_by: set[int] = set()  # processes: the library keeps threads that a forked child has not, and waits for them
 
 
 class MooncakeStore(StorageEngine):
@@ -35,11 +36,18 @@ class MooncakeStore(StorageEngine):
     bytes; clients lend none, so that none takes rows with it."""
 
     name = "MooncakeStore"
+    can_fork = False
 
     def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it writes thirty lines about every start
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
+        if _opened_by and os.getpid() not in _opened_by:
+            raise ServiceUnavailable(
+                f"{self.name} does not work in a process that was forked from one that used it: start it anew (spawn,"
+                " forkserver), or fork before the first put or get"
+            )
+        _opened_by.add(os.getpid())
         self._settings = _checked(settings)
         self._master: Started | None = None
         if serves and settings.get("auto_init", True):
@@ -80,7 +88,7 @@ class MooncakeStore(StorageEngine):
         if code:
             raise OSError(f"error {code} while {key} was written")
 
-    def read(self, spans: Sequence[Span]) -> None:
+    def read(self, spans: Sequence[ReadSpan]) -> None:
         pointers = [address_of(span.into) for span in spans]
         with self._registered([span.into for span in spans]):
             found = self._store.get_into_ranges(

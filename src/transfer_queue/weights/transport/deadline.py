@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
+from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import DeadlineExceeded
 
 T = TypeVar("T")
@@ -26,33 +26,14 @@ class Deadline:
         return left_s
 
 
-class TimedCall(Generic[T]):
-    """A call in a thread of its own, so that its caller need not wait for ever. A thread nobody waits for any more ends
-    with the call, or with the process."""
+class TimedCall(BackgroundCall[T]):
+    """A call whose result is waited for until a deadline."""
 
     def __init__(self, function: Callable[..., T], *args: Any) -> None:
-        self._result: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(function, args), name="tq-weights-call", daemon=True)
-        self._thread.start()
-
-    def _run(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
-        try:
-            self._result.append(function(*args))
-        except BaseException as error:  # noqa: BLE001 raised again by whoever asks for the result
-            self._error = error
-
-    def ended(self, timeout_s: float) -> bool:
-        """Whether it has returned or raised, within that time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        super().__init__("tq-weights-call", function, *args)
 
     def result(self, deadline: Deadline, what: str) -> T:
         """What it returned, or raised. `DeadlineExceeded` when it still runs then."""
-        if self._thread.is_alive():
-            self._thread.join(deadline.left(what))
-        if self._error is not None:
-            raise self._error
-        if not self._result:
+        if not self.ended(0.0) and not self.ended(deadline.left(what)):
             raise DeadlineExceeded(f"{what} did not end before its deadline")
-        return self._result[0]
+        return self.outcome()

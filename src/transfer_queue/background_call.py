@@ -1,0 +1,54 @@
+"""A call that somebody else may never answer, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class BackgroundCall(Generic[T]):
+    """Its caller need not wait for ever. A thread nobody waits for any more ends with the call, or with the process;
+    until then it holds what the call was given."""
+
+    def __init__(self, name: str, function: Callable[..., T], *args: Any) -> None:
+        """`name`: the thread's."""
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._undo: Callable[[T], None] | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, args=(function, args), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
+        try:
+            found = function(*args)
+        except BaseException as error:  # noqa: BLE001 raised again by whoever asks for the result
+            self._error = error
+            return
+        with self._lock:
+            self._result.append(found)
+            undo = self._undo
+        if undo is not None:
+            undo(found)
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether it has returned or raised, within that time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def leave(self, undo: Callable[[T], None]) -> None:
+        """Nobody waits any more: `undo` is called with what it returns, or returned a moment ago."""
+        with self._lock:
+            self._undo = undo
+            late = list(self._result)
+        for found in late:
+            undo(found)
+
+    def outcome(self) -> T:
+        """What it returned, or raised: it has ended."""
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
