@@ -22,9 +22,10 @@ from transfer_queue.wire.token import token_from_environment, token_from_file
 T = TypeVar("T")
 FOREIGN = frozenset({"enable", "enabled", "_target_"})  # keys that frameworks keep beside ours, at the top
 FREE = frozenset({"backend.Yuanrong.ucx_env_vars"})  # any keys may follow
+ENGINE_SECTIONS = ("Files", "MooncakeStore", "Yuanrong")
 SECTIONS = (
     "metrics", "controller", "controller.staleness", "backend", "backend.SimpleStorage",
-    "backend.SimpleStorage.ssd_offload",
+    "backend.SimpleStorage.ssd_offload", "backend.Files", "backend.MooncakeStore", "backend.Yuanrong",
     "client", "server",
 )  # fmt: skip
 
@@ -184,6 +185,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     `ConfigWarning` of settings that have no effect."""
     _warn(conf)
     pickling(conf)  # not the server's to know, but a wrong value is refused here as all others are
+    _check_engines(conf.backend)
     engine = _engine(conf)
     simple = conf.backend.SimpleStorage
     host = str(conf.server.host or "")
@@ -300,6 +302,24 @@ def _engine(conf: Any) -> str:
     if conf.backend.SimpleStorage.spill_dir is not None or conf.backend.SimpleStorage.ssd_offload.enabled:
         raise ConfigError(f"backend.SimpleStorage.spill_dir: with {name} large rows are not in memory that could spill")
     return name
+
+
+def _check_engines(backend: Any) -> None:
+    """The settings of our own engines have the types of their defaults, whether they are chosen or not."""
+    defaults = _default().backend
+    for name in ENGINE_SECTIONS:
+        for key, default in defaults[name].items():
+            value, where = backend[name][key], f"backend.{name}.{key}"
+            if key in ("url", "hard_pin") and value is None:
+                continue
+            if isinstance(default, bool) or key == "hard_pin":
+                _flag(value, where)
+            elif key.endswith("_port"):
+                _port(value, where)
+            elif isinstance(default, int):
+                _number(value, where, 0)
+            elif (isinstance(default, str) or key == "url") and not isinstance(value, str):
+                raise ConfigError(f"{where}: expected text, got {value!r}")
 
 
 def _engine_settings(conf: Any, engine: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
+from transfer_queue.errors import ServiceUnavailable
 from transfer_queue.storage.engines import ReadSpan, engine_class
 from transfer_queue.storage.engines.deadline import GuardedEngine
 from transfer_queue.storage.engines.sealed import engine_key
@@ -111,7 +114,41 @@ class MooncakeRunning(Running):
         self.process.wait()
 
 
-KINDS: dict[str, type[Running]] = {kind.name: kind for kind in (FilesRunning, MooncakeRunning)}  # type: ignore[attr-defined]
+class YuanrongRunning(Running):
+    name = "Yuanrong"
+
+    def __init__(self, directory: Path) -> None:
+        self._wanted = {"worker_port": 0, "metastore_port": 0, "worker_args": "--shared_memory_size_mb 512"}
+        self._start()
+
+    def _start(self) -> None:
+        before = set(psutil.Process().children(recursive=True))
+        for _ in range(5):  # a worker that has just begun in place of another does not answer everybody at once
+            with contextlib.suppress(ServiceUnavailable):
+                self._engine = engine_class(self.name)(self._wanted, True)
+                break
+        started = set(psutil.Process().children(recursive=True)) - before
+        self._worker = next(one for one in started if one.name().startswith("datasystem"))
+        self._wanted = {**self._wanted, **self._engine.for_clients, "auto_init": True}
+
+    def settings(self) -> dict[str, Any]:
+        return {**self._engine.for_clients}
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
+
+    def freeze(self) -> None:
+        self._worker.suspend()
+
+    def thaw(self) -> None:
+        self._worker.resume()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+KINDS: dict[str, type[Running]] = {kind.name: kind for kind in (FilesRunning, MooncakeRunning, YuanrongRunning)}  # type: ignore[attr-defined]
 
 
 class Intruder:

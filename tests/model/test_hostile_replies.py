@@ -260,7 +260,7 @@ def test_answers_of_other_hosts_that_do_not_fit_are_refused(session: Session, da
         taken.layouts = [with_change(content, path, data.draw(st.sampled_from([*NUMBERS, *WRONG])))]
     if data.draw(st.booleans()):
         taken.pieces = data.draw(st.sampled_from([[], [piece, piece]]))
-    operation = received(session, m.Get(1, "p", None, None, None), reply)
+    operation = received(session, m.Get(1, "p", None, None, None, False), reply)
     assert isinstance(next(operation), Together)
     with contextlib.suppress(TransferQueueError, StopIteration):
         operation.send([(taken, memoryview(bytearray(ORIGINAL.data.tobytes())))])

@@ -97,6 +97,7 @@ class Server:
         self.listening: Listening
         self.journal: DiskJournal | None = None  # where there is to be one, from `run` on
         self.engine: EngineBlocks | None = None
+        self._delete_in_engine: Callable[[], None] = lambda: None
         self._keeper: StandbyKeeper | None = None
         self._entry = ""  # in the register of this user's servers
         self._metrics: Endpoint | None = None
@@ -184,6 +185,7 @@ class Server:
             self._open_journal()
             if self.config.engine and isinstance(self.role, ControllerNode):
                 self.engine = self.service.engine = await opened_engine(self.config, self.service, self.role.controller)
+                self._delete_in_engine = self.engine.work
             self.listening = Listening(self.config, home)
             if isinstance(self.role, StorageNode):
                 await self.role.join(self._advertised(self.listening.tcp_name))
@@ -346,8 +348,7 @@ class Server:
             link = cast(ServerConnection, ticket[0])  # type: ignore[index]
             link.answer_parked(ticket, answer)
         self.role.work()
-        if self.engine is not None:
-            self.engine.work()
+        self._delete_in_engine()
         if self.service.recycler and not self._tidying:
             self._tidying = True
             asyncio.get_running_loop().call_soon(self._tidy)

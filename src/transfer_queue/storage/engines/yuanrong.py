@@ -37,7 +37,7 @@ import numpy as np
 from transfer_queue.errors import ConfigError, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Anchor, Bytes, address_of
 from transfer_queue.memory.copy import Mover
-from transfer_queue.storage.engines.engine import BlocksMissing, Room, Span, StorageEngine
+from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
 from transfer_queue.storage.engines.started import Started, free_port, is_listening
 
 HOST = "127.0.0.1"
@@ -109,7 +109,7 @@ class Yuanrong(StorageEngine):
         """Raises `StoreFull` for small objects, which get their room only now."""
         self._ask("mset_buffer", [buffer])
 
-    def read(self, spans: Sequence[Span]) -> None:
+    def read(self, spans: Sequence[ReadSpan]) -> None:
         for keys in _in_parts(list(dict.fromkeys(span.key for span in spans))):
             views = self._views(keys)
             moves = []
