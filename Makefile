@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 ENGINES := .venv-engines
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench chaos stress test-engines test-frameworks test-vllm matrix wheel-compat docs clean
+.PHONY: demo test check bench chaos stress test-engines bench-engines test-frameworks test-vllm matrix wheel-compat docs clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)

@@ -273,7 +273,8 @@ class SamplerFailed(ServiceError, RuntimeError):
 
 
 class DataLost(ServiceError, RuntimeError):
-    """Cells of these rows were stored on a host that is gone. Writing them again makes the rows whole."""
+    """Cells of these rows are gone with the storage that held them: a host, or an engine. Writing them again makes the
+    rows whole."""
 
     code = "data_lost"
 

@@ -228,6 +228,10 @@ def test_a_checkpoint_has_the_rows(client: tq.TransferQueueClient, tmp_path: Pat
     put(5.0)
     tq.load_checkpoint(tmp_path / "saved")
     assert torch.equal(got(), numbers())
+    tq.close()
+    tq.init()
+    tq.load_checkpoint(tmp_path / "saved")
+    assert torch.equal(got(), numbers()), "in the memory of a service without the engine"
 
 
 def test_rows_that_the_engine_lost_are_data_lost_and_others_are_not(
@@ -339,6 +343,26 @@ def test_a_frozen_engine_is_an_error_in_time_and_no_loss(
     finally:
         engine.thaw()
     assert torch.equal(within(got), numbers())
+
+
+def test_a_put_into_a_full_engine_waits_and_is_refused_in_time(
+    engine: Running, service: Callable[..., tq.TransferQueueClient]
+) -> None:
+    if engine.name == "Files":
+        pytest.skip("a directory is as large as its disk")
+    client = service(**engine.conf(client={"timeout_s": 3.0}))
+    large = torch.zeros(40, 1 << 20)  # 160 MiB
+
+    def fill() -> None:
+        for number in range(8):
+            client.put({"x": large}, partition_id=f"{number}")
+
+    with pytest.raises(StoreFull, match=engine.name):
+        fill()
+    client.clear_partition("0")
+    client.put({"x": large + 1}, partition_id="q")
+    found = client.get_data(client.get_meta(["x"], 40, "q", task_name="t"))["x"]
+    assert torch.equal(found[0], large[0] + 1)
 
 
 def test_rows_of_units_of_other_hosts_lie_there_too(engine: Running, start_host: Callable[..., Host]) -> None:

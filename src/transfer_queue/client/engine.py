@@ -14,7 +14,6 @@ from transfer_queue.codec.needed import all_ranges, index_ranges, value_ranges
 from transfer_queue.codec.rows import BlockBytes
 from transfer_queue.errors import InvalidInput, StoreFull
 from transfer_queue.memory.bytes import Bytes, Ints
-from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines import ReadSpan, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
@@ -84,12 +83,12 @@ class EngineAccess:
     `WrongBytes`.
     """
 
-    def __init__(self, told: Mapping[str, Any] | None, service: bytes, is_at_books: bool, mover: Mover, pool: Pool):
+    def __init__(self, told: Mapping[str, Any] | None, service: bytes, is_at_books: bool, pool: Pool):
         self._told = told
         self._service = service
         self._opened: GuardedEngine | None = None
         self._lock = threading.Lock()
-        self._mover, self._pool = mover, pool
+        self._pool = pool
         self.books = "" if told is None or is_at_books else str(told["books"])
 
     def __bool__(self) -> bool:
@@ -133,7 +132,7 @@ class EngineAccess:
         room = engine.reserve(self._key(block), sealed.sealed_nbytes(nbytes), _left(deadline))
         try:
             fill(room.memory[:nbytes])
-            sealed.seal(room.memory, nbytes, block, self._mover.run)
+            sealed.seal(room.memory, nbytes, block)
             engine.seal(room, _left(deadline))
         except BaseException:
             engine.abandon(room, CLOSE_S)
@@ -168,7 +167,7 @@ class EngineAccess:
             spans += [ReadSpan(key, first, image.memory[first:end]) for first, end in image.to_read(grains)]
         engine.read(spans, timeout_s)
         for image, grains in zip(images, ranges, strict=True):
-            if not sealed.is_right(image.memory, image.wanted.nbytes, grains, image.wanted.block, self._mover.run):
+            if not sealed.is_right(image.memory, image.wanted.nbytes, grains, image.wanted.block):
                 raise WrongBytes(engine.name, image.wanted.block)
 
     def _key(self, block: int) -> str:

@@ -126,7 +126,7 @@ class Session:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
         self.spilled = SpilledBlocks(self.arenas)
         is_at_books = not self.config.get("unit", 0)
-        self.engine = EngineAccess(self.config.get("engine"), self.service_id, is_at_books, self.mover, self.pool)
+        self.engine = EngineAccess(self.config.get("engine"), self.service_id, is_at_books, self.pool)
         self.views = Views(self.arenas, self._unpin, self.pin_connection, self._disconnect)
 
     @property

@@ -50,14 +50,6 @@ class Mover:
             other.result()
         return None
 
-    def run(self, works: Sequence[Callable[[], None]]) -> None:
-        """Carry out works that leave the interpreter, side by side with the helpers there are."""
-        others = [self._helper().submit(work) for work in works[1:]] if self._helpers else []
-        for work in works[: 1 if others else None]:
-            work()
-        for other in others:
-            other.result()
-
     def start(self, work: Callable[[], T]) -> Future[T]:
         """Run `work`, which moves bytes, in a thread. More at once than copy well would keep the processors from an
         event loop that waits for them."""

@@ -8,7 +8,7 @@ are wrong, too. After the digests lies one of the digests themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -50,49 +50,31 @@ def in_grains(ranges: Iterable[tuple[int, int]], nbytes: int) -> Ranges:
     return found
 
 
-def seal(memory: Bytes, nbytes: int, block: int, side_by_side: Callable[[Sequence[Callable[[], None]]], None]) -> None:
-    """Write the digests of the first `nbytes` of `memory` behind them."""
+def seal(memory: Bytes, nbytes: int, block: int) -> None:
+    """Write the digests of the first `nbytes` of `memory` behind them. 25 GB/s; threads gain nothing, for xxhash keeps
+    the interpreter."""
     start, end = tail_range(nbytes)
     memory[nbytes:start] = 0
-    tail = np.empty(num_grains(nbytes) + 1, np.uint64)
-    data = memoryview(memory)  # type: ignore[arg-type]
-
-    def some(first: int, last: int) -> Callable[[], None]:
-        def work() -> None:
-            for grain in range(first, last):
-                at = grain * GRAIN
-                tail[grain] = xxh3_64_intdigest(data[at : min(at + GRAIN, nbytes)], block)
-
-        return work
-
-    count = num_grains(nbytes)
-    share = max(16, -(-count // 4))
-    side_by_side([some(at, min(at + share, count)) for at in range(0, count, share)])
-    tail[-1] = xxh3_64_intdigest(tail[:-1].tobytes(), block)
-    memory[start:end] = tail.view(np.uint8)
+    found = [_digest(memory, nbytes, grain, block) for grain in range(num_grains(nbytes))]
+    digests = np.array([*found, 0], np.uint64)
+    digests[-1] = _of_digests(digests, block)
+    memory[start:end] = digests.view(np.uint8)
 
 
-def is_right(
-    memory: Bytes, nbytes: int, ranges: Ranges, block: int, side_by_side: Callable[[Sequence[Callable[[], None]]], None]
-) -> bool:
+def is_right(memory: Bytes, nbytes: int, ranges: Ranges, block: int) -> bool:
     """Whether these grains of a block of `nbytes`, which lies in `memory` with its digests, are what was sealed."""
     start, end = tail_range(nbytes)
     digests = memory[start:end].view(np.uint64)
-    if int(digests[-1]) != xxh3_64_intdigest(digests[:-1].tobytes(), block):
+    if int(digests[-1]) != _of_digests(digests, block):
         return False
-    view = memoryview(memory[:nbytes])  # type: ignore[arg-type]
-    grains = [grain for first, end in ranges for grain in range(first // GRAIN, num_grains(end))]
-    wrong: list[int] = []
+    grains = [grain for first, last in ranges for grain in range(first // GRAIN, num_grains(last))]
+    return all(_digest(memory, nbytes, grain, block) == digests[grain] for grain in grains)
 
-    def some(part: Sequence[int]) -> Callable[[], None]:
-        def work() -> None:
-            for grain in part:
-                at = grain * GRAIN
-                if xxh3_64_intdigest(view[at : min(at + GRAIN, nbytes)], block) != digests[grain]:
-                    wrong.append(grain)
 
-        return work
+def _digest(memory: Bytes, nbytes: int, grain: int, block: int) -> int:
+    part = memory[grain * GRAIN : min((grain + 1) * GRAIN, nbytes)]
+    return xxh3_64_intdigest(memoryview(part), block)  # type: ignore[arg-type]
 
-    share = max(16, -(-len(grains) // 4))
-    side_by_side([some(grains[at : at + share]) for at in range(0, len(grains), share)])
-    return not wrong
+
+def _of_digests(digests: np.ndarray, block: int) -> int:
+    return xxh3_64_intdigest(digests[:-1].tobytes(), block)

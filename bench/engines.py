@@ -1,0 +1,193 @@
+"""Rows in a storage engine: ours, the engine's own API, SimpleStorage, and TransferQueue 0.1.11 on the same engine.
+
+    python -m bench.engines [--engine MooncakeStore|Yuanrong] [--rounds 9] [--no-peer]
+
+302 MB: 1024 rows of 9 float32 fields; 9 MB: the same with 256 numbers a row. One process for each system, all on this
+host; each round makes every call of every system once, in turn. `ours` and `raw` use an engine of their own each, whose
+memory another process has (the server, as TransferQueue's does): bytes travel as between hosts. `few`: the first
+quarter of the rows, of all fields. Medians, p95 and the ratio to `ours`. `make bench-engines` installs what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS, FIELDS = 1024, 9
+WIDTHS = {"302 MB": 8192, "9 MB": 256}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "MooncakeStore": {"master_server_address": "127.0.0.1:0", "global_segment_size": 3 << 30},
+    "Yuanrong": {"worker_port": 0, "metastore_port": 0, "worker_args": "--shared_memory_size_mb 3072"},
+    "SimpleStorage": {},
+}
+CALLS = ("put", "get", "few")
+
+
+class Agent:
+    """A process that measures one system: a line of JSON for each call, and one for each answer."""
+
+    def __init__(self, name: str, engine: str, python: str) -> None:
+        self.name = name
+        paths = [str(ROOT)] if name == "0.1.11" else [str(ROOT), str(ROOT / "src")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQ_ADDRESS": ""}
+        environment["PATH"] = f"{Path(python).parent}{os.pathsep}{environment['PATH']}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  it lasts as long as the process
+        self._process = subprocess.Popen(
+            [python, __file__, "--agent", name, engine], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log, text=True, env=environment,
+        )  # fmt: skip
+        self.call("start", "9 MB")
+
+    def call(self, what: str, size: str) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([what, size]), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("seconds "):
+                return float(line.split()[1])
+        self._log.seek(0)
+        raise RuntimeError(f"{self.name} ended: {self._log.read()[-2000:].decode(errors='replace')}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=list(SETTINGS)[:2], action="append")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-peer", action="store_true", help="without TransferQueue 0.1.11")
+    parser.add_argument("--agent", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.agent is not None:
+        _serve(*args.agent)
+        return
+    for engine in args.engine or list(SETTINGS)[:2]:
+        agents: list[Agent] = []
+        if not args.no_peer:  # first: it ends every master of Mooncake that it finds on the host
+            from bench.contenders import LOG
+            from bench.environments import peer_python
+
+            agents.append(Agent("0.1.11", engine, str(peer_python(None, LOG))))
+        agents += [Agent("ours", engine, sys.executable), Agent("raw", engine, sys.executable)]
+        agents.append(Agent("SimpleStorage", "SimpleStorage", sys.executable))
+        for size in WIDTHS:
+            _measure(engine, size, agents, args.rounds)
+        for agent in agents:
+            agent.close()
+
+
+def _measure(engine: str, size: str, agents: list[Agent], rounds: int) -> None:
+    found: dict[tuple[str, str], list[float]] = {(agent.name, call): [] for agent in agents for call in CALLS}
+    for turn in range(rounds + 2):
+        for agent in agents:
+            for call in CALLS:
+                seconds = agent.call(call, size)
+                if turn > 1:  # the first touch memory that nobody had touched
+                    found[agent.name, call].append(1e3 * seconds)
+            agent.call("clear", size)
+    print(f"\n{engine}, {size}, {rounds} rounds: ms, median (p95), ratio to ours")
+    for agent in agents:
+        cells = []
+        for call in CALLS:
+            values = sorted(found[agent.name, call])
+            median, high = statistics.median(values), values[min(len(values) - 1, int(0.95 * len(values)))]
+            ratio = median / statistics.median(found["ours", call])
+            cells.append(f"{call} {median:8.1f} ({high:7.1f}) {ratio:5.2f}")
+        print(f"  {agent.name:14}  {'   '.join(cells)}", flush=True)
+
+
+# ---- in the process of a system
+
+
+def _serve(name: str, engine: str) -> None:
+    calls: dict[str, Callable[[str], None]] = {}
+    for line in sys.stdin:
+        what, size = json.loads(line)
+        if what == "start":
+            calls = {"raw": _raw, "0.1.11": _transfer_queue}.get(name, _transfer_queue)(engine, name)
+            print("seconds 0", flush=True)
+            continue
+        began = time.perf_counter()
+        calls[what](size)
+        print(f"seconds {time.perf_counter() - began}", flush=True)
+    calls["end"]("")
+
+
+def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], None]]:
+    import torch
+    from tensordict import TensorDict
+
+    import transfer_queue as tq
+
+    settings = SETTINGS[engine]
+    if name == "0.1.11":
+        import ray
+
+        ray.init(num_cpus=16, include_dashboard=False)
+        settings = _of_peer(engine)
+    tq.init({"backend": {"storage_backend": engine, engine: settings}})
+    client: Any = tq.get_client()
+    values = {
+        size: TensorDict({f"f{n}": torch.rand(ROWS, width) for n in range(FIELDS)}, batch_size=[ROWS])
+        for size, width in WIDTHS.items()
+    }
+    names, metas = [f"f{n}" for n in range(FIELDS)], {}
+
+    def put(size: str) -> None:
+        metas[size] = client.put(values[size], partition_id=f"train {size}")
+
+    def get(size: str) -> None:
+        found = client.get_data(metas[size])
+        assert len(found[names[-1]]) == ROWS
+
+    def few(size: str) -> None:
+        found = client.get_data(metas[size].select_samples(list(range(ROWS // 4))))
+        assert len(found[names[-1]]) == ROWS // 4
+
+    def clear(size: str) -> None:
+        client.clear_partition(f"train {size}")
+
+    return {"put": put, "get": get, "few": few, "clear": clear, "end": lambda size: tq.close()}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _of_peer(engine: str) -> dict[str, Any]:
+    if engine == "Yuanrong":
+        return {
+            "worker_port": free_port(),
+            "metastore_port": free_port(),
+            "worker_args": "--shared_memory_size_mb 3072",
+        }
+    return {"auto_init": True, "metadata_server": "P2PHANDSHAKE", "global_segment_size": 3 << 30,
+            "master_server_address": f"127.0.0.1:{free_port()}"}  # fmt: skip
+
+
+def _raw(engine: str, name: str) -> dict[str, Callable[[str], None]]:
+    """The engine's own batch calls, with one object for each field, as its documentation has it. The memory that is
+    written from and read into is there and, where the engine wants that, registered."""
+    from bench.engines_raw import RAW
+
+    return RAW[engine](SETTINGS[engine], {size: 4 * ROWS * width for size, width in WIDTHS.items()}, FIELDS)
+
+
+if __name__ == "__main__":
+    main()
