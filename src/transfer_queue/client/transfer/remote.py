@@ -54,7 +54,7 @@ def received(session: Session, request: m.Get, reply: m.Located) -> Operation[di
     try:
         reads: list[Call] = []
         for (taken, payload), pieces, to in zip(answers, by_unit.values(), servers, strict=True):
-            blocks = [one.block for one in taken.pieces if not isinstance(one.location, m.Inline)]
+            blocks = [one.block for one in taken.pieces if isinstance(one.location, (m.Remote, m.InEngine))]
             pinned.append((to, m.Unpin(taken.rid, blocks)))
             layouts = [decode_layout(layout) for layout in taken.layouts]
             if len(taken.pieces) != len(pieces):
