@@ -42,7 +42,7 @@ def _fields(message: Get, table: Table, slots: Slots) -> list[str]:
     if table.lost and (wanted is None or not common.issuperset(wanted)):
         lost = sorted(table.lost.intersection(table.index[slots].tolist()))
         if lost:
-            raise DataLost(f"partition {table.name!r}: rows {lost[:8]} were lost with the storage that held them")
+            raise DataLost(f"partition {table.name!r}: rows {lost[:8]} are gone with the storage that held them")
     if message.keys is not None and not message.strict:
         if not common:
             raise NotReady("Some fields are not ready in all the requested keys!")
