@@ -152,7 +152,7 @@ def report() -> int:
 
 def main() -> int:
     """The command `tq`: `doctor` here, all others in the package."""
-    if sys.argv[1:2] == ["doctor"]:
+    if sys.argv[1:] == ["doctor"]:
         return report()
     try:
         from transfer_queue.cli import main as command

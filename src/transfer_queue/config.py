@@ -223,7 +223,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         durability=durability,
         journal_dir=journal_dir,
         engine=engine,
-        engine_settings=_engine_settings(conf, engine),
+        engine_settings=engine_settings(conf, engine),
         away_s=_away_s(conf.server.away_s, journal_dir is not None),
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
@@ -322,7 +322,8 @@ def _check_engines(backend: Any) -> None:
                 raise ConfigError(f"{where}: expected text, got {value!r}")
 
 
-def _engine_settings(conf: Any, engine: str) -> dict[str, Any]:
+def engine_settings(conf: Any, engine: str) -> dict[str, Any]:
+    """The section of a storage engine in merged settings ("": none). Raises `ConfigError`."""
     from omegaconf import OmegaConf
 
     section = conf.backend.get(engine) if engine else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -17,8 +18,10 @@ from conftest import Child, until
 from hosts import CLIENT, LARGE, Host
 from storage_engines import CHOSEN, KINDS, Intruder, Running
 from tensordict import TensorDict
+from typer.testing import CliRunner
 
 import transfer_queue as tq
+from transfer_queue.cli import app
 from transfer_queue.errors import ConfigError, DataLost, ServiceUnavailable, StoreFull
 from transfer_queue.storage.engines import engine_class
 from transfer_queue.storage.engines.deadline import GuardedEngine
@@ -405,6 +408,27 @@ def test_a_durability_that_it_cannot_give_is_refused(
         more = {"journal_dir": str(tmp_path / "journal")}
     with pytest.raises(ConfigError, match=f"durability: rows that lie in {engine.name}"):
         service(**engine.conf(server=more))
+
+
+def test_the_doctor_writes_reads_and_deletes(engine: Running, tmp_path: Path) -> None:
+    config = tmp_path / "tq.yaml"
+    config.write_text(json.dumps(engine.conf()))
+    shown = CliRunner().invoke(
+        app, ["doctor", "--backend", engine.name, "--config", str(config)], catch_exceptions=False
+    )
+    said = [line.removeprefix(f"{engine.name}: ") for line in shown.output.splitlines()]
+    assert [line.split()[0].rstrip(":") for line in said[-6:]] == [
+        "RDMA", "memory", "opened", "written", "read", "deleted",
+    ]  # fmt: skip
+    assert shown.exit_code == 0
+
+
+def test_the_doctor_names_what_is_wrong(tmp_path: Path) -> None:
+    config = tmp_path / "tq.yaml"
+    (tmp_path / "file").write_text("in the way")
+    config.write_text(json.dumps({"backend": {"Files": {"url": f"file://{tmp_path}/file"}}}))
+    with pytest.raises(ConfigError, match=r"backend\.Files\.url"):
+        CliRunner().invoke(app, ["doctor", "--backend", "Files", "--config", str(config)], catch_exceptions=False)
 
 
 def test_an_engine_that_there_is_not_is_refused(service: Callable[..., tq.TransferQueueClient]) -> None:

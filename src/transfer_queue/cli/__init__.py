@@ -49,12 +49,7 @@ def serve(
     ] = None,
 ) -> None:
     """Run a service in the foreground until SIGTERM or Ctrl-C. Prints its addresses as one line of JSON."""
-    given: dict[str, Any] = {}
-    if conf is not None:
-        from omegaconf import OmegaConf
-
-        given = OmegaConf.to_container(OmegaConf.load(conf))
-    full = settings.merged(given)
+    full = _merged(conf)
     if host is not None or join is not None:
         full.server.host, full.server.port, full.server.join = host, port, join
         full.server.token_file = None if token_file is None else str(token_file)
@@ -231,11 +226,34 @@ def _print_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    backend: Annotated[
+        str | None, typer.Option(help="Also whether this storage engine works here; start it on every host of a job.")
+    ] = None,
+    conf: Annotated[Path | None, typer.Option("--config", help="YAML with its settings, as for `tq serve`.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="How long each call of the engine may take.")] = 30.0,
+) -> None:
     """Whether another distribution lies over this one, and the command that mends it."""
     from transfer_queue_doctor import report
 
-    raise typer.Exit(report())
+    code = report()
+    if backend is not None and not code:
+        from transfer_queue.storage.engines.probe import probe
+
+        full = _merged(conf)
+        full.backend.storage_backend = backend
+        for line in probe(backend, settings.engine_settings(full, backend), timeout_s):
+            print(f"{backend}: {line}", flush=True)
+    raise typer.Exit(code)
+
+
+def _merged(conf: Path | None) -> Any:
+    given: dict[str, Any] = {}
+    if conf is not None:
+        from omegaconf import OmegaConf
+
+        given = OmegaConf.to_container(OmegaConf.load(conf))
+    return settings.merged(given)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
     engine     what every engine does, and how one is opened by its name
     deadline   calls of an engine that end in time, with an error that names it
     sealed     how a block lies in an engine: its bytes, then the digests that every reader compares
+    probe      whether an engine works on this host, for `tq doctor`
     started    programs that a server starts for its engine
     files      a directory, or whatever else fsspec opens
     mooncake   Mooncake's store

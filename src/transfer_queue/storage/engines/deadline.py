@@ -23,11 +23,11 @@ class GuardedEngine:
 
     def __init__(self, name: str, settings: Mapping[str, Any], serves: bool, timeout_s: float) -> None:
         self.name = name
-        self._where = ""
+        self.where = ""
         kind = self._within(timeout_s, lambda: engine_class(name))
         self.max_nbytes = kind.max_nbytes
         self.engine = self._within(timeout_s, lambda: kind(settings, serves))
-        self._where = f" at {self.engine.where}" if self.engine.where else ""
+        self.where = f" at {self.engine.where}" if self.engine.where else ""
 
     def reserve(self, key: str, nbytes: int, timeout_s: float) -> Room:
         return self._within(timeout_s, lambda: self.engine.reserve(key, nbytes), lambda room: room.abandon())
@@ -55,7 +55,7 @@ class GuardedEngine:
         call = BackgroundCall("tq-engine", work)
         if not call.ended(timeout_s):
             call.leave(undo)
-            raise ServiceUnavailable(f"{self.name}{self._where} did not answer within {timeout_s:g} s")
+            raise ServiceUnavailable(f"{self.name}{self.where} did not answer within {timeout_s:g} s")
         try:
             return call.outcome()
         except (TransferQueueError, BlocksMissing):
@@ -63,4 +63,4 @@ class GuardedEngine:
         except ImportError as error:
             raise ServiceUnavailable(f"{self.name} is not installed on this host: {error}") from error
         except Exception as error:
-            raise ServiceUnavailable(f"{self.name}{self._where}: {error}") from error
+            raise ServiceUnavailable(f"{self.name}{self.where}: {error}") from error
