@@ -173,7 +173,7 @@ class Intruder:
     def put(self, block: int, content: np.ndarray) -> None:
         room = self.engine.reserve(self._key(block), len(content), WITHIN_S)
         room.memory[:] = content
-        self.engine.seal(room, WITHIN_S)
+        self.engine.seal(room, self._key(block), WITHIN_S)
 
     def replace(self, block: int, content: np.ndarray) -> None:
         self.drop(block)

@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from transfer_queue.codec.needed import all_ranges, index_ranges, value_ranges
+from transfer_queue.codec.rows import BlockBytes
 from transfer_queue.codec.values import Lifting, pack
 
 QUICK = settings(
@@ -193,3 +195,19 @@ def test_lists_of_numbers_become_tensors_of_the_same_numbers_or_stay_lists(rows:
     else:
         assert all(row.dtype in (torch.float32, torch.int64) for row in found)
         assert [len(row) for row in found] == [len(row) for row in rows]
+
+
+@QUICK
+@given(tables(), st.data())
+def test_the_bytes_that_rows_are_said_to_need_are_enough(table: Table, data: st.DataObject) -> None:
+    """As a reader of a storage engine has them: the rest of the block is something else."""
+    kind, puts = table
+    rows = puts[0]
+    block = put({"other": [float(n) for n in range(len(rows))], "x": column_of(kind, rows)}, len(rows))
+    picked = sorted(data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1)))
+    image = BlockBytes(np.full(len(block.data), 0xCC, np.uint8), block.layout, -1)
+    for ranges in (index_ranges(block.layout, {"x"}), value_ranges(image, np.array(picked), {"x"})):
+        for first, end in ranges:
+            image.data[first:end] = block.data[first:end]
+    check(kind, get(image, "x", [(0, row, 1) for row in picked]), [model_of(kind, rows)[row] for row in picked])
+    assert all(first >= 0 and end <= len(block.data) for first, end in all_ranges(block.layout, {"x"}))

@@ -12,7 +12,7 @@ import numpy as np
 from transfer_queue.codec.layout import Layout
 from transfer_queue.codec.needed import all_ranges, index_ranges, value_ranges
 from transfer_queue.codec.rows import BlockBytes
-from transfer_queue.errors import InvalidInput, StoreFull
+from transfer_queue.errors import InvalidInput, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines import ReadSpan, sealed
@@ -83,13 +83,13 @@ class EngineAccess:
     `WrongBytes`.
     """
 
-    def __init__(self, told: Mapping[str, Any] | None, service: bytes, is_at_books: bool, pool: Pool):
+    def __init__(self, told: Mapping[str, Any] | None, service: bytes, pool: Pool):
         self._told = told
         self._service = service
         self._opened: GuardedEngine | None = None
         self._lock = threading.Lock()
         self._pool = pool
-        self.books = "" if told is None or is_at_books else str(told["books"])
+        self.books = "" if told is None else str(told.get("books", ""))
 
     def __bool__(self) -> bool:
         return self._told is not None
@@ -117,14 +117,18 @@ class EngineAccess:
         size = sealed.sealed_nbytes(nbytes)
         if engine.max_nbytes is not None and size > engine.max_nbytes:
             raise InvalidInput(f"{nbytes} bytes in one put: {engine.name} takes {engine.max_nbytes} at most")
-        while True:
+        full: StoreFull | None = None
+        while full is None or time.monotonic() + PAUSE_S < deadline:
             try:
                 self._write(engine, block, nbytes, fill, deadline)
                 return
             except StoreFull as error:
-                if time.monotonic() + PAUSE_S > deadline:
-                    raise StoreFull(f"{engine.name}: {error}") from error
+                full = error
+            except ServiceUnavailable:  # it was full before: that is why there is no time left
+                if full is None or time.monotonic() < deadline:
+                    raise
             time.sleep(PAUSE_S)
+        raise StoreFull(f"{engine.name}: {full}") from full
 
     def _write(
         self, engine: GuardedEngine, block: int, nbytes: int, fill: Callable[[Bytes], None], deadline: float
@@ -133,7 +137,7 @@ class EngineAccess:
         try:
             fill(room.memory[:nbytes])
             sealed.seal(room.memory, nbytes, block)
-            engine.seal(room, _left(deadline))
+            engine.seal(room, self._key(block), _left(deadline))
         except BaseException:
             engine.abandon(room, CLOSE_S)
             raise

@@ -125,8 +125,7 @@ class Session:
     def _open_memory(self) -> None:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
         self.spilled = SpilledBlocks(self.arenas)
-        is_at_books = not self.config.get("unit", 0)
-        self.engine = EngineAccess(self.config.get("engine"), self.service_id, is_at_books, self.pool)
+        self.engine = EngineAccess(self.config.get("engine"), self.service_id, self.pool)
         self.views = Views(self.arenas, self._unpin, self.pin_connection, self._disconnect)
 
     @property

@@ -49,9 +49,9 @@ class EngineBlocks:
         self._failed = False
         unit.has_engine = True
 
-    def told(self, tcp: str) -> dict[str, Any]:
-        """What clients need to use the same engine; `books`: where its blocks are asked for, from other hosts."""
-        return {"name": self.engine.name, "settings": dict(self.engine.engine.for_clients), "books": tcp}
+    def told(self) -> dict[str, Any]:
+        """What clients need to use the same engine. Units of other hosts add `books`, the address of this server."""
+        return {"name": self.engine.name, "settings": dict(self.engine.engine.for_clients)}
 
     def statistics(self) -> dict[str, Any]:
         return {

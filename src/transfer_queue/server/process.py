@@ -336,7 +336,7 @@ class Server:
         if local:
             config["token"] = self.config.token
         if self.engine is not None:
-            config["engine"] = self.engine.told(self.service.tcp)
+            config["engine"] = self.engine.told()
         return Welcome(os.getpid(), door, json.dumps(config).encode(), *self.service.life)
 
     def of_unit(self, message: Request, host: str, line: UnitConnection) -> Reply:

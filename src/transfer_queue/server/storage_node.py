@@ -124,6 +124,8 @@ class StorageNode:
             unit.rest_again()
             self.client_config = json.loads(welcome.config)
             self.remote.timeout_s = float(self.client_config["timeout_s"])
+            if "engine" in self.client_config:
+                self.client_config["engine"]["books"] = str(self._controller)
         doubtful = set(self.service.pending.in_doubt)  # a commit of one may still be on its way
         published = [number for number in unit.published() if number not in doubtful]
         self.service.pending.join_again()

@@ -32,8 +32,9 @@ class GuardedEngine:
     def reserve(self, key: str, nbytes: int, timeout_s: float) -> Room:
         return self._within(timeout_s, lambda: self.engine.reserve(key, nbytes), lambda room: room.abandon())
 
-    def seal(self, room: Room, timeout_s: float) -> None:
-        self._within(timeout_s, room.seal)
+    def seal(self, room: Room, key: str, timeout_s: float) -> None:
+        """Sealed too late, nobody needs it any more: it is dropped then."""
+        self._within(timeout_s, room.seal, lambda _: self.engine.drop([key]))
 
     def abandon(self, room: Room, timeout_s: float) -> None:
         self._within(timeout_s, room.abandon)

@@ -46,7 +46,7 @@ def probe(name: str, settings: Mapping[str, Any], timeout_s: float) -> Iterator[
             room = engine.reserve(key, sealed.sealed_nbytes(NBYTES), timeout_s)
             room.memory[:NBYTES] = np.arange(NBYTES, dtype=np.uint8)
             sealed.seal(room.memory, NBYTES, BLOCK)
-            engine.seal(room, timeout_s)
+            engine.seal(room, key, timeout_s)
             yield f"written: {NBYTES >> 20} MiB in {time.monotonic() - began:.2f} s"
             del room
             yield f"read by another process, and compared: {_read_elsewhere(engine, key, timeout_s)}"

@@ -1,0 +1,155 @@
+"""Calls of a storage engine end in time, and what comes too late is undone; sealed blocks say every change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transfer_queue.errors import ServiceUnavailable, StoreFull
+from transfer_queue.storage.engines import BlocksMissing, ReadSpan, Room, StorageEngine, deadline, sealed
+from transfer_queue.storage.engines.deadline import GuardedEngine
+
+
+class Slow(StorageEngine):
+    """What it does waits for `gate`; `log` has what was done. `error` is raised instead, where there is one."""
+
+    name = "Slow"
+    gate = threading.Event()
+    log: list[str] = []  # noqa: RUF012  the test's
+    error: Exception | None = None
+
+    def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:
+        if "missing" in settings:
+            raise ImportError("No module named 'slow'")
+
+    @property
+    def where(self) -> str:
+        return "the corner"
+
+    def _do(self, what: str) -> None:
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.log.append(what)
+
+    def reserve(self, key: str, nbytes: int) -> Room:
+        self._do(f"reserve {key}")
+        return SlowRoom(self)
+
+    def read(self, spans: Sequence[ReadSpan]) -> None:
+        self._do("read")
+
+    def missing(self, keys: Sequence[str]) -> set[str]:
+        return set()
+
+    def drop(self, keys: Sequence[str]) -> None:
+        self.log.append(f"drop {keys[0]}")
+
+
+class SlowRoom(Room):
+    def __init__(self, engine: Slow) -> None:
+        self.memory = np.zeros(8, np.uint8)
+        self._engine = engine
+
+    def seal(self) -> None:
+        self._engine._do("seal")
+
+    def abandon(self) -> None:
+        self._engine.log.append("abandon")
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[GuardedEngine]:
+    monkeypatch.setattr(deadline, "engine_class", lambda name: Slow)
+    Slow.gate.set()
+    Slow.log, Slow.error = [], None
+    yield GuardedEngine("Slow", {}, False, 5.0)
+    Slow.gate.set()
+
+
+def test_a_call_that_is_late_is_an_error_with_the_engine_and_the_time(engine: GuardedEngine) -> None:
+    Slow.gate.clear()
+    with pytest.raises(ServiceUnavailable, match=r"Slow at the corner did not answer within 0\.01 s"):
+        engine.read([], 0.01)
+
+
+def test_room_that_comes_too_late_is_abandoned(engine: GuardedEngine) -> None:
+    Slow.gate.clear()
+    with pytest.raises(ServiceUnavailable):
+        engine.reserve("a", 8, 0.01)
+    Slow.gate.set()
+    until(lambda: Slow.log == ["reserve a", "abandon"], "the room given up")
+
+
+def test_what_is_sealed_too_late_is_dropped(engine: GuardedEngine) -> None:
+    room = engine.reserve("a", 8, 5.0)
+    Slow.gate.clear()
+    with pytest.raises(ServiceUnavailable):
+        engine.seal(room, "a", 0.01)
+    Slow.gate.set()
+    until(lambda: Slow.log == ["reserve a", "seal", "drop a"], "the object dropped")
+
+
+@pytest.mark.parametrize("error", [StoreFull("full"), BlocksMissing(["a"])])
+def test_what_an_engine_may_say_is_passed_on(engine: GuardedEngine, error: Exception) -> None:
+    Slow.error = error
+    with pytest.raises(type(error)):
+        engine.read([], 5.0)
+
+
+@pytest.mark.parametrize("error", [OSError("code 7"), ValueError("odd"), RuntimeError("lost")])
+def test_whatever_else_it_raises_names_it(engine: GuardedEngine, error: Exception) -> None:
+    Slow.error = error
+    with pytest.raises(ServiceUnavailable, match=f"Slow at the corner: {error}") as raised:
+        engine.read([], 5.0)
+    assert raised.value.__cause__ is error
+
+
+def test_a_library_that_is_not_installed_is_named(engine: GuardedEngine) -> None:
+    with pytest.raises(ServiceUnavailable, match="Slow is not installed on this host: No module named 'slow'"):
+        GuardedEngine("Slow", {"missing": True}, False, 5.0)
+
+
+# ---- sealed blocks
+
+QUICK = settings(max_examples=150, derandomize=True, deadline=None, database=None)
+sizes = st.sampled_from([1, 7, 8, 9, 4096, sealed.GRAIN - 1, sealed.GRAIN, sealed.GRAIN + 1, 3 * sealed.GRAIN + 5])
+
+
+def sealed_block(nbytes: int, block: int) -> np.ndarray:
+    memory = np.random.default_rng(nbytes).integers(0, 256, sealed.sealed_nbytes(nbytes), np.uint8)
+    sealed.seal(memory, nbytes, block)
+    return memory
+
+
+@QUICK
+@given(sizes, st.integers(1, 1 << 50), st.data())
+def test_a_changed_byte_is_found_and_nothing_else_is(nbytes: int, block: int, data: st.DataObject) -> None:
+    memory = sealed_block(nbytes, block)
+    whole = [(0, nbytes)]
+    assert sealed.is_right(memory, nbytes, whole, block)
+    assert not sealed.is_right(memory, nbytes, whole, block + 1), "another block's bytes"
+    start, end = sealed.tail_range(nbytes)
+    place = data.draw(st.integers(0, nbytes - 1) | st.integers(start, end - 1))
+    memory[place] ^= data.draw(st.integers(1, 255))
+    assert not sealed.is_right(memory, nbytes, whole, block)
+
+
+@QUICK
+@given(sizes, st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20)), max_size=6))
+def test_grains_cover_the_ranges_and_no_more_than_their_grains(nbytes: int, pairs: list[tuple[int, int]]) -> None:
+    ranges = [tuple(sorted((first % (nbytes + 1), last % (nbytes + 1)))) for first, last in pairs]
+    found = sealed.in_grains(ranges, nbytes)  # type: ignore[arg-type]
+    wanted = {place // sealed.GRAIN for first, last in ranges for place in {first, last - 1} if first < last}
+    wanted |= {grain for first, last in ranges if first < last
+               for grain in range(first // sealed.GRAIN, (last - 1) // sealed.GRAIN)}  # fmt: skip
+    covered = [grain for first, last in found for grain in range(first // sealed.GRAIN, sealed.num_grains(last))]
+    assert covered == sorted(wanted)
+    assert all(0 <= first < last <= nbytes for first, last in found)
