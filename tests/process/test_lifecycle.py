@@ -267,7 +267,8 @@ def test_a_client_killed_between_allocate_and_commit_leaves_nothing(
         tq.init()
         session = tq.get_client().session
         found = session.call(Call(m.Allocate(session.next_rid(), 5 << 20, False, 1.0), wait_s=1.0))[0]
-        session.arenas[found.arena].writable(found.offset, 5 << 20)[:] = 1
+        lies = found.location
+        session.arenas[lies.arena].writable(lies.offset, 5 << 20)[:] = 1
         held = tq.get_client().allocate({"x": ((3 << 20,), torch.uint8)})
         print("allocated", flush=True)
         input()

@@ -46,6 +46,9 @@ REQUEST_MS = 1000  # how long one call may hold the interpreter lock
 FULL_S = 0.5  # a worker that was full is taken to be so for this long
 THERE_S = 0.2  # a worker that was there is taken to be so for this long; every look takes a port for a minute
 START_S = 60.0
+BUSY_S = 5.0  # for so long a call that got no answer is made again: frozen and busy look the same
+PAUSE_S = 0.1
+REPEATABLE = frozenset({"get_buffers", "exist", "delete"})  # made twice they do no harm; room that came late is lost
 AT_ONCE = 1000  # keys in one call; the library takes 10000
 SECTION = "backend.Yuanrong"
 LOG = {"DATASYSTEM_CLIENT_LOG_DIR": "", "DATASYSTEM_MIN_LOG_LEVEL": "2", "DATASYSTEM_LOG_MONITOR_ENABLE": "false"}
@@ -167,15 +170,23 @@ class Yuanrong(StorageEngine):
             if not is_listening(HOST, self._port):
                 raise OSError("no worker listens there")
             self._is_there_until = time.monotonic() + THERE_S
-        try:
-            return getattr(client, name)(*arguments)
-        except RuntimeError as error:
-            said = " ".join(str(error).split())
-            if "Out of memory" in said:
-                raise StoreFull(f"its worker has no room (shared_memory_size_mb): {said}") from error
-            if said.startswith("code: [Key not found]"):
-                raise _NoneFound(said) from error
-            raise OSError(said) from error
+        until = time.monotonic() + (BUSY_S if name in REPEATABLE else 0.0)
+        while True:
+            try:
+                return getattr(client, name)(*arguments)
+            except RuntimeError as error:
+                said = " ".join(str(error).split())
+                if "[RPC unavailable]" not in said or time.monotonic() > until:
+                    raise self._meant(said) from error
+            time.sleep(PAUSE_S)  # a worker that has much to do
+
+    def _meant(self, said: str) -> Exception:
+        """What an error of the library is to those who use an engine."""
+        if "Out of memory" in said:
+            return StoreFull(f"its worker has no room (shared_memory_size_mb): {said}")
+        if said.startswith("code: [Key not found]"):
+            return _NoneFound(said)
+        return OSError(said)
 
     def _opened(self, kind: Callable[..., Any]) -> Any:
         if not is_listening(HOST, self._port):
