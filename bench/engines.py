@@ -42,10 +42,11 @@ class Agent:
         paths = [str(ROOT)] if name == "0.1.11" else [str(ROOT), str(ROOT / "src")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQ_ADDRESS": ""}
         environment["PATH"] = f"{Path(python).parent}{os.pathsep}{environment['PATH']}"
+        self._place = tempfile.TemporaryDirectory()  # 0.1.11 lets its engine write into the current one
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  it lasts as long as the process
         self._process = subprocess.Popen(
             [python, __file__, "--agent", name, engine], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._log, text=True, env=environment,
+            stderr=self._log, text=True, env=environment, cwd=self._place.name,
         )  # fmt: skip
         self.call("start", "9 MB")
 
@@ -63,6 +64,7 @@ class Agent:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+        self._place.cleanup()
 
 
 def main() -> None:
