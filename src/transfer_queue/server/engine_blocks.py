@@ -44,7 +44,7 @@ class EngineBlocks:
         self._controller = controller
         self._timeout_s = timeout_s
         self._dropping: asyncio.Task[None] | None = None
-        self._check: asyncio.Task[m.Reply | None] | None = None
+        self._check: asyncio.Task[TransferQueueError | None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._failed = False
         unit.has_engine = True
@@ -93,11 +93,13 @@ class EngineBlocks:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _tell(self, check: asyncio.Task[m.Reply | None], done: Callable[[m.Reply], None], rid: int) -> None:
+    async def _tell(
+        self, check: asyncio.Task[TransferQueueError | None], done: Callable[[m.Reply], None], rid: int
+    ) -> None:
         failed = await check
-        done(m.Done(rid) if failed is None else m.Failed(rid, failed.code, failed.text))  # type: ignore[attr-defined]
+        done(m.Done(rid) if failed is None else m.Failed(rid, failed.code, str(failed)))
 
-    async def _look(self) -> m.Reply | None:
+    async def _look(self) -> TransferQueueError | None:
         """None, or why nobody knows."""
         blocks = self._unit.in_engine()
         gone: set[int] = set()
@@ -106,7 +108,7 @@ class EngineBlocks:
             try:
                 missing = await asyncio.to_thread(self.engine.missing, list(by_key), self._timeout_s)
             except TransferQueueError as error:
-                return m.Failed(0, error.code, str(error))
+                return error
             gone.update(by_key[key] for key in missing)
         if gone:
             rows = self._controller.block_index.lose(gone)

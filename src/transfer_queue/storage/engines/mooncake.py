@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,9 +19,10 @@ from transfer_queue.memory.bytes import Bytes, address_of
 from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
 from transfer_queue.storage.engines.started import Started, free_port, is_listening
+from transfer_queue.wire.address import host_towards, parse_address
 
 PEER_TO_PEER = "P2PHANDSHAKE"
-FULL, MISSING, LEASE_ENDED = -200, -704, -705
+FULL, MISSING = -200, -704
 CLIENT_BUFFER = 16 << 20  # Mooncake's own staging, which none of these calls uses
 START_S = 20.0
 POOL_NBYTES = 1 << 30  # staging memory that is kept: fresh pages cost more than the copy
@@ -50,12 +50,11 @@ class MooncakeStore(StorageEngine):
         _opened_by.add(os.getpid())
         self._settings = _checked(settings)
         self._master: Started | None = None
-        if serves and settings.get("auto_init", True):
+        if serves and self._settings["auto_init"]:
             self._master = self._started_master()
         self._settings["metadata_server"] = _metadata(self._settings)
         self._address = str(self._settings["master_server_address"])
-        master_host = self._address.rpartition(":")[0]
-        own = str(self._settings["local_hostname"] or "") or _own_host(master_host)
+        own = str(self._settings["local_hostname"] or "") or host_towards(parse_address(f"tcp:{self._address}"))
         lent = int(self._settings["global_segment_size"]) if serves else 0
         self._store: Any = MooncakeDistributedStore()
         code = self._store.setup(
@@ -200,13 +199,6 @@ def _metadata(settings: Mapping[str, Any]) -> str:
     if "://" not in where:
         where = f"http://{where}"
     return where if where.startswith("etcd://") or where.endswith("/metadata") else f"{where}/metadata"
-
-
-def _own_host(towards: str) -> str:
-    """The address of this host that others reach it at: the one it speaks to `towards` with."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
-        return str(probe.getsockname()[0])
 
 
 def _first(nested: Any) -> int:
