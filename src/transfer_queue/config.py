@@ -224,6 +224,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         journal_dir=journal_dir,
         engine=engine,
         engine_settings=engine_settings(conf, engine),
+        transport=_transport(conf),
         away_s=_away_s(conf.server.away_s, journal_dir is not None),
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
@@ -293,7 +294,7 @@ def _away_s(value: Any, has_journal: bool) -> float:
 def _engine(conf: Any) -> str:
     """The storage engine that was chosen ("": none). Raises `ConfigError` for one that there is not."""
     name = str(conf.backend.storage_backend)
-    if name == "SimpleStorage":
+    if name == "SimpleStorage" or _transport(conf):
         return ""
     try:
         engine_class(name)
@@ -304,15 +305,28 @@ def _engine(conf: Any) -> str:
     return name
 
 
+def _transport(conf: Any) -> dict[str, Any]:
+    """How bytes travel between hosts, where that is chosen with the storage (empty: over our connections). With
+    MooncakeStore rows lie in each host's memory, unless a pool is to be used or there is one."""
+    if str(conf.backend.storage_backend) != "MooncakeStore":
+        return {}
+    section = conf.backend.MooncakeStore
+    is_pooled = not section.auto_init if section.pool is None else section.pool
+    if is_pooled:
+        return {}
+    names = ("protocol", "device_name", "local_hostname")
+    return {"name": "Mooncake", "settings": {name: section[name] for name in names}}
+
+
 def _check_engines(backend: Any) -> None:
     """The settings of our own engines have the types of their defaults, whether they are chosen or not."""
     defaults = _default().backend
     for name in ENGINE_SECTIONS:
         for key, default in defaults[name].items():
             value, where = backend[name][key], f"backend.{name}.{key}"
-            if key in ("url", "hard_pin") and value is None:
+            if key in ("url", "hard_pin", "pool") and value is None:
                 continue
-            if isinstance(default, bool) or key == "hard_pin":
+            if isinstance(default, bool) or key in ("hard_pin", "pool"):
                 _flag(value, where)
             elif key.endswith("_port"):
                 _port(value, where)

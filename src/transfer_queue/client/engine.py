@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from transfer_queue.client.images import Image, Wanted
 from transfer_queue.codec.layout import Layout
-from transfer_queue.codec.needed import all_ranges, index_ranges, value_ranges
-from transfer_queue.codec.rows import BlockBytes
 from transfer_queue.errors import InvalidInput, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines import ReadSpan, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
+from transfer_queue.storage.engines.sealed import Ranges
 
 PAUSE_S = 0.05  # between two attempts to get room in an engine that is full
 CLOSE_S = 5.0
@@ -24,39 +24,14 @@ NO_ROWS: Ints = np.empty(0, np.int64)
 _left_behind: list[GuardedEngine] = []  # of parents: their threads are not in this process, so nothing ends them
 
 
-class Wanted(NamedTuple):
-    """Rows (ascending, distinct) of some fields of a block."""
-
-    block: int
-    nbytes: int
-    layout: Layout
-    rows: Ints
-    fields: frozenset[str]
-
-
-class _Image:
-    """`memory` as large as a sealed block, of which more and more is there."""
+class _SealedImage(Image):
+    """With the digests behind the block."""
 
     def __init__(self, wanted: Wanted, memory: Bytes) -> None:
-        self.wanted = wanted
-        self.memory = memory
-        self._is_whole = len(wanted.rows) == wanted.layout.rows
+        super().__init__(wanted, memory)
         self._has_digests = False
 
-    def first(self) -> sealed.Ranges:
-        """Everything, where all rows are wanted; else what says where they lie."""
-        layout, fields = self.wanted.layout, self.wanted.fields
-        ranges = all_ranges(layout, fields) if self._is_whole else index_ranges(layout, fields)
-        return sealed.in_grains(ranges, self.wanted.nbytes)
-
-    def rest(self) -> sealed.Ranges:
-        """What was not known to be needed before the `first` was there."""
-        if self._is_whole:
-            return []
-        block = BlockBytes(self.memory, self.wanted.layout, -1)
-        return sealed.in_grains(value_ranges(block, self.wanted.rows, self.wanted.fields), self.wanted.nbytes)
-
-    def to_read(self, grains: sealed.Ranges) -> sealed.Ranges:
+    def to_read(self, grains: Ranges) -> Ranges:
         if self._has_digests:
             return grains
         self._has_digests = True
@@ -145,7 +120,7 @@ class EngineAccess:
     def read(self, wanted: Sequence[Wanted], timeout_s: float) -> list[Bytes]:
         """Each block as memory of its size, of which what the rows need is there and compared."""
         engine = self._open(timeout_s)
-        images = [_Image(one, self._pool.allocate(sealed.sealed_nbytes(one.nbytes))) for one in wanted]
+        images = [_SealedImage(one, self._pool.allocate(sealed.sealed_nbytes(one.nbytes))) for one in wanted]
         self._fetch(engine, images, [image.first() for image in images], timeout_s)
         rest = [image.rest() for image in images]
         if any(rest):
@@ -155,14 +130,14 @@ class EngineAccess:
     def chunk(self, block: int, nbytes: int, start: int, end: int, timeout_s: float) -> Bytes:
         """Bytes of a block, from a multiple of the grain on."""
         layout = Layout(0, nbytes, [])
-        image = _Image(
+        image = _SealedImage(
             Wanted(block, nbytes, layout, NO_ROWS, frozenset()), np.empty(sealed.sealed_nbytes(nbytes), np.uint8)
         )
         self._fetch(self._open(timeout_s), [image], [[(start, end)]], timeout_s)
         return image.memory[start:end]
 
     def _fetch(
-        self, engine: GuardedEngine, images: Sequence[_Image], ranges: Sequence[sealed.Ranges], timeout_s: float
+        self, engine: GuardedEngine, images: Sequence[_SealedImage], ranges: Sequence[Ranges], timeout_s: float
     ) -> None:
         """Read these grains of each image, with its digests the first time, and compare them."""
         spans = []

@@ -29,6 +29,7 @@ from transfer_queue.client.listing import Listings
 from transfer_queue.client.one_way import OneWay
 from transfer_queue.client.retry import GRACE_S, Retry, left_s, nobody_listens
 from transfer_queue.client.spilled import SpilledBlocks
+from transfer_queue.client.transport import TransportAccess
 from transfer_queue.client.views import Views
 from transfer_queue.errors import (
     DeadlineExceeded,
@@ -126,6 +127,7 @@ class Session:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
         self.spilled = SpilledBlocks(self.arenas)
         self.engine = EngineAccess(self.config.get("engine"), self.service_id, self.pool)
+        self.transport = TransportAccess(self.config.get("transport"), self.address, self.pool)
         self.views = Views(self.arenas, self._unpin, self.pin_connection, self._disconnect)
 
     @property
@@ -508,6 +510,7 @@ class Session:
         if self._helpers is not None:
             self._helpers.shutdown()
         self.engine.close()
+        self.transport.close()
         self.mover.close()
         self.pool.clear()
 
@@ -583,6 +586,7 @@ class Session:
                 self._give_back(self.connect())
         self.arenas.close()
         self.engine.leave_behind()
+        self.transport.leave_behind()
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)
         self._open_memory()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from transfer_queue.codec.layout import Layout, decode_layout, encode_layout
 from transfer_queue.codec.select import Fill, selected
-from transfer_queue.errors import InvalidInput, RowCleared, StoreFull
+from transfer_queue.errors import InvalidInput, RowCleared, ServiceUnavailable, StoreFull
+from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Block, Unit
 from transfer_queue.wire import messages as m
@@ -19,8 +20,28 @@ REMOTE_INLINE_NBYTES = 1 << 20
 MAX_STATE_NBYTES = 8 << 30
 MAX_CUT_ROWS = 8192  # of a block, for the offsets of all of its rows are looked at
 ALIGN = 64
+MIN_READ_NBYTES = 1 << 20  # less is copied out and sent in one answer
 Payload: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
 Answer: TypeAlias = "tuple[m.Reply, Payload]"
+
+
+class ArenasLike(Protocol):
+    """The unit's memory as the job's transport reads it."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    async def ready(self) -> None: ...
+    def pull(self, message: m.Pull, block: Block) -> Coroutine[Any, Any, None]: ...
+    def has(self, block: Block) -> bool: ...
+    def offer(self, block: Block) -> m.Registered | m.Remote: ...
+    def statistics(self) -> dict[str, Any]: ...
+
+
+class EngineLike(Protocol):
+    """Where the bytes of large blocks are that the unit has the books of."""
+
+    async def check(self) -> None: ...
+    def statistics(self) -> dict[str, Any]: ...
 
 
 class BlockRequests:
@@ -28,6 +49,24 @@ class BlockRequests:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self.engine: EngineLike | None = None
+        self.registered: ArenasLike | None = None
+
+    def statistics(self) -> dict[str, Any]:
+        parts = [part.statistics() for part in (self.engine, self.registered) if part is not None]
+        return {name: value for part in parts for name, value in part.items()}
+
+    def waits(self, message: m.Request, session: ServerSession) -> Coroutine[Any, Any, None] | None:
+        """What others have to do before this request can be answered; None: nothing."""
+        if isinstance(message, m.Take) and self.registered is not None and not self.registered.is_ready:
+            return self.registered.ready()
+        if isinstance(message, m.Pull):
+            return self._pulled(message, session)
+        if isinstance(message, m.ReportMissing):
+            if self.engine is None:
+                raise InvalidInput("this service has no storage engine")
+            return self.engine.check()
+        return None
 
     # filling
 
@@ -55,8 +94,18 @@ class BlockRequests:
             return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]  # zeroing much takes long
         raise InvalidInput(f"{type(message).__name__} with a payload of {nbytes} bytes")
 
-    def write(self, message: m.Request, session: ServerSession) -> Answer:
-        return m.Done(message.rid), ()  # the payload was received in place: see `destination`
+    def done(self, message: m.Request, session: ServerSession) -> Answer:
+        """What it asks for was done before: see `destination` and `waits`."""
+        return m.Done(message.rid), ()
+
+    def _pulled(self, message: m.Pull, session: ServerSession) -> Coroutine[Any, Any, None]:
+        """Take what the client lends."""
+        if self.registered is None:
+            raise ServiceUnavailable("this unit has no transport, or could not open it again")
+        block = self.unit.unpublished(message.block, session.ident)
+        if block.is_in_engine:
+            raise InvalidInput(f"block {message.block} lies in the storage engine")
+        return self.registered.pull(message, block)
 
     # reading
 
@@ -155,11 +204,30 @@ class BlockRequests:
             raise
         here = [piece for piece in found if isinstance(piece.location, m.InArena)]
         if len(here) < len(found) or _aligned_nbytes(here) > REMOTE_INLINE_NBYTES:
-            _leave(here)
+            self._offer(here)
             return reply, ()
         payload = self._riding(here, ())
         self.unit.unpin_request(session.ident, message.rid)
         return reply, payload
+
+    def _offer(self, pieces: Sequence[m.Piece]) -> None:
+        """Where the reader finds them: over the transport, or by requests."""
+        _leave(pieces)
+        if self.registered is None:
+            return
+        for piece in pieces:
+            block = self.unit.block(piece.block)
+            assert block is not None
+            piece.location = self.registered.offer(block)
+
+    def _is_offered(self, block: Block, layout: Layout, rows: Ints) -> bool:
+        """Whether the reader takes these rows out of the whole block, over the transport: they follow each other, and
+        are large enough."""
+        if self.registered is None or rows[-1] - rows[0] >= len(rows):
+            return False
+        if block.nbytes * len(rows) < MIN_READ_NBYTES * layout.rows:
+            return False
+        return self.registered.has(block)
 
     def _cut(self, cut: m.Cut, session: ServerSession, rid: int) -> int:
         """The pinned block of what `cut` asks for; the block itself when that is all, or when there is no room."""
@@ -172,6 +240,8 @@ class BlockRequests:
         if block.is_in_engine:
             return block.number  # the reader takes what it needs from there
         if len(rows) == layout.rows and {column.name for column in layout.columns} <= set(cut.fields):
+            return block.number
+        if self._is_offered(block, layout, rows):
             return block.number
         smaller, fill = selected(layout, self.unit.content(block), rows, cut.fields)
         part = self.unit.place(max(1, smaller.nbytes), None)

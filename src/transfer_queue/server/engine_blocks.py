@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transfer_queue.controller import Controller
@@ -15,7 +15,6 @@ from transfer_queue.server.settings import ServerConfig
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.storage.engines.deadline import GuardedEngine
 from transfer_queue.storage.engines.sealed import engine_key
-from transfer_queue.wire import messages as m
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -45,7 +44,6 @@ class EngineBlocks:
         self._timeout_s = timeout_s
         self._dropping: asyncio.Task[None] | None = None
         self._check: asyncio.Task[TransferQueueError | None] | None = None
-        self._background: set[asyncio.Task[None]] = set()
         self._failed = False
         unit.has_engine = True
 
@@ -84,20 +82,14 @@ class EngineBlocks:
 
     # looking
 
-    def check(self, done: Callable[[m.Reply], None], rid: int) -> None:
-        """Ask the engine for all blocks, give up the rows of those that are gone, then call `done` with the answer to
-        request `rid`. Who asks while it is asked gets the same answer."""
+    async def check(self) -> None:
+        """Ask the engine for all blocks, and give up the rows of those that are gone. Who asks while it is asked gets
+        the same answer. Raises `ServiceUnavailable`."""
         if self._check is None or self._check.done():
             self._check = asyncio.get_running_loop().create_task(self._look())
-        task = asyncio.get_running_loop().create_task(self._tell(self._check, done, rid))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _tell(
-        self, check: asyncio.Task[TransferQueueError | None], done: Callable[[m.Reply], None], rid: int
-    ) -> None:
-        failed = await check
-        done(m.Done(rid) if failed is None else m.Failed(rid, failed.code, str(failed)))
+        failed = await asyncio.shield(self._check)
+        if failed is not None:
+            raise failed
 
     async def _look(self) -> TransferQueueError | None:
         """None, or why nobody knows."""
@@ -127,7 +119,7 @@ class EngineBlocks:
     async def close(self) -> None:
         """Delete everything: the service ends, and with it the books."""
         blocks = [*self._unit.in_engine(), *self._unit.left_in_engine]
-        for task in (self._dropping, self._check, *self._background):
+        for task in (self._dropping, self._check):
             if task is not None:
                 task.cancel()
         await asyncio.to_thread(self._close, blocks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import json
 import logging
@@ -29,11 +28,13 @@ from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, Connection
 from transfer_queue.server.controller_node import ControllerNode
 from transfer_queue.server.engine_blocks import EngineBlocks, opened_engine
 from transfer_queue.server.fd_server import ArenaFdServer
+from transfer_queue.server.home import move_in
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_member import KeptMember, MemberUnit
 from transfer_queue.server.journal.kept_state import KeptService, KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.metrics.counters import MeteredService
+from transfer_queue.server.registered_arenas import RegisteredArenas, opened_transport
 from transfer_queue.server.service import Service
 from transfer_queue.server.settings import (
     DOOR_NAME,
@@ -52,10 +53,9 @@ from transfer_queue.server.storage_node import StorageNode
 from transfer_queue.server.turns import Turns
 from transfer_queue.server.unit_registry import UnitConnection
 from transfer_queue.storage.blocks import Unit
-from transfer_queue.wire.address import host_towards, is_everywhere, parse_address
+from transfer_queue.wire.address import advertised, host_towards, is_everywhere, parse_address
 from transfer_queue.wire.framing import scratch
 from transfer_queue.wire.messages import Reply, Request, Welcome
-from transfer_queue.wire.peer import unsafe
 
 if TYPE_CHECKING:
     from transfer_queue.server.metrics.http import Endpoint
@@ -64,7 +64,6 @@ log = logging.getLogger("transfer_queue.server")
 
 BACKLOG = 4096  # a server that stands still for a moment turns nobody away
 TIDY_S = 0.001  # how long others wait for work that belongs to no request
-VACATE_S = 5.0  # how long the server before may take to leave its run directory
 
 
 Factory: TypeAlias = Callable[[], ServerConnection]
@@ -97,7 +96,8 @@ class Server:
         self.listening: Listening
         self.journal: DiskJournal | None = None  # where there is to be one, from `run` on
         self.engine: EngineBlocks | None = None
-        self._delete_in_engine: Callable[[], None] = lambda: None
+        self.arenas: RegisteredArenas | None = None
+        self._due: list[Callable[[], None]] = []  # what looks for work of its own after each event
         self._keeper: StandbyKeeper | None = None
         self._entry = ""  # in the register of this user's servers
         self._metrics: Endpoint | None = None
@@ -180,15 +180,18 @@ class Server:
     async def run(self, announce: int) -> None:
         """Serve; writes the addresses as one JSON line to the descriptor `announce`."""
         self._begin()
-        home = await _move_in(self.config.run_dir)
+        home = await move_in(self.config.run_dir)
         try:
             self._open_journal()
             if self.config.engine and isinstance(self.role, ControllerNode):
-                self.engine = self.service.engine = await opened_engine(self.config, self.service, self.role.controller)
-                self._delete_in_engine = self.engine.work
+                self.engine = self.service.blocks.engine = await opened_engine(
+                    self.config, self.service, self.role.controller
+                )
+                self._due.append(self.engine.work)
             self.listening = Listening(self.config, home)
             if isinstance(self.role, StorageNode):
                 await self.role.join(self._advertised(self.listening.tcp_name))
+            await self._open_transport()
             await self._serve(announce)
         finally:
             self._leave()
@@ -253,10 +256,27 @@ class Server:
                 await self.journal.close()
             if self.engine is not None:
                 await self.engine.close()
+            if self.arenas is not None:
+                await self.arenas.close()
         finally:
             self._dismiss_standby()
             if self._metrics is not None:
                 self._metrics.close()
+
+    async def _open_transport(self, again: bool = False) -> None:
+        """The one of the job: the controller says which. A server that takes over serves without it if need be."""
+        told, host = self.config.transport or self.role.client_config.get("transport"), self.config.host
+        if not told:
+            return
+        try:
+            self.arenas = await opened_transport(told, advertised(host) or "127.0.0.1", self.service.unit)
+        except TransferQueueError as error:
+            if not again:
+                raise
+            log.error("rows of this host reach others over the service's connections only: %s", error)
+            self.arenas = None
+        self.service.blocks.registered = self.arenas
+        self._due += [] if self.arenas is None else [self.arenas.work]
 
     def _start_standby(self) -> None:
         if self._has_standby:
@@ -277,7 +297,8 @@ class Server:
         """In the standby: go on where the server was killed. Its event loop, and all that belonged to it, is gone."""
         now = time.monotonic()
         # Whose last reference goes is taken apart, and would close a number that is somebody else's by now.
-        self._former.append((self.connection_limit, self.turns, self._timer, self._keeper, self._metrics))
+        self._former.append((self.connection_limit, self.turns, self._timer, self._keeper, self._metrics, self.arenas))
+        self._due.clear()
         self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
         self.turns = Turns()
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
@@ -292,6 +313,7 @@ class Server:
     async def _go_on(self) -> None:
         self._begin()
         try:
+            await self._open_transport(again=True)
             await self._serve(None)
         finally:
             self._leave()
@@ -337,6 +359,8 @@ class Server:
             config["token"] = self.config.token
         if self.engine is not None:
             config["engine"] = self.engine.told()
+        if self.arenas is not None:
+            config["transport"] = self.arenas.told()
         return Welcome(os.getpid(), door, json.dumps(config).encode(), *self.service.life)
 
     def of_unit(self, message: Request, host: str, line: UnitConnection) -> Reply:
@@ -348,7 +372,8 @@ class Server:
             link = cast(ServerConnection, ticket[0])  # type: ignore[index]
             link.answer_parked(ticket, answer)
         self.role.work()
-        self._delete_in_engine()
+        for look in self._due:
+            look()
         if self.service.recycler and not self._tidying:
             self._tidying = True
             asyncio.get_running_loop().call_soon(self._tidy)
@@ -495,63 +520,6 @@ def _host_towards(join: str) -> str:
 def _name(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-async def _move_in(run_dir: str) -> int:
-    """Make a server's directory and hold it (flock(2)), so that of two servers one clears up before the other begins.
-
-    Returns the descriptor that holds it. Raises `ConfigError` where it is not ours, or another server is there.
-    """
-    deadline = time.monotonic() + VACATE_S
-    while True:
-        try:
-            os.makedirs(run_dir, mode=0o700, exist_ok=True)
-            why = unsafe(run_dir)
-            home = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            if isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(run_dir)):
-                continue  # the server before has just removed it
-            raise ConfigError(f"run_dir: {error}") from error
-        try:
-            if why:
-                raise ConfigError(f"run_dir: {why}")
-            for name in (SOCKET_NAME, DOOR_NAME):
-                _refuse_if_served(os.path.join(run_dir, name))
-            if _holds(home, run_dir):
-                for name in (SOCKET_NAME, DOOR_NAME):  # of a server that was killed
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(run_dir, name))
-                return home
-            if time.monotonic() > deadline:
-                raise ConfigError(f"another server does not leave {run_dir}")
-        except BaseException:
-            os.close(home)
-            raise
-        os.close(home)
-        await asyncio.sleep(0.01)
-
-
-def _holds(home: int, run_dir: str) -> bool:
-    """Take hold of an open directory: False when another server has it, or has removed it."""
-    try:
-        with contextlib.suppress(OSError):  # a file system without such locks
-            try:
-                fcntl.flock(home, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        return os.path.samestat(os.fstat(home), os.stat(run_dir))
-    except FileNotFoundError:
-        return False
-
-
-def _refuse_if_served(path: str) -> None:
-    """`ConfigError` where a server listens."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
-    raise ConfigError(f"another server listens on {path}")
 
 
 def serve(config: ServerConfig, announce: int) -> None:

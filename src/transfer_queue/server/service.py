@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, RowCleared, StoreFull, TransferQueueError
 from transfer_queue.server.block_requests import Answer, BlockRequests
 from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
+from transfer_queue.server.late_answers import LateAnswers
 from transfer_queue.server.pending_commits import Filled, PendingCommits
 from transfer_queue.server.recycling import Recycler
 from transfer_queue.server.sessions import ServerSession, Sessions
@@ -71,13 +72,6 @@ class JournalLike(Protocol):
     def statistics(self) -> dict[str, Any]: ...
 
 
-class EngineLike(Protocol):
-    """Where the bytes of large blocks are that the unit has the books of."""
-
-    def check(self, done: Callable[[m.Reply], None], rid: int) -> None: ...
-    def statistics(self) -> dict[str, Any]: ...
-
-
 async def kept_first(service: Service, number: int) -> bool:
     """Wait until a block of its unit is where it has to be before rows may lie in it; whether it is."""
     block, journal = service.unit.block(number), service.journal
@@ -128,14 +122,15 @@ class Service:
         self.takeovers = 0  # how often one did
         self.deliver: Callable[[], None] = lambda: None  # sends what `answered` has; for those who are nobody's request
         self.journal: JournalLike | None = None
-        self.engine: EngineLike | None = None
-        self._kept_first: set[Hashable] = set()  # requests that wait for the journal or the engine
+        self._kept_first: set[Hashable] = set()  # requests that wait for the journal
+        self._late = LateAnswers(self._ended)
         self._background: set[asyncio.Task[None]] = set()
         self._reading: dict[Hashable, Reading] = {}
         self._data_fetches = DataFetches(self._present, self.blocks.carried)
         self._rules: dict[type, Callable[[m.Request, ServerSession], Answer]] = {
-            m.Read: self.blocks.read, m.Write: self.blocks.write, m.Take: self.blocks.take,
-            m.Pin: self.blocks.pin, m.Adopt: self.blocks.adopt, m.Stats: self._stats,
+            m.Read: self.blocks.read, m.Write: self.blocks.done, m.Take: self.blocks.take,
+            m.Pin: self.blocks.pin, m.Adopt: self.blocks.adopt, m.Stats: self._stats, m.Pull: self.blocks.done,
+            m.ReportMissing: self.blocks.done,
         }  # fmt: skip
 
     # sessions
@@ -162,6 +157,7 @@ class Service:
             session.parked.clear()
             session.connections = 0
         self._kept_first.clear()
+        self._late.forget_all()
         self.unit.keep(self.sessions.by_ident.keys(), self.pending.blocks())
         self.controller.outbox.clear()
         self.unit.outbox.clear()
@@ -182,6 +178,7 @@ class Service:
         self.controller.forget(tickets)
         self.unit.forget_tickets(tickets)
         self._kept_first -= tickets
+        self._late.forget(tickets)
         for ticket in tickets:
             self._reading.pop(ticket, None)
             self._data_fetches.unpark(ticket)
@@ -280,9 +277,10 @@ class Service:
     ) -> Answer | None:
         rule = self._rules.get(type(message))
         if rule is not None:
-            return rule(message, session)
-        if isinstance(message, m.ReportMissing):
-            self._check_engine(message, ticket)
+            waits = self.blocks.waits(message, session)
+            if waits is None:
+                return rule(message, session)
+            self._late.start(ticket, message.rid, waits, partial(rule, message, session))
             return None
         if self.journal is not None and type(message) in GROWING:
             self.journal.check_room()
@@ -306,22 +304,6 @@ class Service:
                 return None
             return self._data_fetches.complete(self.controller, DataFetch(message, session, now), reply, NO_BYTES, now)
         return None if reply is None else self._complete(reply, self.controller.payloads.pop(ticket, NO_BYTES))
-
-    def _check_engine(self, message: m.ReportMissing, ticket: Hashable) -> None:
-        """Answered once it was asked what it has; the rows of what is gone are given up by then."""
-        if self.engine is None:
-            raise InvalidInput("this service has no storage engine")
-        checks = self._kept_first
-        checks.add(ticket)
-
-        def done(reply: m.Reply) -> None:
-            if ticket in checks:
-                checks.discard(ticket)
-                self.unit.outbox.append((ticket, reply))
-            self.apply_outcomes()
-            self.deliver()
-
-        self.engine.check(done, message.rid)
 
     def _complete(self, reply: m.Reply, payload: memoryview) -> Answer:
         """The answer that a controller's reply makes."""
@@ -487,10 +469,15 @@ class Service:
             "spill_nbytes_budget": self.unit.spill.budget_nbytes,
             "pinned_nbytes": self.unit.pinned_nbytes(),
             **({} if self.journal is None else self.journal.statistics()),
-            **({} if self.engine is None else self.engine.statistics()),
+            **self.blocks.statistics(),
         }
 
     # consequences
+
+    def _ended(self) -> None:
+        """Something that is no request did what changes answers."""
+        self.apply_outcomes()
+        self.deliver()
 
     def apply_outcomes(self) -> None:
         """Publish what was committed, recycle what nobody needs any more, and let waiting allocations use it."""
@@ -558,6 +545,7 @@ class Service:
         for ticket, reply in self.unit.outbox:
             yield ticket, (reply, ())
         self.unit.outbox.clear()
+        yield from self._late.taken()
 
     def _completed(
         self, reading: Reading, ticket: Hashable, reply: m.Located, payload: memoryview, now: float

@@ -102,6 +102,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     told what is missing, ascending. durability: what the rows survive: "none", or "process", the server's being
     killed, for a standby takes over; or "machine", everything but the loss of a disk, for a journal there has them.
     engine, engine_settings: where the bytes of large blocks lie ("": in arenas), a name and its settings.
+    transport: how those of arenas travel between hosts, its `name` and `settings` (empty: over our connections, or as
+    the controller of `join` says).
     journal_dir: its directory (None: there is no journal). away_s: for how long the controller waits for the rows of
     this unit when it is away. life: a descriptor that stays open as long as the server or
     its standby lives (-1: none).
@@ -138,6 +140,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     away_s: float = AWAY_S
     engine: str = ""
     engine_settings: dict[str, Any] = {}
+    transport: dict[str, Any] = {}
     life: int = -1
 
 

@@ -49,6 +49,7 @@ class Arena:
         except BaseException:
             os.close(self.fd)
             raise
+        self.is_pinned = False  # a network card reads these very pages: none may be given back
         self._reserved: np.ndarray | None = None  # chunks whose space is ours; None: not in a directory
         if directory is not None:
             self._reserved = np.zeros(-(-size // CHUNK_NBYTES), np.bool_)
@@ -86,7 +87,7 @@ class Arena:
     def trim(self, nbytes: int) -> None:
         """Return about `nbytes` of free memory to the system, from the largest free ranges first."""
         for start, size in self.extents.free():
-            if nbytes <= 0:
+            if nbytes <= 0 or self.is_pinned:
                 return
             before = self.resident_nbytes()
             memfd.punch(self.fd, start, size)

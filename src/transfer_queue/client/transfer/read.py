@@ -23,6 +23,7 @@ from transfer_queue.codec.rows import BlockBytes, Copier, row_numbers
 from transfer_queue.errors import ProtocolError, RowCleared
 from transfer_queue.memory.copy import Copies
 from transfer_queue.schema import OBJECTS, FieldSchema
+from transfer_queue.storage.transports import NotReached
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import Numbers, numbers_of
 
@@ -106,7 +107,7 @@ def _located(
             warn_once(f"kv_batch_get of {request.partition!r}", reply.note)
         try:
             elsewhere = yield from received(session, request, reply)
-        except RowCleared:
+        except (RowCleared, NotReached):
             looks -= 1
             if not looks:
                 raise

@@ -1,6 +1,6 @@
 """Blocks that lie elsewhere. On other hosts: one request to each unit names all that is needed of it, then the bytes
-are received straight into their place, over several connections when they are many. In the storage engine: one read of
-all that is needed of them.
+are received straight into their place, over several connections when they are many, or read over the job's transport.
+In the storage engine: one read of all that is needed of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transfer_queue.client.effects import Call, Notify, Offload, Operation, Together
-from transfer_queue.client.engine import Wanted, WrongBytes
+from transfer_queue.client.engine import WrongBytes
+from transfer_queue.client.images import Wanted
 from transfer_queue.client.session import Session
 from transfer_queue.codec.layout import Layout, decode_layout
 from transfer_queue.codec.rows import row_numbers
@@ -35,8 +36,8 @@ def received(session: Session, request: m.Get, reply: m.Located) -> Operation[di
     """The pieces of `reply`, an answer to `request`, that lie elsewhere, by their number; the runs in `reply` then
     count rows as received.
 
-    Raises `RowCleared` when a block is gone: its rows were cleared, moved, or lost by the storage engine. `DataLost`
-    for other bytes than were written.
+    Raises `RowCleared` when a block is gone: its rows were cleared, moved, or lost by the storage engine. `NotReached`
+    when its unit may be gone. `DataLost` for other bytes than were written.
     """
     cuts = _cuts(reply)
     if not cuts:
@@ -49,12 +50,13 @@ def received(session: Session, request: m.Get, reply: m.Located) -> Operation[di
     takes = [m.Take(session.next_rid(), [cuts[piece] for piece in pieces]) for pieces in by_unit.values()]
     found: dict[int, ReceivedBlock] = {}
     in_engine: dict[int, ReceivedBlock] = {}
+    registered: dict[int, _Registered] = {}
     answers = yield Together([Call(take, to=to) for take, to in zip(takes, servers, strict=True)])
     pinned: list[tuple[str, m.Unpin]] = []
     try:
         reads: list[Call] = []
         for (taken, payload), pieces, to in zip(answers, by_unit.values(), servers, strict=True):
-            blocks = [one.block for one in taken.pieces if isinstance(one.location, (m.Remote, m.InEngine))]
+            blocks = [one.block for one in taken.pieces if not isinstance(one.location, m.Inline)]
             pinned.append((to, m.Unpin(taken.rid, blocks)))
             layouts = [decode_layout(layout) for layout in taken.layouts]
             if len(taken.pieces) != len(pieces):
@@ -66,6 +68,9 @@ def received(session: Session, request: m.Get, reply: m.Located) -> Operation[di
                 layout = layout_of(one, layouts)
                 if layout.nbytes > one.nbytes:
                     raise ProtocolError(f"a block of {one.nbytes} bytes with a layout of {layout.nbytes}")
+                if isinstance(one.location, m.Registered):
+                    registered[piece] = _Registered(one.location, _wanted(cuts[piece], one, layout), to)
+                    continue
                 if isinstance(one.location, m.Inline):
                     data = inline_bytes(payload, one.location.offset, one.nbytes)
                 else:
@@ -74,6 +79,8 @@ def received(session: Session, request: m.Get, reply: m.Located) -> Operation[di
                 found[piece] = ReceivedBlock(layout, data)
         if reads:
             yield Together(reads)
+        if registered:
+            found |= yield from _read_registered(session, registered)
         if lying:
             in_engine = yield from _read_from_engine(session, request, reply, cuts, lying)
     finally:
@@ -82,6 +89,39 @@ def received(session: Session, request: m.Get, reply: m.Located) -> Operation[di
                 yield Notify(unpin, to)
     _recount(reply, {piece: cuts[piece].rows for piece in found}, found)
     return found | in_engine
+
+
+class _Registered(NamedTuple):
+    """What is needed of a block that a transport reads, pinned by the server `to`."""
+
+    lies: m.Registered
+    wanted: Wanted
+    to: str
+
+
+def _wanted(cut: m.Cut, piece: m.Piece, layout: Layout) -> Wanted:
+    """Of the block that a unit offers: what was asked for and no more, or a larger one that has it."""
+    rows = numbers_of(cut.rows)
+    if layout.rows == len(rows):
+        rows = np.arange(layout.rows)
+    elif rows[-1] >= layout.rows:
+        raise ProtocolError(f"rows {rows[0]}..{rows[-1]} of a block of {layout.rows}")
+    return Wanted(piece.block, piece.nbytes, layout, rows, frozenset(cut.fields))
+
+
+def _read_registered(session: Session, lying: dict[int, _Registered]) -> Operation[dict[int, ReceivedBlock]]:
+    """These pieces, each as a block of its size of which what the rows need is there.
+
+    A pin may have ended while its memory was read: this process was stopped for so long that its session ended. So the
+    units say afterwards whether it was held until then; pins of one session at one server are lost together.
+    """
+    nbytes = sum(one.wanted.nbytes for one in lying.values())
+    read = [(one.lies, one.wanted) for one in lying.values()]
+    images = yield Offload(lambda: session.transport.read(read, session.timeout_s), nbytes)
+    held = {one.to: one.wanted.block for one in lying.values()}
+    yield Together([Call(m.Read(session.next_rid(), block, 0, 0), to=to) for to, block in held.items()])
+    parts = zip(lying.items(), images, strict=True)
+    return {piece: ReceivedBlock(one.wanted.layout, image) for (piece, one), image in parts}
 
 
 class _Lying:

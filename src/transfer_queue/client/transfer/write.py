@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -107,12 +108,23 @@ def store_in_engine(
 
 
 def send_block(session: Session, block: int, data: Bytes) -> Operation[None]:
-    """Fill a block that cannot be mapped."""
+    """Fill a block that cannot be mapped. Over a transport the unit takes the bytes itself, and nobody writes into its
+    memory: a writer that is late would write into what may be another's by then."""
+    if session.transport:
+        yield from _lend_block(session, block, data)
+        return
     writes = []
     for start in range(0, len(data), WRITE_NBYTES):
         payload = memoryview(data[start : start + WRITE_NBYTES])  # type: ignore[arg-type]
         writes.append(Call(m.Write(session.next_rid(), block, start), payload))
     yield Together(writes)
+
+
+def _lend_block(session: Session, block: int, data: Bytes) -> Operation[None]:
+    wait_s = session.timeout_s
+    with contextlib.ExitStack() as lending:
+        lies = yield Offload(lambda: lending.enter_context(session.transport.lent(data, wait_s)), len(data))
+        yield Call(m.Pull(session.next_rid(), block, lies, wait_s), wait_s=wait_s)
 
 
 def commit(

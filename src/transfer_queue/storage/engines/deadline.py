@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from transfer_queue.background_call import BackgroundCall
-from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, engine_class
+from transfer_queue.storage.in_time import in_time
 
 T = TypeVar("T")
 
 
 class GuardedEngine:
-    """An engine, each of whose calls ends within its `timeout_s`.
-
-    A library may block for minutes when its server is frozen, and no thread can be stopped: a call that is late goes on
-    in a thread of its own, which holds the memory that it writes into, and what comes of it counts no more. Raises
-    `ServiceUnavailable` for that and for whatever the engine raises besides `StoreFull` and `BlocksMissing`;
-    `ConfigError` when it cannot be opened.
-    """
+    """An engine, each of whose calls ends within its `timeout_s`. Raises `ServiceUnavailable` for one that is late and
+    for whatever the engine raises besides `StoreFull` and `BlocksMissing`; `ConfigError` when it cannot be opened."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], serves: bool, timeout_s: float) -> None:
         self.name = name
@@ -52,16 +46,4 @@ class GuardedEngine:
         self._within(timeout_s, self.engine.close)
 
     def _within(self, timeout_s: float, work: Callable[[], T], undo: Callable[[T], None] = lambda found: None) -> T:
-        """What `work` returns; what comes too late is undone."""
-        call = BackgroundCall("tq-engine", work)
-        if not call.ended(timeout_s):
-            call.leave(undo)
-            raise ServiceUnavailable(f"{self.name}{self.where} did not answer within {timeout_s:g} s")
-        try:
-            return call.outcome()
-        except (TransferQueueError, BlocksMissing):
-            raise
-        except ImportError as error:
-            raise ServiceUnavailable(f"{self.name} is not installed on this host: {error}") from error
-        except Exception as error:
-            raise ServiceUnavailable(f"{self.name}{self.where}: {error}") from error
+        return in_time(f"{self.name}{self.where}", timeout_s, work, undo, (BlocksMissing,))

@@ -38,6 +38,7 @@ from transfer_queue.wire.messages.base import Inline as Inline
 from transfer_queue.wire.messages.base import Location as Location
 from transfer_queue.wire.messages.base import Message as Message
 from transfer_queue.wire.messages.base import Piece as Piece
+from transfer_queue.wire.messages.base import Registered as Registered
 from transfer_queue.wire.messages.base import Remote as Remote
 from transfer_queue.wire.messages.base import Reply as Reply
 from transfer_queue.wire.messages.base import Request as Request
@@ -51,6 +52,7 @@ from transfer_queue.wire.messages.blocks import Allocate as Allocate
 from transfer_queue.wire.messages.blocks import Allocated as Allocated
 from transfer_queue.wire.messages.blocks import Data as Data
 from transfer_queue.wire.messages.blocks import Discard as Discard
+from transfer_queue.wire.messages.blocks import Pull as Pull
 from transfer_queue.wire.messages.blocks import Read as Read
 from transfer_queue.wire.messages.blocks import ReportMissing as ReportMissing
 from transfer_queue.wire.messages.blocks import Unpin as Unpin
@@ -139,7 +141,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 ClientMessage: TypeAlias = (
@@ -148,7 +150,7 @@ ClientMessage: TypeAlias = (
     | Clear | SetTags | ListKeys | Consumption | Production | ResetConsumption | ListPartitions | SetPartition
     | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Nack | ListDeadLetters | Requeue | Announce | Admit | GiveBack
-    | Lock | KeepLock | Unlock | ListLocks | MarkStep | ResumeStep | GetStep | ReportMissing
+    | Lock | KeepLock | Unlock | ListLocks | MarkStep | ResumeStep | GetStep | ReportMissing | Pull
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing

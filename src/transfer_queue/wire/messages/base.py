@@ -46,7 +46,15 @@ class InEngine(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=3):
     """The bytes lie in the service's storage engine under the block's name; whoever is told has them pinned."""
 
 
-Location: TypeAlias = Inline | InArena | Remote | InEngine
+class Registered(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=4):
+    """The bytes lie in memory of the process at `endpoint` from `address` on, where the job's transport reads them;
+    whoever is told has them pinned."""
+
+    endpoint: str
+    address: int
+
+
+Location: TypeAlias = Inline | InArena | Remote | InEngine | Registered
 REMOTE = Remote()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer_queue.wire.messages.base import InArena, InEngine, Message, Reply, Request
+from transfer_queue.wire.messages.base import InArena, InEngine, Message, Registered, Reply, Request
 
 CARRIED_ROWS, CARRIED_NBYTES = 256, 128 << 10  # at most, of a fetch with `carry`
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
@@ -29,6 +29,15 @@ class Write(Request):
 
     block: int
     offset: int
+
+
+class Pull(Request):
+    """Fill an unpublished block of this session with what `lies` in memory that the client lends until it is answered,
+    within `timeout_s`."""
+
+    block: int
+    lies: Registered
+    timeout_s: float
 
 
 class Read(Request):

@@ -1,0 +1,104 @@
+"""Memory of other processes, read by this one through the job's transport, and its own that they read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from transfer_queue.client.images import Image, Wanted
+from transfer_queue.memory.bytes import Bytes
+from transfer_queue.memory.pool import Pool
+from transfer_queue.storage.engines.sealed import Ranges
+from transfer_queue.storage.transports import GuardedTransport, RemoteSpan
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import Address, host_towards
+
+CLOSE_S = 5.0
+UNITS = 4  # that are read from at the same time
+_left_behind: list[GuardedTransport] = []  # of parents: their threads are not in this process, so nothing ends them
+
+
+class TransportAccess:
+    """The transport that the `server` told of (None: bytes come over the service's connections), opened on first use.
+    For many threads.
+
+    Calls raise `ServiceUnavailable` when the other process does not answer in time or the transport is not installed
+    here, and `NotReached`, which is one, when there is nothing to be read.
+    """
+
+    def __init__(self, told: Mapping[str, Any] | None, server: Address, pool: Pool) -> None:
+        self._told = told
+        self._server = server
+        self._pool = pool
+        self._opened: GuardedTransport | None = None
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return self._told is not None
+
+    def read(self, wanted: Sequence[tuple[m.Registered, Wanted]], timeout_s: float) -> list[Bytes]:
+        """Each block as memory of its size, of which what the rows need is there."""
+        deadline = time.monotonic() + timeout_s
+        self._open(timeout_s)
+        images = [Image(one, self._pool.allocate(one.nbytes)) for _, one in wanted]
+        lying = [(lies, image) for (lies, _), image in zip(wanted, images, strict=True)]
+        self._fetch([(lies, image, image.first()) for lies, image in lying], deadline)
+        self._fetch([(lies, image, image.rest()) for lies, image in lying], deadline)
+        return [image.memory for image in images]
+
+    def _fetch(self, wanted: Sequence[tuple[m.Registered, Image, Ranges]], deadline: float) -> None:
+        """Read these ranges of each image, from all units at once."""
+        by_endpoint: dict[str, list[tuple[m.Registered, Image, Ranges]]] = {}
+        for lies, image, ranges in wanted:
+            if ranges:
+                by_endpoint.setdefault(lies.endpoint, []).append((lies, image, ranges))
+
+        def read(endpoint: str) -> None:
+            mine = by_endpoint[endpoint]
+            spans = [
+                RemoteSpan(lies.address + first, image.memory[first:end])
+                for lies, image, ranges in mine
+                for first, end in ranges
+            ]
+            into = [image.memory for _, image, _ in mine]
+            self._open(_left(deadline)).read(endpoint, spans, _left(deadline), into)
+
+        if len(by_endpoint) < 2:
+            for endpoint in by_endpoint:
+                read(endpoint)
+            return
+        with ThreadPoolExecutor(UNITS, thread_name_prefix="tq-transport") as readers:
+            list(readers.map(read, by_endpoint))
+
+    @contextlib.contextmanager
+    def lent(self, memory: Bytes, timeout_s: float) -> Iterator[m.Registered]:
+        """Where others read it meanwhile."""
+        opened = self._open(timeout_s)
+        with opened.lent(memory, timeout_s) as address:
+            yield m.Registered(opened.endpoint, address)
+
+    def _open(self, timeout_s: float) -> GuardedTransport:
+        with self._lock:
+            if self._opened is None:
+                assert self._told is not None
+                host = str(self._told["host"]) if self._server.is_local else host_towards(self._server)
+                self._opened = GuardedTransport(self._told["name"], self._told["settings"], host, timeout_s)
+            return self._opened
+
+    def close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close(CLOSE_S)
+
+    def leave_behind(self) -> None:
+        """In a forked child, which opens its own."""
+        if self._opened is not None:
+            _left_behind.append(self._opened)
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())

@@ -1,0 +1,73 @@
+"""A server's directory: made, held by one server at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+import time
+
+from transfer_queue.errors import ConfigError
+from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME
+from transfer_queue.wire.peer import unsafe
+
+VACATE_S = 5.0  # how long the server before may take to leave its run directory
+
+
+async def move_in(run_dir: str) -> int:
+    """Make a server's directory and hold it (flock(2)), so that of two servers one clears up before the other begins.
+
+    Returns the descriptor that holds it. Raises `ConfigError` where it is not ours, or another server is there.
+    """
+    deadline = time.monotonic() + VACATE_S
+    while True:
+        try:
+            os.makedirs(run_dir, mode=0o700, exist_ok=True)
+            why = unsafe(run_dir)
+            home = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(run_dir)):
+                continue  # the server before has just removed it
+            raise ConfigError(f"run_dir: {error}") from error
+        try:
+            if why:
+                raise ConfigError(f"run_dir: {why}")
+            for name in (SOCKET_NAME, DOOR_NAME):
+                _refuse_if_served(os.path.join(run_dir, name))
+            if _holds(home, run_dir):
+                for name in (SOCKET_NAME, DOOR_NAME):  # of a server that was killed
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(run_dir, name))
+                return home
+            if time.monotonic() > deadline:
+                raise ConfigError(f"another server does not leave {run_dir}")
+        except BaseException:
+            os.close(home)
+            raise
+        os.close(home)
+        await asyncio.sleep(0.01)
+
+
+def _holds(home: int, run_dir: str) -> bool:
+    """Take hold of an open directory: False when another server has it, or has removed it."""
+    try:
+        with contextlib.suppress(OSError):  # a file system without such locks
+            try:
+                fcntl.flock(home, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return os.path.samestat(os.fstat(home), os.stat(run_dir))
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_if_served(path: str) -> None:
+    """`ConfigError` where a server listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+    raise ConfigError(f"another server listens on {path}")

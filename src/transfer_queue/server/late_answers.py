@@ -1,0 +1,54 @@
+"""Requests that wait for what happens outside of this process, and their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any
+
+from transfer_queue.errors import TransferQueueError
+from transfer_queue.server.block_requests import Answer
+from transfer_queue.wire import messages as m
+
+
+class LateAnswers:
+    """By ticket. A request that is forgotten meanwhile gets no answer, and has no effect."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        """`ended` is called when something was waited for long enough, whether there is an answer or not."""
+        self._ended = ended
+        self._waiting: set[Hashable] = set()
+        self._answers: list[tuple[Hashable, Answer]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, ticket: Hashable, rid: int, waits: Coroutine[Any, Any, None], answer: Callable[[], Answer]) -> None:
+        """Call `answer` once `waits` is done."""
+
+        async def run() -> None:
+            found: Answer | None = None
+            try:
+                await waits
+                found = answer() if ticket in self._waiting else None
+            except TransferQueueError as error:
+                found = m.Failed(rid, error.code, str(error)), ()
+            if ticket in self._waiting and found is not None:
+                self._answers.append((ticket, found))
+            self._waiting.discard(ticket)
+            self._ended()
+
+        self._waiting.add(ticket)
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        self._waiting -= tickets
+
+    def forget_all(self) -> None:
+        self._waiting.clear()
+        self._answers.clear()
+
+    def taken(self) -> list[tuple[Hashable, Answer]]:
+        """Those that are there, each once."""
+        found, self._answers = self._answers, []
+        return found
