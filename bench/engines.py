@@ -4,8 +4,9 @@
 
 302 MB: 1024 rows of 9 float32 fields; 9 MB: the same with 256 numbers a row. One process for each system, all on this
 host; each round makes every call of every system once, in turn. `ours` and `raw` use an engine of their own each, whose
-memory another process has (the server, as TransferQueue's does): bytes travel as between hosts. `few`: the first
-quarter of the rows, of all fields. Medians, p95 and the ratio to `ours`. `make bench-engines` installs what it needs.
+memory another process has (the server, as TransferQueue's does). `far`: the client has no unit on its host, so bytes
+travel as between hosts. `pool`: Mooncake's own pool with a master. `few`: the first quarter of the rows, of all fields.
+Medians, p95 and the ratio to `ours`. `make bench-engines` installs what it needs.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Agent:
         self.name = name
         paths = [str(ROOT)] if name == "0.1.11" else [str(ROOT), str(ROOT / "src")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQ_ADDRESS": ""}
+        environment["TQ_TOKEN"] = "a token of this run"
         environment["PATH"] = f"{Path(python).parent}{os.pathsep}{environment['PATH']}"
         self._place = tempfile.TemporaryDirectory()  # 0.1.11 lets its engine write into the current one
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  it lasts as long as the process
@@ -84,8 +86,9 @@ def main() -> None:
             from bench.environments import peer_python
 
             agents.append(Agent("0.1.11", engine, str(peer_python(None, LOG))))
-        agents += [Agent("ours", engine, sys.executable), Agent("raw", engine, sys.executable)]
-        agents.append(Agent("SimpleStorage", "SimpleStorage", sys.executable))
+        names = ["ours", "raw"] + ["ours, far", "ours, pool"] * (engine == "MooncakeStore")
+        agents += [Agent(name, engine, sys.executable) for name in names]
+        agents += [Agent(name, "SimpleStorage", sys.executable) for name in ("SimpleStorage", "SimpleStorage, far")]
         for size in WIDTHS:
             _measure(engine, size, agents, args.rounds)
         for agent in agents:
@@ -141,8 +144,11 @@ def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], None]]:
 
         ray.init(num_cpus=16, include_dashboard=False)
         settings = _of_peer(engine)
-    tq.init({"backend": {"storage_backend": engine, engine: settings}})
-    client: Any = tq.get_client()
+    is_far = name.endswith(", far")
+    settings = settings | {"pool": True} if name == "ours, pool" else settings
+    more = {"server": {"host": "127.0.0.1"}} if is_far else {}
+    tq.init({"backend": {"storage_backend": engine, engine: settings}, **more})
+    client: Any = _far_client() if is_far else tq.get_client()
     values = {
         size: TensorDict({f"f{n}": torch.rand(ROWS, width) for n in range(FIELDS)}, batch_size=[ROWS])
         for size, width in WIDTHS.items()
@@ -164,6 +170,18 @@ def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], None]]:
         client.clear_partition(f"train {size}")
 
     return {"put": put, "get": get, "few": few, "clear": clear, "end": lambda size: tq.close()}
+
+
+def _far_client() -> Any:
+    """A client of the service in this process as one of a host without a unit would be."""
+    import transfer_queue as tq
+    from transfer_queue.client.client import TransferQueueClient
+    from transfer_queue.client.session import Session
+    from transfer_queue.wire.address import parse_address
+
+    near: Any = tq.get_client()
+    where = f"tcp:{near.stats()['tcp']}"
+    return TransferQueueClient.of(Session(parse_address(where, near.session.config["token"])))
 
 
 def free_port() -> int:

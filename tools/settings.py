@@ -52,6 +52,7 @@ KINDS = {
     "controller.zmq_info": Kind("object or null"),
     "backend.storage_backend": Kind("name of a backend"),
     "backend.Files.url": Kind("text or null", "URL"),
+    "backend.MooncakeStore.pool": Kind("true, false or null"),
     "backend.MooncakeStore.auto_init": FLAG,
     "backend.MooncakeStore.metadata_server": Kind("HOST:PORT, URL or P2PHANDSHAKE"),
     "backend.MooncakeStore.master_server_address": Kind("HOST:PORT"),

@@ -23,6 +23,7 @@ T = TypeVar("T")
 FOREIGN = frozenset({"enable", "enabled", "_target_"})  # keys that frameworks keep beside ours, at the top
 FREE = frozenset({"backend.Yuanrong.ucx_env_vars"})  # any keys may follow
 ENGINE_SECTIONS = ("Files", "MooncakeStore", "Yuanrong")
+OF_POOL = ("metadata_server", "master_server_address", "global_segment_size")
 SECTIONS = (
     "metrics", "controller", "controller.staleness", "backend", "backend.SimpleStorage",
     "backend.SimpleStorage.ssd_offload", "backend.Files", "backend.MooncakeStore", "backend.Yuanrong",
@@ -185,7 +186,6 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
     `ConfigWarning` of settings that have no effect."""
     _warn(conf)
     pickling(conf)  # not the server's to know, but a wrong value is refused here as all others are
-    _check_engines(conf.backend)
     engine = _engine(conf)
     simple = conf.backend.SimpleStorage
     host = str(conf.server.host or "")
@@ -224,7 +224,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         journal_dir=journal_dir,
         engine=engine,
         engine_settings=engine_settings(conf, engine),
-        transport=_transport(conf),
+        transport=transport(conf),
         away_s=_away_s(conf.server.away_s, journal_dir is not None),
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
@@ -293,8 +293,12 @@ def _away_s(value: Any, has_journal: bool) -> float:
 
 def _engine(conf: Any) -> str:
     """The storage engine that was chosen ("": none). Raises `ConfigError` for one that there is not."""
+    _check_engines(conf.backend)
     name = str(conf.backend.storage_backend)
-    if name == "SimpleStorage" or _transport(conf):
+    if name == "SimpleStorage":
+        return ""
+    if transport(conf):
+        _warn_of_pool(conf)
         return ""
     try:
         engine_class(name)
@@ -305,17 +309,30 @@ def _engine(conf: Any) -> str:
     return name
 
 
-def _transport(conf: Any) -> dict[str, Any]:
+def transport(conf: Any) -> dict[str, Any]:
     """How bytes travel between hosts, where that is chosen with the storage (empty: over our connections). With
     MooncakeStore rows lie in each host's memory, unless a pool is to be used or there is one."""
     if str(conf.backend.storage_backend) != "MooncakeStore":
         return {}
-    section = conf.backend.MooncakeStore
+    section, name = conf.backend.MooncakeStore, "backend.MooncakeStore"
     is_pooled = not section.auto_init if section.pool is None else section.pool
     if is_pooled:
         return {}
+    if section.offload.enabled:
+        raise ConfigError(f"{name}.offload: name backend.SimpleStorage.spill_dir; expected enabled: false")
+    if section.use_gdr:
+        raise ConfigError(f"{name}.use_gdr: tensors of a GPU are copied to the host first; expected false")
     names = ("protocol", "device_name", "local_hostname")
     return {"name": "Mooncake", "settings": {name: section[name] for name in names}}
+
+
+def _warn_of_pool(conf: Any) -> None:
+    """What is set for a pool that there is not."""
+    default = _default().backend.MooncakeStore
+    given = [name for name in OF_POOL if conf.backend.MooncakeStore[name] != default[name]]
+    if given:
+        text = f"backend.MooncakeStore: {', '.join(given)} has no effect without pool: true (docs/backends.md)"
+        warnings.warn(text, ConfigWarning, stacklevel=4)
 
 
 def _check_engines(backend: Any) -> None:

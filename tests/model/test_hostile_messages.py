@@ -46,6 +46,7 @@ STRATEGIES: dict[Any, Any] = {
     str | None: st.none() | names, list[str] | None: st.none() | st.lists(names, max_size=4),
     list[FieldSchema]: st.lists(fields, max_size=3), m.Tags: tags, list[m.Tags]: st.lists(tags, max_size=4),
     list[m.Tags] | None: st.none() | st.lists(tags, max_size=4), list[int]: st.lists(numbers, max_size=4),
+    m.Registered: st.builds(m.Registered, names, numbers),
     list[m.Cut]: st.lists(st.builds(m.Cut, numbers, raw, st.lists(names, max_size=3)), max_size=3),
     list[m.Refilled]: st.lists(st.builds(m.Refilled, numbers, numbers, numbers), max_size=3),
     list[bytes]: st.lists(raw, max_size=3),
@@ -129,7 +130,8 @@ def sample(kind: Any) -> m.Message:
     known: dict[str, Any] = {
         "partition": "p", "task": "t", "fields": ["x"], "keys": None, "rows": packed([0, 1]), "count": 2, "block": 1,
         "blocks": packed([1]), "lease": 1, "tags": [{}, {}], "timeout_s": 0.0, "nbytes": 100, "offset": 0,
-        "layout": LAYOUT, "batch_size": 1, "cuts": [m.Cut(1, packed([0, 2]), ["x"])], "target": 2, "address": ":1",
+        "layout": LAYOUT, "batch_size": 1, "cuts": [m.Cut(1, packed([0, 2]), ["x"])],
+        "lies": m.Registered("there:1", 4096), "target": 2, "address": ":1",
         "lease_s": 1.0, "layouts": [LAYOUT], "names": ["a"], "session": b"remote", "known": {}, "rids": [7],
         "lock": 1, "holder": {"pid": 1} if kind is m.Lock else b"", "tasks": ["t"], "step": 1,
     }  # fmt: skip

@@ -244,3 +244,30 @@ def test_every_key_of_config_yaml_is_documented() -> None:
                  "budget_nbytes", "trim_after_s", "arena_dir", "run_dir", "address", "MooncakeStore", "Yuanrong",
                  "RayStore"):  # fmt: skip
         assert name in settings, name
+
+
+def test_mooncake_keeps_rows_in_arenas_unless_there_is_a_pool() -> None:
+    def chosen(**section: Any) -> tuple[str, dict[str, Any], str]:
+        conf = merged({"backend": {"storage_backend": "MooncakeStore", "MooncakeStore": section}})
+        found = server_config(conf, "/run", 0)
+        return found.engine, found.transport, found.durability
+
+    told = {"name": "Mooncake", "settings": {"protocol": "rdma", "device_name": "mlx5_0", "local_hostname": ""}}
+    assert chosen(protocol="rdma", device_name="mlx5_0") == ("", told, "process")
+    assert chosen(pool=True)[:2] == ("MooncakeStore", {})
+    assert chosen(auto_init=False)[:2] == ("MooncakeStore", {}), "a master that is found has a pool"
+    assert chosen(auto_init=False, pool=False)[0] == ""
+
+
+def test_settings_of_a_pool_without_one_are_said_to_have_no_effect() -> None:
+    section = {"global_segment_size": 1}
+    conf = merged({"backend": {"storage_backend": "MooncakeStore", "MooncakeStore": section}})
+    with pytest.warns(ConfigWarning, match="global_segment_size has no effect without pool: true"):
+        server_config(conf, "/run", 0)
+
+
+@pytest.mark.parametrize("section", [{"offload": {"enabled": True}}, {"use_gdr": True}])
+def test_what_mooncake_is_not_used_for_is_refused(section: dict[str, Any]) -> None:
+    conf = merged({"backend": {"storage_backend": "MooncakeStore", "MooncakeStore": section}})
+    with pytest.raises(ConfigError, match=f"MooncakeStore.{next(iter(section))}"):
+        server_config(conf, "/run", 0)

@@ -239,10 +239,17 @@ def doctor(
     code = report()
     if backend is not None and not code:
         from transfer_queue.storage.engines.probe import probe
+        from transfer_queue.storage.transports.probe import probe as probe_transport
 
         full = _merged(conf)
         full.backend.storage_backend = backend
-        for line in probe(backend, settings.engine_settings(full, backend), timeout_s):
+        told = settings.transport(full)
+        lines = (
+            probe_transport(told["name"], told["settings"], timeout_s)
+            if told
+            else probe(backend, settings.engine_settings(full, backend), timeout_s)
+        )
+        for line in lines:
             print(f"{backend}: {line}", flush=True)
     raise typer.Exit(code)
 

@@ -19,6 +19,8 @@
     carried                     small rows that came along with the metadata of a fetch
     locks, local_locks          names that this process holds: of the service, or within it
     engine                      large blocks in the service's storage engine, written and read by this process
+    transport                   memory of other hosts that the job's transport reads, and this process's that they do
+    images                      which of a block's bytes both of them read
     dense                       plain tensors of what a get returned
 
 `TransferQueueClient` and `AsyncTransferQueueClient` are importable from here.

@@ -14,6 +14,9 @@
     gathering           rows that were put alone become columns
     spilling            blocks go to a disk before memory is full
     engine_blocks       what the storage engine is to delete, and what it has lost
+    registered_arenas   this unit's memory as the job's transport reads it
+    late_answers        requests that wait for what happens outside of this process
+    home                a server's directory
     turns               whose long request is next
     fd_server           hands out arena descriptors on a unix socket
     bulk_writer         large answers to other hosts, from threads

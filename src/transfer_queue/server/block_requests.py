@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -105,6 +106,8 @@ class BlockRequests:
         block = self.unit.unpublished(message.block, session.ident)
         if block.is_in_engine:
             raise InvalidInput(f"block {message.block} lies in the storage engine")
+        if not 0 <= message.lies.address < 1 << 63 or not 0 <= message.timeout_s < threading.TIMEOUT_MAX:
+            raise InvalidInput(f"memory at {message.lies.address}, within {message.timeout_s} s")
         return self.registered.pull(message, block)
 
     # reading

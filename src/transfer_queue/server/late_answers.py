@@ -6,35 +6,38 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any
 
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import InternalError, TransferQueueError
 from transfer_queue.server.block_requests import Answer
 from transfer_queue.wire import messages as m
 
 
 class LateAnswers:
-    """By ticket. A request that is forgotten meanwhile gets no answer, and has no effect."""
+    """By ticket; `answers` has those that were not sent yet. A request that is forgotten meanwhile gets none, and has no
+    effect."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         """`ended` is called when something was waited for long enough, whether there is an answer or not."""
         self._ended = ended
         self._waiting: set[Hashable] = set()
-        self._answers: list[tuple[Hashable, Answer]] = []
+        self.answers: list[tuple[Hashable, Answer]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, ticket: Hashable, rid: int, waits: Coroutine[Any, Any, None], answer: Callable[[], Answer]) -> None:
         """Call `answer` once `waits` is done."""
 
         async def run() -> None:
-            found: Answer | None = None
+            found: Answer = m.Failed(rid, InternalError.code, "see the server's log"), ()
             try:
                 await waits
-                found = answer() if ticket in self._waiting else None
+                if ticket in self._waiting:
+                    found = answer()
             except TransferQueueError as error:
                 found = m.Failed(rid, error.code, str(error)), ()
-            if ticket in self._waiting and found is not None:
-                self._answers.append((ticket, found))
-            self._waiting.discard(ticket)
-            self._ended()
+            finally:
+                if ticket in self._waiting:
+                    self._waiting.discard(ticket)
+                    self.answers.append((ticket, found))
+                self._ended()
 
         self._waiting.add(ticket)
         task = asyncio.get_running_loop().create_task(run())
@@ -46,9 +49,4 @@ class LateAnswers:
 
     def forget_all(self) -> None:
         self._waiting.clear()
-        self._answers.clear()
-
-    def taken(self) -> list[tuple[Hashable, Answer]]:
-        """Those that are there, each once."""
-        found, self._answers = self._answers, []
-        return found
+        self.answers.clear()

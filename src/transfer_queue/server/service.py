@@ -545,7 +545,8 @@ class Service:
         for ticket, reply in self.unit.outbox:
             yield ticket, (reply, ())
         self.unit.outbox.clear()
-        yield from self._late.taken()
+        yield from self._late.answers
+        self._late.answers.clear()
 
     def _completed(
         self, reading: Reading, ticket: Hashable, reply: m.Located, payload: memoryview, now: float

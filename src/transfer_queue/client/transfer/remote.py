@@ -115,6 +115,8 @@ def _read_registered(session: Session, lying: dict[int, _Registered]) -> Operati
     A pin may have ended while its memory was read: this process was stopped for so long that its session ended. So the
     units say afterwards whether it was held until then; pins of one session at one server are lost together.
     """
+    if not session.transport:
+        raise ProtocolError("memory of a transport that the server did not tell of")
     nbytes = sum(one.wanted.nbytes for one in lying.values())
     read = [(one.lies, one.wanted) for one in lying.values()]
     images = yield Offload(lambda: session.transport.read(read, session.timeout_s), nbytes)

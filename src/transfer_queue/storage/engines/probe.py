@@ -31,10 +31,7 @@ def probe(name: str, settings: Mapping[str, Any], timeout_s: float) -> Iterator[
 
     Starts the engine where the server would; it ends again. What was written is deleted.
     """
-    devices = sorted(os.listdir(RDMA)) if os.path.isdir(RDMA) else []
-    yield f"RDMA devices: {', '.join(devices) or 'none'}"
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield f"memory: {free >> 20} MiB free"
+    yield from host_lines()
     began = time.monotonic()
     engine = GuardedEngine(name, settings, True, timeout_s)
     try:
@@ -58,17 +55,31 @@ def probe(name: str, settings: Mapping[str, Any], timeout_s: float) -> Iterator[
         engine.close(timeout_s)
 
 
+def host_lines() -> Iterator[str]:
+    """What this host has that an engine or a transport may use."""
+    devices = sorted(os.listdir(RDMA)) if os.path.isdir(RDMA) else []
+    yield f"RDMA devices: {', '.join(devices) or 'none'}"
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield f"memory: {free >> 20} MiB free"
+
+
 def _read_elsewhere(engine: GuardedEngine, key: str, timeout_s: float) -> str:
     told = {"name": engine.name, "settings": dict(engine.engine.for_clients), "key": key, "timeout_s": timeout_s}
-    command = [sys.executable, "-m", __name__]
+    return said_elsewhere(__name__, told, timeout_s)
+
+
+def said_elsewhere(module: str, told: Mapping[str, Any], timeout_s: float) -> str:
+    """What another process says that runs `module` and is `told` this. Raises `ServiceUnavailable`."""
+    name = told["name"]
     try:
         done = subprocess.run(
-            command, input=json.dumps(told), capture_output=True, text=True, timeout=3 * timeout_s, check=False
-        )
+            [sys.executable, "-m", module], input=json.dumps(told), capture_output=True, text=True,
+            timeout=3 * timeout_s, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise ServiceUnavailable(f"{engine.name}: another process did not end within {error.timeout:g} s") from error
+        raise ServiceUnavailable(f"{name}: another process did not end within {error.timeout:g} s") from error
     if done.returncode:
-        raise ServiceUnavailable(f"{engine.name}: another process could not read: {done.stderr.strip()[-500:]}")
+        raise ServiceUnavailable(f"{name}: another process could not read: {done.stderr.strip()[-500:]}")
     return done.stdout.strip().splitlines()[-1]
 
 

@@ -3,6 +3,7 @@
     transport   what every transport does, and how one is opened by its name
     guarded     calls of one that end in time, with an error that names it
     mooncake    Mooncake's Transfer Engine: TCP, or RDMA
+    probe       whether one works on this host, for `tq doctor`
 
 Only reads are one-sided. Who lends memory keeps it in place until its readers are done: a unit by their pins, which
 they ask for once more after they have read; a writer until the unit has its bytes. Nobody writes into memory of
