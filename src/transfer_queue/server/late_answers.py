@@ -12,8 +12,8 @@ from transfer_queue.wire import messages as m
 
 
 class LateAnswers:
-    """By ticket; `answers` has those that were not sent yet. A request that is forgotten meanwhile gets none, and has no
-    effect."""
+    """By ticket; `answers` has those that were not sent yet. A request that is forgotten meanwhile gets none, and
+    has no effect."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         """`ended` is called when something was waited for long enough, whether there is an answer or not."""
