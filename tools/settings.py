@@ -51,6 +51,7 @@ KINDS = {
     "controller.polling_mode": FLAG,
     "controller.zmq_info": Kind("object or null"),
     "backend.storage_backend": Kind("name of a backend"),
+    "backend.required": FLAG,
     "backend.Files.url": Kind("text or null", "URL"),
     "backend.MooncakeStore.pool": Kind("true, false or null"),
     "backend.MooncakeStore.auto_init": FLAG,

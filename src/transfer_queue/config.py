@@ -222,9 +222,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         logging_level=environment.logging_level or "WARNING",
         durability=durability,
         journal_dir=journal_dir,
-        engine=engine,
-        engine_settings=engine_settings(conf, engine),
-        transport=transport(conf),
+        **_backend(conf, engine),
         away_s=_away_s(conf.server.away_s, journal_dir is not None),
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
@@ -291,9 +289,17 @@ def _away_s(value: Any, has_journal: bool) -> float:
     return _seconds(value, "server.away_s")
 
 
+def _backend(conf: Any, engine: str) -> dict[str, Any]:
+    return {
+        "engine": engine, "engine_settings": engine_settings(conf, engine), "transport": transport(conf),
+        "backend_required": bool(conf.backend.required),
+    }  # fmt: skip
+
+
 def _engine(conf: Any) -> str:
     """The storage engine that was chosen ("": none). Raises `ConfigError` for one that there is not."""
     _check_engines(conf.backend)
+    _flag(conf.backend.required, "backend.required")
     name = str(conf.backend.storage_backend)
     if name == "SimpleStorage":
         return ""
@@ -303,6 +309,8 @@ def _engine(conf: Any) -> str:
     try:
         engine_class(name)
     except ImportError as error:
+        if not conf.backend.required:
+            return name  # the server says so
         raise ConfigError(f"backend.storage_backend: {name} is not installed on this host: {error}") from error
     if conf.backend.SimpleStorage.spill_dir is not None or conf.backend.SimpleStorage.ssd_offload.enabled:
         raise ConfigError(f"backend.SimpleStorage.spill_dir: with {name} large rows are not in memory that could spill")

@@ -306,3 +306,39 @@ def test_what_lends_nothing_is_not_reached(told: dict[str, Any]) -> None:
 def test_a_transport_that_is_not_installed_is_an_error_at_the_start(start_host: Callable[..., Host]) -> None:
     with pytest.raises((ServiceUnavailable, ConfigError), match="Nobody"):
         start_host(transport={"name": "Nobody", "settings": {}})
+
+
+def test_a_unit_that_cannot_read_the_controllers_memory_is_refused(
+    told: dict[str, Any], start_host: Callable[..., Host]
+) -> None:
+    head = start_host(transport=told)
+    page = head.client.session.config["transport"]["page"]
+    with pytest.raises(ServiceUnavailable, match="this host cannot read memory of the controller's"):
+        start_host(join=head.tcp, transport={**told, "page": {**page, "address": page["address"] + (1 << 40)}})
+    with pytest.raises(ServiceUnavailable, match="gives other bytes than the controller's host lends"):
+        start_host(join=head.tcp, transport={**told, "page": {**page, "digest": "0"}})
+
+
+def test_simple_storage_takes_its_place_where_that_is_allowed(
+    start_host: Callable[..., Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    head = start_host(transport={"name": "Nobody", "settings": {}}, backend_required=False)
+    unit = start_host(join=head.tcp)
+    assert "SimpleStorage takes the place" in caplog.text
+    assert "'Nobody'" in caplog.text
+    meta = unit.client.put({"x": large()}, partition_id="p")
+    assert torch.equal(stacked(head.client.get_data(meta)), large())
+    assert "transport" not in unit.client.stats()
+
+
+def test_an_engine_that_does_not_open_is_replaced_where_that_is_allowed(
+    start_host: Callable[..., Host], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    settings = {"engine": "Files", "engine_settings": {"url": f"file://{tmp_path}/file"}}
+    with pytest.raises(ConfigError, match="Files"):
+        start_host(**settings)
+    head = start_host(**settings, backend_required=False)
+    assert "SimpleStorage takes the place" in caplog.text
+    meta = head.client.put({"x": large()}, partition_id="p")
+    assert torch.equal(stacked(head.client.get_data(meta)), large())

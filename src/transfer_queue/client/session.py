@@ -27,6 +27,7 @@ from transfer_queue.client.effects import Call
 from transfer_queue.client.engine import EngineAccess
 from transfer_queue.client.listing import Listings
 from transfer_queue.client.one_way import OneWay
+from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.retry import GRACE_S, Retry, left_s, nobody_listens
 from transfer_queue.client.spilled import SpilledBlocks
 from transfer_queue.client.transport import TransportAccess
@@ -85,6 +86,7 @@ class Session:
         self._give_back(connection)
         self.life = Life(welcome.service, welcome.unit)
         self.config: dict[str, Any] = json.loads(welcome.config)
+        warn_once(f"the service at {address}", str(self.config.get("remark", "")))
         self._spin_s = float(self.config.get("spin_s", 0.0))
         connection.spin(self._spin_s)
         self.server_pid = welcome.pid

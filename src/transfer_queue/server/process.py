@@ -97,6 +97,7 @@ class Server:
         self.journal: DiskJournal | None = None  # where there is to be one, from `run` on
         self.engine: EngineBlocks | None = None
         self.arenas: RegisteredArenas | None = None
+        self._remark = ""  # for the logs of clients
         self._due: list[Callable[[], None]] = []  # what looks for work of its own after each event
         self._keeper: StandbyKeeper | None = None
         self._entry = ""  # in the register of this user's servers
@@ -183,15 +184,10 @@ class Server:
         home = await move_in(self.config.run_dir)
         try:
             self._open_journal()
-            if self.config.engine and isinstance(self.role, ControllerNode):
-                self.engine = self.service.blocks.engine = await opened_engine(
-                    self.config, self.service, self.role.controller
-                )
-                self._due.append(self.engine.work)
             self.listening = Listening(self.config, home)
             if isinstance(self.role, StorageNode):
                 await self.role.join(self._advertised(self.listening.tcp_name))
-            await self._open_transport()
+            await self._open_backend()
             await self._serve(announce)
         finally:
             self._leave()
@@ -263,13 +259,27 @@ class Server:
             if self._metrics is not None:
                 self._metrics.close()
 
+    async def _open_backend(self) -> None:
+        """Where large rows lie, and how they travel: for the whole job, so only its first server may do without."""
+        try:
+            if self.config.engine and isinstance(self.role, ControllerNode):
+                opened = await opened_engine(self.config, self.service, self.role.controller)
+                self.engine = self.service.blocks.engine = opened
+                self._due.append(opened.work)
+            await self._open_transport()
+        except TransferQueueError as error:
+            if self.config.backend_required or self.config.join:
+                raise
+            self._remark = f"SimpleStorage takes the place of what backend.storage_backend says: {error}"
+            log.warning("%s", self._remark)
+
     async def _open_transport(self, again: bool = False) -> None:
         """The one of the job: the controller says which. A server that takes over serves without it if need be."""
         told, host = self.config.transport or self.role.client_config.get("transport"), self.config.host
         if not told:
             return
         try:
-            self.arenas = await opened_transport(told, advertised(host) or "127.0.0.1", self.service.unit)
+            self.arenas = await opened_transport(told, advertised(host) or "127.0.0.1", self.service.unit, not again)
         except TransferQueueError as error:
             if not again:
                 raise
@@ -361,6 +371,8 @@ class Server:
             config["engine"] = self.engine.told()
         if self.arenas is not None:
             config["transport"] = self.arenas.told()
+        if self._remark:
+            config["remark"] = self._remark
         return Welcome(os.getpid(), door, json.dumps(config).encode(), *self.service.life)
 
     def of_unit(self, message: Request, host: str, line: UnitConnection) -> Reply:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+import numpy as np
+from xxhash import xxh3_64_hexdigest
+
 from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError
-from transfer_queue.memory.bytes import address_of
+from transfer_queue.memory.bytes import PAGE, address_of
 from transfer_queue.storage.blocks import Block, Unit
 from transfer_queue.storage.shm import GRAINS
 from transfer_queue.storage.transports import GuardedTransport, RemoteSpan
@@ -18,16 +22,39 @@ from transfer_queue.wire import messages as m
 
 log = logging.getLogger("transfer_queue.server")
 
-OPEN_S = 30.0
+OPEN_S, PROBE_S = 30.0, 10.0
 REGISTER_S = 120.0  # pages that stay in place are touched first, 1.4 GiB of them in a second
 CLOSE_S = 5.0
 OWNER = b"tq-transport-pull"  # of pins: no session is called so
 
 
-async def opened_transport(told: Mapping[str, Any], host: str, unit: Unit) -> RegisteredArenas:
-    """`told`: `name` and `settings`. Raises `ConfigError` and `ServiceUnavailable`."""
-    transport = await asyncio.to_thread(GuardedTransport, told["name"], told["settings"], host, OPEN_S)
-    return RegisteredArenas(transport, told, host, unit)
+async def opened_transport(told: Mapping[str, Any], host: str, unit: Unit, probes: bool) -> RegisteredArenas:
+    """`told`: `name` and `settings`, and where the controller's server lends its page if it `probes`: a unit that
+    cannot read there is none of the job. Raises `ConfigError` and `ServiceUnavailable`."""
+
+    def opened() -> RegisteredArenas:
+        transport = GuardedTransport(told["name"], told["settings"], host, OPEN_S)
+        try:
+            arenas = RegisteredArenas(transport, told, host, unit)
+            transport.register(arenas.page, REGISTER_S)
+            if probes and "page" in told:
+                _probe(transport, told["page"])
+        except BaseException:
+            transport.close(CLOSE_S)
+            raise
+        return arenas
+
+    return await asyncio.to_thread(opened)
+
+
+def _probe(transport: GuardedTransport, page: Mapping[str, Any]) -> None:
+    into = np.zeros(PAGE, np.uint8)
+    try:
+        transport.read(page["endpoint"], [RemoteSpan(page["address"], into)], PROBE_S, [into])
+    except ServiceUnavailable as error:
+        raise ServiceUnavailable(f"this host cannot read memory of the controller's: {error}") from error
+    if xxh3_64_hexdigest(into.tobytes()) != page["digest"]:
+        raise ServiceUnavailable(f"{transport.name} gives other bytes than the controller's host lends")
 
 
 class RegisteredArenas:
@@ -39,13 +66,18 @@ class RegisteredArenas:
         self._told = told
         self._host = host
         self._unit = unit
+        self.page = np.frombuffer(bytearray(os.urandom(PAGE)), np.uint8)  # lent for others to try
         self._registered: set[int] = set()
         self._registering: asyncio.Task[None] | None = None
         self.num_pulled = self.num_offered = 0
 
     def told(self) -> dict[str, Any]:
-        """What clients need to use the same transport. `host`: this one, for clients that live here."""
-        return {"name": self._told["name"], "settings": dict(self._told["settings"]), "host": self._host}
+        """What clients and units need to use the same transport. `host`: this one, for clients that live here."""
+        page = {
+            "endpoint": self._transport.endpoint, "address": address_of(self.page),
+            "digest": xxh3_64_hexdigest(self.page.tobytes()),
+        }  # fmt: skip
+        return {"name": self._told["name"], "settings": dict(self._told["settings"]), "host": self._host, "page": page}
 
     def statistics(self) -> dict[str, Any]:
         return {

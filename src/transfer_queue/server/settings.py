@@ -103,7 +103,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     killed, for a standby takes over; or "machine", everything but the loss of a disk, for a journal there has them.
     engine, engine_settings: where the bytes of large blocks lie ("": in arenas), a name and its settings.
     transport: how those of arenas travel between hosts, its `name` and `settings` (empty: over our connections, or as
-    the controller of `join` says).
+    the controller of `join` says). backend_required: do not start where that does not work; else do without.
     journal_dir: its directory (None: there is no journal). away_s: for how long the controller waits for the rows of
     this unit when it is away. life: a descriptor that stays open as long as the server or
     its standby lives (-1: none).
@@ -141,6 +141,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     engine: str = ""
     engine_settings: dict[str, Any] = {}
     transport: dict[str, Any] = {}
+    backend_required: bool = True
     life: int = -1
 
 
