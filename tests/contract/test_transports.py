@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,17 @@ def test_a_writer_whose_host_has_no_unit_lends_its_bytes(hosts: tuple[Host, Host
     assert head.client.stats()["transport_blocks_pulled"] == 1
     for reader in (head.client, unit.client, far):
         assert torch.equal(stacked(reader.get_data(meta)), large())
+
+
+def test_metrics_count_what_travels(told: dict[str, Any], start_host: Callable[..., Host]) -> None:
+    head = start_host(transport=told, metrics_port=0)
+    far = TransferQueueClient.of(Session(parse_address(head.tcp, TOKEN)))
+    far.get_data(far.put({"x": large()}, partition_id="p"))
+    with urllib.request.urlopen(f"http://{head.client.session.config['metrics_endpoint']}/metrics") as answer:
+        shown = answer.read().decode().splitlines()
+    assert "tq_transport_blocks_pulled_total 1.0" in shown
+    assert "tq_transport_blocks_offered_total 1.0" in shown
+    far.close()
 
 
 def test_tensors_allocated_on_a_host_without_a_unit_are_published(far: TransferQueueClient) -> None:

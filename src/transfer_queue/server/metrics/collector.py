@@ -114,6 +114,18 @@ class ServerCollector(Collector):
                 "tq_journal_lag_seconds", "How long the first event waits for the disk.", told["journal_lag_s"]
             )
             yield _gauge("tq_journal_bytes", "Bytes of the journal: log, snapshot and blocks.", nbytes)
+        yield from self._elsewhere()
+
+    def _elsewhere(self) -> Iterator[Metric]:
+        unit, blocks = self._unit, self._service.blocks
+        if blocks.engine is not None:
+            yield _gauge("tq_engine_bytes", "Bytes of blocks in the storage engine.", unit.engine_nbytes)
+            yield _gauge("tq_engine_blocks_to_delete", "Blocks that it still has in vain.", len(unit.left_in_engine))
+        if blocks.registered is not None:
+            told = blocks.registered.statistics()
+            offered, pulled = told["transport_blocks_offered"], told["transport_blocks_pulled"]
+            yield _counter("tq_transport_blocks_offered", "Blocks for readers of other hosts.", offered)
+            yield _counter("tq_transport_blocks_pulled", "Blocks of writers whose host has no unit.", pulled)
 
     def _unit_sizes(self) -> Iterator[Metric]:
         yield self._of_unit("tq_storage_memory_rss_bytes", "Resident memory of the server process.", resident_nbytes())
