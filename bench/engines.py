@@ -6,7 +6,8 @@
 host; each round makes every call of every system once, in turn. `ours` and `raw` use an engine of their own each, whose
 memory another process has (the server, as TransferQueue's does). `far`: the client has no unit on its host, so bytes
 travel as between hosts. `pool`: Mooncake's own pool with a master. `few`: the first quarter of the rows, of all fields.
-Medians, p95 and the ratio to `ours`. `make bench-engines` installs what it needs.
+Then TransferQueue's complex batch (63 MB), 32 dicts with images (235 MB), and 1000 rows of 9 KB put one by one, in ours
+and TransferQueue. Medians, p95 and the ratio to `ours`. `make bench-engines` installs what it needs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "SimpleStorage": {},
 }
 CALLS = ("put", "get", "few")
+ALONE = 1000
+PROFILES = ("complex", "images", f"{ALONE} rows alone")  # of ours and of TransferQueue: an engine knows bytes only
 
 
 class Agent:
@@ -91,6 +94,8 @@ def main() -> None:
         agents += [Agent(name, "SimpleStorage", sys.executable) for name in ("SimpleStorage", "SimpleStorage, far")]
         for size in WIDTHS:
             _measure(engine, size, agents, args.rounds)
+        for profile in PROFILES:
+            _measure(engine, profile, [agent for agent in agents if agent.name in ("0.1.11", "ours")], args.rounds)
         for agent in agents:
             agent.close()
 
@@ -149,27 +154,54 @@ def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], None]]:
     more = {"server": {"host": "127.0.0.1"}} if is_far else {}
     tq.init({"backend": {"storage_backend": engine, engine: settings}, **more})
     client: Any = _far_client() if is_far else tq.get_client()
-    values = {
+    values: dict[str, Any] = {
         size: TensorDict({f"f{n}": torch.rand(ROWS, width) for n in range(FIELDS)}, batch_size=[ROWS])
         for size, width in WIDTHS.items()
-    }
-    names, metas = [f"f{n}" for n in range(FIELDS)], {}
+    } | _profiles()
+    metas: dict[str, Any] = {}
 
     def put(size: str) -> None:
-        metas[size] = client.put(values[size], partition_id=f"train {size}")
+        if isinstance(values[size], list):
+            for number, row in enumerate(values[size]):
+                tq.kv_put(key=f"k{number}", partition_id=f"train {size}", fields=row)
+        else:
+            metas[size] = client.put(values[size], partition_id=f"train {size}")
 
-    def get(size: str) -> None:
-        found = client.get_data(metas[size])
-        assert len(found[names[-1]]) == ROWS
+    def get(size: str, share: int = 1) -> None:
+        count = len(values[size]) // share
+        if isinstance(values[size], list):
+            found = tq.kv_batch_get(keys=[f"k{number}" for number in range(count)], partition_id=f"train {size}")
+        else:
+            found = client.get_data(metas[size].select_samples(list(range(count))) if share > 1 else metas[size])
+        assert all(len(found[name]) == count for name in found.keys())  # noqa: SIM118  a TensorDict's rows iterate
 
     def few(size: str) -> None:
-        found = client.get_data(metas[size].select_samples(list(range(ROWS // 4))))
-        assert len(found[names[-1]]) == ROWS // 4
+        get(size, share=4)
 
     def clear(size: str) -> None:
-        client.clear_partition(f"train {size}")
+        if isinstance(values[size], list):
+            tq.kv_clear(keys=[f"k{number}" for number in range(len(values[size]))], partition_id=f"train {size}")
+        else:
+            client.clear_partition(f"train {size}")
 
     return {"put": put, "get": get, "few": few, "clear": clear, "end": lambda size: tq.close()}
+
+
+def _profiles() -> dict[str, Any]:
+    """TensorDicts of TransferQueue's complex shape and of images in dicts, and rows of 9 KB."""
+    import torch
+    from tensordict import TensorDict
+
+    from bench.payloads import complex_, images
+    from bench.systems import torch_column
+
+    batches = {"complex": (complex_(1024, 2048), 1024), "images": (images(32), 32)}
+    found: dict[str, Any] = {
+        name: TensorDict({field: torch_column(column) for field, column in columns.items()}, batch_size=[rows])
+        for name, (columns, rows) in batches.items()
+    }
+    found[PROFILES[2]] = [{f"f{n}": torch.rand(256) for n in range(FIELDS)} for _ in range(ALONE)]
+    return found
 
 
 def _far_client() -> Any:

@@ -102,6 +102,14 @@ def test_a_reader_of_another_host_takes_the_rows_that_it_wants(hosts: tuple[Host
     assert unit.used() < 2 * ROWS * LARGE * 4 + (1 << 20), "a cut was left"
 
 
+def test_a_small_column_of_a_large_block_rides_along(hosts: tuple[Host, Host]) -> None:
+    head, unit = hosts
+    unit.client.put({"x": large(), "reward": torch.arange(ROWS)}, partition_id="p")
+    meta = head.client.get_meta(["reward"], ROWS, "p", task_name="t")
+    assert torch.equal(stacked(head.client.get_data(meta), "reward"), torch.arange(ROWS))
+    assert offered(unit) == 0
+
+
 def test_every_kind_of_value_comes_from_another_host(hosts: tuple[Host, Host], far: TransferQueueClient) -> None:
     head, unit = hosts
     fields = {

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from transfer_queue.codec.layout import Layout, decode_layout, encode_layout
+from transfer_queue.codec.needed import all_ranges
 from transfer_queue.codec.select import Fill, selected
 from transfer_queue.errors import InvalidInput, RowCleared, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Ints
@@ -21,7 +22,6 @@ REMOTE_INLINE_NBYTES = 1 << 20
 MAX_STATE_NBYTES = 8 << 30
 MAX_CUT_ROWS = 8192  # of a block, for the offsets of all of its rows are looked at
 ALIGN = 64
-MIN_READ_NBYTES = 1 << 20  # less is copied out and sent in one answer
 Payload: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
 Answer: TypeAlias = "tuple[m.Reply, Payload]"
 
@@ -223,14 +223,13 @@ class BlockRequests:
             assert block is not None
             piece.location = self.registered.offer(block)
 
-    def _is_offered(self, block: Block, layout: Layout, rows: Ints) -> bool:
+    def _is_offered(self, block: Block, layout: Layout, rows: Ints, fields: Sequence[str]) -> bool:
         """Whether the reader takes these rows out of the whole block, over the transport: they follow each other, and
-        are large enough."""
+        are more than rides along with an answer."""
         if self.registered is None or rows[-1] - rows[0] >= len(rows):
             return False
-        if block.nbytes * len(rows) < MIN_READ_NBYTES * layout.rows:
-            return False
-        return self.registered.has(block)
+        nbytes = sum(end - first for first, end in all_ranges(layout, fields))
+        return nbytes * len(rows) > REMOTE_INLINE_NBYTES * layout.rows and self.registered.has(block)
 
     def _cut(self, cut: m.Cut, session: ServerSession, rid: int) -> int:
         """The pinned block of what `cut` asks for; the block itself when that is all, or when there is no room."""
@@ -244,7 +243,7 @@ class BlockRequests:
             return block.number  # the reader takes what it needs from there
         if len(rows) == layout.rows and {column.name for column in layout.columns} <= set(cut.fields):
             return block.number
-        if self._is_offered(block, layout, rows):
+        if self._is_offered(block, layout, rows, cut.fields):
             return block.number
         smaller, fill = selected(layout, self.unit.content(block), rows, cut.fields)
         part = self.unit.place(max(1, smaller.nbytes), None)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ log = logging.getLogger("transfer_queue.server")
 OPEN_S, PROBE_S = 30.0, 10.0
 REGISTER_S = 120.0  # pages that stay in place are touched first, 1.4 GiB of them in a second
 CLOSE_S = 5.0
+AGAIN_S = 1.0  # after a failure
 OWNER = b"tq-transport-pull"  # of pins: no session is called so
 
 
@@ -69,6 +71,7 @@ class RegisteredArenas:
         self.page = np.frombuffer(bytearray(os.urandom(PAGE)), np.uint8)  # lent for others to try
         self._registered: set[int] = set()
         self._registering: asyncio.Task[None] | None = None
+        self._again_at = 0.0
         self.num_pulled = self.num_offered = 0
 
     def told(self) -> dict[str, Any]:
@@ -90,8 +93,13 @@ class RegisteredArenas:
     # offering
 
     def work(self) -> None:
-        """Register the arenas that are new, unless that is going on."""
-        if self._missing() and (self._registering is None or self._registering.done()):
+        """Register the arenas that are new, unless that is going on or has just failed."""
+        if self._missing() and time.monotonic() >= self._again_at:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._registering is None or self._registering.done():
+            self._again_at = time.monotonic() + AGAIN_S
             self._registering = asyncio.get_running_loop().create_task(self._register())
             self._registering.add_done_callback(_note)
 
@@ -102,7 +110,8 @@ class RegisteredArenas:
 
     async def ready(self) -> None:
         """Wait until it is. Raises `ServiceUnavailable`."""
-        self.work()
+        if self._missing():
+            self._begin()
         if self._registering is not None:
             await asyncio.shield(self._registering)
 
