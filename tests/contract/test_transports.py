@@ -27,7 +27,7 @@ from transfer_queue.client.operations import kv
 from transfer_queue.client.session import Session
 from transfer_queue.errors import ConfigError, DeadlineExceeded, ServiceUnavailable
 from transfer_queue.memory.bytes import Bytes
-from transfer_queue.server.registered_arenas import RegisteredArenas
+from transfer_queue.server.registered_arenas import RegisteredArenas, opened_transport
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.storage.transports import NotReached, RemoteSpan
 from transfer_queue.storage.transports.guarded import GuardedTransport
@@ -328,15 +328,32 @@ def test_a_transport_that_is_not_installed_is_an_error_at_the_start(start_host: 
         start_host(transport={"name": "Nobody", "settings": {}})
 
 
-def test_a_unit_that_cannot_read_the_controllers_memory_is_refused(
-    told: dict[str, Any], start_host: Callable[..., Host]
-) -> None:
-    head = start_host(transport=told)
-    page = head.client.session.config["transport"]["page"]
-    with pytest.raises(ServiceUnavailable, match="this host cannot read memory of the controller's"):
-        start_host(join=head.tcp, transport={**told, "page": {**page, "address": page["address"] + (1 << 40)}})
-    with pytest.raises(ServiceUnavailable, match="gives other bytes than the controller's host lends"):
-        start_host(join=head.tcp, transport={**told, "page": {**page, "digest": "0"}})
+def test_a_unit_that_cannot_read_the_controllers_memory_is_refused(told: dict[str, Any]) -> None:
+    async def work() -> None:
+        units = [Unit(1 << 22), Unit(1 << 22)]
+        head = await opened_transport(
+            {**told, "settings": {"local_hostname": "127.0.0.1"}}, "127.0.0.1", units[0], True
+        )
+        good = head.told()
+        assert good["settings"]["local_hostname"] == "", "another host would call itself by the controller's name"
+        for page, why in (
+            ({**good["page"], "address": good["page"]["address"] + (1 << 40)}, "this host cannot read memory"),
+            ({**good["page"], "digest": "0"}, "gives other bytes than the controller's host lends"),
+        ):
+            with pytest.raises(ServiceUnavailable, match=why):
+                await opened_transport({**good, "page": page}, "127.0.0.1", units[1], True)
+        for arenas in (head, await opened_transport(good, "127.0.0.1", units[1], True)):
+            await arenas.close()
+        for unit in units:
+            unit.close()
+
+    asyncio.run(work())
+
+
+def test_a_unit_uses_what_the_controller_says(told: dict[str, Any], start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp, transport=told)
+    assert "transport" not in unit.client.session.config
 
 
 def test_simple_storage_takes_its_place_where_that_is_allowed(

@@ -275,7 +275,11 @@ class Server:
 
     async def _open_transport(self, again: bool = False) -> None:
         """The one of the job: the controller says which. A server that takes over serves without it if need be."""
-        told, host = self.config.transport or self.role.client_config.get("transport"), self.config.host
+        told, host = self.config.transport, self.config.host
+        if isinstance(self.role, StorageNode):
+            own = told.get("settings", {}).get("local_hostname", "")
+            told = self.role.client_config.get("transport", {})
+            told = told and {**told, "settings": {**told["settings"], "local_hostname": own}}
         if not told:
             return
         try:

@@ -70,6 +70,7 @@ class RegisteredArenas:
         self._unit = unit
         self.page = np.frombuffer(bytearray(os.urandom(PAGE)), np.uint8)  # lent for others to try
         self._registered: set[int] = set()
+        self._num_seen = 0  # arenas of which none is missing
         self._registering: asyncio.Task[None] | None = None
         self._again_at = 0.0
         self.num_pulled = self.num_offered = 0
@@ -80,7 +81,8 @@ class RegisteredArenas:
             "endpoint": self._transport.endpoint, "address": address_of(self.page),
             "digest": xxh3_64_hexdigest(self.page.tobytes()),
         }  # fmt: skip
-        return {"name": self._told["name"], "settings": dict(self._told["settings"]), "host": self._host, "page": page}
+        settings = {**self._told["settings"], "local_hostname": ""}  # that is this host's
+        return {"name": self._told["name"], "settings": settings, "host": self._host, "page": page}
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -128,18 +130,20 @@ class RegisteredArenas:
 
     def _missing(self) -> list[int]:
         arenas = self._unit.shm.arenas
-        if len(arenas) == len(self._registered):
+        if len(arenas) == self._num_seen:
             return []
         large = [number for number, arena in enumerate(arenas) if arena.extents.grain == GRAINS[1] and not arena.spills]
         return [number for number in large if number not in self._registered]
 
     async def _register(self) -> None:
         while missing := self._missing():
+            count = len(self._unit.shm.arenas)
             for number in missing:
                 arena = self._unit.shm.arenas[number]
                 arena.is_pinned = self._transport.transport.pins_memory
                 await asyncio.to_thread(self._transport.register, arena.memory, REGISTER_S)
                 self._registered.add(number)
+            self._num_seen = count
 
     # taking
 
