@@ -141,7 +141,7 @@ def every_message() -> list[m.Message]:
     samples: dict[Any, Any] = {
         int: 1, float: 0.0, bool: False, bytes: b"12345678", str: "p", bytes | None: None, list[str] | None: ["a"],
         list[m.Tags] | None: None, str | None: None, int | None: None, list[str]: ["x"], m.Tags: {}, list[m.Tags]: [{}],
-        dict[str, Any]: {}, list[int]: [1],
+        dict[str, Any]: {}, list[int]: [1], m.Registered: m.Registered("a", 1),
     }  # fmt: skip
     found = []
     for cls in m.ClientMessage.__args__:  # type: ignore[attr-defined]

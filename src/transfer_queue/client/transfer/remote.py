@@ -22,6 +22,7 @@ from transfer_queue.storage.engines import BlocksMissing
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
+PINNED = (m.Remote, m.InEngine, m.Registered)  # what the answer to a `Take` leaves pinned
 STREAM_NBYTES = 32 << 20  # what one call moves at most
 
 
@@ -56,7 +57,7 @@ def received(session: Session, request: m.Get, reply: m.Located) -> Operation[di
     try:
         reads: list[Call] = []
         for (taken, payload), pieces, to in zip(answers, by_unit.values(), servers, strict=True):
-            blocks = [one.block for one in taken.pieces if not isinstance(one.location, m.Inline)]
+            blocks = [one.block for one in taken.pieces if isinstance(one.location, PINNED)]
             pinned.append((to, m.Unpin(taken.rid, blocks)))
             layouts = [decode_layout(layout) for layout in taken.layouts]
             if len(taken.pieces) != len(pieces):
