@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -190,6 +192,28 @@ def test_a_forked_child_reads(hosts: tuple[Host, Host], far: TransferQueueClient
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert torch.equal(stacked(far.get_data(meta)), large())
+
+
+def test_a_forked_child_ends_in_good_order(told: dict[str, Any]) -> None:
+    """What its parent had open, with threads that the child has not, is taken apart at no time."""
+    code = """
+import os, sys
+import numpy as np
+from transfer_queue.storage.transports import GuardedTransport, RemoteSpan
+ours, theirs = (GuardedTransport(sys.argv[1], {}, "127.0.0.1", 20.0) for _ in range(2))
+memory, into = np.arange(1 << 20, dtype=np.uint8), np.empty(1 << 20, np.uint8)
+with theirs.lent(memory, 5.0) as address:
+    ours.read(theirs.endpoint, [RemoteSpan(address, into)], 5.0, [into])
+    pid = os.fork()
+    if not pid:
+        del ours, theirs
+        if os.fork():
+            sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+        sys.exit(3)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, told["name"]], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3"], done.stderr
 
 
 def test_a_unit_that_is_killed_and_has_a_standby_is_read_from_it(

@@ -588,7 +588,6 @@ class Session:
                 self._give_back(self.connect())
         self.arenas.close()
         self.engine.leave_behind()
-        self.transport.leave_behind()
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)
         self._open_memory()

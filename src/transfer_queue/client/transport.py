@@ -19,7 +19,6 @@ from transfer_queue.wire.address import Address, host_towards
 
 CLOSE_S = 5.0
 UNITS = 4  # that are read from at the same time
-_left_behind: list[GuardedTransport] = []  # of parents: their threads are not in this process, so nothing ends them
 
 
 class TransportAccess:
@@ -93,11 +92,6 @@ class TransportAccess:
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close(CLOSE_S)
-
-    def leave_behind(self) -> None:
-        """In a forked child, which opens its own."""
-        if self._opened is not None:
-            _left_behind.append(self._opened)
 
 
 def _left(deadline: float) -> float:

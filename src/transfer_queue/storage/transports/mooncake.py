@@ -7,7 +7,9 @@ The engine opens ports of its own, which ask for no token: who reaches them can 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ from transfer_queue.memory.bytes import Bytes, address_of
 from transfer_queue.storage.transports.transport import NotReached, RemoteSpan, Transport
 
 PEER_TO_PEER = "P2PHANDSHAKE"
-_left_behind: list[Any] = []  # engines of parents: their threads are not in this process, so nothing takes them apart
+_open: weakref.WeakSet[MooncakeTransport] = weakref.WeakSet()
+_held: list[Any] = []  # engines, while a fork is under way
 
 
 class MooncakeTransport(Transport):
@@ -28,7 +31,7 @@ class MooncakeTransport(Transport):
         protocol = str(settings.get("protocol") or "tcp")
         own = str(settings.get("local_hostname") or host)
         self._engine: Any = TransferEngine()
-        self._opened_by = os.getpid()
+        _open.add(self)
         code = self._engine.initialize(own, PEER_TO_PEER, protocol, str(settings.get("device_name") or ""))
         if code:
             raise OSError(f"error {code}: no endpoint for {protocol} at {own}")
@@ -53,6 +56,24 @@ class MooncakeTransport(Transport):
             raise NotReached(f"Mooncake could not read {nbytes} bytes from {endpoint} (error {code})")
 
     def close(self) -> None:
-        engine, self._engine = self._engine, None
-        if self._opened_by != os.getpid():
-            _left_behind.append(engine)
+        self._engine = None
+
+    def held(self) -> Any:
+        return self._engine
+
+
+def _hold() -> None:
+    """Before a fork: one reference more to each engine. The child never gives it back, for the threads of the engine
+    are not there, and who took it apart would wait for them, or crash."""
+    for engine in [transport.held() for transport in list(_open)]:
+        if engine is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+            _held.append(engine)
+
+
+def _let_go() -> None:
+    while _held:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(_held.pop()))
+
+
+os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_held.clear)

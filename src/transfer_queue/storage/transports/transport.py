@@ -28,7 +28,7 @@ class RemoteSpan(NamedTuple):
 
 class Transport(abc.ABC):
     """One process's endpoint. Calls block and may come from several threads; none needs a timeout, for whoever calls
-    keeps the time. After a fork the child opens one of its own, and never touches its parent's.
+    keeps the time. After a fork the child opens one of its own; its parent's is dropped there without a `close`.
 
     `endpoint` is how other processes name this one. `pins_memory`: pages of memory that was registered stay where they
     are, so that none of it can be given back to the system.
