@@ -298,13 +298,14 @@ def _backend(conf: Any, engine: str) -> dict[str, Any]:
 
 def _engine(conf: Any) -> str:
     """The storage engine that was chosen ("": none). Raises `ConfigError` for one that there is not."""
-    _check_engines(conf.backend)
+    defaults = _default().backend
+    _check_engines(conf.backend, defaults)
     _flag(conf.backend.required, "backend.required")
     name = str(conf.backend.storage_backend)
     if name == "SimpleStorage":
         return ""
     if transport(conf):
-        _warn_of_pool(conf)
+        _warn_of_pool(conf.backend.MooncakeStore, defaults.MooncakeStore)
         return ""
     try:
         engine_class(name)
@@ -334,18 +335,16 @@ def transport(conf: Any) -> dict[str, Any]:
     return {"name": "Mooncake", "settings": {name: section[name] for name in names}}
 
 
-def _warn_of_pool(conf: Any) -> None:
+def _warn_of_pool(section: Any, default: Any) -> None:
     """What is set for a pool that there is not."""
-    default = _default().backend.MooncakeStore
-    given = [name for name in OF_POOL if conf.backend.MooncakeStore[name] != default[name]]
+    given = [name for name in OF_POOL if section[name] != default[name]]
     if given:
         text = f"backend.MooncakeStore: {', '.join(given)} has no effect without pool: true (docs/backends.md)"
         warnings.warn(text, ConfigWarning, stacklevel=4)
 
 
-def _check_engines(backend: Any) -> None:
+def _check_engines(backend: Any, defaults: Any) -> None:
     """The settings of our own engines have the types of their defaults, whether they are chosen or not."""
-    defaults = _default().backend
     for name in ENGINE_SECTIONS:
         for key, default in defaults[name].items():
             value, where = backend[name][key], f"backend.{name}.{key}"

@@ -203,7 +203,7 @@ from transfer_queue.storage.transports import GuardedTransport, RemoteSpan
 ours, theirs = (GuardedTransport(sys.argv[1], {}, "127.0.0.1", 20.0) for _ in range(2))
 memory, into = np.arange(1 << 20, dtype=np.uint8), np.empty(1 << 20, np.uint8)
 with theirs.lent(memory, 5.0) as address:
-    ours.read(theirs.endpoint, [RemoteSpan(address, into)], 5.0, [into])
+    ours.read(theirs.endpoint, [RemoteSpan(address, into)], [into], 5.0)
     pid = os.fork()
     if not pid:
         del ours, theirs
@@ -338,11 +338,11 @@ def test_what_lends_nothing_is_not_reached(told: dict[str, Any]) -> None:
     theirs = GuardedTransport(told["name"], {}, "127.0.0.1", 20.0)
     memory, into = np.arange(1 << 20, dtype=np.uint8), np.empty(1 << 20, np.uint8)
     with theirs.lent(memory, 5.0) as address:
-        ours.read(theirs.endpoint, [RemoteSpan(address, into)], 5.0, [into])
+        ours.read(theirs.endpoint, [RemoteSpan(address, into)], [into], 5.0)
     assert np.array_equal(memory, into)
     for nobody in (theirs.endpoint, "127.0.0.1:9"):
         with pytest.raises(NotReached):
-            ours.read(nobody, [RemoteSpan(address, into)], 5.0, [into])
+            ours.read(nobody, [RemoteSpan(address, into)], [into], 5.0)
     ours.close(5.0)
     theirs.close(5.0)
 

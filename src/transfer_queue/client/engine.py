@@ -17,6 +17,7 @@ from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines import ReadSpan, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
 from transfer_queue.storage.engines.sealed import Ranges
+from transfer_queue.storage.in_time import left_until
 
 PAUSE_S = 0.05  # between two attempts to get room in an engine that is full
 CLOSE_S = 5.0
@@ -88,7 +89,7 @@ class EngineAccess:
 
     def write(self, block: int, nbytes: int, fill: Callable[[Bytes], None], deadline: float) -> None:
         """Store a block that `fill` writes. Waits for room until `deadline`, then raises `StoreFull`."""
-        engine = self._open(_left(deadline))
+        engine = self._open(left_until(deadline))
         size = sealed.sealed_nbytes(nbytes)
         if engine.max_nbytes is not None and size > engine.max_nbytes:
             raise InvalidInput(f"{nbytes} bytes in one put: {engine.name} takes {engine.max_nbytes} at most")
@@ -108,11 +109,11 @@ class EngineAccess:
     def _write(
         self, engine: GuardedEngine, block: int, nbytes: int, fill: Callable[[Bytes], None], deadline: float
     ) -> None:
-        room = engine.reserve(self._key(block), sealed.sealed_nbytes(nbytes), _left(deadline))
+        room = engine.reserve(self._key(block), sealed.sealed_nbytes(nbytes), left_until(deadline))
         try:
             fill(room.memory[:nbytes])
             sealed.seal(room.memory, nbytes, block)
-            engine.seal(room, self._key(block), _left(deadline))
+            engine.seal(room, self._key(block), left_until(deadline))
         except BaseException:
             engine.abandon(room, CLOSE_S)
             raise
@@ -151,7 +152,3 @@ class EngineAccess:
 
     def _key(self, block: int) -> str:
         return sealed.engine_key(self._service, block)
-
-
-def _left(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())

@@ -13,6 +13,7 @@ from transfer_queue.client.images import Image, Wanted
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines.sealed import Ranges
+from transfer_queue.storage.in_time import left_until
 from transfer_queue.storage.transports import GuardedTransport, RemoteSpan
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, host_towards
@@ -42,12 +43,10 @@ class TransportAccess:
     def read(self, wanted: Sequence[tuple[m.Registered, Wanted]], timeout_s: float) -> list[Bytes]:
         """Each block as memory of its size, of which what the rows need is there."""
         deadline = time.monotonic() + timeout_s
-        self._open(timeout_s)
-        images = [Image(one, self._pool.allocate(one.nbytes)) for _, one in wanted]
-        lying = [(lies, image) for (lies, _), image in zip(wanted, images, strict=True)]
-        self._fetch([(lies, image, image.first()) for lies, image in lying], deadline)
-        self._fetch([(lies, image, image.rest()) for lies, image in lying], deadline)
-        return [image.memory for image in images]
+        images = [(lies, Image(one, self._pool.allocate(one.nbytes))) for lies, one in wanted]
+        self._fetch([(lies, image, image.first()) for lies, image in images], deadline)
+        self._fetch([(lies, image, image.rest()) for lies, image in images], deadline)
+        return [image.memory for _, image in images]
 
     def _fetch(self, wanted: Sequence[tuple[m.Registered, Image, Ranges]], deadline: float) -> None:
         """Read these ranges of each image, from all units at once."""
@@ -64,7 +63,7 @@ class TransportAccess:
                 for first, end in ranges
             ]
             into = [image.memory for _, image, _ in mine]
-            self._open(_left(deadline)).read(endpoint, spans, _left(deadline), into)
+            self._open(left_until(deadline)).read(endpoint, spans, into, left_until(deadline))
 
         if len(by_endpoint) < 2:
             for endpoint in by_endpoint:
@@ -92,7 +91,3 @@ class TransportAccess:
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close(CLOSE_S)
-
-
-def _left(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())

@@ -52,7 +52,7 @@ async def opened_transport(told: Mapping[str, Any], host: str, unit: Unit, probe
 def _probe(transport: GuardedTransport, page: Mapping[str, Any]) -> None:
     into = np.zeros(PAGE, np.uint8)
     try:
-        transport.read(page["endpoint"], [RemoteSpan(page["address"], into)], PROBE_S, [into])
+        transport.read(page["endpoint"], [RemoteSpan(page["address"], into)], [into], PROBE_S)
     except ServiceUnavailable as error:
         raise ServiceUnavailable(f"this host cannot read memory of the controller's: {error}") from error
     if xxh3_64_hexdigest(into.tobytes()) != page["digest"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -38,3 +39,8 @@ def in_time(
         raise ServiceUnavailable(f"{name} is not installed on this host: {error}") from error
     except Exception as error:
         raise ServiceUnavailable(f"{name}: {error}") from error
+
+
+def left_until(deadline: float) -> float:
+    """The seconds that a call may still take until that time of the monotonic clock: never none at all."""
+    return max(0.001, deadline - time.monotonic())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Mapping, Sequence
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, NamedTuple
 
-from transfer_queue.errors import ConfigError
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.storage.plugins import plugin
 
 GROUP = "transfer_queue.storage_engines"
 BUILT_IN = {
@@ -101,19 +99,6 @@ class StorageEngine(abc.ABC):
 
 
 def engine_class(name: str) -> type[StorageEngine]:
-    """The engine of that name: one of ours, or an entry point of the group `transfer_queue.storage_engines`.
-
-    The name may come from a server; what it leads to is installed here. Raises `ConfigError`.
-    """
-    if name in BUILT_IN:
-        module, _, kind = BUILT_IN[name].partition(":")
-        found = getattr(import_module(module), kind)
-    else:
-        named = {one.name: one for one in entry_points(group=GROUP)}
-        if name not in named:
-            known = ", ".join(sorted({"SimpleStorage", *BUILT_IN, *named}))
-            raise ConfigError(f"backend.storage_backend: {name!r} is not available; there are {known}")
-        found = named[name].load()
-    if not (isinstance(found, type) and issubclass(found, StorageEngine)):
-        raise ConfigError(f"backend.storage_backend: {name!r} is no StorageEngine")
-    return found
+    """The engine of that name: one of ours, or an entry point of the group `transfer_queue.storage_engines`. Raises
+    `ConfigError`."""
+    return plugin(name, StorageEngine, BUILT_IN, GROUP, "backend.storage_backend", ("SimpleStorage",))  # type: ignore[type-abstract]

@@ -26,14 +26,12 @@ class GuardedTransport:
         """Until it is closed."""
         self._within(timeout_s, lambda: self.transport.register(memory))
 
-    def read(
-        self, endpoint: str, spans: Sequence[RemoteSpan], timeout_s: float, unregistered: Sequence[Bytes] = ()
-    ) -> None:
-        """`unregistered`: memory that spans are wanted in and that is registered for this read only."""
+    def read(self, endpoint: str, spans: Sequence[RemoteSpan], into: Sequence[Bytes], timeout_s: float) -> None:
+        """`into`: the memory that the spans are wanted in, which is registered for this read only."""
 
         def work() -> None:
             with ExitStack() as registered:
-                for memory in unregistered:
+                for memory in into:
                     registered.enter_context(self._registered(memory))
                 self.transport.read(endpoint, spans)
 

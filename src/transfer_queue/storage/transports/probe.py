@@ -48,7 +48,7 @@ def main() -> None:
     transport = GuardedTransport(told["name"], told["settings"], advertised(EVERYWHERE), timeout_s)
     memory = np.zeros(NBYTES, np.uint8)
     began = time.monotonic()
-    transport.read(told["endpoint"], [RemoteSpan(told["address"], memory)], timeout_s, [memory])
+    transport.read(told["endpoint"], [RemoteSpan(told["address"], memory)], [memory], timeout_s)
     seconds = time.monotonic() - began
     if not np.array_equal(memory, np.arange(NBYTES, dtype=np.uint8)):
         raise ServiceUnavailable(f"{told['name']} gives other bytes than were lent")

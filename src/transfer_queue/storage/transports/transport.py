@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
-from transfer_queue.errors import ConfigError, ServiceUnavailable
+from transfer_queue.errors import ServiceUnavailable
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.storage.plugins import plugin
 
 GROUP = "transfer_queue.storage_transports"
 BUILT_IN = {"Mooncake": "transfer_queue.storage.transports.mooncake:MooncakeTransport"}
@@ -60,17 +59,5 @@ class Transport(abc.ABC):
 
 def transport_class(name: str) -> type[Transport]:
     """The transport of that name: one of ours, or an entry point of the group `transfer_queue.storage_transports`.
-
-    The name may come from a server; what it leads to is installed here. Raises `ConfigError`.
-    """
-    if name in BUILT_IN:
-        module, _, kind = BUILT_IN[name].partition(":")
-        found = getattr(import_module(module), kind)
-    else:
-        named = {one.name: one for one in entry_points(group=GROUP)}
-        if name not in named:
-            raise ConfigError(f"no transport {name!r} is installed here; there are {', '.join({*BUILT_IN, *named})}")
-        found = named[name].load()
-    if not (isinstance(found, type) and issubclass(found, Transport)):
-        raise ConfigError(f"{name!r} is no Transport")
-    return found
+    Raises `ConfigError`."""
+    return plugin(name, Transport, BUILT_IN, GROUP, "transport")  # type: ignore[type-abstract]
