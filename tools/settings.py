@@ -62,6 +62,8 @@ KINDS = {
     "backend.MooncakeStore.global_segment_size": Kind("whole number from 1", "bytes"),
     "backend.MooncakeStore.device_name": TEXT,
     "backend.MooncakeStore.hard_pin": Kind("true or null"),
+    "backend.RayStore.address": Kind("HOST:PORT or null"),
+    "backend.RayStore.durable": FLAG,
     "backend.Yuanrong.auto_init": FLAG,
     "backend.Yuanrong.worker_port": PORT,
     "backend.Yuanrong.metastore_port": PORT,

@@ -22,7 +22,7 @@ from transfer_queue.wire.token import token_from_environment, token_from_file
 T = TypeVar("T")
 FOREIGN = frozenset({"enable", "enabled", "_target_"})  # keys that frameworks keep beside ours, at the top
 FREE = frozenset({"backend.Yuanrong.ucx_env_vars"})  # any keys may follow
-ENGINE_SECTIONS = ("Files", "MooncakeStore", "Yuanrong")
+ENGINE_SECTIONS = ("Files", "MooncakeStore", "RayStore", "Yuanrong")
 OF_POOL = ("metadata_server", "master_server_address", "global_segment_size")
 SECTIONS = (
     "metrics", "controller", "controller.staleness", "backend", "backend.SimpleStorage",
@@ -347,8 +347,10 @@ def _check_engines(backend: Any, defaults: Any) -> None:
     """The settings of our own engines have the types of their defaults, whether they are chosen or not."""
     for name in ENGINE_SECTIONS:
         for key, default in defaults[name].items():
+            if backend[name] is None:  # as configurations of TransferQueue have RayStore
+                continue
             value, where = backend[name][key], f"backend.{name}.{key}"
-            if key in ("url", "hard_pin", "pool") and value is None:
+            if key in ("url", "address", "hard_pin", "pool") and value is None:
                 continue
             if isinstance(default, bool) or key in ("hard_pin", "pool"):
                 _flag(value, where)
@@ -356,7 +358,7 @@ def _check_engines(backend: Any, defaults: Any) -> None:
                 _port(value, where)
             elif isinstance(default, int):
                 _number(value, where, 0)
-            elif (isinstance(default, str) or key == "url") and not isinstance(value, str):
+            elif (isinstance(default, str) or key in ("url", "address")) and not isinstance(value, str):
                 raise ConfigError(f"{where}: expected text, got {value!r}")
 
 

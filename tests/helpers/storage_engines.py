@@ -57,6 +57,10 @@ class Running:
     def close(self) -> None:
         raise NotImplementedError
 
+    @classmethod
+    def end(cls) -> None:
+        """The last one was closed."""
+
 
 class FilesRunning(Running):
     name, can_freeze = "Files", False
@@ -148,7 +152,85 @@ class YuanrongRunning(Running):
         self._engine.close()
 
 
-KINDS: dict[str, type[Running]] = {kind.name: kind for kind in (FilesRunning, MooncakeRunning, YuanrongRunning)}  # type: ignore[attr-defined]
+RAY_CLUSTER = """
+import os, sys
+from ray.cluster_utils import Cluster
+head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 512 << 20}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+print("started", cluster.address, os.getpid(), flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+class RayRunning(Running):
+    """One cluster for all tests of a module, and their process is in it, as those of a job are; other processes join.
+    What fails is the keeper of the service that runs there."""
+
+    name = "RayStore"
+    _leash: subprocess.Popen[str] | None = None
+    _address, _pid = "", 0
+
+    def __init__(self, directory: Path) -> None:
+        cls = RayRunning
+        if cls._leash is None:
+            # Its defaults write a token into the home directory, and give workers little of the processors.
+            os.environ.update(RAY_AUTH_MODE="disabled", RAY_worker_niceness="0")
+            # Not our child: Ray starts and ends workers as it likes, and they would count as leaks of a test.
+            command = ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh", sys.executable, "-c", RAY_CLUSTER]
+            cls._leash = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            assert cls._leash.stdout is not None
+            started = next(line.split() for line in cls._leash.stdout if line.startswith("started"))
+            cls._address, cls._pid = started[1], int(started[2])
+            import ray
+
+            ray.init(cls._address, log_to_driver=False)
+
+    def settings(self) -> dict[str, Any]:
+        return {"address": self._address, "durable": True}
+
+    def restart(self) -> None:
+        self._keeper().kill()
+
+    def freeze(self) -> None:
+        self._keeper().suspend()
+
+    def thaw(self) -> None:
+        self._keeper().resume()
+
+    def _keeper(self) -> psutil.Process:
+        all_of_it = psutil.Process(self._pid).children(recursive=True)
+        found = [one for one in all_of_it if _title(one) == "ray::ObjectKeeper"]
+        assert len(found) == 1, found
+        return found[0]
+
+    def close(self) -> None:
+        pass
+
+    @classmethod
+    def end(cls) -> None:
+        leash, cls._leash = cls._leash, None
+        if leash is not None:
+            import ray
+
+            ray.shutdown()
+            cluster = psutil.Process(cls._pid)
+            leash.communicate()
+            cluster.wait(WITHIN_S)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return process.cmdline()[0]
+    except (psutil.Error, IndexError):
+        return ""
+
+
+KINDS: dict[str, type[Running]] = {
+    kind.name: kind for kind in (FilesRunning, MooncakeRunning, YuanrongRunning, RayRunning)
+}  # type: ignore[attr-defined]
 
 
 class Intruder:

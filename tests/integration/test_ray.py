@@ -270,6 +270,71 @@ def test_a_killed_server_is_replaced_by_its_standby(driver: Driver) -> None:
     ).finish(LIMIT_S)
 
 
+WRITER = """
+        conf = {{"backend": {{"storage_backend": "RayStore", "RayStore": {{"durable": {durable}}}}}}}
+        tq.init(conf)
+        keys, values = ["a", "b"], torch.arange(80_000.0).view(2, 40_000)
+
+        class Writer:
+            def write(self):
+                tq.init()
+                tq.kv_batch_put(keys=keys, partition_id="p", fields={{"x": values}})
+                return os.getpid()
+
+        writer = ray.remote(num_cpus=0)(Writer).remote()
+        pid = ray.get(writer.write.remote())
+        assert tq.get_client().stats()["engine_nbytes_used"] >= values.nbytes
+
+        def same():
+            found = tq.kv_batch_get(keys=keys, partition_id="p")["x"]
+            return all(torch.equal(row, value) for row, value in zip(found.unbind(), values))
+
+        assert same()
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: ended(pid))
+"""
+
+
+def test_rows_in_ray_die_with_their_writer_and_others_take_their_place(driver: Driver) -> None:
+    driver(
+        WRITER.format(durable=False)
+        + """
+        def is_lost():
+            try:
+                assert same()
+            except tq.errors.DataLost:
+                return True
+            return False
+
+        wait_for(is_lost)  # Ray learns of the death in a moment
+        assert tq.get_client().stats()["engine_nbytes_used"] == 0
+        tq.kv_batch_put(keys=keys, partition_id="p", fields={"x": values})
+        assert same()
+        tq.close()
+        """
+    ).finish(LIMIT_S)
+
+
+def test_durable_rows_in_ray_outlive_their_writer_and_end_with_a_killed_server(driver: Driver) -> None:
+    driver(
+        WRITER.format(durable=True)
+        + """
+        assert same()
+        name = tq.get_client().session.config["engine"]["settings"]["keeper"]
+        os.kill(server(), signal.SIGKILL)
+
+        def is_gone():
+            try:
+                ray.get(ray.get_actor(name, namespace="transfer_queue").find.remote([]), timeout=5)
+            except (ValueError, ray.exceptions.RayError):
+                return True
+            return False
+
+        wait_for(is_gone)
+        """
+    ).finish(LIMIT_S)
+
+
 def test_an_address_that_answers_wins_and_an_explicit_one_must(driver: Driver) -> None:
     driver(
         """

@@ -42,7 +42,6 @@ DEFAULTS_OF_0_1_11: dict[str, Any] = {
     "backend.Yuanrong.metastore_port": 2379, "backend.Yuanrong.enable_yr_npu_transport": False,
     "backend.Yuanrong.ds_max_workers": 1, "backend.Yuanrong.enable_rdma": False,
     "backend.Yuanrong.ucx_env_vars": {}, "backend.Yuanrong.worker_args": "--shared_memory_size_mb 8192",
-    "backend.RayStore": None,
 }  # fmt: skip
 VARIABLES_OF_0_1_11 = [
     "TQ_CONTROLLER_GET_METADATA_TIMEOUT",
@@ -176,10 +175,18 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
         started_with(nested(name, value))
 
 
-@pytest.mark.parametrize("backend", ["RayStore", "Nonsense"])
-def test_a_backend_that_is_not_there_is_refused(backend: str) -> None:
-    with pytest.raises(ConfigError, match=backend):
-        started_with({"backend": {"storage_backend": backend}})
+def test_a_backend_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Nonsense"):
+        started_with({"backend": {"storage_backend": "Nonsense"}})
+
+
+def test_ray_store_needs_no_section() -> None:
+    conf = started_with({"backend": {"storage_backend": "RayStore", "RayStore": None}})
+    assert (conf.engine, conf.engine_settings) == ("RayStore", {})
+    conf = started_with({"backend": {"storage_backend": "RayStore"}})
+    assert conf.engine_settings == {"address": None, "durable": False}
+    with pytest.raises(ConfigError, match=r"backend\.RayStore\.durable"):
+        started_with({"backend": {"RayStore": {"durable": "often"}}})
 
 
 def test_metrics_are_off_by_default_and_local() -> None:

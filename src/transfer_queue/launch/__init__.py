@@ -20,7 +20,8 @@ was meant not to. On several hosts the first one listens on TCP and leaves addre
 have TQ_TOKEN and reckon the port; other hosts join a unit, or attach by TCP. Where neither is possible nothing
 starts: `ConfigError`.
 
-Nothing outside this package imports ray, and nothing here does before the process itself has initialised it.
+Nothing here imports ray before the process itself has initialised it. Nothing else in the package imports it but the
+storage engine RayStore, where that was chosen.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -78,7 +79,7 @@ class RayLauncher:
         }  # and the runtime environment of the caller, which Ray hands down where none is given
         self._waits_for = f"Ray to start the actor {CONTROLLER} on this node"
         try:
-            controller = new_controller(config, options)
+            controller = new_controller(_in_this_cluster(config), options)
         except ValueError:  # the name is taken
             self._pause()
             return None
@@ -117,6 +118,14 @@ class RayLauncher:
 def new_controller(config: ServerConfig, options: dict[str, Any]) -> Any:
     """The handle of a new actor with these options; it starts a server. Raises ValueError where its name is taken."""
     return ray.remote(TransferQueueController).options(**options).remote(config)
+
+
+def _in_this_cluster(config: ServerConfig) -> ServerConfig:
+    """With RayStore, unless its cluster was named: this process's."""
+    if config.engine != "RayStore" or config.engine_settings.get("address"):
+        return config
+    here = ray.get_runtime_context().gcs_address
+    return msgspec.structs.replace(config, engine_settings={**config.engine_settings, "address": here})
 
 
 def find_controller() -> Any:

@@ -8,6 +8,8 @@
     files      a directory, or whatever else fsspec opens
     mooncake   Mooncake's store
     yuanrong   openYuanrong's datasystem
+    ray_store  Ray's object store
+     └─ ray_objects  what of it imports ray: in clients, and in a process that the server starts
 
 A writer asks its server for a block, fills the room that the engine gives it under the block's name, and commits. A
 reader is told that the block lies in the engine, and reads the ranges that its rows need. The controller's server

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from transfer_queue.memory.bytes import Bytes
@@ -13,6 +14,7 @@ GROUP = "transfer_queue.storage_engines"
 BUILT_IN = {
     "Files": "transfer_queue.storage.engines.files:Files",
     "MooncakeStore": "transfer_queue.storage.engines.mooncake:MooncakeStore",
+    "RayStore": "transfer_queue.storage.engines.ray_store:RayStore",
     "Yuanrong": "transfer_queue.storage.engines.yuanrong:Yuanrong",
 }
 
@@ -45,6 +47,26 @@ class Room(abc.ABC):
     @abc.abstractmethod
     def abandon(self) -> None:
         """Give it up, unsealed."""
+
+
+class StagedRoom(Room):
+    """Memory of this process, of an engine that gives none of its own to be filled. `store` copies it there; `drop`
+    removes what a `store` that failed may have left (None: nothing that could be read)."""
+
+    def __init__(self, memory: Bytes, store: Callable[[Bytes], None], drop: Callable[[], None] | None = None) -> None:
+        self.memory = memory
+        self._store, self._drop = store, drop
+        self._is_tried = False
+
+    def seal(self) -> None:
+        self._is_tried = True
+        self._store(self.memory)
+
+    def abandon(self) -> None:
+        self.memory = self.memory[:0].copy()
+        if self._is_tried and self._drop is not None:
+            with contextlib.suppress(OSError):
+                self._drop()
 
 
 class StorageEngine(abc.ABC):

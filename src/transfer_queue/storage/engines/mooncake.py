@@ -17,7 +17,7 @@ from typing import Any
 from transfer_queue.errors import ConfigError, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Bytes, address_of
 from transfer_queue.memory.pool import Pool
-from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
+from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StagedRoom, StorageEngine
 from transfer_queue.storage.engines.started import Started, free_port, is_listening
 from transfer_queue.wire.address import host_towards, parse_address
 
@@ -77,7 +77,7 @@ class MooncakeStore(StorageEngine):
         return self._settings | {"auto_init": False, "local_hostname": ""}
 
     def reserve(self, key: str, nbytes: int) -> Room:
-        return _StagedRoom(self, key, self._pool.allocate(nbytes))
+        return StagedRoom(self._pool.allocate(nbytes), lambda memory: self.put(key, memory))
 
     def put(self, key: str, memory: Bytes) -> None:
         with self._registered([memory]):
@@ -154,20 +154,6 @@ class MooncakeStore(StorageEngine):
             "--eviction_high_watermark_ratio=1.0",
         ]  # fmt: skip
         return Started(command, lambda: is_listening(host, number), START_S)
-
-
-class _StagedRoom(Room):
-    """Memory of this process, from which `seal` copies it into the store."""
-
-    def __init__(self, engine: MooncakeStore, key: str, memory: Bytes) -> None:
-        self.memory = memory
-        self._engine, self._key = engine, key
-
-    def seal(self) -> None:
-        self._engine.put(self._key, self.memory)
-
-    def abandon(self) -> None:
-        """It was never in the store; what a `seal` that failed left there was not readable."""
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
