@@ -31,6 +31,7 @@ import transfer_queue as tq
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.snapshots import PinnedSnapshot
 from transfer_queue.errors import ConfigError, ServiceUnavailable, StoreFull
+from transfer_queue.wire import messages as m
 
 Service = Callable[..., tq.TransferQueueClient]
 DURABLE = {"server": {"durability": "process"}}
@@ -512,3 +513,23 @@ def test_histories_of_clients_are_possible_ones_while_the_server_is_killed(
         assert [str(found) for found in (*check_keys(history), *check_rows(history, TASKS))] == []
     finally:
         nursery.close()
+
+
+def test_a_session_outlives_a_lost_connection_while_it_has_another(
+    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that finds its connection lost once closed the one that another thread had opened since: the session
+    ended, and with it the block that was being filled."""
+    session = client.session
+    call = session.call
+
+    def lose_one(effect: Any) -> Any:
+        if isinstance(effect.request, m.Commit):
+            lost = session.connect()
+            session._give_back(lost)
+            lost.shut()
+        return call(effect)
+
+    monkeypatch.setattr(session, "call", lose_one)
+    meta = client.put({"x": torch.ones(1, 100_000)}, partition_id="p")
+    assert len(meta) == 1

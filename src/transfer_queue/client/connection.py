@@ -87,6 +87,11 @@ class Connection:
         """Send what nobody answers."""
         self._frames.send(message, None)
 
+    @property
+    def is_lost(self) -> bool:
+        """Of an idle one: whether the server has closed it."""
+        return self._frames.is_lost
+
     def shut(self) -> None:
         """End the call that another thread makes: it raises `ServiceUnavailable`."""
         self._frames.shut()

@@ -248,7 +248,7 @@ class Session:
                 pause_s = retry.pause_s(error)
                 if pause_s is None:
                     raise
-            self._drop_idle(effect.to)
+            self._drop_lost(effect.to)
             if pause_s:
                 select.select([], [], [], pause_s)
             timeout_s = left_s(effect, deadline - time.monotonic())
@@ -488,10 +488,16 @@ class Session:
 
     # ending and forking
 
-    def _drop_idle(self, to: str) -> None:
+    def _drop_lost(self, to: str) -> None:
+        """Not those that another thread has opened since: with its last connection a session ends."""
         idle = self._idle.get(to, [])
-        while idle:
-            idle.pop().close()
+        with contextlib.suppress(IndexError):  # another thread took the rest
+            for _ in range(len(idle)):
+                connection = idle.pop(0)
+                if connection.is_lost:
+                    connection.close()
+                else:
+                    idle.append(connection)
 
     def _end(self, why: str) -> None:
         """Another life answers: nothing of this one is of use any more but the views that were handed out."""
@@ -548,7 +554,8 @@ class Session:
             if idle and (to or not self.is_local):
                 with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
                     idle[0].notify(m.Goodbye())
-            self._drop_idle(to)
+            while idle:
+                idle.pop().close()
         self.arenas.close()
 
     def before_fork(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import time
 from array import array
@@ -159,6 +160,13 @@ class FrameSocket(Generic[M]):
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self.fds += array("i", data[: len(data) // 4 * 4])
         return nbytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Of an idle one: whether the other end has closed it, or has sent what nobody asked for."""
+        waiting = select.poll()
+        waiting.register(self.socket, select.POLLIN)
+        return bool(waiting.poll(0))
 
     def shut(self) -> None:
         """End the call that another thread makes: it raises `ServiceUnavailable`."""
