@@ -228,7 +228,8 @@ def test_metadata_without_a_lease_has_nothing_to_acknowledge(client: tq.Transfer
 def test_a_lease_outlives_the_connection_it_came_by(client: tq.TransferQueueClient) -> None:
     put(client, 1)
     meta = client.get_meta(["x"], 1, "p", task_name="t", lease_s=30.0)
-    client.session._drop_idle("")
+    for connection in client.session._idle.pop(""):
+        connection.close()
     assert client.ack(meta) == 0
 
 
