@@ -39,6 +39,9 @@
     │   ├── LeaseExpired               (RuntimeError)    the rows are no longer held: others may have them
     │   ├── CellsChanged               (RuntimeError)    somebody else wrote what an update was computed from
     │   ├── LockLostError              (RuntimeError)    the keys are no longer locked: others may have them
+    │   ├── GroupEnded                 (RuntimeError)    the group was used or given up: nothing more is wanted of it
+    │   ├── StaleAttempt               (RuntimeError)    another attempt at the slot took its place
+    │   ├── GroupsShort                (RuntimeError)    too few groups are left for a version of the weights
     │   ├── ServiceUnavailable         (ConnectionError) the server is gone or cannot be reached
     │   │   ├── ServiceRestarted       (ConnectionError) another service, or server, is there now: what was held is lost
     │   │   └── TooManyConnections     (ConnectionError) the server takes no more connections now
@@ -295,6 +298,24 @@ class LockLostError(ServiceError, RuntimeError):
     """A lock ended before its holder gave it back: it was not renewed in time, or the service or its session went."""
 
     code = "lock_lost"
+
+
+class GroupEnded(ServiceError, RuntimeError):
+    """The group was consumed or evicted before. What was produced for it is not stored."""
+
+    code = "group_ended"
+
+
+class StaleAttempt(ServiceError, RuntimeError):
+    """The attempt was given up and another one was started at its slot. What it produced is not stored."""
+
+    code = "stale_attempt"
+
+
+class GroupsShort(ServiceError, RuntimeError):
+    """So many groups of a version were given up that fewer are left than the policy's floor."""
+
+    code = "groups_short"
 
 
 class ServiceUnavailable(ServiceError, ConnectionError, RuntimeError):

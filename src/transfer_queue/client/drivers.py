@@ -16,8 +16,23 @@ from transfer_queue.wire import messages as m
 P = ParamSpec("P")
 T = TypeVar("T")
 OFFLOAD_NBYTES = 1 << 20
-GIVING = frozenset({m.Allocated, m.Located, m.Taken, m.RowSet, m.Handed, m.Admitted, m.Locked})  # what gives something
-TAKING = frozenset({m.Fetch, m.Insert, m.Admit, m.Lock})  # requests that take rows, the right to start some, a lock
+GIVING = frozenset(
+    {
+        m.Allocated,
+        m.Located,
+        m.Taken,
+        m.RowSet,
+        m.Handed,
+        m.Admitted,
+        m.Locked,
+        m.Tickets,
+        m.SlotsClaimed,
+        m.GroupsLent,
+        m.Counted,
+    }
+)  # what gives something
+# Requests that take rows, the right to start some, a lock, groups.
+TAKING = frozenset({m.Fetch, m.Insert, m.Admit, m.Lock, m.TakeTickets, m.ClaimSlots, m.SelectGroups, m.TakeRefills})
 
 
 class HasSession(Protocol):

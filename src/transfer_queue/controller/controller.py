@@ -11,6 +11,7 @@ from transfer_queue.controller import hints
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import CellsGathered, CellsMoved, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
+from transfer_queue.controller.groups import REQUESTS as GROUP_REQUESTS
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
@@ -22,9 +23,9 @@ from transfer_queue.controller.redelivery import REQUESTS as DEAD_LETTER_REQUEST
 from transfer_queue.controller.restore import StateLoader
 from transfer_queue.controller.snapshot import capture
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
-from transfer_queue.controller.state import ControllerState
+from transfer_queue.controller.state import ControllerState, RowQuotaExceeded
 from transfer_queue.controller.table import Table, rows_bytes
-from transfer_queue.controller.unreceived import Grant, InsertGrant, LockGrant
+from transfer_queue.controller.unreceived import Grant, GroupGrant, InsertGrant, LockGrant
 from transfer_queue.errors import (
     InvalidInput,
     ProtocolError,
@@ -84,15 +85,21 @@ class Controller:
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
             m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
-            m.Announce: self.staleness.announce, m.ResumeStep: self._fetching.steps.resume,
+            m.Announce: self._announce, m.ResumeStep: self._fetching.steps.resume,
         }  # fmt: skip
+        self.groups = state.groups
+        self._rules |= self.groups.rules
+        self.groups.clear = self._clear
         if ledger is not None:
             self._rules = {kind: ledger.noting(rule, state) for kind, rule in self._rules.items()}
+        self.groups.rules |= {kind: self._rules[kind] for kind in (*self.groups.rules, m.Clear)}
         self._rules |= {m.GetStep: self._fetching.steps.taken, **Queries(self.tables).rules}
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         self._leases.now = now
         self.lineage.check(message)
+        if isinstance(message, GROUP_REQUESTS):
+            return self.groups.handle(message, ticket, session, now)
         rule = self._rules.get(type(message))
         if rule is not None:
             return self._by_rule(rule, message, ticket, session, now)
@@ -140,13 +147,19 @@ class Controller:
 
     def notice_after(self, seconds: Sequence[float]) -> None:
         """When those who wait are told what is missing; ascending."""
-        for lot in (self._fetching.parked, self._quota_waiters, self.staleness.admissions.parked, self.locks.parked):
+        for lot in self._lots:
             lot.notice_after_s = seconds
+
+    @property
+    def _lots(self) -> tuple[WaitQueue[Any], ...]:
+        """Requests that wait, but for loads."""
+        admits = self.staleness.admissions.parked
+        return (self._fetching.parked, self._quota_waiters, admits, self.locks.parked, self.groups.parked)
 
     def next_deadline(self) -> float | None:
         lots = (
             self._fetching.parked, self._quota_waiters, self._leases, self._redelivery,
-            self.staleness.admissions.parked, self.locks,
+            self.staleness.admissions.parked, self.locks, self.groups,
         )  # fmt: skip
         deadlines = [lot.next_deadline() for lot in lots]
         return min((d for d in deadlines if d is not None), default=None)
@@ -160,25 +173,25 @@ class Controller:
         self._fetching.expire(now)
         self.staleness.admissions.expire(now)
         self.locks.expire(now)
+        self.groups.expire(now)
         for parked in self._quota_waiters.expired(now):
             text = f"the store's {self.max_rows} rows stayed in use for {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, m.Failed(parked.message.rid, StoreFull.code, text)))
 
     def forget(self, tickets: set[Hashable]) -> None:
         """Drop parked requests whose askers are gone."""
-        self._fetching.forget(tickets)
-        self._quota_waiters.forget(tickets)
-        self.staleness.admissions.forget(tickets)
-        self.locks.forget(tickets)
-        self.restoring.forget(tickets)
+        admits = self.staleness.admissions
+        for part in (self._fetching, self._quota_waiters, admits, self.locks, self.groups, self.restoring):
+            part.forget(tickets)
 
     def end_session(self, session: bytes) -> None:
         """A client is gone for good: what it had not received, and what is lent to it, is offered again."""
         self.state.end_captures(session)
         for grant in self._unreceived.take_all(session):
-            self._undo(grant)
+            self._undo(grant, session)
         self._fetching.end_session(session)
         self.locks.end_session(session)
+        self.groups.end_session(session)
 
     def received(self, session: bytes, rid: int) -> None:
         """The answer to this request is in its asker's hands: what it took stays taken."""
@@ -188,15 +201,17 @@ class Controller:
         """Nobody gets the answer to this request: what it took is undone, unless it was received."""
         grant = self._unreceived.take(session, rid)
         if grant is not None:
-            self._undo(grant)
+            self._undo(grant, session)
 
-    def _undo(self, grant: Grant) -> None:
+    def _undo(self, grant: Grant, session: bytes) -> None:
         if isinstance(grant, m.Admitted):
             self.staleness.admissions.give_back(grant.task, grant.count)
         elif isinstance(grant, InsertGrant):
             self._remove_unwritten(grant)
         elif isinstance(grant, LockGrant):
             self.locks.release(grant)
+        elif isinstance(grant, GroupGrant):
+            self.groups.undo(session, grant)
         else:
             self._fetching.undo(grant)
 
@@ -235,9 +250,7 @@ class Controller:
 
     @property
     def num_waiting(self) -> int:
-        loading = len(self.restoring)
-        lots = (self._fetching.parked, self._quota_waiters, self.staleness.admissions.parked, self.locks.parked)
-        return sum(map(len, lots)) + loading
+        return sum(map(len, self._lots)) + len(self.restoring)
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -275,7 +288,7 @@ class Controller:
         if message.fields and message.block != NO_BLOCK:
             number = table.group(message.fields)
             released = table.write(slots, number, message.block)
-            between = _between(table, slots)
+            between = table.between(slots)
             self.block_index.open(message.block, count * len(message.fields), table, number, *between)
             self.block_index.release(released)
             if count == 1:
@@ -332,6 +345,11 @@ class Controller:
             table = self._open(message.partition, len(message.keys))
         slots = self._rows_of_keys(table, message.keys, message.create)
         return row_set(message.rid, table, slots, table.common_fields(slots))
+
+    def _announce(self, message: m.Announce) -> m.Reply:
+        reply = self.staleness.announce(message)
+        self.groups.announced()
+        return reply
 
     def _set_tags(self, message: m.SetTags) -> m.Reply:
         indexes = indexes_of(message.rows)
@@ -405,7 +423,9 @@ class Controller:
             return m.Done(message.rid)
         if len(slots):
             self._fetching.sampler.forget(table.name, set(table.index[slots].tolist()))
+            rows = table.index[slots]
             self.block_index.release(table.clear(slots))
+            self.groups.cleared(table.name, rows)
         if message.keys is not None and not table.num_rows:
             self._remove(table)
         else:
@@ -417,6 +437,7 @@ class Controller:
     def _remove(self, table: Table) -> None:
         """The partition is gone now, and its name is free; its memory is given back in slices."""
         del self.tables[table.name]
+        self.groups.cleared(table.name, None)
         self._fetching.closed(table)
         self.state.cleared_partitions.add(table, self.block_index.entries)
 
@@ -569,23 +590,7 @@ class Controller:
         self._unreceived.check_invariants()
         self.staleness.check_invariants()
         self.locks.check_invariants()
+        self.groups.check_invariants()
         for table in self.tables.values():
             table.check_invariants()
         self.block_index.check_invariants(self.tables.values(), self.state.cleared_partitions.blocks())
-
-
-def _between(table: Table, slots: Slots) -> tuple[int, int]:
-    """The lowest and the highest index of these rows; of one row in a tenth of the time."""
-    if len(slots) == 1:
-        index = int(table.index[slots[0]])
-        return index, index
-    indexes = table.index[slots]
-    return int(indexes.min()), int(indexes.max())
-
-
-class RowQuotaExceeded(Exception):
-    """There is no room for new rows now (`never`: nor will there be)."""
-
-    def __init__(self, text: str, never: bool) -> None:
-        super().__init__(text)
-        self.never = never

@@ -61,6 +61,7 @@ class Recovery:
         controller.reserved_rows, controller.max_rows = self._reserved, self._max_rows
         state.max_rows = self._max_rows
         state.fetching.steps.end_leases()
+        state.groups.forget_holders()
         lives = list(state.lineage.ends)
         if lives:
             state.lineage.ends[lives[-1]] = state.next_index

@@ -27,6 +27,7 @@ from transfer_queue.errors import (
     StoreFull,
     TransferQueueError,
 )
+from transfer_queue.groups import Pool
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
 
@@ -173,6 +174,9 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
     yield
     versions = WeightVersions.restored(saved.versions)
     steps = {name: TaskSteps.restored(one) for name, one in saved.steps.items()}
+    pools = {name: Pool(one) for name, one in saved.pools.items()}
+    if not all(pool.is_consistent() for pool in pools.values()):
+        refuse("groups")
     for one in saved.tables:
         if one.name in draft.tables:
             refuse("partitions repeat")
@@ -190,6 +194,7 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
             yield
     _load_sampler(sampler, saved.sampler_state)
     _switch(draft, saved, versions, steps)
+    state.groups.restore(pools)
 
 
 def _load_sampler(sampler: BaseSampler, state: Any) -> None:

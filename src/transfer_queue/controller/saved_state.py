@@ -17,6 +17,7 @@ from transfer_queue.controller.admission import AdmissionGrant
 from transfer_queue.controller.taken import SavedSteps
 from transfer_queue.controller.weight_versions import SavedVersions
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported
+from transfer_queue.groups import PoolState
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire.messages import Tags
 
@@ -86,6 +87,7 @@ class SavedController(msgspec.Struct):
     admitted: dict[str, AdmissionGrant] = {}
     lineage: dict[bytes, int] = {}
     steps: dict[str, SavedSteps] = {}
+    pools: dict[str, PoolState] = {}
 
 
 class TableOf1(SavedTable):

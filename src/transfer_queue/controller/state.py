@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from transfer_queue.controller.block_index import BlockIndex
 from transfer_queue.controller.cleared_partitions import ClearedPartitions
 from transfer_queue.controller.fetch import Fetching
+from transfer_queue.controller.groups import GroupPools
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.lineage import Lineage
 from transfer_queue.controller.lone_blocks import LoneBlocks
@@ -42,6 +43,9 @@ class ControllerState:
         self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))
         self.fetching = Fetching(sampler, self.outbox, self.tables, ledger)
         self.staleness = self.fetching.staleness
+        self.groups = GroupPools(
+            self.tables, self.outbox, self.fetching.unreceived, lambda: self.staleness.admissions.versions
+        )
         self.max_rows = max_rows
         self.next_index = 0
 
@@ -56,3 +60,11 @@ class ControllerState:
     @property
     def num_rows(self) -> int:
         return sum(table.num_rows for table in self.tables.values())
+
+
+class RowQuotaExceeded(Exception):
+    """There is no room for new rows now (`never`: nor will there be)."""
+
+    def __init__(self, text: str, never: bool) -> None:
+        super().__init__(text)
+        self.never = never

@@ -111,6 +111,14 @@ class Table:
         """Rows that someone claimed."""
         return self.num_alive - len(self.unclaimed)
 
+    def between(self, slots: Slots) -> tuple[int, int]:
+        """The lowest and the highest index of these rows; of one row in a tenth of the time."""
+        if len(slots) == 1:
+            index = int(self.index[slots[0]])
+            return index, index
+        indexes = self.index[slots]
+        return int(indexes.min()), int(indexes.max())
+
     def slots_of(self, indexes: NDArray[np.int64]) -> Slots:
         """Slots of global indexes, -1 where there is no such live row."""
         if len(indexes) == 1:

@@ -7,7 +7,7 @@ was not confirmed is undone when its request is cancelled or its session ends; w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -54,7 +54,28 @@ class LockGrant(int):
     """The number of a lock."""
 
 
-Grant: TypeAlias = "ConsumedGrant | InsertGrant | LeaseGrant | LockGrant | Admitted"
+class GroupGrant:
+    """What a request got of the groups of a partition: tickets, attempts (group, slot, number), the right to open some
+    in place of others, or a lease."""
+
+    __slots__ = ("attempts", "lease", "partition", "refills", "tickets")
+
+    def __init__(
+        self,
+        partition: str,
+        tickets: Sequence[int] = (),
+        attempts: Sequence[tuple[str, int, int]] = (),
+        refills: int = 0,
+        lease: int = 0,
+    ) -> None:
+        self.partition = partition
+        self.tickets = tickets
+        self.attempts = attempts
+        self.refills = refills
+        self.lease = lease
+
+
+Grant: TypeAlias = "ConsumedGrant | InsertGrant | LeaseGrant | LockGrant | GroupGrant | Admitted"
 
 
 class Unreceived:

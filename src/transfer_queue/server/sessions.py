@@ -10,6 +10,15 @@ from transfer_queue.wire import messages as m
 
 REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
 GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
+TAKEN = (
+    m.RowSet,
+    m.Admitted,
+    m.Allocated,
+    m.Locked,
+    m.Tickets,
+    m.SlotsClaimed,
+    m.GroupsLent,
+)  # answers that gave something
 Answer: TypeAlias = "tuple[m.Reply, Sequence[bytes | bytearray | memoryview]]"
 
 
@@ -41,7 +50,7 @@ class ServerSession:
     def cancel(self, rid: int) -> None:
         """What this request took is undone, if it took something: sent again it is carried out anew."""
         answer = self.replies.get(rid)
-        if answer is not None and isinstance(answer[0], (m.RowSet, m.Admitted, m.Allocated, m.Locked)):
+        if answer is not None and isinstance(answer[0], TAKEN):
             self.forget(rid)
 
     def forget(self, rid: int) -> None:

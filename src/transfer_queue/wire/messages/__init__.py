@@ -9,6 +9,7 @@
     leases       rows that a task holds
     steps        what tasks took in each step of a training loop
     listings     keys
+    groups       groups of siblings
     locks        names that are held
     partitions   a partition as a whole
     staleness    versions of weights, and how many rows may be started
@@ -63,6 +64,37 @@ from transfer_queue.wire.messages.checkpoints import Recycle as Recycle
 from transfer_queue.wire.messages.checkpoints import Refilled as Refilled
 from transfer_queue.wire.messages.checkpoints import Restore as Restore
 from transfer_queue.wire.messages.checkpoints import Snapshot as Snapshot
+from transfer_queue.wire.messages.groups import AckGroups as AckGroups
+from transfer_queue.wire.messages.groups import AdvancePool as AdvancePool
+from transfer_queue.wire.messages.groups import Attempt as Attempt
+from transfer_queue.wire.messages.groups import AwaitGroups as AwaitGroups
+from transfer_queue.wire.messages.groups import ClaimedSlot as ClaimedSlot
+from transfer_queue.wire.messages.groups import ClaimSlots as ClaimSlots
+from transfer_queue.wire.messages.groups import ConsumeGroups as ConsumeGroups
+from transfer_queue.wire.messages.groups import DescribePool as DescribePool
+from transfer_queue.wire.messages.groups import EndPool as EndPool
+from transfer_queue.wire.messages.groups import FailSlots as FailSlots
+from transfer_queue.wire.messages.groups import FilterGroups as FilterGroups
+from transfer_queue.wire.messages.groups import FinishSlot as FinishSlot
+from transfer_queue.wire.messages.groups import GroupsLent as GroupsLent
+from transfer_queue.wire.messages.groups import IssueTickets as IssueTickets
+from transfer_queue.wire.messages.groups import LendGroups as LendGroups
+from transfer_queue.wire.messages.groups import LentGroup as LentGroup
+from transfer_queue.wire.messages.groups import Member as Member
+from transfer_queue.wire.messages.groups import OpenGroup as OpenGroup
+from transfer_queue.wire.messages.groups import OpenPool as OpenPool
+from transfer_queue.wire.messages.groups import ReleaseGroups as ReleaseGroups
+from transfer_queue.wire.messages.groups import RenewGroups as RenewGroups
+from transfer_queue.wire.messages.groups import RetargetGroup as RetargetGroup
+from transfer_queue.wire.messages.groups import ReturnTickets as ReturnTickets
+from transfer_queue.wire.messages.groups import SelectGroups as SelectGroups
+from transfer_queue.wire.messages.groups import SlotsClaimed as SlotsClaimed
+from transfer_queue.wire.messages.groups import StartSlots as StartSlots
+from transfer_queue.wire.messages.groups import TakeRefills as TakeRefills
+from transfer_queue.wire.messages.groups import TakeTickets as TakeTickets
+from transfer_queue.wire.messages.groups import Ticket as Ticket
+from transfer_queue.wire.messages.groups import Tickets as Tickets
+from transfer_queue.wire.messages.groups import UnlendGroups as UnlendGroups
 from transfer_queue.wire.messages.leases import Ack as Ack
 from transfer_queue.wire.messages.leases import Lent as Lent
 from transfer_queue.wire.messages.leases import ListDeadLetters as ListDeadLetters
@@ -151,12 +183,15 @@ ClientMessage: TypeAlias = (
     | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Nack | ListDeadLetters | Requeue | Announce | Admit | GiveBack
     | Lock | KeepLock | Unlock | ListLocks | MarkStep | ResumeStep | GetStep | ReportMissing | Pull
+    | OpenPool | TakeTickets | ReturnTickets | OpenGroup | ClaimSlots | StartSlots | FinishSlot | FailSlots
+    | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
+    | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
-    | StepResumed | StepTaken
+    | StepResumed | StepTaken | Tickets | SlotsClaimed | GroupsLent
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
@@ -177,7 +212,9 @@ SMALL_HEADER_NBYTES, LARGE_HEADER_NBYTES = 1 << 20, 256 << 20
 LARGE = frozenset(
     one.__name__.encode()
     for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Gathered,
-                ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep, ReportMissing)
+                ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep, ReportMissing, FinishSlot,
+                FailSlots, FilterGroups, ConsumeGroups, AckGroups, ReleaseGroups, ReturnTickets, OpenGroup,
+                IssueTickets, LendGroups, UnlendGroups)
 )  # fmt: skip
 
 
@@ -193,4 +230,7 @@ def header_limit(head: memoryview) -> int:
 MUTATING = frozenset((
     Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Gathered, Restore,
     Ack, Release, Nack, Requeue, Announce, Admit, GiveBack, Lock, Unlock, MarkStep, ResumeStep,
+    OpenPool, TakeTickets, ReturnTickets, OpenGroup, ClaimSlots, StartSlots, FinishSlot, FailSlots, FilterGroups,
+    RetargetGroup, AdvancePool, EndPool, SelectGroups, AckGroups, ReleaseGroups, ConsumeGroups, TakeRefills,
+    IssueTickets, LendGroups, UnlendGroups,
 ))  # fmt: skip

@@ -1,0 +1,587 @@
+"""Groups of siblings, as requests: who waits for what, who works on which slot, who has which groups.
+
+The pools themselves are in `transfer_queue.groups`. Whatever lasts is a request that one of the `rules` carries out and
+notes: what somebody took is said as such a request when it is known. Tickets that were not used, attempts, leases and
+the right to refill belong to a session, and return with its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.controller.deadlines import Deadlines
+from transfer_queue.controller.fetch import row_set
+from transfer_queue.controller.leases import check_lease
+from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.table import Table, rows_bytes
+from transfer_queue.controller.unreceived import GroupGrant, Unreceived
+from transfer_queue.controller.weight_versions import WeightVersions
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    GroupEnded,
+    InvalidInput,
+    LeaseExpired,
+    RowCleared,
+    StaleAttempt,
+    TransferQueueError,
+)
+from transfer_queue.groups import Group, Pool, PoolState, Result
+from transfer_queue.wait_queue import Waiter, WaitQueue
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import indexes_of
+
+REQUESTS = (
+    m.OpenPool, m.TakeTickets, m.ReturnTickets, m.OpenGroup, m.ClaimSlots, m.StartSlots, m.FinishSlot, m.FailSlots,
+    m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.EndPool, m.SelectGroups, m.RenewGroups, m.AckGroups,
+    m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool,
+    m.IssueTickets, m.LendGroups, m.UnlendGroups,
+)  # fmt: skip
+WAITING = (m.TakeTickets, m.ClaimSlots, m.SelectGroups, m.AwaitGroups, m.TakeRefills)
+MAX_COUNT = 1 << 20
+
+
+class GroupLease:
+    """Groups that one session has."""
+
+    __slots__ = ("deadline", "names", "number", "partition", "session")
+
+    def __init__(self, number: int, partition: str, names: list[str], session: bytes, deadline: float) -> None:
+        self.number = number
+        self.partition = partition
+        self.names = names
+        self.session = session
+        self.deadline = deadline
+
+
+class SessionHoldings:
+    """What a session has of the pools, by partition, but leases."""
+
+    def __init__(self) -> None:
+        self.tickets: dict[str, set[int]] = {}
+        self.attempts: dict[str, set[tuple[str, int, int]]] = {}
+        self.refills: dict[str, int] = {}
+
+
+class GroupPools:
+    """All pools of a service. Answers to parked requests go to `outbox`. `clear` removes rows of a partition. `apply`
+    carries out a request that lasts; until it is set, the rule of each."""
+
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        outbox: list[tuple[Hashable, m.Reply]],
+        unreceived: Unreceived,
+        versions: Callable[[], WeightVersions],
+    ) -> None:
+        self.pools: dict[str, Pool] = {}
+        self.parked: WaitQueue[Any] = WaitQueue()
+        self.clear: Callable[[m.Clear], m.Reply]
+        self._tables = tables
+        self._outbox = outbox
+        self._unreceived = unreceived
+        self._versions = versions
+        self._leases: dict[int, GroupLease] = {}
+        self._deadlines = Deadlines(self._leases)
+        self._numbers = itertools.count(1 + secrets.randbits(48))  # that of another life is none of ours
+        self._holdings: dict[bytes, SessionHoldings] = {}
+        self._consumed_at: dict[tuple[str, str], float] = {}
+        self._now = 0.0
+        self.rules: dict[type, Callable[[Any], m.Reply]] = {
+            m.OpenPool: self._open_pool, m.OpenGroup: self._open, m.StartSlots: self._start, m.FinishSlot: self._finish,
+            m.FailSlots: self._fail, m.FilterGroups: self._filter, m.RetargetGroup: self._retarget,
+            m.AdvancePool: self._advance, m.EndPool: self._end, m.ConsumeGroups: self._consume,
+            m.IssueTickets: self._issue, m.ReturnTickets: self._return, m.LendGroups: self._lend,
+            m.UnlendGroups: self._unlend,
+        }  # fmt: skip
+
+    def handle(self, message: Any, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
+        """The answer, or None after parking."""
+        self._now = now
+        if type(message) in self.rules:
+            return self._lasting(message, session)
+        match message:
+            case m.RenewGroups(lease=number, lease_s=lease_s):
+                check_lease(lease_s)
+                lease = self._live(number)
+                lease.deadline = max(lease.deadline, now + lease_s)
+            case m.AckGroups(lease=number, groups=names, clears=clears):
+                lease, names = self._part(number, names)
+                self.rules[m.ConsumeGroups](m.ConsumeGroups(0, lease.partition, names, clears))
+                self._shrink(lease, names)
+            case m.ReleaseGroups(lease=number, groups=names):
+                lease, names = self._part(number, names)
+                self._release(lease, names)
+            case m.DescribePool(partition=partition):
+                return m.Report(message.rid, self._description(partition))
+            case _:
+                return self._wait(Waiter(ticket, session, message, now + message.timeout_s, now))
+        return m.Done(message.rid)
+
+    def _lasting(self, message: Any, session: bytes) -> m.Reply:
+        try:
+            reply = self.rules[type(message)](message)
+        except (GroupEnded, StaleAttempt):
+            if isinstance(message, m.FinishSlot):  # its rows are nobody's
+                self._clear_rows(message.partition, self._unowned(message), lasting=True)
+            raise
+        if isinstance(message, m.OpenGroup) and message.refills:
+            held = self._of(session).refills
+            held[message.partition] = max(0, held.get(message.partition, 0) - 1)
+        return reply
+
+    # what lasts
+
+    def _open_pool(self, message: m.OpenPool) -> m.Reply:
+        known = self.pools.get(message.partition)
+        if known is not None and known.policy != message.policy and known.groups:
+            raise InvalidInput(f"the pool of {message.partition!r} has groups, and another policy: {known.policy}")
+        if known is None or known.policy != message.policy:
+            newest = self._versions().newest
+            version = message.version if message.version is not None else newest if newest is not None else 0
+            if version < 0:
+                raise InvalidInput(f"version {version}")
+            self.pools[message.partition] = Pool(PoolState(message.policy, version, version))
+            self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _open(self, message: m.OpenGroup) -> m.Reply:
+        self._pool(message.partition).open(
+            message.group, message.size, message.min_size, message.source, message.prompt, message.start,
+            message.ticket, message.refills,
+        )  # fmt: skip
+        self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _start(self, message: m.StartSlots) -> m.Reply:
+        pool = self._pool(message.partition)
+        numbers = pool.start(message.slots)
+        claimed = []
+        for (name, slot), attempt in zip(message.slots, numbers, strict=True):
+            group = pool.groups[name]
+            claimed.append(m.ClaimedSlot(name, slot, attempt, group.source, group.start, group.target, group.prompt))
+        return m.SlotsClaimed(message.rid, claimed, False)
+
+    def _finish(self, message: m.FinishSlot) -> m.Reply:
+        pool = self._pool(message.partition)
+        rows = indexes_of(message.rows)
+        table = self._tables.get(message.partition)
+        if table is None or bool((table.slots_of(rows) < 0).any()):
+            raise RowCleared(f"rows of slot {message.slot} of group {message.group!r} are not in the partition")
+        start = pool.group(message.group).start
+        oldest = start if message.oldest is None else message.oldest
+        newest = oldest if message.newest is None else message.newest
+        if newest < oldest or message.tokens < 0:
+            raise InvalidInput(f"versions {oldest} to {newest}, {message.tokens} tokens")
+        result = Result(rows.tolist(), message.reward, oldest, newest, message.tokens, message.info)
+        if pool.done(message.group, message.slot, message.attempt, result):
+            self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _fail(self, message: m.FailSlots) -> m.Reply:
+        pool = self._pool(message.partition)
+        for one in message.attempts:
+            pool.fail(one.group, one.slot, one.attempt, message.kind)
+        self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _filter(self, message: m.FilterGroups) -> m.Reply:
+        pool = self._pool(message.partition)
+        for name in message.groups:
+            pool.group(name)
+        for name in message.groups:
+            pool.mark_filtered(name)
+        self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _retarget(self, message: m.RetargetGroup) -> m.Reply:
+        self._pool(message.partition).retarget(message.group, message.target)
+        self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _advance(self, message: m.AdvancePool) -> m.Reply:
+        pool = self._pool(message.partition)
+        if message.version > pool.version:
+            pool.advance(message.version)
+            self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _end(self, message: m.EndPool) -> m.Reply:
+        self._pool(message.partition).state.ended = True
+        self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _consume(self, message: m.ConsumeGroups) -> m.Reply:
+        pool = self._pool(message.partition)
+        for name in message.groups:
+            group = pool.groups.get(name)
+            if group is not None:
+                self._consumed_at[message.partition, group.source] = self._now
+        pool.consume(message.groups, message.clears)
+        self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _issue(self, message: m.IssueTickets) -> m.Reply:
+        self._pool(message.partition).issue(message.tickets)
+        return m.Done(message.rid)
+
+    def _return(self, message: m.ReturnTickets) -> m.Reply:
+        self._pool(message.partition).give_back(message.tickets)
+        self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def _lend(self, message: m.LendGroups) -> m.Reply:
+        pool = self._pool(message.partition)
+        pool.lend([pool.group(name) for name in message.groups])
+        return m.Done(message.rid)
+
+    def _unlend(self, message: m.UnlendGroups) -> m.Reply:
+        self._pool(message.partition).release(message.groups)
+        self._changed(message.partition)
+        return m.Done(message.rid)
+
+    def announced(self) -> None:
+        """A version of the weights was announced: every pool judges by it."""
+        newest = self._versions().newest
+        for partition, pool in self.pools.items():
+            if newest is not None and newest > pool.version:
+                pool.advance(newest)
+                self._changed(partition)
+
+    def cleared(self, partition: str, rows: Slots | None) -> None:
+        """These rows of a partition are gone; None: all of it."""
+        pool = self.pools.get(partition)
+        if pool is not None and pool.owners:
+            pool.lose(list(pool.owners) if rows is None else rows.tolist())
+            self._changed(partition)
+
+    # who waits
+
+    def _wait(self, parked: Waiter[Any]) -> m.Reply | None:
+        message = parked.message
+        self._check(message)
+        behind = any(self._is_behind(parked, one) for one in self.parked)
+        reply = None if behind else self._attempt(parked)
+        if reply is None and message.timeout_s <= 0:
+            raise DeadlineExceeded(self._late(message))
+        if reply is None:
+            self.parked.add(parked)
+        return reply
+
+    def _check(self, message: Any) -> None:
+        """`InvalidInput` for numbers that mean nothing."""
+        counts = [getattr(message, name) for name in ("count", "least", "most") if hasattr(message, name)]
+        if not all(1 <= count <= MAX_COUNT for count in counts):
+            raise InvalidInput(f"{type(message).__name__}: expected from 1 to {MAX_COUNT}, got {counts}")
+        pool = self._pool(message.partition)
+        if isinstance(message, m.SelectGroups):
+            check_lease(message.lease_s)
+            if message.most < message.least or message.lease_s <= 0:
+                raise InvalidInput(f"select {message.least} to {message.most} groups for {message.lease_s} s")
+            if message.version is not None and message.version > pool.version:
+                self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, message.version))
+        if isinstance(message, m.TakeTickets) and pool.policy.gate is not None:
+            most = (pool.policy.gate + 1) * pool.policy.groups_per_version
+            if message.count > most:
+                raise InvalidInput(f"{message.count} tickets at once: the gate is open for {most} at most")
+
+    def _is_behind(self, late: Waiter[Any], early: Waiter[Any]) -> bool:
+        """Whether somebody who waits for the same has to be answered first."""
+        one, other = late.message, early.message
+        same = type(one) is type(other) and one.partition == other.partition
+        return same and not isinstance(one, m.AwaitGroups) and getattr(one, "group", 0) == getattr(other, "group", 0)
+
+    def _attempt(self, parked: Waiter[Any]) -> m.Reply | None:
+        """The answer, if there is one now."""
+        message, session = parked.message, parked.session
+        pool = self._pool(message.partition)
+        match message:
+            case m.TakeTickets(count=count):
+                return self._give_tickets(pool, message, session, count)
+            case m.ClaimSlots():
+                return self._claim(pool, message, session)
+            case m.SelectGroups():
+                return self._select(pool, message, session)
+            case m.AwaitGroups(count=count):
+                found = len(pool.eligible()) if pool.num_sealed else 0
+                return m.Counted(message.rid, found) if found >= count or pool.nothing_comes else None
+        return self._give_refills(pool, message, session)
+
+    def _give_tickets(self, pool: Pool, message: m.TakeTickets, session: bytes, count: int) -> m.Reply | None:
+        tickets = pool.tickets(count)
+        if tickets is None:
+            return None
+        self.rules[m.IssueTickets](m.IssueTickets(0, message.partition, tickets))
+        self._of(session).tickets.setdefault(message.partition, set()).update(tickets)
+        self._unreceived.add(session, message.rid, GroupGrant(message.partition, tickets=tickets))
+        return m.Tickets(message.rid, [m.Ticket(one, pool.target_of(one)) for one in tickets])
+
+    def _claim(self, pool: Pool, message: m.ClaimSlots, session: bytes) -> m.Reply | None:
+        slots = pool.idle(message.count, message.group)
+        if not slots:
+            done = message.group is not None or (pool.state.ended and not pool.num_open and not pool.reserved)
+            return m.SlotsClaimed(message.rid, [], True) if done else None
+        reply = self.rules[m.StartSlots](m.StartSlots(message.rid, message.partition, slots))
+        assert isinstance(reply, m.SlotsClaimed)
+        attempts = [(one.group, one.slot, one.attempt) for one in reply.slots]
+        self._of(session).attempts.setdefault(message.partition, set()).update(attempts)
+        self._unreceived.add(session, message.rid, GroupGrant(message.partition, attempts=attempts))
+        return reply
+
+    def _select(self, pool: Pool, message: m.SelectGroups, session: bytes) -> m.Reply | None:
+        needed = pool.needed(message.least)
+        found = pool.eligible() if pool.num_sealed >= min(needed, 1) else []
+        over = pool.nothing_comes and (bool(found) or not pool.num_lent)
+        if len(found) < needed and not over:
+            return None
+        groups = found[: message.most]
+        kept = [pool.withheld(group) for group in groups]
+        names = [group.name for group in groups]
+        lease = GroupLease(next(self._numbers), message.partition, names, session, self._now + message.lease_s)
+        if groups:
+            self.rules[m.LendGroups](m.LendGroups(0, message.partition, names))
+            self._leases[lease.number] = lease
+            self._deadlines.add(lease.number)
+            self._unreceived.add(session, message.rid, GroupGrant(message.partition, lease=lease.number))
+        lent = [_lent(pool, group, held) for group, held in zip(groups, kept, strict=True)]
+        rows = [
+            row for group, held in zip(groups, kept, strict=True) for number, slot in enumerate(group.slots)
+            if slot.result is not None and number not in held for row in slot.result.rows
+        ]  # fmt: skip
+        ended = pool.nothing_comes and not pool.num_sealed and pool.num_lent == len(groups)
+        return m.GroupsLent(message.rid, lease.number, pool.version, lent, self._row_set(message, rows), ended)
+
+    def _row_set(self, message: m.SelectGroups, rows: list[int]) -> m.RowSet:
+        table = self._tables.get(message.partition)
+        if table is None or not rows:
+            return m.RowSet(0, b"", None, [], None)
+        slots = table.slots_of(np.array(rows, np.int64))
+        return row_set(0, table, slots, table.common_fields(slots))
+
+    def _give_refills(self, pool: Pool, message: m.TakeRefills, session: bytes) -> m.Reply | None:
+        held = sum(one.refills.get(message.partition, 0) for one in self._holdings.values())
+        count = min(message.most, pool.state.owed - held)
+        if count < 1:
+            return None
+        mine = self._of(session).refills
+        mine[message.partition] = mine.get(message.partition, 0) + count
+        self._unreceived.add(session, message.rid, GroupGrant(message.partition, refills=count))
+        return m.Counted(message.rid, count)
+
+    def _changed(self, partition: str) -> None:
+        """Something of a pool is new: its rows that nobody needs go, and whoever waited for it is answered."""
+        pool = self.pools[partition]
+        if pool.discarded:
+            rows, pool.discarded = pool.discarded, []
+            self._clear_rows(partition, rows)
+        stuck: list[Waiter[Any]] = []
+        for parked in self.parked:
+            if parked.message.partition != partition or any(self._is_behind(parked, one) for one in stuck):
+                continue
+            try:
+                reply = self._attempt(parked)
+            except TransferQueueError as error:
+                reply = m.Failed(parked.message.rid, error.code, str(error))
+            if reply is None:
+                stuck.append(parked)
+            else:
+                self.parked.remove(parked)
+                self._outbox.append((parked.ticket, reply))
+
+    def _clear_rows(self, partition: str, rows: list[int], lasting: bool = False) -> None:
+        if rows and partition in self._tables:
+            message = m.Clear(0, partition, None, rows_bytes(np.array(rows, np.int64)))
+            (self.rules[m.Clear] if lasting else self.clear)(message)
+
+    def _unowned(self, message: m.FinishSlot) -> list[int]:
+        owners = self._pool(message.partition).owners
+        return [row for row in indexes_of(message.rows).tolist() if row not in owners]
+
+    # who has what
+
+    def _of(self, session: bytes) -> SessionHoldings:
+        return self._holdings.setdefault(session, SessionHoldings())
+
+    def _pool(self, partition: str) -> Pool:
+        pool = self.pools.get(partition)
+        if pool is None:
+            raise InvalidInput(f"partition {partition!r} has no pool of groups: open one first")
+        return pool
+
+    def _live(self, number: int) -> GroupLease:
+        lease = self._leases.get(number)
+        if lease is None or lease.deadline <= self._now:
+            raise LeaseExpired(f"lease {number} of groups is over: what it had not acknowledged is offered to others")
+        return lease
+
+    def _part(self, number: int, names: list[str] | None) -> tuple[GroupLease, list[str]]:
+        """A lease, and the groups that are meant. `InvalidInput` for others than it has."""
+        lease = self._live(number)
+        other = set(names or ()) - set(lease.names)
+        if other:
+            raise InvalidInput(f"lease {number} does not have group {min(other)!r}")
+        return lease, list(lease.names) if names is None else names
+
+    def _shrink(self, lease: GroupLease, names: Iterable[str]) -> None:
+        gone = set(names)
+        lease.names = [name for name in lease.names if name not in gone]
+        if not lease.names:
+            self._leases.pop(lease.number, None)
+
+    def _release(self, lease: GroupLease, names: list[str]) -> None:
+        self._shrink(lease, names)
+        if lease.partition in self.pools and names:
+            self.rules[m.UnlendGroups](m.UnlendGroups(0, lease.partition, names))
+
+    def undo(self, session: bytes, grant: GroupGrant) -> None:
+        """Nobody got an answer."""
+        held = self._of(session)
+        if grant.partition not in self.pools:
+            return
+        if grant.tickets:
+            held.tickets.get(grant.partition, set()).difference_update(grant.tickets)
+            self.rules[m.ReturnTickets](m.ReturnTickets(0, grant.partition, list(grant.tickets)))
+        if grant.attempts:
+            held.attempts.get(grant.partition, set()).difference_update(grant.attempts)
+            self._give_up(grant.partition, grant.attempts)
+        if grant.refills:
+            held.refills[grant.partition] = max(0, held.refills.get(grant.partition, 0) - grant.refills)
+            self._changed(grant.partition)
+        if grant.lease in self._leases:
+            self._release(self._leases[grant.lease], list(self._leases[grant.lease].names))
+
+    def _give_up(self, partition: str, attempts: Iterable[tuple[str, int, int]]) -> None:
+        """Whoever made these attempts is gone."""
+        groups = self.pools[partition].groups
+        left = [m.Attempt(*one) for one in sorted(attempts) if one[0] in groups]
+        if left:
+            self.rules[m.FailSlots](m.FailSlots(0, partition, left, "infra"))
+
+    def end_session(self, session: bytes) -> None:
+        """What this session has returns."""
+        held = self._holdings.pop(session, None)
+        for lease in [one for one in self._leases.values() if one.session == session]:
+            self._release(lease, list(lease.names))
+        if held is None:
+            return
+        for partition in {*held.tickets, *held.attempts, *held.refills} & self.pools.keys():
+            tickets = sorted(held.tickets.get(partition, set()) & self.pools[partition].reserved)
+            if tickets:
+                self.rules[m.ReturnTickets](m.ReturnTickets(0, partition, tickets))
+            self._give_up(partition, held.attempts.get(partition, ()))
+            self._changed(partition)
+
+    # time
+
+    def next_deadline(self) -> float | None:
+        """When a lease ends or somebody who waits has to be answered."""
+        first = self._deadlines.first()
+        deadlines = (None if first is None else first[0], self.parked.next_deadline())
+        return min((one for one in deadlines if one is not None), default=None)
+
+    def expire(self, now: float) -> None:
+        """End the leases and answer the requests whose time is up; tell others what they wait for."""
+        self._now = now
+        while (first := self._deadlines.first()) is not None and first[0] <= now:
+            lease = self._leases[first[1]]
+            self._release(lease, list(lease.names))
+        for parked, waited_s in self.parked.due(now):
+            text = f"{type(parked.message).__name__} waits for {waited_s:g} s: {self._reason(parked.message)}"
+            self._outbox.append((parked.ticket, m.Waiting(parked.message.rid, text)))
+        for parked in self.parked.expired(now):
+            failed = m.Failed(parked.message.rid, DeadlineExceeded.code, self._late(parked.message))
+            self._outbox.append((parked.ticket, failed))
+
+    def forget(self, tickets: set[Hashable]) -> None:
+        """The askers are gone: they do not wait any more."""
+        for parked in self.parked.forget(tickets):
+            if parked.message.partition in self.pools:
+                self._changed(parked.message.partition)
+
+    def _late(self, message: Any) -> str:
+        return f"{type(message).__name__}: not within {message.timeout_s:g} s: {self._reason(message)}"
+
+    def _reason(self, message: Any) -> str:
+        """What a request waits for."""
+        pool = self._pool(message.partition)
+        sealed = len(pool.eligible())
+        return (
+            f"the pool of {message.partition!r} at version {pool.version} has {pool.num_open} open groups, "
+            f"{pool.num_sealed} sealed ones ({sealed} eligible), {pool.num_lent} lent, {len(pool.reserved)} tickets "
+            f"out, {pool.state.owed} not refilled"
+        )
+
+    def _description(self, partition: str) -> dict[str, Any]:
+        pool = self._pool(partition)
+        sources = {}
+        for name, source in pool.state.sources.items():
+            then = self._consumed_at.setdefault((partition, name), self._now)
+            sources[name] = {
+                **{field: getattr(source, field) for field in source.__struct_fields__},
+                "starved_s": self._now - then,
+            }
+        return {
+            "version": pool.version, "open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent,
+            "eligible": len(pool.eligible()), "tickets_out": len(pool.reserved), "owed": pool.state.owed,
+            "waiting": sum(one.message.partition == partition for one in self.parked), "ended": pool.state.ended,
+            "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
+        }  # fmt: skip
+
+    # saving
+
+    def saved(self) -> dict[str, PoolState]:
+        """What lasts of every pool."""
+        return {partition: pool.state for partition, pool in self.pools.items()}
+
+    def restore(self, pools: dict[str, Pool]) -> None:
+        """Go on with saved pools: nobody has anything of them. Rows that are not there are lost."""
+        self._leases.clear()
+        self._deadlines.clear()
+        self._holdings.clear()
+        self.pools = pools
+        for parked in self.parked:
+            if parked.message.partition not in pools:
+                self.parked.remove(parked)
+                text = f"partition {parked.message.partition!r} has no pool of groups in the checkpoint"
+                self._outbox.append((parked.ticket, m.Failed(parked.message.rid, InvalidInput.code, text)))
+        self.forget_holders()
+
+    def forget_holders(self) -> None:
+        """Nobody is left who worked on something or had it."""
+        for partition, pool in self.pools.items():
+            pool.forget_holders()
+            table, rows = self._tables.get(partition), np.array(list(pool.owners), np.int64)
+            pool.lose((rows if table is None else rows[table.slots_of(rows) < 0]).tolist())
+            self._changed(partition)
+
+    def check_invariants(self) -> None:
+        """Pools agree with themselves, and leases with them; tests call this after each event."""
+        for partition, pool in self.pools.items():
+            assert pool.is_consistent()
+            leases = [one for one in self._leases.values() if one.partition == partition]
+            lent = {group.name for group in pool.groups.values() if group.state == "lent"}
+            assert lent <= {name for lease in leases for name in lease.names}
+            held = {ticket for one in self._holdings.values() for ticket in one.tickets.get(partition, ())}
+            assert pool.reserved <= held
+            table = self._tables.get(partition)
+            rows = np.array(list(pool.owners), np.int64)
+            assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))
+
+
+def _lent(pool: Pool, group: Group, held: list[int]) -> m.LentGroup:
+    members = []
+    for number, slot in enumerate(group.slots):
+        if slot.result is not None:
+            one, kept = slot.result, number in held
+            members.append(
+                m.Member(
+                    number, slot.attempts - 1, 0 if kept else len(one.rows), one.reward, one.oldest, one.newest,
+                    one.tokens, one.info, kept,
+                )
+            )  # fmt: skip
+    age = pool.version - group.judged_by(pool.policy.judge)
+    return m.LentGroup(group.name, group.source, group.start, group.target, age, group.prompt, members)

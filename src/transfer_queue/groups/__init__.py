@@ -1,0 +1,22 @@
+"""Groups of siblings: all answers to one prompt, from the permission to start them to the step that trains on them.
+
+    policy      GroupPolicy: which groups a trainer gets at a version of the weights, and how many may be started
+    group       one group: its slots, the attempts at each, what came of them
+    counters    what became of the groups of each data source
+    pool        all groups of one partition: tickets, attempts, sealing, judging, what is lent
+    choice      which sealed groups are eligible now, in which order
+    state       a pool as it is saved
+
+Nothing here waits, reads a clock or knows a message, a table or a session: `controller.groups` has those. A pool's
+methods are complete when they return; rows that nobody needs any more collect in `Pool.discarded`.
+
+A producer takes tickets (`Pool.tickets`), opens groups with them and starts attempts at their slots. What it produced
+is the result of an attempt. A group whose slots all have an end is sealed, or given up. A consumer gets whole sealed
+groups on a lease. Every new version of the weights judges the groups that nobody has.
+"""
+
+from transfer_queue.groups.group import Group as Group
+from transfer_queue.groups.group import Result as Result
+from transfer_queue.groups.policy import GroupPolicy as GroupPolicy
+from transfer_queue.groups.pool import Pool as Pool
+from transfer_queue.groups.state import PoolState as PoolState

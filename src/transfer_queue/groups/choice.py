@@ -1,0 +1,61 @@
+"""Which sealed groups are eligible at the pool's version, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transfer_queue.groups.group import Group
+from transfer_queue.groups.policy import GroupPolicy
+
+
+def eligible(policy: GroupPolicy, version: int, groups: Iterable[Group]) -> list[Group]:
+    """Of these groups, in order of arrival, those that may be handed out now, best first."""
+    live = list(groups)
+    sealed = [group for group in live if group.state == "sealed"]
+    match policy.serve:
+        case "target":
+            return [group for group in sealed if group.target == version]
+        case "dropless":
+            if any(group.state == "open" and version - group.start >= _window(policy) for group in live):
+                return []
+        case "cohort":
+            within = [group for group in live if _is_within(policy, version, group) and group.state != "lent"]
+            oldest = min((group.judged_by(policy.judge) for group in within), default=0)
+            sealed = [g for g in sealed if _is_within(policy, version, g) and g.judged_by(policy.judge) == oldest]
+        case "window" if policy.stale != "withhold":
+            sealed = [group for group in sealed if _is_within(policy, version, group)]
+        case _:
+            sealed = [group for group in sealed if group.judged_by(policy.judge) <= version]
+    if policy.order == "oldest":
+        sealed.sort(key=lambda group: group.judged_by(policy.judge))
+    elif policy.order == "freshest":
+        sealed.sort(key=lambda group: -group.judged_by(policy.judge))
+    return sealed
+
+
+def is_stale(policy: GroupPolicy, version: int, group: Group) -> bool:
+    """Whether no later version may use it. With `withhold`: whether none of its members may be used."""
+    if policy.serve == "target":
+        return group.target is not None and group.target < version
+    if policy.window is None:
+        return False
+    if policy.stale == "withhold" and group.results:
+        return len(withheld(policy, version, group)) == len(group.results)
+    return group.judged_by(policy.judge) < version - policy.window
+
+
+def withheld(policy: GroupPolicy, version: int, group: Group) -> list[int]:
+    """The slots whose rows are held back."""
+    if policy.stale != "withhold":
+        return []
+    edge = version - _window(policy)
+    return [number for number, slot in enumerate(group.slots) if slot.result is not None and slot.result.oldest < edge]
+
+
+def _window(policy: GroupPolicy) -> int:
+    assert policy.window is not None
+    return policy.window
+
+
+def _is_within(policy: GroupPolicy, version: int, group: Group) -> bool:
+    return version - _window(policy) <= group.judged_by(policy.judge) <= version

@@ -1,0 +1,145 @@
+"""One group: its slots, the attempts at each, and what came of them.
+
+A slot is one of the siblings. It is tried until it has a result or its attempts are spent. Attempts have the numbers
+0, 1, ... of their slot, and only the last one counts: a result of an earlier one is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from transfer_queue.errors import GroupEnded, InvalidInput, StaleAttempt
+
+Fate = Literal["consumed", "evicted"]
+MAX_SIZE = 1 << 16
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What an attempt gave. `rows`: global indexes, of any number. `oldest`, `newest`: the versions of the weights that
+    made its tokens. `info` is the producer's own."""
+
+    rows: list[int]
+    reward: float | None
+    oldest: int
+    newest: int
+    tokens: int
+    info: dict[str, Any]
+
+
+class Slot(msgspec.Struct):
+    """`attempts`: how many were started. `failures`: how many of them failed."""
+
+    state: Literal["idle", "running", "done", "failed"] = "idle"
+    attempts: int = 0
+    failures: int = 0
+    result: Result | None = None
+
+
+class Group(msgspec.Struct):
+    """`number`: of its arrival. `start`: the version of the weights when it was opened. `target`: the only version that
+    may use it. `ticket`: the one it was opened with. `filtered`: its user does not want it."""
+
+    name: str
+    source: str
+    number: int
+    min_size: int
+    prompt: dict[str, Any]
+    start: int
+    target: int | None
+    ticket: int | None
+    slots: list[Slot]
+    state: Literal["open", "sealed", "lent"] = "open"
+    filtered: bool = False
+
+    def slot(self, number: int) -> Slot:
+        """`InvalidInput` when there is none."""
+        if not 0 <= number < len(self.slots):
+            raise InvalidInput(f"slot {number} of group {self.name!r}, which has {len(self.slots)}")
+        return self.slots[number]
+
+    def idle(self) -> list[int]:
+        """The slots that nobody works on, and that have no end yet."""
+        return [number for number, slot in enumerate(self.slots) if slot.state == "idle"]
+
+    def begin(self, number: int) -> int:
+        """The number of the new attempt at an idle slot."""
+        slot = self.slot(number)
+        if slot.state != "idle":
+            raise InvalidInput(f"slot {number} of group {self.name!r} is {slot.state}")
+        slot.state, slot.attempts = "running", slot.attempts + 1
+        return slot.attempts - 1
+
+    def finish(self, number: int, attempt: int, result: Result) -> bool:
+        """Whether the result is news: to say it twice changes nothing. It may come of an attempt that was given up and
+        that no other one followed.
+
+        Raises `StaleAttempt` for an earlier attempt, `InvalidInput` for one that was not started, and for another
+        result than the first.
+        """
+        slot = self.slot(number)
+        what = f"attempt {attempt} at slot {number} of group {self.name!r}"
+        if attempt < slot.attempts - 1:
+            raise StaleAttempt(f"{what}: attempt {slot.attempts - 1} took its place")
+        if attempt != slot.attempts - 1:
+            raise InvalidInput(f"{what} was not started")
+        if slot.state == "done":
+            if slot.result == result:
+                return False
+            raise InvalidInput(f"{what} has another result already")
+        if slot.state == "failed":
+            raise GroupEnded(f"{what}: the slot has failed for good")
+        slot.state, slot.result = "done", result
+        return True
+
+    def fail(self, number: int, attempt: int, max_attempts: int) -> bool:
+        """Whether it is news that this attempt failed. The slot is idle again, or failed for good."""
+        slot = self.slot(number)
+        if slot.state != "running" or attempt != slot.attempts - 1:
+            return False
+        slot.failures += 1
+        slot.state = "failed" if slot.failures >= max_attempts else "idle"
+        return True
+
+    def start_over(self) -> list[int]:
+        """Every slot that may be tried again is idle. Returns the rows of the results that are gone."""
+        gone: list[int] = []
+        for slot in self.slots:
+            if slot.result is not None:
+                gone += slot.result.rows
+            if slot.state != "failed":
+                slot.state, slot.result = "idle", None
+        return gone
+
+    @property
+    def results(self) -> list[Result]:
+        return [slot.result for slot in self.slots if slot.result is not None]
+
+    @property
+    def rows(self) -> list[int]:
+        return [row for result in self.results for row in result.rows]
+
+    @property
+    def can_come(self) -> bool:
+        """Whether enough siblings may still get a result."""
+        return sum(slot.state != "failed" for slot in self.slots) >= self.min_size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every slot has its end."""
+        return all(slot.state in ("done", "failed") for slot in self.slots)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its slots fit together, and its state fits them."""
+        whole = self.state == "open" or (self.is_whole and len(self.results) >= self.min_size)
+        slots = all((slot.state == "done") == (slot.result is not None) for slot in self.slots)
+        return whole and slots and 1 <= self.min_size <= len(self.slots) <= MAX_SIZE
+
+    def judged_by(self, judge: str) -> int:
+        """The version that a policy judges the group by."""
+        found = self.results
+        if judge == "start" or not found:
+            return self.start
+        return min(one.oldest for one in found) if judge == "oldest" else max(one.newest for one in found)

@@ -1,0 +1,122 @@
+"""Which groups a trainer gets at a version of the weights, which ones are given up, and how many may be started.
+
+All policies are settings of one mechanism. `windowed`, `ready_first`, `weight_fifo` and `in_order` are NeMo-RL's
+samplers of these names, `drop` and `dropless` verl's two strategies for what is off policy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias, get_type_hints
+
+import msgspec
+
+from transfer_queue.errors import InvalidInput
+
+Serve: TypeAlias = Literal["window", "ready", "cohort", "target", "dropless"]
+Order: TypeAlias = Literal["arrival", "freshest", "oldest"]
+MAX_COUNT = 1 << 32
+
+
+class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a pool of groups. v is the trainer's version, w the version that a group is judged by.
+
+    `serve`, the groups that are eligible. "window": v - window <= w <= v. "ready": w <= v. "cohort": of the groups
+    within the window the oldest w only, so a trainer waits for all that were started at it. "target": those that were
+    started for exactly v. "dropless": all, but none while an unfinished one is `window` versions behind.
+    `window` is in versions; None: no limit. `order`: of arrival, newest w first, or oldest w first.
+
+    `stale`, what becomes of a sealed group below the window (with "target": whose version has passed): "keep",
+    "evict" (its rows are cleared), or "withhold": its stale members' rows are held back, while their rewards still
+    count. `aborts`: an unfinished group below the window is given up as well. `judge`: w is the version that the group
+    was started at, or the "oldest" or "newest" one that its members name.
+
+    `gate`: groups may be started for so many versions ahead, at `groups_per_version` each; None: as many as you like.
+    `shortfall`, where a group of a "target" was given up: another one may "replace" it, or the version "shrink"s, down
+    to `floor` (a share of `groups_per_version`).
+
+    A slot is tried at most `max_attempts` times. `retry`: a failed attempt starts that "sibling" anew, or the whole
+    "group".
+
+    Raises `InvalidInput` for settings that mean nothing.
+    """
+
+    serve: Serve = "ready"
+    window: int | None = None
+    order: Order = "arrival"
+    stale: Literal["keep", "evict", "withhold"] = "keep"
+    aborts: bool = False
+    judge: Literal["start", "oldest", "newest"] = "start"
+    gate: int | None = None
+    groups_per_version: int = 1
+    shortfall: Literal["replace", "shrink"] = "replace"
+    floor: float = 1.0
+    max_attempts: int = 3
+    retry: Literal["sibling", "group"] = "sibling"
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.groups_per_version < 1 or self.max_attempts < 1:
+            raise InvalidInput("groups_per_version and max_attempts are 1 or more")
+        if not 0.0 <= self.floor <= 1.0:
+            raise InvalidInput(f"floor {self.floor}: expected a share from 0 to 1")
+        if self.window is None and (self.serve in ("window", "cohort", "dropless") or self.needs_window):
+            raise InvalidInput(f"a policy that serves {self.serve!r}, or evicts or withholds, needs a window")
+        if self.serve == "target" and self.gate is None:
+            raise InvalidInput("a policy that serves a target needs a gate: it says which version a group is for")
+
+    @property
+    def needs_window(self) -> bool:
+        """Whether groups are judged by a window."""
+        return self.serve != "target" and (self.stale != "keep" or self.aborts)
+
+    @property
+    def least(self) -> int:
+        """How many groups a version has at least, where it shrinks."""
+        return math.ceil(self.floor * self.groups_per_version)
+
+    @classmethod
+    def windowed(cls, window: int, *, freshest_first: bool = False) -> GroupPolicy:
+        """Groups at most `window` versions old; older ones are evicted, and given up while they are unfinished."""
+        order: Order = "freshest" if freshest_first else "arrival"
+        return cls(serve="window", window=window, order=order, stale="evict", aborts=True)
+
+    @classmethod
+    def ready_first(cls, gate: int, groups_per_version: int) -> GroupPolicy:
+        """Whatever is ready, in order of arrival; only the gate bounds how old it is."""
+        return cls(serve="ready", gate=gate, groups_per_version=groups_per_version)
+
+    @classmethod
+    def weight_fifo(cls, window: int, groups_per_version: int) -> GroupPolicy:
+        """All groups of the oldest version in the window before any of the next."""
+        return cls(serve="cohort", window=window, gate=window, groups_per_version=groups_per_version, stale="evict")
+
+    @classmethod
+    def in_order(cls, lead: int, groups_per_version: int, *, shrink: bool = False, floor: float = 1.0) -> GroupPolicy:
+        """Each group is for one version, `lead` versions ahead at most, and only that one gets it."""
+        return cls(
+            serve="target", gate=lead, groups_per_version=groups_per_version, stale="evict",
+            shortfall="shrink" if shrink else "replace", floor=floor,
+        )  # fmt: skip
+
+    @classmethod
+    def drop(cls, max_span: int) -> GroupPolicy:
+        """Oldest first; a finished group of more than `max_span` steps, its own included, is evicted."""
+        return cls(serve="window", window=max_span - 1, order="oldest", stale="evict")
+
+    @classmethod
+    def dropless(cls, max_span: int) -> GroupPolicy:
+        """Oldest first, none is evicted: who selects waits while an unfinished one has `max_span` steps."""
+        return cls(serve="dropless", window=max_span - 1, order="oldest")
+
+
+def _check(policy: GroupPolicy) -> None:
+    """`InvalidInput` unless every setting has a value of its kind."""
+    for name, kind in get_type_hints(GroupPolicy).items():
+        value = getattr(policy, name)
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise InvalidInput(f"{name} of a group policy cannot be {value!r}: {error}") from None
+        if isinstance(value, int) and not 0 <= value < MAX_COUNT:
+            raise InvalidInput(f"{name} of a group policy cannot be {value!r}")

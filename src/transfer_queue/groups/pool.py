@@ -1,0 +1,365 @@
+"""All groups of one partition: tickets, attempts, sealing, judging, and what is lent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput
+from transfer_queue.groups.choice import eligible, is_stale, withheld
+from transfer_queue.groups.counters import SourceCounters
+from transfer_queue.groups.group import MAX_SIZE, Group, Result, Slot
+from transfer_queue.groups.policy import GroupPolicy
+from transfer_queue.groups.state import PoolState
+
+
+class Pool:
+    """`discarded`: rows that nobody needs any more; whoever clears them empties the list. `reserved`: tickets that were
+    handed out and not used."""
+
+    def __init__(self, state: PoolState) -> None:
+        self.state = state
+        self.reserved: set[int] = set()
+        self.discarded: list[int] = []
+        self.owners = {row: group.name for group in state.groups.values() for row in group.rows}
+        self.num_sealed = sum(group.state == "sealed" for group in state.groups.values())
+        self.num_open = sum(group.state == "open" for group in state.groups.values())
+
+    @property
+    def policy(self) -> GroupPolicy:
+        return self.state.policy
+
+    @property
+    def version(self) -> int:
+        return self.state.version
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """Those that have not ended, in order of arrival."""
+        return self.state.groups
+
+    def source(self, name: str) -> SourceCounters:
+        return self.state.sources.setdefault(name, SourceCounters())
+
+    def group(self, name: str) -> Group:
+        """Raises `GroupEnded`, and `InvalidInput` for one that nobody opened."""
+        group = self.groups.get(name)
+        if group is not None:
+            return group
+        if name in self.state.fates:
+            raise GroupEnded(f"group {name!r} has ended: it was {self.state.fates[name]}")
+        raise InvalidInput(f"nobody opened group {name!r}")
+
+    # tickets
+
+    def tickets(self, count: int) -> list[int] | None:
+        """The next tickets, lowest first; None while the gate is closed for one of them."""
+        again = sorted(self.state.returned)[:count]
+        found = again + list(range(self.state.next_ticket, self.state.next_ticket + count - len(again)))
+        return found if found[-1] <= self._last_ticket() else None
+
+    def issue(self, tickets: Sequence[int]) -> None:
+        """These are somebody's now."""
+        self.state.returned = [one for one in self.state.returned if one not in tickets]
+        self.state.next_ticket = max(self.state.next_ticket, *(one + 1 for one in tickets))
+        self.reserved.update(tickets)
+
+    def _last_ticket(self) -> float:
+        if self.policy.gate is None:
+            return float("inf")
+        versions = self.version - self.state.base + self.policy.gate + 1
+        return versions * self.policy.groups_per_version - 1
+
+    def target_of(self, ticket: int | None) -> int | None:
+        """The version that a group with this ticket is for; None where any may use it."""
+        if ticket is None or self.policy.serve != "target":
+            return None
+        return self.state.base + ticket // self.policy.groups_per_version
+
+    def give_back(self, tickets: Iterable[int]) -> None:
+        """No group will be opened with these."""
+        for ticket in tickets:
+            if ticket in self.reserved:
+                self.reserved.discard(ticket)
+                self.state.returned.append(ticket)
+
+    def _use(self, ticket: int) -> None:
+        """`InvalidInput` for one that was used, or that nobody was given."""
+        if ticket in self.reserved:
+            self.reserved.discard(ticket)
+        elif ticket in self.state.returned:  # its holder was thought gone
+            self.state.returned.remove(ticket)
+        else:
+            raise InvalidInput(f"ticket {ticket} was used before, or nobody was given it")
+
+    # producing
+
+    def open(
+        self,
+        name: str,
+        size: int,
+        min_size: int,
+        source: str,
+        prompt: dict[str, Any],
+        start: int | None,
+        ticket: int | None,
+        refills: bool,
+    ) -> Group:
+        """The group, which is new; to open it twice in the same way changes nothing.
+
+        Raises `GroupEnded`, and `InvalidInput`: for one that differs, a bad size, a pool that has ended, no ticket.
+        """
+        if name in self.state.fates:
+            raise GroupEnded(f"group {name!r} has ended: it was {self.state.fates[name]}")
+        known = self.groups.get(name)
+        if known is not None:
+            if (len(known.slots), known.min_size, known.source, known.prompt) != (size, min_size, source, prompt):
+                raise InvalidInput(f"group {name!r} is open already, with another size, source or prompt")
+            return known
+        if not 1 <= min_size <= size <= MAX_SIZE:
+            raise InvalidInput(f"group {name!r}: 1 <= min_size <= size <= {MAX_SIZE}, got {min_size} and {size}")
+        if self.state.ended:
+            raise InvalidInput(f"group {name!r}: it was said that no more would be opened")
+        if self.policy.gate is not None and ticket is None:
+            raise InvalidInput(f"group {name!r} needs a ticket: the policy has a gate")
+        if ticket is not None:
+            self._use(ticket)
+        if refills and self.state.owed:
+            self.state.owed -= 1
+            self.source(source).refilled += 1
+        start = self.version if start is None else start
+        slots = [Slot() for _ in range(size)]
+        group = Group(
+            name, source, self.state.next_number, min_size, prompt, start, self.target_of(ticket), ticket, slots
+        )
+        self.state.next_number += 1
+        self.groups[name] = group
+        self.num_open += 1
+        self.source(source).opened += 1
+        return group
+
+    def idle(self, count: int, name: str | None) -> list[tuple[str, int]]:
+        """Up to `count` idle slots, of one group or of all in order of arrival."""
+        found: list[tuple[str, int]] = []
+        for group in [self.group(name)] if name is not None else self.groups.values():
+            if len(found) >= count:
+                break
+            if group.state == "open":
+                found += [(group.name, number) for number in group.idle()]
+        return found[:count]
+
+    def start(self, slots: Sequence[tuple[str, int]]) -> list[int]:
+        """The numbers of the attempts, which begin now."""
+        return [self.group(name).begin(number) for name, number in slots]
+
+    def done(self, name: str, slot: int, attempt: int, result: Result) -> bool:
+        """An attempt has its result; the last one seals the group. Whether it was news. Raises as `Group.finish`, and
+        `InvalidInput` for rows that another slot has."""
+        group = self.group(name)
+        known = group.slot(slot).result
+        if known is None and len(set(result.rows)) != len(result.rows):
+            raise InvalidInput(f"rows of slot {slot} of group {name!r} repeat")
+        taken = [] if known is not None else [row for row in result.rows if row in self.owners]
+        if taken:
+            raise InvalidInput(f"row {taken[0]} is a result of group {self.owners[taken[0]]!r} already")
+        if not group.finish(slot, attempt, result):
+            return False
+        self.owners.update(dict.fromkeys(result.rows, name))
+        self._seal(group)
+        return True
+
+    def fail(self, name: str, slot: int, attempt: int, kind: str) -> None:
+        """An attempt has failed: its slot is to be tried again, or the group goes on without it, or is given up."""
+        group = self.groups.get(name)
+        if group is None or not group.fail(slot, attempt, self.policy.max_attempts):
+            return
+        self.source(group.source).fail(kind)
+        if not group.can_come:
+            self._evict(group, ["failed"])
+        elif self.policy.retry == "group" and group.slot(slot).state == "idle":
+            self._forget_rows(group.start_over())
+        else:
+            self._seal(group)
+
+    def _seal(self, group: Group) -> None:
+        if group.state == "open" and group.is_whole:
+            group.state = "sealed"
+            self.num_open, self.num_sealed = self.num_open - 1, self.num_sealed + 1
+            self.source(group.source).sealed += 1
+            self._judge(group)
+
+    def mark_filtered(self, name: str) -> None:
+        """Its user does not want this group: it is evicted, once it is sealed."""
+        group = self.group(name)
+        group.filtered = True
+        self._judge(group)
+
+    def retarget(self, name: str, target: int) -> None:
+        """A group takes the place of one that its version lacks; another may be started in its own place.
+
+        `InvalidInput` unless that version lacks one, and the group is of a later one.
+        """
+        group = self.group(name)
+        if self.policy.serve != "target" or group.ticket is None or group.target is None:
+            raise InvalidInput(f"group {name!r} is for no version")
+        if group.state == "lent" or not self.version <= target < group.target:
+            raise InvalidInput(f"group {name!r} of version {group.target} cannot be one of {target}")
+        free = [one for one in self.state.returned if self.target_of(one) == target]
+        if free:
+            self.state.returned.remove(free[0])
+        elif self.state.excused.get(target):
+            self.state.excused[target] -= 1
+        else:
+            raise InvalidInput(f"version {target} lacks no group")
+        self.state.returned.append(group.ticket)
+        group.ticket, group.target = free[0] if free else None, target
+
+    # judging
+
+    def advance(self, version: int) -> None:
+        """The trainer has another version. What it cannot use is evicted or given up, unless somebody has it."""
+        self.state.version = version
+        self.state.excused = {target: count for target, count in self.state.excused.items() if target >= version}
+        if self.policy.serve == "target":  # nobody can use what is for a version that has passed
+            first = (version - self.state.base) * self.policy.groups_per_version
+            self.state.returned = [one for one in self.state.returned if one >= first]
+            self.state.next_ticket = max(self.state.next_ticket, first)
+        for group in list(self.groups.values()):
+            self._judge(group)
+
+    def _judge(self, group: Group) -> None:
+        if group.state == "lent":
+            return
+        old = is_stale(self.policy, self.version, group)
+        if group.state == "open":
+            if self.policy.aborts and old:
+                self._evict(group, ["aborted"])
+            return
+        stale = ["stale"] if old and self.policy.stale != "keep" else []
+        reasons = stale + ["filtered"] * group.filtered
+        if reasons:
+            self._evict(group, reasons)
+
+    def lose(self, rows: Iterable[int]) -> None:
+        """These rows are gone: so are the groups that have them, for a fragment is no group."""
+        names = {name for row in rows if (name := self.owners.get(row)) is not None}
+        for name in sorted(names, key=lambda name: self.groups[name].number):
+            self._evict(self.groups[name], ["cleared"])
+
+    def _evict(self, group: Group, reasons: list[str]) -> None:
+        """Nobody gets the group. Its ticket goes back, or its version is smaller."""
+        if group.ticket is not None and self._shrinks(group):
+            assert group.target is not None
+            self.state.excused[group.target] = self.state.excused.get(group.target, 0) + 1
+        elif group.ticket is not None:
+            self.state.returned.append(group.ticket)
+        self.state.owed += 1
+        self.source(group.source).evict(reasons, sum(result.tokens for result in group.results))
+        self._end(group)
+        self._forget_rows(group.rows)
+        self.state.remember(group.name, "evicted")
+
+    def _shrinks(self, group: Group) -> bool:
+        return self.policy.shortfall == "shrink" and group.target is not None and group.target >= self.version
+
+    def _end(self, group: Group) -> None:
+        self.num_open -= group.state == "open"
+        self.num_sealed -= group.state == "sealed"
+        del self.groups[group.name]
+
+    def _forget_rows(self, rows: list[int]) -> None:
+        for row in rows:
+            self.owners.pop(row, None)
+        self.discarded += rows
+
+    # consuming
+
+    def eligible(self) -> list[Group]:
+        """Those that may be handed out now, best first."""
+        return eligible(self.policy, self.version, self.groups.values())
+
+    def needed(self, least: int) -> int:
+        """How many groups are enough for who asks for `least`: a version may be smaller. Raises `GroupsShort`."""
+        excused = self.state.excused.get(self.version, 0)
+        if not excused:
+            return least
+        left = self.policy.groups_per_version - excused
+        if left < self.policy.least:
+            raise GroupsShort(
+                f"version {self.version} has {left} groups left of {self.policy.groups_per_version}, "
+                f"its floor is {self.policy.least}"
+            )
+        return min(least, left)
+
+    @property
+    def nothing_comes(self) -> bool:
+        """Whether no group will be sealed any more."""
+        return self.state.ended and not self.num_open and not self.reserved
+
+    @property
+    def num_lent(self) -> int:
+        return len(self.groups) - self.num_open - self.num_sealed
+
+    def withheld(self, group: Group) -> list[int]:
+        """The slots whose rows are held back."""
+        return withheld(self.policy, self.version, group)
+
+    def lend(self, groups: Sequence[Group]) -> None:
+        """These sealed groups are somebody's now. `InvalidInput` for others."""
+        for group in groups:
+            if group.state != "sealed":
+                raise InvalidInput(f"group {group.name!r} is {group.state}")
+            group.state = "lent"
+            self.num_sealed -= 1
+            age = max(0, self.version - group.judged_by(self.policy.judge))
+            self.source(group.source).select(age, len(self.withheld(group)))
+
+    def release(self, names: Iterable[str]) -> None:
+        """Whoever had these did not use them: they are judged again."""
+        for name in names:
+            group = self.groups.get(name)
+            if group is not None and group.state == "lent":
+                group.state = "sealed"
+                self.num_sealed += 1
+                self._judge(group)
+
+    def consume(self, names: Iterable[str], clears: bool) -> None:
+        """These were used; their rows stay unless `clears`."""
+        for name in names:
+            group = self.groups.get(name)
+            if group is None:
+                continue
+            self.source(group.source).consumed += 1
+            self._end(group)
+            for row in group.rows:
+                self.owners.pop(row, None)
+            self.discarded += group.rows if clears else []
+            self.state.remember(name, "consumed")
+
+    def forget_holders(self) -> None:
+        """Nobody of those who worked on slots or had groups is known any more, as after a load."""
+        self.give_back(list(self.reserved))
+        for group in self.groups.values():
+            for slot in group.slots:
+                slot.state = "idle" if slot.state == "running" else slot.state
+        self.release(list(self.groups))
+
+    def is_consistent(self) -> bool:
+        """Whether groups, rows, tickets and counters agree: so after each event, and in a state that is loaded."""
+        live, state = list(self.groups.values()), self.state
+        counts = [sum(group.state == kind for group in live) for kind in ("open", "sealed")]
+        rows = [row for group in live for row in group.rows]
+        tickets = [group.ticket for group in live if group.ticket is not None] + [*state.returned, *self.reserved]
+        by_source = Counter(group.source for group in live)
+        return (
+            counts == [self.num_open, self.num_sealed]
+            and all(group.name == name and group.is_sound for name, group in state.groups.items())
+            and len(rows) == len(self.owners) == len(set(rows))
+            and not state.groups.keys() & state.fates.keys()
+            and len(set(tickets)) == len(tickets)
+            and all(0 <= ticket < state.next_ticket for ticket in tickets)
+            and by_source.keys() <= state.sources.keys()
+            and all(one.opened == by_source[name] + one.consumed + one.evicted for name, one in state.sources.items())
+            and all(group.number < state.next_number for group in live)
+        )

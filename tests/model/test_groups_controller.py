@@ -1,0 +1,484 @@
+"""Groups of siblings as requests: who waits for what, what returns with a session, what outlives the controller."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tables import Box, indexes, packed, reloaded
+
+from transfer_queue.controller import Controller
+from transfer_queue.controller.ledger import Ledger
+from transfer_queue.controller.recovery import Recovery
+from transfer_queue.controller.snapshot import exported
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    GroupEnded,
+    InvalidInput,
+    LeaseExpired,
+    RowCleared,
+    StaleAttempt,
+    TransferQueueError,
+)
+from transfer_queue.groups import GroupPolicy
+from transfer_queue.sampler import SequentialSampler
+from transfer_queue.wire import messages as m
+
+READY = GroupPolicy()
+
+
+class GroupBox(Box):
+    """A controller with a pool for partition p, driven by short calls."""
+
+    def __init__(self, policy: GroupPolicy | None = READY, ledger: Ledger | None = None) -> None:
+        super().__init__()
+        if ledger is not None:
+            self.controller = Controller(SequentialSampler(), None, 0, ledger=ledger)
+        self.rid = 100
+        if policy is not None:
+            self.ask(m.OpenPool, policy, None)
+
+    def ask(self, kind: Any, *args: Any, session: Any = b"session", asker: Any = None, **more: Any) -> Any:
+        """The asker confirms at once that it has the answer."""
+        self.rid += 1
+        named = {"partition": "p"} if "partition" in kind.__struct_fields__ else {}
+        names = [name for name in kind.__struct_fields__[1:] if name not in named]
+        values = named | dict(zip(names, args, strict=False)) | more
+        reply = self.handle(kind(self.rid, **values), asker, session)
+        if reply is not None:
+            self.controller.received(session, self.rid)
+        return reply
+
+    def open(self, name: str, size: int = 1, **more: Any) -> None:
+        values = {"min_size": size, "source": "", "prompt": {}, "start": None, "ticket": None, "refills": False}
+        self.ask(m.OpenGroup, name, size, **values | more)
+
+    def claim(self, count: int = 99, group: str | None = None, session: bytes = b"worker", **more: Any) -> Any:
+        more.setdefault("timeout_s", 0.0)
+        reply = self.ask(m.ClaimSlots, count, group, session=session, **more)
+        return None if reply is None else [(one.group, one.slot, one.attempt) for one in reply.slots]
+
+    def finish(
+        self, name: str, slot: int = 0, attempt: int = 0, rows: list[int] | None = None, **more: Any
+    ) -> list[int]:
+        """New rows, unless given, as the result of an attempt."""
+        rows = indexes(self.put(1)) if rows is None else rows
+        values: dict[str, Any] = {"reward": 1.0, "oldest": None, "newest": None, "tokens": 5, "info": {}}
+        self.ask(m.FinishSlot, name, slot, attempt, packed(rows), **values | more, session=b"worker")
+        return rows
+
+    def made(self, name: str, size: int = 1, **more: Any) -> list[int]:
+        """A sealed group, and its rows."""
+        self.open(name, size, **more)
+        self.claim(size, name)
+        return [row for slot in range(size) for row in self.finish(name, slot)]
+
+    def select(self, least: int = 1, most: int = 99, wait_s: float = 0.0, **more: Any) -> Any:
+        values = {"version": None, "lease_s": 10.0, "timeout_s": wait_s}
+        return self.ask(m.SelectGroups, least, most, **values | more)
+
+    def told(self) -> dict[Any, Any]:
+        """The answers of those who waited, by ticket."""
+        found = dict(self.controller.outbox)
+        self.controller.outbox.clear()
+        return found
+
+    def report(self) -> Any:
+        return self.ask(m.DescribePool).values
+
+    def rows(self) -> list[int]:
+        table = self.controller.tables.get("p")
+        return [] if table is None else sorted(table.index[table.live_slots()].tolist())
+
+
+def names(reply: Any) -> list[str]:
+    return [group.group for group in reply.groups]
+
+
+def test_whole_groups_are_selected_with_their_rows_in_order() -> None:
+    box = GroupBox()
+    first, second = box.made("x", 3), box.made("y", 2)
+    reply = box.select()
+    assert names(reply) == ["x", "y"]
+    assert indexes(reply.rows) == first + second
+    assert [[one.slot for one in group.members] for group in reply.groups] == [[0, 1, 2], [0, 1]]
+    assert box.report()["lent"] == 2
+
+
+def test_who_selects_is_answered_by_the_result_that_completes_the_last_group() -> None:
+    box = GroupBox()
+    for number in range(7):
+        box.made(f"g{number}")
+    box.open("last", 2)
+    box.claim()
+    assert box.select(8, 8, 60.0, asker="trainer") is None
+    box.finish("last", 0)
+    assert box.told() == {}
+    box.finish("last", 1)
+    assert len(box.told()["trainer"].groups) == 8
+
+
+def test_who_claims_waits_until_a_group_is_opened_or_a_slot_is_free_again() -> None:
+    box = GroupBox()
+    assert box.claim(2, timeout_s=60.0, asker="one") is None
+    assert box.claim(2, timeout_s=60.0, asker="two", session=b"other") is None
+    box.open("x", 2)
+    told = box.told()
+    assert [slot.slot for slot in told["one"].slots] == [0, 1]
+    assert "two" not in told
+    box.ask(m.FailSlots, [m.Attempt("x", 1, 0)], "infra")
+    assert [(slot.slot, slot.attempt) for slot in box.told()["two"].slots] == [(1, 1)]
+
+
+def test_a_worker_that_dies_fails_its_attempts_and_the_siblings_stay() -> None:
+    box = GroupBox()
+    box.open("x", 4)
+    box.claim(4, session=b"worker")
+    for slot in (0, 1, 3):
+        box.finish("x", slot)
+    box.end_session(b"worker")
+    assert box.claim(9, session=b"next") == [("x", 2, 1)]
+    late = indexes(box.put(1))
+    with pytest.raises(StaleAttempt):
+        box.finish("x", 2, 0, late)
+    assert late[0] not in box.rows(), "what a lost attempt wrote is not readable"
+    box.finish("x", 2, 1)
+    assert names(box.select()) == ["x"]
+
+
+def test_an_answer_that_reached_nobody_gives_everything_back() -> None:
+    box = GroupBox(GroupPolicy(gate=0, groups_per_version=1, max_attempts=9))
+    box.ask(m.TakeTickets, 1, 0.0)
+    box.controller.state.groups._unreceived.clear()
+    unheard = [
+        (m.TakeTickets, {"count": 1}), (m.ClaimSlots, {"count": 1, "group": None}),
+        (m.SelectGroups, {"least": 1, "most": 1, "version": None, "lease_s": 9.0}),
+    ]  # fmt: skip
+    box.open("x", ticket=0)
+    box.ask(m.AdvancePool, 1)
+    for number, (kind, values) in enumerate(unheard):
+        box.handle(kind(number, partition="p", timeout_s=0.0, **values), None, b"lost")
+        box.controller.take_back(b"lost", number)
+        if kind is m.ClaimSlots:
+            assert box.claim() == [("x", 0, 1)]
+            box.finish("x", 0, 1)
+    report = box.report()
+    assert (report["tickets_out"], report["lent"], report["sealed"]) == (0, 0, 1)
+
+
+def test_a_consumer_that_dies_gives_its_groups_back() -> None:
+    box = GroupBox()
+    box.made("x"), box.made("y")
+    box.select(2, session=b"trainer")
+    assert box.select(1, wait_s=9.0, asker="other", session=b"other") is None
+    box.end_session(b"trainer")
+    assert names(box.told()["other"]) == ["x", "y"]
+
+
+def test_a_lease_that_is_over_gives_its_groups_back_and_is_refused() -> None:
+    box = GroupBox()
+    box.made("x")
+    first = box.select(lease_s=5.0)
+    box.expire(4.0)
+    box.ask(m.RenewGroups, first.lease, 5.0)
+    box.expire(8.0)
+    with pytest.raises(DeadlineExceeded):
+        box.select()
+    box.expire(9.0)
+    assert names(box.select()) == ["x"]
+    for kind, more in ((m.AckGroups, {"groups": None, "clears": False}), (m.ReleaseGroups, {"groups": None})):
+        with pytest.raises(LeaseExpired):
+            box.ask(kind, first.lease, **more)
+
+
+def test_groups_are_acknowledged_one_by_one_or_all_together() -> None:
+    box = GroupBox()
+    rows = box.made("x") + box.made("y") + box.made("z")
+    reply = box.select(3)
+    box.ask(m.AckGroups, reply.lease, ["y"], True)
+    box.ask(m.ReleaseGroups, reply.lease, ["z"])
+    with pytest.raises(InvalidInput, match="does not have group 'y'"):
+        box.ask(m.AckGroups, reply.lease, ["y"], False)
+    box.ask(m.AckGroups, reply.lease, None, False)
+    assert box.rows() == [rows[0], rows[2]]
+    assert names(box.select()) == ["z"]
+    with pytest.raises(GroupEnded, match="'x' has ended: it was consumed"):
+        box.finish("x")
+
+
+def test_an_announced_version_judges_every_pool_and_opens_its_gate() -> None:
+    box = GroupBox(GroupPolicy(serve="window", window=0, stale="evict", gate=0, groups_per_version=2))
+    tickets = [one.number for one in box.ask(m.TakeTickets, 2, 0.0).tickets]
+    rows = box.made("x", ticket=tickets[0])
+    assert box.ask(m.TakeTickets, 2, 60.0, asker="producer") is None
+    box.announce(1)
+    told = [one.number for one in box.told()["producer"].tickets]
+    assert told == [0, 2], "the ticket of the group that was evicted, and a new one"
+    assert rows[0] not in box.rows()
+    assert box.report()["sources"][""]["evicted_for"] == {"stale": 1}
+
+
+def test_a_selection_at_a_newer_version_judges_first() -> None:
+    box = GroupBox(GroupPolicy.windowed(1))
+    box.made("old", start=0), box.made("new", start=2)
+    assert names(box.select(version=2)) == ["new"]
+    assert box.report()["version"] == 2
+
+
+def test_refills_wait_for_an_eviction_and_come_back_from_who_dies() -> None:
+    box = GroupBox(GroupPolicy.drop(1))
+    assert box.ask(m.TakeRefills, 5, 60.0, asker="one", session=b"one") is None
+    box.made("x"), box.made("y")
+    box.ask(m.FilterGroups, ["x", "y"])
+    assert box.told()["one"].count == 2
+    assert box.ask(m.TakeRefills, 5, 60.0, asker="two", session=b"two") is None
+    box.open("z", refills=True)
+    box.end_session(b"one")
+    assert box.told()["two"].count == 1
+    assert box.report()["owed"] == 1
+
+
+def test_who_waits_hears_that_no_more_will_come() -> None:
+    box = GroupBox()
+    box.made("x")
+    box.open("y")
+    assert box.ask(m.AwaitGroups, 4, 60.0, asker="watcher") is None
+    assert box.select(4, 4, 60.0, asker="trainer") is None
+    box.ask(m.EndPool)
+    assert box.told() == {}, "y may still come"
+    box.claim()
+    assert box.claim(1, timeout_s=60.0, asker="worker") is None
+    box.finish("y")
+    told = box.told()
+    assert names(told["trainer"]) == ["x", "y"]
+    assert told["trainer"].ended
+    assert told["watcher"].count == 2
+    assert told["worker"].ended
+    with pytest.raises(InvalidInput, match="no more would be opened"):
+        box.open("z")
+
+
+def test_who_selects_hears_that_a_group_was_given_up_for_good() -> None:
+    box = GroupBox(GroupPolicy(max_attempts=1))
+    box.open("x")
+    box.claim()
+    box.ask(m.EndPool)
+    assert box.select(1, 1, 60.0, asker="trainer") is None
+    box.ask(m.FailSlots, [m.Attempt("x", 0, 0)], "data")
+    reply = box.told()["trainer"]
+    assert (reply.groups, reply.ended) == ([], True)
+
+
+def test_a_group_whose_rows_were_cleared_is_gone_as_a_whole() -> None:
+    box = GroupBox()
+    rows = box.made("x", 2)
+    kept = box.made("y", 2)
+    box.clear([rows[0]])
+    assert names(box.select()) == ["y"]
+    assert box.rows() == kept
+    box.clear()
+    assert box.report()["lent"] == 0
+    assert box.report()["sources"][""]["evicted_for"] == {"cleared": 2}
+
+
+def test_rows_that_are_not_there_are_no_result() -> None:
+    box = GroupBox()
+    box.open("x")
+    box.claim()
+    with pytest.raises(RowCleared):
+        box.finish("x", rows=[77])
+    box.finish("x")
+
+
+def test_a_pool_with_groups_keeps_its_policy() -> None:
+    box = GroupBox()
+    box.ask(m.OpenPool, READY, None)
+    box.open("x")
+    with pytest.raises(InvalidInput, match="has groups, and another policy"):
+        box.ask(m.OpenPool, GroupPolicy.drop(2), None)
+    with pytest.raises(InvalidInput, match="has no pool of groups"):
+        box.handle(m.DescribePool(1, "q"))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (m.TakeTickets, 0, 1.0), (m.ClaimSlots, 0, None, 1.0), (m.SelectGroups, 3, 2, None, 1.0, 1.0),
+        (m.SelectGroups, 1, 1, None, 0.0, 1.0), (m.AwaitGroups, -1, 1.0), (m.TakeRefills, 0, 1.0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_mean_nothing_are_refused(asked: Any) -> None:
+    with pytest.raises(InvalidInput):
+        GroupBox().ask(asked[0], *asked[1:])
+
+
+def test_more_tickets_than_a_gate_ever_lets_through_are_refused_at_once() -> None:
+    with pytest.raises(InvalidInput, match="the gate is open for 4 at most"):
+        GroupBox(GroupPolicy(gate=1, groups_per_version=2)).ask(m.TakeTickets, 5, 60.0)
+
+
+def test_whoever_waited_too_long_is_told_what_was_missing() -> None:
+    box = GroupBox()
+    box.open("x")
+    assert box.select(2, 2, 5.0, asker="trainer") is None
+    box.expire(5.0)
+    failed = box.told()["trainer"]
+    assert failed.code == DeadlineExceeded.code
+    assert "has 1 open groups, 0 sealed ones" in failed.text
+
+
+def test_a_source_that_nobody_uses_starves_visibly() -> None:
+    box = GroupBox()
+    box.made("x", source="math")
+    box.open("y", source="code")
+    box.report()
+    box.now = 30.0
+    box.ask(m.AckGroups, box.select().lease, None, False)
+    box.now = 40.0
+    sources = box.report()["sources"]
+    assert (sources["math"]["starved_s"], sources["code"]["starved_s"]) == (10.0, 40.0)
+    assert (sources["math"]["consumed"], sources["code"]["consumed"]) == (1, 0)
+
+
+def test_a_loaded_pool_goes_on_with_what_nobody_had() -> None:
+    box = GroupBox()
+    rows = box.made("x", 2)
+    box.made("y")
+    box.open("z", 2)
+    box.claim(2)
+    box.finish("z", 0)
+    box.select(1, 1)
+    fresh = GroupBox(None)
+    fresh.controller = reloaded(box).controller
+    report = fresh.report()
+    assert (report["open"], report["sealed"], report["lent"]) == (1, 2, 0)
+    assert fresh.claim() == [("z", 1, 1)]
+    fresh.finish("z", 1, 1)
+    reply = fresh.select()
+    assert names(reply) == ["x", "y", "z"]
+    assert indexes(reply.rows)[:2] == rows
+
+
+# ---- random histories ----
+
+POLICIES = [
+    GroupPolicy(), GroupPolicy.windowed(1), GroupPolicy.weight_fifo(1, 3), GroupPolicy.drop(2), GroupPolicy.dropless(3),
+    GroupPolicy.in_order(1, 2, shrink=True, floor=0.0),
+    GroupPolicy(serve="window", window=1, stale="withhold", retry="group"),
+]  # fmt: skip
+
+
+class History:
+    """Random requests of three sessions, all of which may be refused."""
+
+    def __init__(self, seed: int, ledger: Ledger) -> None:
+        self.random = random.Random(seed)
+        self.box = GroupBox(self.random.choice(POLICIES), ledger)
+        self.attempts: list[tuple[str, int, int]] = []
+        self.tickets: list[int] = []
+        self.leases: list[int] = []
+        self.number = 0
+
+    def step(self) -> None:
+        choose, box = self.random, self.box
+        session = choose.choice([b"a", b"b", b"c"])
+        waits = choose.choice([0.0, 0.0, 50.0])
+        asker = object()
+        match choose.randrange(16):
+            case 0 | 1:
+                found = box.ask(m.TakeTickets, choose.randint(1, 2), waits, session=session, asker=asker)
+                self.tickets += [one.number for one in found.tickets] if found else []
+            case 2 | 3 | 4:
+                self.number += 1
+                size = choose.randint(1, 3)
+                number = self.tickets.pop() if self.tickets and choose.random() < 0.8 else None
+                box.open(
+                    f"g{self.number}", size, min_size=choose.randint(1, size), source=choose.choice("mc"),
+                    ticket=number, refills=choose.random() < 0.3,
+                )  # fmt: skip
+            case 5 | 6 | 7:
+                self.attempts += box.claim(choose.randint(1, 4), session=session, timeout_s=waits, asker=asker) or []
+            case 8 | 9 | 10 if self.attempts:
+                one = self.attempts.pop(choose.randrange(len(self.attempts)))
+                rows = indexes(box.put(choose.randint(0, 2))) if choose.random() < 0.9 else [10**6]
+                box.finish(*one, rows, oldest=choose.randint(0, 4), newest=9)
+            case 11 if self.attempts:
+                one = self.attempts.pop()
+                box.ask(m.FailSlots, [m.Attempt(*one)], choose.choice(["infra", "data"]))
+            case 12:
+                found = box.select(choose.randint(1, 3), 3, waits, session=session, asker=asker)
+                self.leases += [found.lease] if found and found.groups else []
+            case 13 if self.leases:
+                lease = self.leases.pop()
+                if choose.random() < 0.7:
+                    box.ask(m.AckGroups, lease, None, choose.random() < 0.5)
+                else:
+                    box.ask(m.ReleaseGroups, lease, None)
+            case 14:
+                self._rare(session)
+            case _:
+                box.expire(box.now + choose.choice([0.0, 1.0, 20.0]))
+        self._hear()
+
+    def _rare(self, session: bytes) -> None:
+        choose, box = self.random, self.box
+        match choose.randrange(5):
+            case 0:
+                box.end_session(session)
+            case 1:
+                box.announce(self.number)
+            case 2:
+                box.ask(m.FilterGroups, [f"g{choose.randint(1, self.number + 1)}"])
+            case 3:
+                rows = box.rows()
+                box.clear(choose.sample(rows, min(len(rows), 2)) if rows else None)
+            case 4:
+                box.ask(m.RetargetGroup, f"g{choose.randint(1, self.number + 1)}", choose.randint(0, 9))
+
+    def _hear(self) -> None:
+        for reply in self.box.told().values():
+            if isinstance(reply, m.SlotsClaimed):
+                self.attempts += [(one.group, one.slot, one.attempt) for one in reply.slots]
+            if isinstance(reply, m.Tickets):
+                self.tickets += [one.number for one in reply.tickets]
+            if isinstance(reply, m.GroupsLent) and reply.groups:
+                self.leases.append(reply.lease)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            try:
+                self.step()
+            except TransferQueueError:
+                self.box.told()
+
+
+def settled(controller: Controller) -> Any:
+    """What is saved, once nobody is left who had something."""
+    controller.forget({waiter.ticket for waiter in controller.state.groups.parked})
+    controller.state.groups.forget_holders()
+    saved = msgspec.msgpack.decode(exported(controller.state)[0])
+    for pool in saved["pools"].values():
+        pool["returned"].sort()
+    return saved["pools"], [
+        (table["name"], np.frombuffer(table["index"], np.int64).tolist()) for table in saved["tables"]
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_histories_keep_their_invariants_and_outlive_their_controller(seed: int) -> None:
+    ledger = Ledger()
+    blank = Controller(SequentialSampler(), None, 0, ledger=Ledger())
+    state, blocks = exported(blank.state)
+    history = History(seed, ledger)
+    history.run(300)
+    heir = Controller(SequentialSampler(), None, 0, ledger=Ledger())
+    recovery = Recovery(heir, state, blocks, 0)
+    for fact in ledger.take():
+        recovery.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(fact), type=type(fact)))
+    recovery.finish()
+    heir.check_invariants()
+    assert settled(heir) == settled(history.box.controller)
