@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from tables import packed
 from transfer_queue.codec.layout import encode_layout
 from transfer_queue.controller import Controller
 from transfer_queue.errors import CallerError, InvalidInput, ProtocolError, ServiceError
+from transfer_queue.groups import GroupPolicy
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.schema import FieldSchema
 from transfer_queue.server.controller_node import ControllerNode
@@ -34,6 +35,7 @@ names = st.sampled_from(NAMES)
 in_64_bits = st.sampled_from([number for number in NUMBERS if number < 2**63])
 arrays = st.lists(in_64_bits, max_size=5).map(packed)
 raw = st.binary(max_size=20) | arrays | arrays.map(lambda data: data[:-1]) | arrays.map(lambda data: data + b"\x00")
+groups = names | st.sampled_from(["g", "h"])
 plain: Any = st.none() | st.booleans() | numbers | st.floats() | names | st.binary(max_size=9)
 values = st.recursive(
     plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6
@@ -42,7 +44,7 @@ tags = st.dictionaries(names, values, max_size=3)
 fields = st.builds(FieldSchema, names, names, names, st.lists(numbers, max_size=3).map(tuple))
 STRATEGIES: dict[Any, Any] = {
     int: numbers, float: st.floats() | numbers.map(float), bool: st.booleans(), bytes: raw, str: names,
-    bytes | None: st.none() | raw, list[str]: st.lists(names, max_size=4), int | None: st.none() | numbers,
+    bytes | None: st.none() | raw, list[str]: st.lists(groups, max_size=4), int | None: st.none() | numbers,
     str | None: st.none() | names, list[str] | None: st.none() | st.lists(names, max_size=4),
     list[FieldSchema]: st.lists(fields, max_size=3), m.Tags: tags, list[m.Tags]: st.lists(tags, max_size=4),
     list[m.Tags] | None: st.none() | st.lists(tags, max_size=4), list[int]: st.lists(numbers, max_size=4),
@@ -51,6 +53,10 @@ STRATEGIES: dict[Any, Any] = {
     list[m.Refilled]: st.lists(st.builds(m.Refilled, numbers, numbers, numbers), max_size=3),
     list[bytes]: st.lists(raw, max_size=3),
     list[tuple[int, bytes | None]]: st.lists(st.tuples(numbers, st.none() | raw), max_size=3),
+    float | None: st.none() | st.floats(), Literal["infra", "data"]: st.sampled_from(["infra", "data", "x"]),
+    GroupPolicy: st.sampled_from([GroupPolicy.windowed(1), GroupPolicy.in_order(1, 2), GroupPolicy.dropless(2)]),
+    list[tuple[str, int]]: st.lists(st.tuples(groups, numbers), max_size=3),
+    list[m.Attempt]: st.lists(st.builds(m.Attempt, groups, numbers, numbers), max_size=3),
     dict[str, tuple[int, int]]: st.dictionaries(names, st.tuples(numbers, numbers), max_size=3),
 }  # fmt: skip
 
@@ -79,6 +85,13 @@ class Place:
         self.send(m.Fetch(0, "p", ["x"], 1, "t", {}, 0.0, True))
         self.send(m.MarkStep(0, 1, ["t"], []))
         self.send(m.Lock(0, "p", ["k0"], 60.0, 0.0, {}))
+        self.send(m.OpenPool(0, "p", GroupPolicy(gate=1, groups_per_version=4), None))
+        self.send(m.TakeTickets(0, "p", 3, 0.0))
+        for number, name in enumerate("gh"):
+            self.send(m.OpenGroup(0, "p", name, 2 - number, 1, "", {}, None, number, False))
+        self.send(m.StartSlots(0, "p", [("g", 0), ("h", 0)]))
+        self.send(m.FinishSlot(0, "p", "h", 0, 0, packed([3]), 1.0, None, None, 5, {}))
+        self.send(m.OpenPartition(0, "q", "s", 1, ["c"], True, 0.0))
 
     def send(self, message: m.Request, payload: bytes = b"", session: ServerSession | None = None) -> m.Reply | None:
         """The reply, None when it was parked. Raises what the link would log as a traceback."""
@@ -133,6 +146,9 @@ def sample(kind: Any) -> m.Message:
         "layout": LAYOUT, "batch_size": 1, "cuts": [m.Cut(1, packed([0, 2]), ["x"])],
         "lies": m.Registered("there:1", 4096), "target": 2, "address": ":1",
         "lease_s": 1.0, "layouts": [LAYOUT], "names": ["a"], "session": b"remote", "known": {}, "rids": [7],
+        "policy": GroupPolicy(), "group": "g", "groups": ["h"], "slot": 0, "attempts": [m.Attempt("g", 0, 0)],
+        "slots": [("g", 1)], "series": "s", "consumers": ["c"], "consumer": "c", "least": 1, "most": 2, "tickets": [2],
+        "size": 2, "min_size": 1, "kind": "infra", "max_open": 1,
         "lock": 1, "holder": {"pid": 1} if kind is m.Lock else b"", "tasks": ["t"], "step": 1,
     }  # fmt: skip
     if kind is m.Commit:

@@ -12,15 +12,14 @@ from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import CellsGathered, CellsMoved, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
 from transfer_queue.controller.groups import REQUESTS as GROUP_REQUESTS
-from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
 from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
-from transfer_queue.controller.redelivery import REQUESTS as DEAD_LETTER_REQUESTS
 from transfer_queue.controller.restore import StateLoader
+from transfer_queue.controller.series import REQUESTS as SERIES_REQUESTS
 from transfer_queue.controller.snapshot import capture
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.state import ControllerState, RowQuotaExceeded
@@ -87,41 +86,45 @@ class Controller:
             m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
             m.Announce: self._announce, m.ResumeStep: self._fetching.steps.resume,
         }  # fmt: skip
-        self.groups = state.groups
-        self._rules |= self.groups.rules
-        self.groups.clear = self._clear
+        self.groups, self.series = state.groups, state.series
+        self.groups.clear = self.series.clear = self._clear
+        self.series.open = lambda name: self._open(name, 0)
+        self._lasting = self._rules | self.groups.rules | self.series.rules
         if ledger is not None:
-            self._rules = {kind: ledger.noting(rule, state) for kind, rule in self._rules.items()}
-        self.groups.rules |= {kind: self._rules[kind] for kind in (*self.groups.rules, m.Clear)}
+            self._lasting = {kind: ledger.noting(rule, state) for kind, rule in self._lasting.items()}
+        self._rules = {kind: self._lasting[kind] for kind in self._rules}
+        self.groups.rules |= {kind: self._lasting[kind] for kind in (*self.groups.rules, m.Clear)}
+        self.series.rules |= {kind: self._lasting[kind] for kind in self.series.rules}
+        parts = (
+            (GROUP_REQUESTS, self.groups.handle), (SERIES_REQUESTS, self.series.handle),
+            (LOCK_REQUESTS, self.locks.handle), (VERSION_REQUESTS, self.staleness.handle),
+        )  # fmt: skip
+        self._parts: dict[type, Callable[..., m.Reply | None]] = {kind: part for kinds, part in parts for kind in kinds}
         self._rules |= {m.GetStep: self._fetching.steps.taken, **Queries(self.tables).rules}
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         self._leases.now = now
         self.lineage.check(message)
-        if isinstance(message, GROUP_REQUESTS):
-            return self.groups.handle(message, ticket, session, now)
-        rule = self._rules.get(type(message))
-        if rule is not None:
-            return self._by_rule(rule, message, ticket, session, now)
-        if isinstance(message, LEASE_REQUESTS):
-            return self._leases.handle(message, session)
-        if isinstance(message, m.Fetch):
-            check_fetch(message)
-            parked = Waiter(ticket, session, message, now + message.timeout_s, now - message.waited_s, message.waited_s)
-            return self._fetching.fetch(parked, self.tables.get(message.partition))
-        if isinstance(message, DEAD_LETTER_REQUESTS):
-            return self._redelivery.handle(message)
-        if isinstance(message, m.MarkStep):
-            return self._mark(message, session)
-        if isinstance(message, VERSION_REQUESTS):
-            answer: m.Reply | None = self.staleness.handle(message, ticket, session, now)
-            return answer
-        if isinstance(message, LOCK_REQUESTS):
-            return self.locks.handle(message, ticket, session, now)
-        if isinstance(message, m.Snapshot):
-            return capture(self.state, message, ticket, session)
-        if isinstance(message, m.Restore):
-            return self.restoring.start(message, ticket)
+        kind = type(message)
+        if kind in self._rules:
+            return self._by_rule(self._rules[kind], message, ticket, session, now)
+        if kind in self._parts:
+            return self._parts[kind](message, ticket, session, now)
+        match message:
+            case m.Fetch(timeout_s=timeout_s, waited_s=waited_s):
+                check_fetch(message)
+                parked = Waiter(ticket, session, message, now + timeout_s, now - waited_s, waited_s)
+                return self._fetching.fetch(parked, self.tables.get(message.partition))
+            case m.Ack() | m.Renew() | m.Release() | m.Nack():
+                return self._leases.handle(message, session)
+            case m.ListDeadLetters() | m.Requeue():
+                return self._redelivery.handle(message)
+            case m.MarkStep():
+                return self._mark(message, session)
+            case m.Snapshot():
+                return capture(self.state, message, ticket, session)
+            case m.Restore():
+                return self.restoring.start(message, ticket)
         assert isinstance(message, m.Recycle), message
         self.state.end_captures(session, message.snapshot)
         return m.Done(message.rid)
@@ -143,7 +146,7 @@ class Controller:
 
     def apply(self, message: m.Request) -> None:
         """Carry out a request that was not refused before, in the state that it was made in."""
-        self._rules[type(message)](message)
+        self._lasting[type(message)](message)
 
     def notice_after(self, seconds: Sequence[float]) -> None:
         """When those who wait are told what is missing; ascending."""
@@ -154,12 +157,13 @@ class Controller:
     def _lots(self) -> tuple[WaitQueue[Any], ...]:
         """Requests that wait, but for loads."""
         admits = self.staleness.admissions.parked
-        return (self._fetching.parked, self._quota_waiters, admits, self.locks.parked, self.groups.parked)
+        others = (self.locks.parked, self.groups.parked, self.series.parked)
+        return (self._fetching.parked, self._quota_waiters, admits, *others)
 
     def next_deadline(self) -> float | None:
         lots = (
             self._fetching.parked, self._quota_waiters, self._leases, self._redelivery,
-            self.staleness.admissions.parked, self.locks, self.groups,
+            self.staleness.admissions.parked, self.locks, self.groups, self.series,
         )  # fmt: skip
         deadlines = [lot.next_deadline() for lot in lots]
         return min((d for d in deadlines if d is not None), default=None)
@@ -171,9 +175,8 @@ class Controller:
         self._redelivery.expire(now)
         tell_waiting(self._fetching, self._quota_waiters, self.max_rows, now)
         self._fetching.expire(now)
-        self.staleness.admissions.expire(now)
-        self.locks.expire(now)
-        self.groups.expire(now)
+        for part in (self.staleness.admissions, self.locks, self.groups, self.series):
+            part.expire(now)
         for parked in self._quota_waiters.expired(now):
             text = f"the store's {self.max_rows} rows stayed in use for {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, m.Failed(parked.message.rid, StoreFull.code, text)))
@@ -181,7 +184,8 @@ class Controller:
     def forget(self, tickets: set[Hashable]) -> None:
         """Drop parked requests whose askers are gone."""
         admits = self.staleness.admissions
-        for part in (self._fetching, self._quota_waiters, admits, self.locks, self.groups, self.restoring):
+        others = (self.locks, self.groups, self.series, self.restoring)
+        for part in (self._fetching, self._quota_waiters, admits, *others):
             part.forget(tickets)
 
     def end_session(self, session: bytes) -> None:
@@ -438,6 +442,7 @@ class Controller:
         """The partition is gone now, and its name is free; its memory is given back in slices."""
         del self.tables[table.name]
         self.groups.cleared(table.name, None)
+        self.series.closed(table.name)
         self._fetching.closed(table)
         self.state.cleared_partitions.add(table, self.block_index.entries)
 
@@ -591,6 +596,7 @@ class Controller:
         self.staleness.check_invariants()
         self.locks.check_invariants()
         self.groups.check_invariants()
+        self.series.check_invariants()
         for table in self.tables.values():
             table.check_invariants()
         self.block_index.check_invariants(self.tables.values(), self.state.cleared_partitions.blocks())

@@ -41,8 +41,9 @@ REQUESTS = (
     m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool,
     m.IssueTickets, m.LendGroups, m.UnlendGroups,
 )  # fmt: skip
-WAITING = (m.TakeTickets, m.ClaimSlots, m.SelectGroups, m.AwaitGroups, m.TakeRefills)
+OUTCOMES = (m.IssueTickets, m.StartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups)  # nobody asks for them
 MAX_COUNT = 1 << 20
+MAX_VERSION, MAX_TOKENS = 1 << 40, 1 << 40
 
 
 class GroupLease:
@@ -102,6 +103,8 @@ class GroupPools:
     def handle(self, message: Any, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         """The answer, or None after parking."""
         self._now = now
+        if isinstance(message, OUTCOMES):
+            raise InvalidInput(f"{type(message).__name__} is what the service makes of other requests")
         if type(message) in self.rules:
             return self._lasting(message, session)
         match message:
@@ -143,13 +146,13 @@ class GroupPools:
         if known is None or known.policy != message.policy:
             newest = self._versions().newest
             version = message.version if message.version is not None else newest if newest is not None else 0
-            if version < 0:
-                raise InvalidInput(f"version {version}")
+            _check_versions(version)
             self.pools[message.partition] = Pool(PoolState(message.policy, version, version))
             self._changed(message.partition)
         return m.Done(message.rid)
 
     def _open(self, message: m.OpenGroup) -> m.Reply:
+        _check_versions(message.start)
         self._pool(message.partition).open(
             message.group, message.size, message.min_size, message.source, message.prompt, message.start,
             message.ticket, message.refills,
@@ -175,7 +178,8 @@ class GroupPools:
         start = pool.group(message.group).start
         oldest = start if message.oldest is None else message.oldest
         newest = oldest if message.newest is None else message.newest
-        if newest < oldest or message.tokens < 0:
+        _check_versions(oldest, newest)
+        if newest < oldest or not 0 <= message.tokens < MAX_TOKENS:
             raise InvalidInput(f"versions {oldest} to {newest}, {message.tokens} tokens")
         result = Result(rows.tolist(), message.reward, oldest, newest, message.tokens, message.info)
         if pool.done(message.group, message.slot, message.attempt, result):
@@ -204,6 +208,7 @@ class GroupPools:
         return m.Done(message.rid)
 
     def _advance(self, message: m.AdvancePool) -> m.Reply:
+        _check_versions(message.version)
         pool = self._pool(message.partition)
         if message.version > pool.version:
             pool.advance(message.version)
@@ -248,7 +253,7 @@ class GroupPools:
         """A version of the weights was announced: every pool judges by it."""
         newest = self._versions().newest
         for partition, pool in self.pools.items():
-            if newest is not None and newest > pool.version:
+            if newest is not None and pool.version < newest < MAX_VERSION:
                 pool.advance(newest)
                 self._changed(partition)
 
@@ -570,6 +575,12 @@ class GroupPools:
             table = self._tables.get(partition)
             rows = np.array(list(pool.owners), np.int64)
             assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))
+
+
+def _check_versions(*versions: int | None) -> None:
+    """`InvalidInput` for numbers that no version has."""
+    if any(version is not None and not 0 <= version < MAX_VERSION for version in versions):
+        raise InvalidInput(f"versions {versions}: expected numbers from 0 to {MAX_VERSION}")
 
 
 def _lent(pool: Pool, group: Group, held: list[int]) -> m.LentGroup:

@@ -177,6 +177,8 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
     pools = {name: Pool(one) for name, one in saved.pools.items()}
     if not all(pool.is_consistent() for pool in pools.values()):
         refuse("groups")
+    if not saved.series.keys() <= {one.name for one in saved.tables}:
+        refuse("series of partitions")
     for one in saved.tables:
         if one.name in draft.tables:
             refuse("partitions repeat")
@@ -194,6 +196,7 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
             yield
     _load_sampler(sampler, saved.sampler_state)
     _switch(draft, saved, versions, steps)
+    state.series.restore(saved.series)
     state.groups.restore(pools)
 
 

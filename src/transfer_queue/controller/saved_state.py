@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from transfer_queue.controller.admission import AdmissionGrant
+from transfer_queue.controller.series import SeriesMember
 from transfer_queue.controller.taken import SavedSteps
 from transfer_queue.controller.weight_versions import SavedVersions
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported
@@ -88,6 +89,7 @@ class SavedController(msgspec.Struct):
     lineage: dict[bytes, int] = {}
     steps: dict[str, SavedSteps] = {}
     pools: dict[str, PoolState] = {}
+    series: dict[str, SeriesMember] = {}
 
 
 class TableOf1(SavedTable):

@@ -61,6 +61,7 @@ def exported(state: ControllerState, strict: bool = True) -> tuple[bytes, list[i
         state.lineage.saved(state.next_index),
         state.fetching.steps.saved(),
         state.groups.saved(),
+        state.series.members,
     )
     return encode(saved), sorted(block for table in state.tables.values() for block in table.blocks)
 

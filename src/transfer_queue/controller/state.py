@@ -12,6 +12,7 @@ from transfer_queue.controller.groups import GroupPools
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.lineage import Lineage
 from transfer_queue.controller.lone_blocks import LoneBlocks
+from transfer_queue.controller.series import SeriesBook
 from transfer_queue.controller.table import Table
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
@@ -46,6 +47,7 @@ class ControllerState:
         self.groups = GroupPools(
             self.tables, self.outbox, self.fetching.unreceived, lambda: self.staleness.admissions.versions
         )
+        self.series = SeriesBook(self.outbox, self.tables)
         self.max_rows = max_rows
         self.next_index = 0
 

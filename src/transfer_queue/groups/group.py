@@ -13,7 +13,7 @@ import msgspec
 from transfer_queue.errors import GroupEnded, InvalidInput, StaleAttempt
 
 Fate = Literal["consumed", "evicted"]
-MAX_SIZE = 1 << 16
+MAX_SIZE = 1 << 14
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@
     groups       groups of siblings
     locks        names that are held
     partitions   a partition as a whole
+    series       partitions of which only so many may be open
     staleness    versions of weights, and how many rows may be started
     checkpoints  everything in the service at once
     units        between storage units and the controller, and from readers to units of other hosts
@@ -131,6 +132,10 @@ from transfer_queue.wire.messages.rows import NameRows as NameRows
 from transfer_queue.wire.messages.rows import Names as Names
 from transfer_queue.wire.messages.rows import RowSet as RowSet
 from transfer_queue.wire.messages.rows import SetTags as SetTags
+from transfer_queue.wire.messages.series import DescribeSeries as DescribeSeries
+from transfer_queue.wire.messages.series import EnterSeries as EnterSeries
+from transfer_queue.wire.messages.series import FinishPartition as FinishPartition
+from transfer_queue.wire.messages.series import OpenPartition as OpenPartition
 from transfer_queue.wire.messages.services import Report as Report
 from transfer_queue.wire.messages.services import Stats as Stats
 from transfer_queue.wire.messages.services import Stop as Stop
@@ -186,6 +191,7 @@ ClientMessage: TypeAlias = (
     | OpenPool | TakeTickets | ReturnTickets | OpenGroup | ClaimSlots | StartSlots | FinishSlot | FailSlots
     | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
+    | OpenPartition | EnterSeries | FinishPartition | DescribeSeries
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
@@ -213,8 +219,7 @@ LARGE = frozenset(
     one.__name__.encode()
     for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Gathered,
                 ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep, ReportMissing, FinishSlot,
-                FailSlots, FilterGroups, ConsumeGroups, AckGroups, ReleaseGroups, ReturnTickets, OpenGroup,
-                IssueTickets, LendGroups, UnlendGroups)
+                FailSlots, FilterGroups, AckGroups, ReleaseGroups, ReturnTickets, OpenGroup)
 )  # fmt: skip
 
 
@@ -230,7 +235,7 @@ def header_limit(head: memoryview) -> int:
 MUTATING = frozenset((
     Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Gathered, Restore,
     Ack, Release, Nack, Requeue, Announce, Admit, GiveBack, Lock, Unlock, MarkStep, ResumeStep,
-    OpenPool, TakeTickets, ReturnTickets, OpenGroup, ClaimSlots, StartSlots, FinishSlot, FailSlots, FilterGroups,
-    RetargetGroup, AdvancePool, EndPool, SelectGroups, AckGroups, ReleaseGroups, ConsumeGroups, TakeRefills,
-    IssueTickets, LendGroups, UnlendGroups,
+    OpenPool, TakeTickets, ReturnTickets, OpenGroup, ClaimSlots, FinishSlot, FailSlots, FilterGroups,
+    RetargetGroup, AdvancePool, EndPool, SelectGroups, AckGroups, ReleaseGroups, TakeRefills,
+    OpenPartition, FinishPartition,
 ))  # fmt: skip
