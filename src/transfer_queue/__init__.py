@@ -48,9 +48,11 @@ if TYPE_CHECKING:
     from transfer_queue.dataloader import stream as stream
     from transfer_queue.errors import LockLostError as LockLostError
     from transfer_queue.errors import StorageKeyNotFoundError as StorageKeyNotFoundError
+    from transfer_queue.groups import GroupPolicy as GroupPolicy
     from transfer_queue.interface import address as address
     from transfer_queue.interface import admit as admit
     from transfer_queue.interface import async_admit as async_admit
+    from transfer_queue.interface import async_finish_partition as async_finish_partition
     from transfer_queue.interface import async_give_back as async_give_back
     from transfer_queue.interface import async_kv_batch_get as async_kv_batch_get
     from transfer_queue.interface import async_kv_batch_get_by_meta as async_kv_batch_get_by_meta
@@ -60,12 +62,16 @@ if TYPE_CHECKING:
     from transfer_queue.interface import async_kv_list as async_kv_list
     from transfer_queue.interface import async_kv_put as async_kv_put
     from transfer_queue.interface import async_kv_update as async_kv_update
+    from transfer_queue.interface import async_open_partition as async_open_partition
+    from transfer_queue.interface import async_series_status as async_series_status
     from transfer_queue.interface import async_set_weight_version as async_set_weight_version
     from transfer_queue.interface import close as close
     from transfer_queue.interface import dump_data_by_key as dump_data_by_key
+    from transfer_queue.interface import finish_partition as finish_partition
     from transfer_queue.interface import get_client as get_client
     from transfer_queue.interface import get_metrics_endpoint as get_metrics_endpoint
     from transfer_queue.interface import give_back as give_back
+    from transfer_queue.interface import group_pool as group_pool
     from transfer_queue.interface import init as init
     from transfer_queue.interface import kv_batch_get as kv_batch_get
     from transfer_queue.interface import kv_batch_get_by_meta as kv_batch_get_by_meta
@@ -77,9 +83,11 @@ if TYPE_CHECKING:
     from transfer_queue.interface import kv_update as kv_update
     from transfer_queue.interface import load_checkpoint as load_checkpoint
     from transfer_queue.interface import load_data_by_key as load_data_by_key
+    from transfer_queue.interface import open_partition as open_partition
     from transfer_queue.interface import read_row_index as read_row_index
     from transfer_queue.interface import save_checkpoint as save_checkpoint
     from transfer_queue.interface import save_step as save_step
+    from transfer_queue.interface import series_status as series_status
     from transfer_queue.interface import set_weight_version as set_weight_version
     from transfer_queue.locks import async_kv_global_lock as async_kv_global_lock
     from transfer_queue.locks import async_kv_global_locked as async_kv_global_locked
@@ -108,8 +116,10 @@ _HOMES = {
         "kv_update", "async_kv_update", "kv_empty", "async_kv_empty", "dump_data_by_key", "load_data_by_key",
         "read_row_index", "save_step",
         "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",
-        "give_back", "async_give_back",
+        "give_back", "async_give_back", "group_pool", "open_partition", "async_open_partition", "finish_partition",
+        "async_finish_partition", "series_status", "async_series_status",
     ),
+    "transfer_queue.groups": ("GroupPolicy",),
     "transfer_queue.client.client": ("TransferQueueClient",),
     "transfer_queue.client.dense": ("Padding", "to_dense"),
     "transfer_queue.codec.registry": ("register_type",),

@@ -16,10 +16,12 @@ from transfer_queue import config as settings
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run, run_async, show_as_public
 from transfer_queue.client.effects import Operation
-from transfer_queue.client.operations import kv, staleness, update
+from transfer_queue.client.groups import GroupPool, open_pool
+from transfer_queue.client.operations import kv, partitions, staleness, update
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
+from transfer_queue.groups import GroupPolicy
 from transfer_queue.launch import choose, controller_actor, service_info
 from transfer_queue.launch.launcher import Launcher, RunningService
 from transfer_queue.wire.address import Address, parse_address
@@ -308,6 +310,21 @@ set_weight_version, async_set_weight_version = (
 )
 admit, async_admit = _plain(staleness.admit), _async(staleness.admit)
 give_back, async_give_back = _plain(staleness.give_back), _async(staleness.give_back)
+open_partition, async_open_partition = _plain(partitions.open_partition), _async(partitions.open_partition)
+finish_partition, async_finish_partition = _plain(partitions.finish_partition), _async(partitions.finish_partition)
+series_status, async_series_status = _plain(partitions.series_status), _async(partitions.series_status)
+
+
+def group_pool(partition_id: str, policy: GroupPolicy | None = None, version: int | None = None) -> GroupPool:
+    """The groups of siblings of one partition. The first call says by which `policy`, others may leave it out.
+
+    `version` is the trainer's version that the pool begins with (default: the one announced last, else 0). A pool that
+    is there stays as it is. Raises `InvalidInput` for another policy than that of a pool with groups, `NotInitialized`.
+    """
+    client = get_client()
+    if policy is not None:
+        run(client.session, open_pool(client.session, partition_id, policy, version))
+    return GroupPool(client, partition_id)
 
 
 def save_checkpoint(

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import psutil
@@ -141,7 +141,8 @@ def every_message() -> list[m.Message]:
     samples: dict[Any, Any] = {
         int: 1, float: 0.0, bool: False, bytes: b"12345678", str: "p", bytes | None: None, list[str] | None: ["a"],
         list[m.Tags] | None: None, str | None: None, int | None: None, list[str]: ["x"], m.Tags: {}, list[m.Tags]: [{}],
-        dict[str, Any]: {}, list[int]: [1], m.Registered: m.Registered("a", 1),
+        dict[str, Any]: {}, list[int]: [1], m.Registered: m.Registered("a", 1), tq.GroupPolicy: tq.GroupPolicy(),
+        float | None: 1.0, Literal["infra", "data"]: "data",
     }  # fmt: skip
     found = []
     for cls in m.ClientMessage.__args__:  # type: ignore[attr-defined]

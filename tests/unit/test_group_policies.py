@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput, StaleAttempt
-from transfer_queue.groups import GroupPolicy, Pool, PoolState, Result
+from transfer_queue.groups import GroupPolicy, PoolCore, PoolState, Result
 
 # (name, version it was started at, version it is for, whether it is sealed), in order of arrival; the trainer is at 5.
 BUFFER = [
@@ -21,18 +21,18 @@ def result(rows: list[int], start: int = 0, **more: Any) -> Result:
     return Result(rows, **values | more)
 
 
-def take(pool: Pool, count: int) -> list[int] | None:
+def take(pool: PoolCore, count: int) -> list[int] | None:
     found = pool.tickets(count)
     if found:
         pool.issue(found)
     return found
 
 
-def pool_of(policy: GroupPolicy, version: int = 0) -> Pool:
-    return Pool(PoolState(policy, version, version))
+def pool_of(policy: GroupPolicy, version: int = 0) -> PoolCore:
+    return PoolCore(PoolState(policy, version, version))
 
 
-def opened(pool: Pool, name: str, start: int | None = None, size: int = 1, **more: Any) -> None:
+def opened(pool: PoolCore, name: str, start: int | None = None, size: int = 1, **more: Any) -> None:
     ticket = more.get("ticket")
     if ticket is None and pool.policy.gate is not None:
         ticket = (take(pool, 1) or [None])[0]
@@ -41,7 +41,7 @@ def opened(pool: Pool, name: str, start: int | None = None, size: int = 1, **mor
     )
 
 
-def sealed(pool: Pool, name: str, rows: list[int], **more: Any) -> None:
+def sealed(pool: PoolCore, name: str, rows: list[int], **more: Any) -> None:
     """Its slots get a row each."""
     group = pool.groups[name]
     for number, row in enumerate(rows):
@@ -49,7 +49,7 @@ def sealed(pool: Pool, name: str, rows: list[int], **more: Any) -> None:
         pool.done(name, number, attempt, result([row], group.start, **more))
 
 
-def buffer_in(policy: GroupPolicy) -> Pool:
+def buffer_in(policy: GroupPolicy) -> PoolCore:
     """The buffer as it is when the trainer comes to 5; its targets, where the policy has some, are those of above."""
     pool = pool_of(policy)
     for number, (name, start, target, is_sealed) in enumerate(BUFFER):
@@ -66,11 +66,11 @@ def buffer_in(policy: GroupPolicy) -> Pool:
     return pool
 
 
-def served(pool: Pool) -> str:
+def served(pool: PoolCore) -> str:
     return "".join(group.name for group in pool.eligible())
 
 
-def evicted(pool: Pool) -> str:
+def evicted(pool: PoolCore) -> str:
     return "".join(sorted(name for name, fate in pool.state.fates.items() if fate == "evicted"))
 
 

@@ -161,11 +161,8 @@ class Controller:
         return (self._fetching.parked, self._quota_waiters, admits, *others)
 
     def next_deadline(self) -> float | None:
-        lots = (
-            self._fetching.parked, self._quota_waiters, self._leases, self._redelivery,
-            self.staleness.admissions.parked, self.locks, self.groups, self.series,
-        )  # fmt: skip
-        deadlines = [lot.next_deadline() for lot in lots]
+        terms = (self._leases.next_deadline(), self._redelivery.next_deadline(), self.locks.next_deadline())
+        deadlines = [*terms, self.groups.deadlines.next_deadline(), *(lot.next_deadline() for lot in self._lots)]
         return min((d for d in deadlines if d is not None), default=None)
 
     def expire(self, now: float) -> None:

@@ -30,7 +30,7 @@ from transfer_queue.errors import (
     StaleAttempt,
     TransferQueueError,
 )
-from transfer_queue.groups import Group, Pool, PoolState, Result
+from transfer_queue.groups import PoolCore, PoolState, Result, SiblingGroup
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
@@ -69,8 +69,8 @@ class SessionHoldings:
 
 
 class GroupPools:
-    """All pools of a service. Answers to parked requests go to `outbox`. `clear` removes rows of a partition. `apply`
-    carries out a request that lasts; until it is set, the rule of each."""
+    """All pools of a service. Answers to parked requests go to `outbox`. `deadlines`: when leases end. `clear`
+    removes rows of a partition. `rules` carry out what lasts."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class GroupPools:
         unreceived: Unreceived,
         versions: Callable[[], WeightVersions],
     ) -> None:
-        self.pools: dict[str, Pool] = {}
+        self.pools: dict[str, PoolCore] = {}
         self.parked: WaitQueue[Any] = WaitQueue()
         self.clear: Callable[[m.Clear], m.Reply]
         self._tables = tables
@@ -87,7 +87,7 @@ class GroupPools:
         self._unreceived = unreceived
         self._versions = versions
         self._leases: dict[int, GroupLease] = {}
-        self._deadlines = Deadlines(self._leases)
+        self.deadlines = Deadlines(self._leases)
         self._numbers = itertools.count(1 + secrets.randbits(48))  # that of another life is none of ours
         self._holdings: dict[bytes, SessionHoldings] = {}
         self._consumed_at: dict[tuple[str, str], float] = {}
@@ -147,7 +147,7 @@ class GroupPools:
             newest = self._versions().newest
             version = message.version if message.version is not None else newest if newest is not None else 0
             _check_versions(version)
-            self.pools[message.partition] = Pool(PoolState(message.policy, version, version))
+            self.pools[message.partition] = PoolCore(PoolState(message.policy, version, version))
             self._changed(message.partition)
         return m.Done(message.rid)
 
@@ -316,16 +316,16 @@ class GroupPools:
                 return m.Counted(message.rid, found) if found >= count or pool.nothing_comes else None
         return self._give_refills(pool, message, session)
 
-    def _give_tickets(self, pool: Pool, message: m.TakeTickets, session: bytes, count: int) -> m.Reply | None:
+    def _give_tickets(self, pool: PoolCore, message: m.TakeTickets, session: bytes, count: int) -> m.Reply | None:
         tickets = pool.tickets(count)
         if tickets is None:
             return None
         self.rules[m.IssueTickets](m.IssueTickets(0, message.partition, tickets))
         self._of(session).tickets.setdefault(message.partition, set()).update(tickets)
         self._unreceived.add(session, message.rid, GroupGrant(message.partition, tickets=tickets))
-        return m.Tickets(message.rid, [m.Ticket(one, pool.target_of(one)) for one in tickets])
+        return m.Tickets(message.rid, [m.NumberedTicket(one, pool.target_of(one)) for one in tickets])
 
-    def _claim(self, pool: Pool, message: m.ClaimSlots, session: bytes) -> m.Reply | None:
+    def _claim(self, pool: PoolCore, message: m.ClaimSlots, session: bytes) -> m.Reply | None:
         slots = pool.idle(message.count, message.group)
         if not slots:
             done = message.group is not None or (pool.state.ended and not pool.num_open and not pool.reserved)
@@ -337,7 +337,7 @@ class GroupPools:
         self._unreceived.add(session, message.rid, GroupGrant(message.partition, attempts=attempts))
         return reply
 
-    def _select(self, pool: Pool, message: m.SelectGroups, session: bytes) -> m.Reply | None:
+    def _select(self, pool: PoolCore, message: m.SelectGroups, session: bytes) -> m.Reply | None:
         needed = pool.needed(message.least)
         found = pool.eligible() if pool.num_sealed >= min(needed, 1) else []
         over = pool.nothing_comes and (bool(found) or not pool.num_lent)
@@ -350,7 +350,7 @@ class GroupPools:
         if groups:
             self.rules[m.LendGroups](m.LendGroups(0, message.partition, names))
             self._leases[lease.number] = lease
-            self._deadlines.add(lease.number)
+            self.deadlines.add(lease.number)
             self._unreceived.add(session, message.rid, GroupGrant(message.partition, lease=lease.number))
         lent = [_lent(pool, group, held) for group, held in zip(groups, kept, strict=True)]
         rows = [
@@ -367,7 +367,7 @@ class GroupPools:
         slots = table.slots_of(np.array(rows, np.int64))
         return row_set(0, table, slots, table.common_fields(slots))
 
-    def _give_refills(self, pool: Pool, message: m.TakeRefills, session: bytes) -> m.Reply | None:
+    def _give_refills(self, pool: PoolCore, message: m.TakeRefills, session: bytes) -> m.Reply | None:
         held = sum(one.refills.get(message.partition, 0) for one in self._holdings.values())
         count = min(message.most, pool.state.owed - held)
         if count < 1:
@@ -411,7 +411,7 @@ class GroupPools:
     def _of(self, session: bytes) -> SessionHoldings:
         return self._holdings.setdefault(session, SessionHoldings())
 
-    def _pool(self, partition: str) -> Pool:
+    def _pool(self, partition: str) -> PoolCore:
         pool = self.pools.get(partition)
         if pool is None:
             raise InvalidInput(f"partition {partition!r} has no pool of groups: open one first")
@@ -482,16 +482,10 @@ class GroupPools:
 
     # time
 
-    def next_deadline(self) -> float | None:
-        """When a lease ends or somebody who waits has to be answered."""
-        first = self._deadlines.first()
-        deadlines = (None if first is None else first[0], self.parked.next_deadline())
-        return min((one for one in deadlines if one is not None), default=None)
-
     def expire(self, now: float) -> None:
         """End the leases and answer the requests whose time is up; tell others what they wait for."""
         self._now = now
-        while (first := self._deadlines.first()) is not None and first[0] <= now:
+        while (first := self.deadlines.first()) is not None and first[0] <= now:
             lease = self._leases[first[1]]
             self._release(lease, list(lease.names))
         for parked, waited_s in self.parked.due(now):
@@ -542,10 +536,10 @@ class GroupPools:
         """What lasts of every pool."""
         return {partition: pool.state for partition, pool in self.pools.items()}
 
-    def restore(self, pools: dict[str, Pool]) -> None:
+    def restore(self, pools: dict[str, PoolCore]) -> None:
         """Go on with saved pools: nobody has anything of them. Rows that are not there are lost."""
         self._leases.clear()
-        self._deadlines.clear()
+        self.deadlines.clear()
         self._holdings.clear()
         self.pools = pools
         for parked in self.parked:
@@ -583,13 +577,13 @@ def _check_versions(*versions: int | None) -> None:
         raise InvalidInput(f"versions {versions}: expected numbers from 0 to {MAX_VERSION}")
 
 
-def _lent(pool: Pool, group: Group, held: list[int]) -> m.LentGroup:
+def _lent(pool: PoolCore, group: SiblingGroup, held: list[int]) -> m.LentGroup:
     members = []
     for number, slot in enumerate(group.slots):
         if slot.result is not None:
             one, kept = slot.result, number in held
             members.append(
-                m.Member(
+                m.LentMember(
                     number, slot.attempts - 1, 0 if kept else len(one.rows), one.reward, one.oldest, one.newest,
                     one.tokens, one.info, kept,
                 )

@@ -199,8 +199,7 @@ class Leases:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a lease."""
-        first = self._deadlines.first()
-        return None if first is None else first[0]
+        return self._deadlines.next_deadline()
 
     def expire(self) -> None:
         """End the leases whose time is up."""

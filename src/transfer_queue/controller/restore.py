@@ -27,7 +27,7 @@ from transfer_queue.errors import (
     StoreFull,
     TransferQueueError,
 )
-from transfer_queue.groups import Pool
+from transfer_queue.groups import PoolCore
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
 
@@ -174,7 +174,7 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
     yield
     versions = WeightVersions.restored(saved.versions)
     steps = {name: TaskSteps.restored(one) for name, one in saved.steps.items()}
-    pools = {name: Pool(one) for name, one in saved.pools.items()}
+    pools = {name: PoolCore(one) for name, one in saved.pools.items()}
     if not all(pool.is_consistent() for pool in pools.values()):
         refuse("groups")
     if not saved.series.keys() <= {one.name for one in saved.tables}:

@@ -119,10 +119,6 @@ class SeriesBook:
         for series in {one.message.series for one in self.parked}:
             self._serve(series)
 
-    def next_deadline(self) -> float | None:
-        """When somebody who waits has to be answered or told something."""
-        return self.parked.next_deadline()
-
     def expire(self, now: float) -> None:
         """Answer those who waited long enough, tell others what they wait for."""
         for parked, waited_s in self.parked.due(now):

@@ -8,15 +8,15 @@
     state       a pool as it is saved
 
 Nothing here waits, reads a clock or knows a message, a table or a session: `controller.groups` has those. A pool's
-methods are complete when they return; rows that nobody needs any more collect in `Pool.discarded`.
+methods are complete when they return; rows that nobody needs any more collect in `PoolCore.discarded`.
 
-A producer takes tickets (`Pool.tickets`), opens groups with them and starts attempts at their slots. What it produced
-is the result of an attempt. A group whose slots all have an end is sealed, or given up. A consumer gets whole sealed
-groups on a lease. Every new version of the weights judges the groups that nobody has.
+A producer takes tickets, opens groups with them and starts attempts at their slots. What it produced is the result of
+an attempt. A group whose slots all have an end is sealed, or given up. A consumer gets whole sealed groups on a lease.
+Every new version of the weights judges the groups that nobody has.
 """
 
-from transfer_queue.groups.group import Group as Group
 from transfer_queue.groups.group import Result as Result
+from transfer_queue.groups.group import SiblingGroup as SiblingGroup
 from transfer_queue.groups.policy import GroupPolicy as GroupPolicy
-from transfer_queue.groups.pool import Pool as Pool
+from transfer_queue.groups.pool import PoolCore as PoolCore
 from transfer_queue.groups.state import PoolState as PoolState

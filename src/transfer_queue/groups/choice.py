@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from transfer_queue.groups.group import Group
+from transfer_queue.groups.group import SiblingGroup
 from transfer_queue.groups.policy import GroupPolicy
 
 
-def eligible(policy: GroupPolicy, version: int, groups: Iterable[Group]) -> list[Group]:
+def eligible(policy: GroupPolicy, version: int, groups: Iterable[SiblingGroup]) -> list[SiblingGroup]:
     """Of these groups, in order of arrival, those that may be handed out now, best first."""
     live = list(groups)
     sealed = [group for group in live if group.state == "sealed"]
@@ -33,7 +33,7 @@ def eligible(policy: GroupPolicy, version: int, groups: Iterable[Group]) -> list
     return sealed
 
 
-def is_stale(policy: GroupPolicy, version: int, group: Group) -> bool:
+def is_stale(policy: GroupPolicy, version: int, group: SiblingGroup) -> bool:
     """Whether no later version may use it. With `withhold`: whether none of its members may be used."""
     if policy.serve == "target":
         return group.target is not None and group.target < version
@@ -44,7 +44,7 @@ def is_stale(policy: GroupPolicy, version: int, group: Group) -> bool:
     return group.judged_by(policy.judge) < version - policy.window
 
 
-def withheld(policy: GroupPolicy, version: int, group: Group) -> list[int]:
+def withheld(policy: GroupPolicy, version: int, group: SiblingGroup) -> list[int]:
     """The slots whose rows are held back."""
     if policy.stale != "withhold":
         return []
@@ -57,5 +57,5 @@ def _window(policy: GroupPolicy) -> int:
     return policy.window
 
 
-def _is_within(policy: GroupPolicy, version: int, group: Group) -> bool:
+def _is_within(policy: GroupPolicy, version: int, group: SiblingGroup) -> bool:
     return version - _window(policy) <= group.judged_by(policy.judge) <= version

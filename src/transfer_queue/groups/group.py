@@ -37,7 +37,7 @@ class Slot(msgspec.Struct):
     result: Result | None = None
 
 
-class Group(msgspec.Struct):
+class SiblingGroup(msgspec.Struct):
     """`number`: of its arrival. `start`: the version of the weights when it was opened. `target`: the only version that
     may use it. `ticket`: the one it was opened with. `filtered`: its user does not want it."""
 

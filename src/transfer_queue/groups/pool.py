@@ -9,12 +9,12 @@ from typing import Any
 from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput
 from transfer_queue.groups.choice import eligible, is_stale, withheld
 from transfer_queue.groups.counters import SourceCounters
-from transfer_queue.groups.group import MAX_SIZE, Group, Result, Slot
+from transfer_queue.groups.group import MAX_SIZE, Result, SiblingGroup, Slot
 from transfer_queue.groups.policy import GroupPolicy
 from transfer_queue.groups.state import PoolState
 
 
-class Pool:
+class PoolCore:
     """`discarded`: rows that nobody needs any more; whoever clears them empties the list. `reserved`: tickets that were
     handed out and not used."""
 
@@ -35,14 +35,14 @@ class Pool:
         return self.state.version
 
     @property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, SiblingGroup]:
         """Those that have not ended, in order of arrival."""
         return self.state.groups
 
     def source(self, name: str) -> SourceCounters:
         return self.state.sources.setdefault(name, SourceCounters())
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> SiblingGroup:
         """Raises `GroupEnded`, and `InvalidInput` for one that nobody opened."""
         group = self.groups.get(name)
         if group is not None:
@@ -105,7 +105,7 @@ class Pool:
         start: int | None,
         ticket: int | None,
         refills: bool,
-    ) -> Group:
+    ) -> SiblingGroup:
         """The group, which is new; to open it twice in the same way changes nothing.
 
         Raises `GroupEnded`, and `InvalidInput`: for one that differs, a bad size, a pool that has ended, no ticket.
@@ -130,7 +130,7 @@ class Pool:
             self.source(source).refilled += 1
         start = self.version if start is None else start
         slots = [Slot() for _ in range(size)]
-        group = Group(
+        group = SiblingGroup(
             name, source, self.state.next_number, min_size, prompt, start, self.target_of(ticket), ticket, slots
         )
         self.state.next_number += 1
@@ -154,8 +154,8 @@ class Pool:
         return [self.group(name).begin(number) for name, number in slots]
 
     def done(self, name: str, slot: int, attempt: int, result: Result) -> bool:
-        """An attempt has its result; the last one seals the group. Whether it was news. Raises as `Group.finish`, and
-        `InvalidInput` for rows that another slot has."""
+        """An attempt has its result; the last one seals the group. Whether it was news. Raises as
+        `SiblingGroup.finish`, and `InvalidInput` for rows that another slot has."""
         group = self.group(name)
         known = group.slot(slot).result
         if known is None and len(set(result.rows)) != len(result.rows):
@@ -182,7 +182,7 @@ class Pool:
         else:
             self._seal(group)
 
-    def _seal(self, group: Group) -> None:
+    def _seal(self, group: SiblingGroup) -> None:
         if group.state == "open" and group.is_whole:
             group.state = "sealed"
             self.num_open, self.num_sealed = self.num_open - 1, self.num_sealed + 1
@@ -228,7 +228,7 @@ class Pool:
         for group in list(self.groups.values()):
             self._judge(group)
 
-    def _judge(self, group: Group) -> None:
+    def _judge(self, group: SiblingGroup) -> None:
         if group.state == "lent":
             return
         old = is_stale(self.policy, self.version, group)
@@ -247,7 +247,7 @@ class Pool:
         for name in sorted(names, key=lambda name: self.groups[name].number):
             self._evict(self.groups[name], ["cleared"])
 
-    def _evict(self, group: Group, reasons: list[str]) -> None:
+    def _evict(self, group: SiblingGroup, reasons: list[str]) -> None:
         """Nobody gets the group. Its ticket goes back, or its version is smaller."""
         if group.ticket is not None and self._shrinks(group):
             assert group.target is not None
@@ -260,10 +260,10 @@ class Pool:
         self._forget_rows(group.rows)
         self.state.remember(group.name, "evicted")
 
-    def _shrinks(self, group: Group) -> bool:
+    def _shrinks(self, group: SiblingGroup) -> bool:
         return self.policy.shortfall == "shrink" and group.target is not None and group.target >= self.version
 
-    def _end(self, group: Group) -> None:
+    def _end(self, group: SiblingGroup) -> None:
         self.num_open -= group.state == "open"
         self.num_sealed -= group.state == "sealed"
         del self.groups[group.name]
@@ -275,7 +275,7 @@ class Pool:
 
     # consuming
 
-    def eligible(self) -> list[Group]:
+    def eligible(self) -> list[SiblingGroup]:
         """Those that may be handed out now, best first."""
         return eligible(self.policy, self.version, self.groups.values())
 
@@ -301,11 +301,11 @@ class Pool:
     def num_lent(self) -> int:
         return len(self.groups) - self.num_open - self.num_sealed
 
-    def withheld(self, group: Group) -> list[int]:
+    def withheld(self, group: SiblingGroup) -> list[int]:
         """The slots whose rows are held back."""
         return withheld(self.policy, self.version, group)
 
-    def lend(self, groups: Sequence[Group]) -> None:
+    def lend(self, groups: Sequence[SiblingGroup]) -> None:
         """These sealed groups are somebody's now. `InvalidInput` for others."""
         for group in groups:
             if group.state != "sealed":

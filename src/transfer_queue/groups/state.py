@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from transfer_queue.groups.counters import SourceCounters
-from transfer_queue.groups.group import Fate, Group
+from transfer_queue.groups.group import Fate, SiblingGroup
 from transfer_queue.groups.policy import GroupPolicy
 
 REMEMBERED = 65_536  # groups that have ended
@@ -26,7 +26,7 @@ class PoolState(msgspec.Struct):
     owed: int = 0
     excused: dict[int, int] = {}
     ended: bool = False
-    groups: dict[str, Group] = {}
+    groups: dict[str, SiblingGroup] = {}
     fates: dict[str, Fate] = {}
     sources: dict[str, SourceCounters] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,3 +121,38 @@ def _shapes(session: Session, partition: str, name: str, indexes: Any) -> Operat
     except (StorageKeyNotFoundError, NotReady, DataLost):
         return {}  # cleared since, or lost with their host
     return {index: tuple(row.shape) for index, row in zip(indexes.tolist(), rows_of(column), strict=True)}
+
+
+def open_partition(
+    session: Session,
+    partition_id: str,
+    series: str,
+    max_open: int,
+    consumers: Sequence[str] = (),
+    clear: bool = False,
+    timeout_s: float | None = None,
+) -> Operation[None]:
+    """Open the next partition of a series, once at most `max_open` others of it are not cleared.
+
+    Waits in the service, in order of arrival, at most `timeout_s` (default: the configured one). The partition belongs
+    to the series until it is cleared. `consumers` are the names that `finish_partition` is called with; `clear`: the
+    last of them to finish clears it. With `max_open=0` producer and consumers take turns. Opening it twice in the same
+    way changes nothing. Raises `DeadlineExceeded`, `InvalidInput`.
+    """
+    wait_s = session.timeout_s if timeout_s is None else timeout_s
+    message = m.OpenPartition(session.next_rid(), partition_id, series, max_open, list(consumers), clear, wait_s)
+    yield Call(message, wait_s=wait_s)
+
+
+def finish_partition(session: Session, partition_id: str, consumer: str) -> Operation[None]:
+    """`consumer` needs no more of a partition that was opened in a series. Saying it twice changes nothing.
+
+    Raises `UnknownRows` where it was cleared, `InvalidInput` for a consumer that it was not opened for.
+    """
+    yield Call(m.FinishPartition(session.next_rid(), partition_id, consumer))
+
+
+def series_status(session: Session, series: str) -> Operation[dict[str, Any]]:
+    """`open`: the partitions of a series that are not cleared, each with its `consumers`, those that are `left`, and
+    whether it `clears` itself. `waiting`: those that producers wait to open."""
+    return (yield Call(m.DescribeSeries(session.next_rid(), series)))[0].values

@@ -81,7 +81,8 @@ from transfer_queue.wire.messages.groups import GroupsLent as GroupsLent
 from transfer_queue.wire.messages.groups import IssueTickets as IssueTickets
 from transfer_queue.wire.messages.groups import LendGroups as LendGroups
 from transfer_queue.wire.messages.groups import LentGroup as LentGroup
-from transfer_queue.wire.messages.groups import Member as Member
+from transfer_queue.wire.messages.groups import LentMember as LentMember
+from transfer_queue.wire.messages.groups import NumberedTicket as NumberedTicket
 from transfer_queue.wire.messages.groups import OpenGroup as OpenGroup
 from transfer_queue.wire.messages.groups import OpenPool as OpenPool
 from transfer_queue.wire.messages.groups import ReleaseGroups as ReleaseGroups
@@ -93,7 +94,6 @@ from transfer_queue.wire.messages.groups import SlotsClaimed as SlotsClaimed
 from transfer_queue.wire.messages.groups import StartSlots as StartSlots
 from transfer_queue.wire.messages.groups import TakeRefills as TakeRefills
 from transfer_queue.wire.messages.groups import TakeTickets as TakeTickets
-from transfer_queue.wire.messages.groups import Ticket as Ticket
 from transfer_queue.wire.messages.groups import Tickets as Tickets
 from transfer_queue.wire.messages.groups import UnlendGroups as UnlendGroups
 from transfer_queue.wire.messages.leases import Ack as Ack

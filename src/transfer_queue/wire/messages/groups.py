@@ -53,7 +53,7 @@ class ReturnTickets(Request):
 
 
 class OpenGroup(Request):
-    """See `Pool.open`. `start` None: the pool's version."""
+    """See `PoolCore.open`. `start` None: the pool's version."""
 
     partition: str
     group: str
@@ -116,7 +116,7 @@ class FilterGroups(Request):
 
 
 class RetargetGroup(Request):
-    """See `Pool.retarget`."""
+    """See `PoolCore.retarget`."""
 
     partition: str
     group: str
@@ -215,7 +215,7 @@ class DescribePool(Request):
     partition: str
 
 
-class Ticket(msgspec.Struct, array_like=True):
+class NumberedTicket(msgspec.Struct, array_like=True):
     """`target`: the version that its group is for."""
 
     number: int
@@ -223,7 +223,7 @@ class Ticket(msgspec.Struct, array_like=True):
 
 
 class Tickets(Reply):
-    tickets: list[Ticket]
+    tickets: list[NumberedTicket]
 
 
 class ClaimedSlot(msgspec.Struct, array_like=True):
@@ -243,7 +243,7 @@ class SlotsClaimed(Reply):
     ended: bool
 
 
-class Member(msgspec.Struct, array_like=True):
+class LentMember(msgspec.Struct, array_like=True):
     """One sibling with a result. `count`: how many rows of the answer are its own, in order; 0 where they are
     `withheld`."""
 
@@ -265,7 +265,7 @@ class LentGroup(msgspec.Struct, array_like=True):
     target: int | None
     age: int
     prompt: Tags
-    members: list[Member]
+    members: list[LentMember]
 
 
 class GroupsLent(Reply):

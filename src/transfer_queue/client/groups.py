@@ -1,0 +1,361 @@
+"""Groups of siblings as producers and consumers use them. `transfer_queue.groups` says what a pool is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from tensordict import TensorDict
+
+from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.describing import batch_meta
+from transfer_queue.client.drivers import awaitable, blocking
+from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.operations import rows as ops
+from transfer_queue.client.session import Session
+from transfer_queue.errors import InvalidInput
+from transfer_queue.groups import GroupPolicy
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
+
+LEASE_S = 300.0
+KINDS = ("infra", "data")
+
+
+class GroupTicket(NamedTuple):
+    """The permission to open one group; `target` is the version of the weights that it is for, None: any."""
+
+    number: int
+    target: int | None
+
+
+class SlotAttempt(NamedTuple):
+    """One try at one sibling. `prompt` and `source` are what the group was opened with, `start_version` the trainer's
+    version then, `target` the version that it is for."""
+
+    group_id: str
+    slot: int
+    attempt: int
+    source: str
+    start_version: int
+    target: int | None
+    prompt: dict[str, Any]
+
+
+class GroupMember(NamedTuple):
+    """One sibling of a group that was selected. `rows`: where its rows are in the batch; none where they are
+    `withheld`. The versions are those that made its tokens."""
+
+    slot: int
+    attempt: int
+    rows: range
+    reward: float | None
+    oldest_version: int
+    newest_version: int
+    tokens: int
+    info: dict[str, Any]
+    withheld: bool
+
+
+@dataclass(frozen=True)
+class SelectedGroup:
+    """One whole group. `age`: how many versions the trainer has made since the one that it is judged by."""
+
+    group_id: str
+    source: str
+    start_version: int
+    target: int | None
+    age: int
+    prompt: dict[str, Any]
+    members: list[GroupMember]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Of all members, also of those whose rows are withheld."""
+        return [member.reward for member in self.members]
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """Groups on a lease. `metadata` has the rows of all their members, in order; `version` is what they were selected
+    at. `ended`: no more will come after these."""
+
+    groups: list[SelectedGroup]
+    metadata: BatchMeta
+    version: int
+    lease: int = field(repr=False)
+    ended: bool = False
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+class GroupOperations:
+    """The operations as generators; `GroupPool` below runs them."""
+
+    session: Session
+    partition_id: str
+
+    # producing
+
+    def tickets(self, count: int, timeout_s: float | None = None) -> Operation[list[GroupTicket]]:
+        """Permissions to open `count` groups.
+
+        Waits until the policy's gate lets all of them through, in order of arrival, at most `timeout_s` (default: the
+        configured one). An announced version and a group that was given up let others in. A ticket that no group was
+        opened with returns when this process ends. Raises `DeadlineExceeded`, and `InvalidInput` for more than the gate
+        ever lets through.
+        """
+        wait_s = _waiting(self, timeout_s)
+        reply = (yield _call(self, m.TakeTickets, count, wait_s, wait_s=wait_s))[0]
+        return [GroupTicket(one.number, one.target) for one in reply.tickets]
+
+    def return_tickets(self, tickets: Iterable[GroupTicket]) -> Operation[None]:
+        """No groups will be opened with these."""
+        yield _call(self, m.ReturnTickets, [ticket.number for ticket in tickets])
+
+    def open(
+        self,
+        group_id: str,
+        size: int,
+        *,
+        min_size: int | None = None,
+        source: str = "",
+        prompt: Mapping[str, Any] | None = None,
+        start_version: int | None = None,
+        ticket: GroupTicket | None = None,
+        refills: bool = False,
+    ) -> Operation[None]:
+        """A group of `size` siblings, of which `min_size` (default: all) have to get a result.
+
+        `source` names the data set for the counters, `prompt` is for whoever works on it (plain values, or where to
+        find them). `start_version`: default the trainer's version now. A policy with a gate wants a `ticket`; `refills`
+        says that the group replaces an evicted one (`refills()`). Opening a group twice in the same way changes
+        nothing. Raises `InvalidInput`, and `GroupEnded` for an id that was used before.
+        """
+        number = None if ticket is None else ticket.number
+        least = size if min_size is None else min_size
+        yield _call(
+            self, m.OpenGroup, group_id, size, least, source, dict(prompt or {}), start_version, number, refills
+        )
+
+    def claim(
+        self, max_slots: int = 1, group_id: str | None = None, timeout_s: float | None = None
+    ) -> Operation[list[SlotAttempt]]:
+        """Siblings to work on: up to `max_slots` that nobody works on, oldest group first, or of one group.
+
+        Waits until there is one, at most `timeout_s`; an empty list says that none will come (`end`), or that the group
+        `group_id` has none left. When this process ends, its attempts have failed and others get the siblings. Raises
+        `DeadlineExceeded`, `GroupEnded`.
+        """
+        wait_s = _waiting(self, timeout_s)
+        reply = (yield _call(self, m.ClaimSlots, max_slots, group_id, wait_s, wait_s=wait_s))[0]
+        return [
+            SlotAttempt(one.group, one.slot, one.attempt, one.source, one.start, one.target, one.prompt)
+            for one in reply.slots
+        ]
+
+    def finish(
+        self,
+        attempt: SlotAttempt,
+        data: TensorDict | Mapping[str, Any] | BatchMeta,
+        *,
+        reward: float | None = None,
+        oldest_version: int | None = None,
+        newest_version: int | None = None,
+        tokens: int = 0,
+        info: Mapping[str, Any] | None = None,
+    ) -> Operation[BatchMeta]:
+        """The result of an attempt: new rows of any number, or the metadata of rows that are in the partition already.
+
+        The versions are those that made its tokens (default: the group's `start_version`). Saying the same result twice
+        changes nothing. The result of the last sibling seals the group and wakes who waits for it. Returns the rows'
+        metadata. Raises `StaleAttempt` or `GroupEnded` where nobody wants the result any more (its rows are cleared),
+        `InvalidInput` for another result than the first.
+        """
+        if isinstance(data, BatchMeta):
+            if set(data.partition_ids) - {self.partition_id}:
+                raise InvalidInput(f"the rows are in {sorted(set(data.partition_ids))}, not in {self.partition_id!r}")
+            meta = data
+        else:
+            meta = yield from ops.put(self.session, data, None, self.partition_id, None)
+        yield _call(
+            self, m.FinishSlot, attempt.group_id, attempt.slot, attempt.attempt, meta.indexes.tobytes(), reward,
+            oldest_version, newest_version, tokens, dict(info or {}), meta.service_id,
+        )  # fmt: skip
+        return meta
+
+    def fail(self, attempts: SlotAttempt | Sequence[SlotAttempt], kind: str = "infra") -> Operation[None]:
+        """Attempts have failed: their siblings are tried again, by anybody, until their attempts are spent.
+
+        `kind`, for the counters: "infra" (a worker, a tool), or "data" (the prompt). An attempt that another one
+        followed is ignored.
+        """
+        if kind not in KINDS:
+            raise InvalidInput(f"kind {kind!r}: expected one of {KINDS}")
+        found = [attempts] if isinstance(attempts, SlotAttempt) else attempts
+        yield _call(self, m.FailSlots, [m.Attempt(one.group_id, one.slot, one.attempt) for one in found], kind)
+
+    def refills(self, max_groups: int, timeout_s: float | None = None) -> Operation[int]:
+        """How many groups to open in place of evicted ones, `max_groups` at most. Waits until there is one.
+
+        Each is paid by opening a group with `refills=True`; what was not paid when this process ends is offered to
+        others. Raises `DeadlineExceeded`.
+        """
+        wait_s = _waiting(self, timeout_s)
+        return (yield _call(self, m.TakeRefills, max_groups, wait_s, wait_s=wait_s))[0].count
+
+    def end(self) -> Operation[None]:
+        """No more groups will be opened: whoever waits for more than can come hears of it."""
+        yield _call(self, m.EndPool)
+
+    # judging
+
+    def advance(self, version: int) -> Operation[None]:
+        """The trainer has `version` now. `set_weight_version` says so to all pools; an older one changes nothing."""
+        yield _call(self, m.AdvancePool, version)
+
+    def filter(self, group_ids: str | Sequence[str]) -> Operation[None]:
+        """These groups are not wanted: they are evicted, once they are sealed. Raises `GroupEnded`."""
+        yield _call(self, m.FilterGroups, [group_ids] if isinstance(group_ids, str) else list(group_ids))
+
+    def retarget(self, group_id: str, target: int) -> Operation[None]:
+        """A group of a later version takes the place of one that version `target` lacks; its own place is free again.
+
+        Raises `InvalidInput` where that version lacks none, or the policy has no targets.
+        """
+        yield _call(self, m.RetargetGroup, group_id, target)
+
+    # consuming
+
+    def select(
+        self,
+        min_groups: int,
+        max_groups: int | None = None,
+        *,
+        version: int | None = None,
+        lease_s: float = LEASE_S,
+        timeout_s: float | None = None,
+    ) -> Operation[GroupBatch]:
+        """`min_groups` to `max_groups` (default: as many) whole groups that the policy serves now, on a lease.
+
+        Waits until there are `min_groups`, at most `timeout_s`; fewer come where no more can (`ended`), or where the
+        policy lets a version shrink. `version` is the trainer's (default: the one announced last), which judges first.
+        Groups that are not acknowledged within `lease_s` seconds, or when this process ends, are judged again and
+        offered to others. Raises `DeadlineExceeded`, `GroupsShort`.
+        """
+        wait_s = _waiting(self, timeout_s)
+        most = min_groups if max_groups is None else max_groups
+        reply = (yield _call(self, m.SelectGroups, min_groups, most, version, lease_s, wait_s, wait_s=wait_s))[0]
+        metadata = batch_meta(self.session.service_id, reply.rows, self.partition_id)
+        first = itertools.count()
+        return GroupBatch(
+            [_selected(one, first) for one in reply.groups], metadata, reply.version, reply.lease, reply.ended
+        )
+
+    def renew(self, batch: GroupBatch, lease_s: float = LEASE_S) -> Operation[None]:
+        """The lease lasts at least `lease_s` from now on. Raises `LeaseExpired`."""
+        if batch.groups:
+            yield Call(m.RenewGroups(self.session.next_rid(), batch.lease, lease_s))
+
+    def ack(self, batch: GroupBatch, group_ids: Sequence[str] | None = None, clear: bool = False) -> Operation[None]:
+        """These groups of a batch (default: all) were used, for good; `clear`: their rows go, too. Raises
+        `LeaseExpired` when the lease was over before: nothing changes then."""
+        if batch.groups:
+            names = None if group_ids is None else list(group_ids)
+            yield Call(m.AckGroups(self.session.next_rid(), batch.lease, names, clear))
+
+    def release(self, batch: GroupBatch, group_ids: Sequence[str] | None = None) -> Operation[None]:
+        """These groups of a batch (default: all) were not used: they are judged again and offered. Raises as `ack`."""
+        if batch.groups:
+            names = None if group_ids is None else list(group_ids)
+            yield Call(m.ReleaseGroups(self.session.next_rid(), batch.lease, names))
+
+    def wait(self, min_groups: int, timeout_s: float | None = None) -> Operation[int]:
+        """How many groups could be selected now, which nobody gets by it. Waits until there are `min_groups`, at most
+        `timeout_s`; fewer where no more can come. Raises `DeadlineExceeded`."""
+        wait_s = _waiting(self, timeout_s)
+        return (yield _call(self, m.AwaitGroups, min_groups, wait_s, wait_s=wait_s))[0].count
+
+    def status(self) -> Operation[dict[str, Any]]:
+        """Groups by state, the version, who waits, and for each source the totals of `SourceCounters` with `starved_s`,
+        the seconds since one of its groups was consumed."""
+        return (yield _call(self, m.DescribePool))[0].values
+
+
+class PoolOf(Protocol):
+    """What an operation needs of its pool."""
+
+    @property
+    def session(self) -> Session: ...
+    @property
+    def partition_id(self) -> str: ...
+
+
+def _call(pool: PoolOf, kind: Any, *args: Any, wait_s: float = 0.0) -> Call:
+    return Call(kind(pool.session.next_rid(), pool.partition_id, *args), wait_s=wait_s)
+
+
+def _waiting(pool: PoolOf, timeout_s: float | None) -> float:
+    return pool.session.timeout_s if timeout_s is None else timeout_s
+
+
+def _selected(one: m.LentGroup, first: itertools.count[int]) -> SelectedGroup:
+    members = []
+    for member in one.members:
+        rows = [next(first) for _ in range(member.count)]
+        span = range(rows[0], rows[-1] + 1) if rows else range(0)
+        members.append(
+            GroupMember(
+                member.slot, member.attempt, span, member.reward, member.oldest, member.newest, member.tokens,
+                member.info, member.withheld,
+            )
+        )  # fmt: skip
+    return SelectedGroup(one.group, one.source, one.start, one.target, one.age, one.prompt, members)
+
+
+def open_pool(session: Session, partition_id: str, policy: GroupPolicy, version: int | None) -> Operation[None]:
+    yield Call(m.OpenPool(session.next_rid(), partition_id, policy, version))
+
+
+class GroupPool:
+    """The groups of one partition. Made by `transfer_queue.group_pool`.
+
+    Every method exists as `name` (blocks) and `async_name` (awaits). Besides what is listed each may raise
+    `InvalidInput` where the partition has no pool, `ServiceUnavailable`, `DeadlineExceeded`.
+    """
+
+    def __init__(self, client: TransferQueueClient, partition_id: str) -> None:
+        self.partition_id = partition_id
+        self._client = client
+
+    @property
+    def session(self) -> Session:
+        """The session of the client that it was made with."""
+        return self._client.session
+
+    tickets, async_tickets = blocking(GroupOperations.tickets), awaitable(GroupOperations.tickets)
+    return_tickets, async_return_tickets = (
+        blocking(GroupOperations.return_tickets),
+        awaitable(GroupOperations.return_tickets),
+    )
+    open, async_open = blocking(GroupOperations.open), awaitable(GroupOperations.open)
+    claim, async_claim = blocking(GroupOperations.claim), awaitable(GroupOperations.claim)
+    finish, async_finish = blocking(GroupOperations.finish), awaitable(GroupOperations.finish)
+    fail, async_fail = blocking(GroupOperations.fail), awaitable(GroupOperations.fail)
+    refills, async_refills = blocking(GroupOperations.refills), awaitable(GroupOperations.refills)
+    end, async_end = blocking(GroupOperations.end), awaitable(GroupOperations.end)
+    advance, async_advance = blocking(GroupOperations.advance), awaitable(GroupOperations.advance)
+    filter, async_filter = blocking(GroupOperations.filter), awaitable(GroupOperations.filter)
+    retarget, async_retarget = blocking(GroupOperations.retarget), awaitable(GroupOperations.retarget)
+    select, async_select = blocking(GroupOperations.select), awaitable(GroupOperations.select)
+    renew, async_renew = blocking(GroupOperations.renew), awaitable(GroupOperations.renew)
+    ack, async_ack = blocking(GroupOperations.ack), awaitable(GroupOperations.ack)
+    release, async_release = blocking(GroupOperations.release), awaitable(GroupOperations.release)
+    wait, async_wait = blocking(GroupOperations.wait), awaitable(GroupOperations.wait)
+    status, async_status = blocking(GroupOperations.status), awaitable(GroupOperations.status)
+
+    def __repr__(self) -> str:
+        return f"<GroupPool of partition {self.partition_id!r}>"
