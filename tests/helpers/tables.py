@@ -48,7 +48,7 @@ def content(controller: Controller) -> tuple[Any, list[int]]:
 # They change nothing: what holds before them holds after them.
 QUERIES = (
     m.Get, m.Scan, m.NameRows, m.Consumption, m.Production, m.ListKeys, m.ListPartitions, m.GetPartition, m.ListLocks,
-    m.ListDeadLetters, m.GetStep,
+    m.ListDeadLetters, m.GetStep, m.DescribePool, m.DescribeSeries,
 )  # fmt: skip
 
 

@@ -38,10 +38,5 @@ class Deadlines:
                 return deadline, number
         return None
 
-    def next_deadline(self) -> float | None:
-        """When the first term ends; None where there is none."""
-        first = self.first()
-        return None if first is None else first[0]
-
     def clear(self) -> None:
         self._heap.clear()

@@ -199,7 +199,8 @@ class Leases:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a lease."""
-        return self._deadlines.next_deadline()
+        first = self._deadlines.first()
+        return None if first is None else first[0]
 
     def expire(self) -> None:
         """End the leases whose time is up."""

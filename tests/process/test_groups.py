@@ -1,0 +1,318 @@
+"""Groups of siblings and series of partitions through a real service, by producers and consumers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import until
+from hosts import Host
+from test_standby import DURABLE, kill, replaced, server_of, standby_of
+
+import transfer_queue as tq
+from transfer_queue.client.drivers import run
+from transfer_queue.client.groups import GroupPool, SlotAttempt, open_pool
+from transfer_queue.errors import DeadlineExceeded, GroupEnded, GroupsShort, InvalidInput, LeaseExpired, StaleAttempt
+
+Spawn = Callable[[str], Any]
+POLICY = tq.GroupPolicy.windowed(1)
+
+
+@pytest.fixture
+def pool(client: tq.TransferQueueClient) -> GroupPool:
+    """A pool of the test's service, for partition "train"."""
+    return tq.group_pool("train", POLICY)
+
+
+def answer(pool: GroupPool, attempt: SlotAttempt, **more: Any) -> tq.BatchMeta:
+    """One row that says which sibling it is of."""
+    number = 100 * int(attempt.prompt.get("number", 0)) + attempt.slot
+    return pool.finish(attempt, {"x": torch.tensor([number])}, reward=float(attempt.slot), tokens=3, **more)
+
+
+def made(pool: GroupPool, number: int, size: int = 2, **more: Any) -> None:
+    pool.open(f"g{number}", size, prompt={"number": number}, **more)
+    for attempt in pool.claim(size, f"g{number}"):
+        answer(pool, attempt)
+
+
+def test_groups_come_whole_with_rewards_and_rows(pool: GroupPool) -> None:
+    made(pool, 1), made(pool, 2, 3)
+    batch = pool.select(2)
+    assert [one.group_id for one in batch.groups] == ["g1", "g2"]
+    found = tq.get_client().get_data(batch.metadata)["x"].flatten().tolist()
+    for group in batch.groups:
+        assert group.rewards == [float(member.slot) for member in group.members]
+        for member in group.members:
+            assert [found[at] for at in member.rows] == [100 * group.prompt["number"] + member.slot]
+    pool.ack(batch, clear=True)
+    assert tq.get_client().stats()["rows"] == 0
+    with pytest.raises(GroupEnded):
+        pool.open("g1", 2)
+
+
+def test_who_selects_is_answered_within_moments_of_the_last_result(pool: GroupPool) -> None:
+    for number in range(127):
+        made(pool, number, 1)
+    pool.open("last", 1)
+    (attempt,) = pool.claim()
+    found: list[tuple[float, int]] = []
+    waiter = threading.Thread(
+        target=lambda: found.append((len(pool.select(128, timeout_s=60)), time.perf_counter()))  # type: ignore[arg-type]
+    )
+    waiter.start()
+    until(lambda: pool.status()["waiting"] == 1, "the wait")
+    answer(pool, attempt)
+    said = time.perf_counter()
+    waiter.join()
+    assert found[0][0] == 128
+    assert found[0][1] - said < 1.0  # the figure is measured in bench; here: no poll
+
+
+def test_all_of_it_awaits_on_an_event_loop(client: tq.TransferQueueClient) -> None:
+    pool = tq.group_pool("async", tq.GroupPolicy.in_order(0, 1))
+
+    async def producer() -> None:
+        for number in range(3):
+            (ticket,) = await pool.async_tickets(1, timeout_s=60)
+            assert ticket.target == number
+            await pool.async_open(f"g{number}", 1, ticket=ticket)
+            (attempt,) = await pool.async_claim()
+            await pool.async_finish(attempt, {"x": torch.ones(1)})
+        await pool.async_end()
+
+    async def trainer() -> list[str]:
+        seen = []
+        for version in range(3):
+            batch = await pool.async_select(1, version=version, timeout_s=60)
+            seen += [one.group_id for one in batch.groups]
+            await pool.async_ack(batch)
+        return seen
+
+    async def both() -> list[str]:
+        return (await asyncio.gather(trainer(), producer()))[0]
+
+    assert asyncio.run(both()) == ["g0", "g1", "g2"]
+
+
+def test_a_cancelled_wait_takes_nothing(pool: GroupPool) -> None:
+    async def cancelled() -> None:
+        asking = asyncio.ensure_future(pool.async_select(1, timeout_s=60))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    made(pool, 1)
+    assert len(pool.select(1)) == 1
+
+
+def test_a_worker_that_is_killed_fails_its_attempts_only(pool: GroupPool, fresh_child: Spawn) -> None:
+    pool.open("g", 4, prompt={"number": 0})
+    worker = fresh_child(f"""
+        import os, sys, torch
+        os.environ["TQ_ADDRESS"] = {str(tq.get_client().address)!r}
+        import transfer_queue as tq
+        tq.init()
+        pool = tq.group_pool("train")
+        for attempt in pool.claim(4):
+            if attempt.slot != 2:
+                pool.finish(attempt, {{"x": torch.tensor([attempt.slot])}})
+        print("ready", flush=True)
+        sys.stdin.readline()
+    """)
+    assert worker.line() == "ready"
+    os.kill(worker.pid, signal.SIGKILL)
+    (attempt,) = pool.claim(4, timeout_s=30)
+    assert (attempt.slot, attempt.attempt) == (2, 1)
+    late = attempt._replace(attempt=0)
+    before = tq.get_client().stats()["rows"]
+    with pytest.raises(StaleAttempt):
+        answer(pool, late)
+    assert tq.get_client().stats()["rows"] == before
+    answer(pool, attempt)
+    assert len(pool.select(1).metadata) == 4
+    assert pool.status()["sources"][""]["failed_attempts"] == {"infra": 1}
+
+
+def test_a_trainer_that_is_killed_gives_its_groups_back(pool: GroupPool, fresh_child: Spawn) -> None:
+    made(pool, 1)
+    trainer = fresh_child(f"""
+        import os, sys
+        os.environ["TQ_ADDRESS"] = {str(tq.get_client().address)!r}
+        import transfer_queue as tq
+        tq.init()
+        batch = tq.group_pool("train").select(1)
+        print("ready", flush=True)
+        sys.stdin.readline()
+    """)
+    assert trainer.line() == "ready"
+    with pytest.raises(DeadlineExceeded, match="1 lent"):
+        pool.select(1, timeout_s=0)
+    os.kill(trainer.pid, signal.SIGKILL)
+    assert len(pool.select(1, timeout_s=30)) == 1
+
+
+def test_a_new_version_evicts_what_nobody_has_and_pays_for_it(pool: GroupPool) -> None:
+    made(pool, 1), made(pool, 2, start_version=3)
+    tq.set_weight_version(3, "run")
+    assert pool.refills(8) == 1
+    made(pool, 3, refills=True)
+    batch = pool.select(2)
+    assert [one.group_id for one in batch.groups] == ["g2", "g3"]
+    status = pool.status()
+    assert (status["version"], status["owed"]) == (3, 0)
+    assert status["sources"][""]["evicted_for"] == {"stale": 1}
+
+
+def test_a_version_below_its_floor_is_an_error_for_who_waits(client: tq.TransferQueueClient) -> None:
+    pool = tq.group_pool("train", tq.GroupPolicy.in_order(0, 2, shrink=True))
+    for number, ticket in enumerate(pool.tickets(2)):
+        pool.open(f"g{number}", 1, ticket=ticket)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pool.select(2, timeout_s=60)
+        except GroupsShort as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until(lambda: pool.status()["waiting"] == 1, "the wait")
+    for _ in range(3):
+        pool.fail(pool.claim(1, "g0"), "data")
+    waiter.join()
+    assert len(errors) == 1
+
+
+def test_groups_outlive_the_server(service: Any) -> None:
+    client = service(**DURABLE)
+    pool = tq.group_pool("train", POLICY)
+    made(pool, 1)
+    pool.open("half", 2, prompt={"number": 5})
+    first, second = pool.claim(2)
+    answer(pool, first)
+    held = pool.select(1)
+    standby_of(client)
+    replaced(client)
+    answer(pool, second)
+    batch = pool.select(1)
+    assert [one.group_id for one in batch.groups] == ["half"], "what was lent still is"
+    assert client.get_data(batch.metadata)["x"].flatten().tolist() == [500, 501]
+    pool.ack(held)
+    pool.ack(batch)
+    assert pool.status()["sources"][""]["consumed"] == 2
+
+
+def test_groups_outlive_the_machine(service: Any, tmp_path: Path) -> None:
+    """Of what is in a journal on a disk nobody holds anything: leases are over, and attempts are to be made again."""
+    settings = {"server": {"journal_dir": str(tmp_path), "durability": "machine"}}
+    client = service(**settings)
+    pool = tq.group_pool("train", POLICY)
+    made(pool, 1)
+    pool.open("half", 2, prompt={"number": 5})
+    first, second = pool.claim(2)
+    answer(pool, first)
+    held = pool.select(1)
+    kill(server_of(client))
+    tq.close()
+    tq.init(settings)
+    pool = tq.group_pool("train")
+    with pytest.raises(LeaseExpired):
+        pool.ack(held)
+    (again,) = pool.claim(9)
+    assert (again.slot, again.attempt) == (second.slot, second.attempt + 1)
+    with pytest.raises(StaleAttempt):
+        answer(pool, second)
+    answer(pool, again)
+    batch = pool.select(2)
+    assert tq.get_client().get_data(batch.metadata)["x"].flatten().tolist() == [100, 101, 500, 501]
+
+
+def test_a_pool_is_as_good_from_another_host(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    other = start_host(join=head.tcp)
+    run(head.client.session, open_pool(head.client.session, "train", POLICY, None))
+    here, there = GroupPool(head.client, "train"), GroupPool(other.client, "train")
+    here.open("g", 2)
+    for attempt in there.claim(2):
+        answer(there, attempt)
+    batch = here.select(1, timeout_s=30)
+    assert head.client.get_data(batch.metadata)["x"].flatten().tolist() == [0, 1]
+    here.ack(batch)
+
+
+def test_bad_calls_are_refused_before_anything_is_stored(pool: GroupPool) -> None:
+    pool.open("g", 1)
+    (attempt,) = pool.claim()
+    with pytest.raises(InvalidInput, match="expected one of"):
+        pool.fail(attempt, "other")
+    with pytest.raises(InvalidInput, match="has no pool of groups"):
+        tq.group_pool("elsewhere").status()
+    with pytest.raises(InvalidInput, match="has groups, and another policy"):
+        tq.group_pool("train", tq.GroupPolicy.drop(3))
+    elsewhere = tq.get_client().put({"x": torch.ones(1)}, partition_id="other")
+    with pytest.raises(InvalidInput, match="not in 'train'"):
+        pool.finish(attempt, elsewhere)
+    with pytest.raises(InvalidInput):
+        pool.select(0)
+    answer(pool, attempt)
+    assert len(pool.select(1)) == 1
+
+
+# ---- series ----
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_producer_runs_no_further_ahead_than_allowed_and_never_polls(client: Any, ahead: int) -> None:
+    opened: list[int] = []
+
+    def produce() -> None:
+        for number in range(8):
+            tq.open_partition(f"step_{number}", "steps", ahead, ["actor", "critic"], clear=True, timeout_s=60)
+            opened.append(number)
+            tq.get_client().put({"x": torch.full((4,), number)}, partition_id=f"step_{number}")
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    for number in range(8):
+        for task in ("actor", "critic"):
+            meta = tq.get_client().get_meta(["x"], 4, f"step_{number}", task_name=task, timeout_s=30)
+            assert (tq.get_client().get_data(meta)["x"] == number).all()
+            assert len(opened) <= number + ahead + 1
+            tq.finish_partition(f"step_{number}", task)
+    producer.join()
+    assert tq.series_status("steps") == {"open": {}, "waiting": []}
+
+
+def test_who_waits_for_a_partition_is_visible_and_hears_for_whom(client: Any) -> None:
+    tq.open_partition("a", "s", 0, ["actor"])
+    with pytest.raises(DeadlineExceeded, match=r"'a' \(for actor\)"):
+        tq.open_partition("b", "s", 0, timeout_s=0.05)
+    waiter = threading.Thread(target=tq.open_partition, args=("b", "s", 0), kwargs={"timeout_s": 60})
+    waiter.start()
+    until(lambda: tq.series_status("s")["waiting"] == ["b"], "the wait")
+    tq.get_client().clear_partition("a")
+    waiter.join()
+    assert list(tq.series_status("s")["open"]) == ["b"]
+
+
+def test_a_series_outlives_the_server(service: Any) -> None:
+    client = service(**DURABLE)
+    tq.open_partition("a", "s", 0, ["actor"], clear=True)
+    standby_of(client)
+    waiter = threading.Thread(target=tq.open_partition, args=("b", "s", 0), kwargs={"timeout_s": 60.0})
+    waiter.start()
+    kill(server_of(client))
+    tq.finish_partition("a", "actor")
+    waiter.join()
+    assert list(tq.series_status("s")["open"]) == ["b"]
