@@ -60,6 +60,7 @@ def lasting(sampler: BaseSampler, state: tuple[bytes, list[int]]) -> dict[str, A
     """What is left of a saved state where nothing is lent, as plain values."""
     controller = Controller(sampler, MAX_ROWS, 3)
     controller.restoring.replace(state[0], {block: block for block in state[1]})
+    controller.state.groups.forget_holders()
     return plain(controller)
 
 

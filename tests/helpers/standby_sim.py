@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from services import FIELD
+from tables import packed
 
 from transfer_queue.controller import Controller
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.snapshot import exported
+from transfer_queue.groups import GroupPolicy
 from transfer_queue.memory.bytes import PAGE
 from transfer_queue.sampler import GRPOGroupNSampler, RankAwareSampler, SequentialSampler
 from transfer_queue.schema import FieldSchema
@@ -31,6 +33,9 @@ from transfer_queue.storage.shm import GRAINS
 from transfer_queue.wire import messages as m
 
 SAMPLERS = (SequentialSampler, lambda: GRPOGroupNSampler(n_samples_per_prompt=2), RankAwareSampler)
+POLICIES = (
+    GroupPolicy(), GroupPolicy.windowed(1), GroupPolicy.in_order(1, 2, shrink=True, floor=0.0), GroupPolicy.drop(2),
+)  # fmt: skip
 PARTITIONS, TASKS, KEYS = ("p", "q"), ("t", "u"), tuple(f"k{number}" for number in range(12))
 FIELDS = [FIELD, [*FIELD, FieldSchema("y", "dense", "int64", (2,))]]
 BUDGET = 64 * PAGE
@@ -105,6 +110,13 @@ def picture(service: Service) -> dict[str, Any]:
             number: (one.parked.session, one.parked.message, one.since, one.deadline)
             for number, one in controller.locks._held.items()
         },
+        "groups": (
+            {number: (one.partition, list(one.names), one.session, one.deadline)
+             for number, one in controller.groups._leases.items()},
+            {session: copy.deepcopy((one.tickets, one.attempts, one.refills))
+             for session, one in controller.groups._holdings.items()},
+            {name: sorted(pool.state.reserved) for name, pool in controller.groups.pools.items()},
+        ),
         "waiting": controller.num_waiting,
         "stale": dict(controller.staleness.num_stale),
         "unfinished": controller.unfinished,
@@ -138,6 +150,8 @@ class Simulation:
         self._allocated: list[tuple[bytes, int]] = []
         self._rows: dict[str, set[int]] = {name: set() for name in PARTITIONS}
         self._leases = [1]
+        self._attempts: list[tuple[str, str, int, int]] = [("p", "g0", 0, 0)]
+        self._group_leases = [1]
         self._batches: dict[tuple[str, str, int], int] = {}
         self.pictures: list[dict[str, Any]] = []
         self.lengths: list[int] = []
@@ -268,6 +282,10 @@ class Simulation:
             self._allocated.append((session.ident, reply.block))
         if isinstance(reply, m.RowSet) and reply.lease:
             self._leases.append(reply.lease)
+        if isinstance(reply, m.SlotsClaimed):
+            self._attempts += [(pick, one.group, one.slot, one.attempt) for one in reply.slots for pick in PARTITIONS]
+        if isinstance(reply, m.GroupsLent) and reply.groups:
+            self._group_leases.append(reply.lease)
 
     def _request(self, rid: int, session: ServerSession) -> tuple[m.Request, bytes]:
         pick, below = self._random.choice, self._random.randrange
@@ -301,10 +319,33 @@ class Simulation:
             (2, lambda: m.Lock(rid, partition, keys[:2], 0.5, wait_s, {})),
             (1, lambda: m.Unlock(rid, 8 + below(6))),
             (1, lambda: m.Scan(rid, partition, ["x"])),
+            *self._of_groups(rid, partition, count, wait_s),
         ]  # fmt: skip
         (maker,) = self._random.choices([made for _, made in makers], [weight for weight, _ in makers])
         message = maker()
         return message, b"z" * pick([10, 500, 9000]) if isinstance(message, m.Commit) and not message.block else b""
+
+    def _of_groups(self, rid: int, partition: str, count: int, wait_s: float) -> list[tuple[int, Any]]:
+        """What is asked of pools of groups, and of series of partitions."""
+        pick, below = self._random.choice, self._random.randrange
+        name, size = f"g{below(12)}", 1 + below(3)
+        return [
+            (1, lambda: m.OpenPool(rid, partition, pick(POLICIES), None)),
+            (1, lambda: m.TakeTickets(rid, partition, 1 + below(2), wait_s)),
+            (2, lambda: m.OpenGroup(rid, partition, name, size, 1, pick("ab"), {}, None, pick([None, below(6)]),
+                                    count > 3)),
+            (2, lambda: m.ClaimSlots(rid, partition, count, pick([None, name]), wait_s)),
+            (4, lambda: m.FinishSlot(rid, *pick(self._attempts), packed([below(40)]), 1.0, None, None, 3, {})),
+            (1, lambda: m.FailSlots(rid, partition, [m.Attempt(*pick(self._attempts)[1:])], pick(["infra", "data"]))),
+            (1, lambda: m.FilterGroups(rid, partition, [name])),
+            (2, lambda: m.SelectGroups(rid, partition, 1, size, None, 0.4, wait_s)),
+            (1, lambda: m.AckGroups(rid, pick(self._group_leases), None, pick([True, False]))),
+            (1, lambda: m.ReleaseGroups(rid, pick(self._group_leases), None)),
+            (1, lambda: m.AwaitGroups(rid, partition, 1, wait_s)),
+            (1, lambda: m.TakeRefills(rid, partition, 2, wait_s)),
+            (1, lambda: m.OpenPartition(rid, partition, "series", below(2), ["t"], pick([True, False]), wait_s)),
+            (1, lambda: m.FinishPartition(rid, partition, "t")),
+        ]  # fmt: skip
 
     def _filled(
         self, rid: int, session: ServerSession, partition: str, count: int, keys: list[str], wait_s: float

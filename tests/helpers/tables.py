@@ -266,5 +266,6 @@ def reloaded(box: Box, sampler: BaseSampler | None = None, **more: Any) -> Box:
     state, blocks = exported(box.controller.state)
     fresh = Box(sampler, **more)
     fresh.controller.restoring.replace(state, moved(blocks))
+    fresh.controller.state.groups.forget_holders()
     fresh.controller.check_invariants()
     return fresh

@@ -57,7 +57,7 @@ def buffer_in(policy: GroupPolicy) -> PoolCore:
         if policy.gate is not None:
             pool.state.next_ticket = 100
             ticket = target * policy.groups_per_version + number if policy.serve == "target" else number
-            pool.reserved.add(ticket)
+            pool.state.reserved.add(ticket)
         opened(pool, name, start, ticket=ticket)
         if is_sealed:
             sealed(pool, name, [number])

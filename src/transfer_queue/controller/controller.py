@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -51,8 +52,8 @@ class Controller:
     `handle` answers a request, raises the caller's error, or returns None after parking it; the answer then appears in
     `outbox`. `block_index.freed` lists blocks without live cells. `max_rows` bounds the rows over all partitions (None:
     no bound), `reserved_rows` is how many rows a new partition has from the start. `policy`: how old rows may be. Locks
-    have numbers above `lock_number`. A row that a task had on a lease `max_deliver` times in vain is a dead letter
-    (None: never). `ledger`: where it is written down what lasts.
+    and leases of groups have numbers above `lock_number`. A row that a task had on a lease `max_deliver` times in vain
+    is a dead letter (None: never). `ledger`: where it is written down what lasts.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Controller:
         }  # fmt: skip
         self.groups, self.series = state.groups, state.series
         self.groups.clear = self.series.clear = self._clear
+        self.groups.numbers = itertools.count(lock_number + 1)
         self.series.open = lambda name: self._open(name, 0)
         self._lasting = self._rules | self.groups.rules | self.series.rules
         if ledger is not None:

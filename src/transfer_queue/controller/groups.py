@@ -8,7 +8,6 @@ the right to refill belong to a session, and return with its end.
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
@@ -88,7 +87,7 @@ class GroupPools:
         self._versions = versions
         self._leases: dict[int, GroupLease] = {}
         self.deadlines = Deadlines(self._leases)
-        self._numbers = itertools.count(1 + secrets.randbits(48))  # that of another life is none of ours
+        self.numbers = itertools.count(1)  # of leases; those of another life of the service are none of these
         self._holdings: dict[bytes, SessionHoldings] = {}
         self._consumed_at: dict[tuple[str, str], float] = {}
         self._now = 0.0
@@ -328,7 +327,7 @@ class GroupPools:
     def _claim(self, pool: PoolCore, message: m.ClaimSlots, session: bytes) -> m.Reply | None:
         slots = pool.idle(message.count, message.group)
         if not slots:
-            done = message.group is not None or (pool.state.ended and not pool.num_open and not pool.reserved)
+            done = message.group is not None or (pool.state.ended and not pool.num_open and not pool.state.reserved)
             return m.SlotsClaimed(message.rid, [], True) if done else None
         reply = self.rules[m.StartSlots](m.StartSlots(message.rid, message.partition, slots))
         assert isinstance(reply, m.SlotsClaimed)
@@ -346,7 +345,7 @@ class GroupPools:
         groups = found[: message.most]
         kept = [pool.withheld(group) for group in groups]
         names = [group.name for group in groups]
-        lease = GroupLease(next(self._numbers), message.partition, names, session, self._now + message.lease_s)
+        lease = GroupLease(next(self.numbers), message.partition, names, session, self._now + message.lease_s)
         if groups:
             self.rules[m.LendGroups](m.LendGroups(0, message.partition, names))
             self._leases[lease.number] = lease
@@ -474,7 +473,7 @@ class GroupPools:
         if held is None:
             return
         for partition in {*held.tickets, *held.attempts, *held.refills} & self.pools.keys():
-            tickets = sorted(held.tickets.get(partition, set()) & self.pools[partition].reserved)
+            tickets = sorted(held.tickets.get(partition, set()) & self.pools[partition].state.reserved)
             if tickets:
                 self.rules[m.ReturnTickets](m.ReturnTickets(0, partition, tickets))
             self._give_up(partition, held.attempts.get(partition, ()))
@@ -510,8 +509,8 @@ class GroupPools:
         sealed = len(pool.eligible())
         return (
             f"the pool of {message.partition!r} at version {pool.version} has {pool.num_open} open groups, "
-            f"{pool.num_sealed} sealed ones ({sealed} eligible), {pool.num_lent} lent, {len(pool.reserved)} tickets "
-            f"out, {pool.state.owed} not refilled"
+            f"{pool.num_sealed} sealed ones ({sealed} eligible), {pool.num_lent} lent, "
+            f"{len(pool.state.reserved)} tickets out, {pool.state.owed} not refilled"
         )
 
     def _description(self, partition: str) -> dict[str, Any]:
@@ -525,7 +524,7 @@ class GroupPools:
             }
         return {
             "version": pool.version, "open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent,
-            "eligible": len(pool.eligible()), "tickets_out": len(pool.reserved), "owed": pool.state.owed,
+            "eligible": len(pool.eligible()), "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
             "waiting": sum(one.message.partition == partition for one in self.parked), "ended": pool.state.ended,
             "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
         }  # fmt: skip
@@ -537,7 +536,7 @@ class GroupPools:
         return {partition: pool.state for partition, pool in self.pools.items()}
 
     def restore(self, pools: dict[str, PoolCore]) -> None:
-        """Go on with saved pools: nobody has anything of them. Rows that are not there are lost."""
+        """Go on with saved pools; `forget_holders` is to follow."""
         self._leases.clear()
         self.deadlines.clear()
         self._holdings.clear()
@@ -547,10 +546,9 @@ class GroupPools:
                 self.parked.remove(parked)
                 text = f"partition {parked.message.partition!r} has no pool of groups in the checkpoint"
                 self._outbox.append((parked.ticket, m.Failed(parked.message.rid, InvalidInput.code, text)))
-        self.forget_holders()
 
     def forget_holders(self) -> None:
-        """Nobody is left who worked on something or had it."""
+        """Nobody is left who worked on something or had it. Rows that are not there are lost."""
         for partition, pool in self.pools.items():
             pool.forget_holders()
             table, rows = self._tables.get(partition), np.array(list(pool.owners), np.int64)
@@ -565,7 +563,7 @@ class GroupPools:
             lent = {group.name for group in pool.groups.values() if group.state == "lent"}
             assert lent <= {name for lease in leases for name in lease.names}
             held = {ticket for one in self._holdings.values() for ticket in one.tickets.get(partition, ())}
-            assert pool.reserved <= held
+            assert pool.state.reserved <= held
             table = self._tables.get(partition)
             rows = np.array(list(pool.owners), np.int64)
             assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))

@@ -90,11 +90,17 @@ class StateLoader:
             return None
         for _ in load.steps:
             pass
-        self._loaded()
+        self._take_over()
         return m.Done(message.rid)
 
+    def _take_over(self) -> None:
+        """The state is another one, that nobody has anything of."""
+        self._state.groups.forget_holders()
+        self._loaded()
+
     def replace(self, data: bytes | memoryview, blocks: dict[int, int]) -> None:
-        """Replace the whole state at once; the saved blocks got the numbers in `blocks`. Raises as `_load`."""
+        """Replace the whole state at once; the saved blocks got the numbers in `blocks`. Who had some of the groups
+        in it may still say so. Raises as `_load`."""
         draft = NewState(self._state)
         draft.blocks = blocks
         for _ in _load(draft, data, []):
@@ -111,7 +117,7 @@ class StateLoader:
             return
         except StopIteration:
             reply: m.Reply = m.Done(load.rid)
-            self._loaded()
+            self._take_over()
         except TransferQueueError as error:
             reply = m.Failed(load.rid, error.code, str(error))
         except Exception:

@@ -15,12 +15,10 @@ from transfer_queue.groups.state import PoolState
 
 
 class PoolCore:
-    """`discarded`: rows that nobody needs any more; whoever clears them empties the list. `reserved`: tickets that were
-    handed out and not used."""
+    """`discarded`: rows that nobody needs any more; whoever clears them empties the list."""
 
     def __init__(self, state: PoolState) -> None:
         self.state = state
-        self.reserved: set[int] = set()
         self.discarded: list[int] = []
         self.owners = {row: group.name for group in state.groups.values() for row in group.rows}
         self.num_sealed = sum(group.state == "sealed" for group in state.groups.values())
@@ -63,7 +61,7 @@ class PoolCore:
         """These are somebody's now."""
         self.state.returned = [one for one in self.state.returned if one not in tickets]
         self.state.next_ticket = max(self.state.next_ticket, *(one + 1 for one in tickets))
-        self.reserved.update(tickets)
+        self.state.reserved.update(tickets)
 
     def _last_ticket(self) -> float:
         if self.policy.gate is None:
@@ -80,14 +78,20 @@ class PoolCore:
     def give_back(self, tickets: Iterable[int]) -> None:
         """No group will be opened with these."""
         for ticket in tickets:
-            if ticket in self.reserved:
-                self.reserved.discard(ticket)
-                self.state.returned.append(ticket)
+            if ticket in self.state.reserved:
+                self.state.reserved.discard(ticket)
+                self._return(ticket)
+
+    def _return(self, ticket: int) -> None:
+        """Others may use it, unless it is for a version that has passed."""
+        target = self.target_of(ticket)
+        if target is None or target >= self.version:
+            self.state.returned.append(ticket)
 
     def _use(self, ticket: int) -> None:
         """`InvalidInput` for one that was used, or that nobody was given."""
-        if ticket in self.reserved:
-            self.reserved.discard(ticket)
+        if ticket in self.state.reserved:
+            self.state.reserved.discard(ticket)
         elif ticket in self.state.returned:  # its holder was thought gone
             self.state.returned.remove(ticket)
         else:
@@ -253,7 +257,7 @@ class PoolCore:
             assert group.target is not None
             self.state.excused[group.target] = self.state.excused.get(group.target, 0) + 1
         elif group.ticket is not None:
-            self.state.returned.append(group.ticket)
+            self._return(group.ticket)
         self.state.owed += 1
         self.source(group.source).evict(reasons, sum(result.tokens for result in group.results))
         self._end(group)
@@ -295,7 +299,7 @@ class PoolCore:
     @property
     def nothing_comes(self) -> bool:
         """Whether no group will be sealed any more."""
-        return self.state.ended and not self.num_open and not self.reserved
+        return self.state.ended and not self.num_open and not self.state.reserved
 
     @property
     def num_lent(self) -> int:
@@ -339,7 +343,7 @@ class PoolCore:
 
     def forget_holders(self) -> None:
         """Nobody of those who worked on slots or had groups is known any more, as after a load."""
-        self.give_back(list(self.reserved))
+        self.give_back(list(self.state.reserved))
         for group in self.groups.values():
             for slot in group.slots:
                 slot.state = "idle" if slot.state == "running" else slot.state
@@ -350,7 +354,7 @@ class PoolCore:
         live, state = list(self.groups.values()), self.state
         counts = [sum(group.state == kind for group in live) for kind in ("open", "sealed")]
         rows = [row for group in live for row in group.rows]
-        tickets = [group.ticket for group in live if group.ticket is not None] + [*state.returned, *self.reserved]
+        tickets = [group.ticket for group in live if group.ticket is not None] + [*state.returned, *self.state.reserved]
         by_source = Counter(group.source for group in live)
         return (
             counts == [self.num_open, self.num_sealed]

@@ -13,9 +13,9 @@ REMEMBERED = 65_536  # groups that have ended
 
 class PoolState(msgspec.Struct):
     """`base`: the trainer's version when the pool began, `version` now. Tickets are numbered from 0: number n is for
-    version base + n // groups_per_version. `returned`: tickets that nobody has any more, below `next_ticket`. `owed`:
-    evicted groups that were not refilled. `excused`: groups by which a version is smaller. `ended`: no more groups will
-    be opened. `fates`: of groups that have ended, the latest."""
+    version base + n // groups_per_version. Those below `next_ticket` that no group has are `reserved` by somebody, or
+    `returned`. `owed`: evicted groups that were not refilled. `excused`: groups by which a version is smaller. `ended`:
+    no more groups will be opened. `fates`: of groups that have ended, the latest."""
 
     policy: GroupPolicy
     base: int
@@ -23,6 +23,7 @@ class PoolState(msgspec.Struct):
     next_number: int = 0
     next_ticket: int = 0
     returned: list[int] = []
+    reserved: set[int] = set()
     owed: int = 0
     excused: dict[int, int] = {}
     ended: bool = False
