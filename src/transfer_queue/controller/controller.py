@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -89,7 +88,7 @@ class Controller:
         }  # fmt: skip
         self.groups, self.series = state.groups, state.series
         self.groups.clear = self.series.clear = self._clear
-        self.groups.numbers = itertools.count(lock_number + 1)
+        self.groups.number_leases(lock_number)
         self.series.open = lambda name: self._open(name, 0)
         self._lasting = self._rules | self.groups.rules | self.series.rules
         if ledger is not None:
@@ -351,9 +350,7 @@ class Controller:
         return row_set(message.rid, table, slots, table.common_fields(slots))
 
     def _announce(self, message: m.Announce) -> m.Reply:
-        reply = self.staleness.announce(message)
-        self.groups.announced()
-        return reply
+        return self.groups.announced(self.staleness.announce(message))
 
     def _set_tags(self, message: m.SetTags) -> m.Reply:
         indexes = indexes_of(message.rows)

@@ -87,7 +87,7 @@ class GroupPools:
         self._versions = versions
         self._leases: dict[int, GroupLease] = {}
         self.deadlines = Deadlines(self._leases)
-        self.numbers = itertools.count(1)  # of leases; those of another life of the service are none of these
+        self._numbers = itertools.count(1)
         self._holdings: dict[bytes, SessionHoldings] = {}
         self._consumed_at: dict[tuple[str, str], float] = {}
         self._now = 0.0
@@ -135,6 +135,10 @@ class GroupPools:
             held = self._of(session).refills
             held[message.partition] = max(0, held.get(message.partition, 0) - 1)
         return reply
+
+    def number_leases(self, above: int) -> None:
+        """Leases have numbers above this one, so that those of another life of the service are none of these."""
+        self._numbers = itertools.count(above + 1)
 
     # what lasts
 
@@ -248,13 +252,14 @@ class GroupPools:
         self._changed(message.partition)
         return m.Done(message.rid)
 
-    def announced(self) -> None:
-        """A version of the weights was announced: every pool judges by it."""
+    def announced(self, reply: m.Reply) -> m.Reply:
+        """A version of the weights was announced: every pool judges by it. Gives the answer on."""
         newest = self._versions().newest
         for partition, pool in self.pools.items():
             if newest is not None and pool.version < newest < MAX_VERSION:
                 pool.advance(newest)
                 self._changed(partition)
+        return reply
 
     def cleared(self, partition: str, rows: Slots | None) -> None:
         """These rows of a partition are gone; None: all of it."""
@@ -345,7 +350,7 @@ class GroupPools:
         groups = found[: message.most]
         kept = [pool.withheld(group) for group in groups]
         names = [group.name for group in groups]
-        lease = GroupLease(next(self.numbers), message.partition, names, session, self._now + message.lease_s)
+        lease = GroupLease(next(self._numbers), message.partition, names, session, self._now + message.lease_s)
         if groups:
             self.rules[m.LendGroups](m.LendGroups(0, message.partition, names))
             self._leases[lease.number] = lease
