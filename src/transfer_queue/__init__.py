@@ -21,6 +21,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
     sampler                   which ready rows a request gets
     wire                      what crosses a socket
     codec                     columns to bytes and back
+    groups                    groups of siblings: slots, attempts, and which ones a policy serves
     metadata, schema          what a batch is, apart from its data; what a field is
     memory                    bulk memory of a process
     errors, names             every error, as one tree; which name was probably meant

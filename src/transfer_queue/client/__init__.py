@@ -17,6 +17,7 @@
     describing, remarks         from the server's view of rows to metadata; what it remarks on a call
     listing                     keys and tags at the cost of what changed
     carried                     small rows that came along with the metadata of a fetch
+    groups                      groups of siblings: what producers and consumers call
     locks, local_locks          names that this process holds: of the service, or within it
     engine                      large blocks in the service's storage engine, written and read by this process
     transport                   memory of other hosts that the job's transport reads, and this process's that they do

@@ -18,6 +18,8 @@
      ├─ staleness               which rows are too old for which task
      ├─ admission               how many rows producers may start
      ├─ weight_versions         versions of the weights, as they were announced
+     ├─ groups                  groups of siblings: who waits for them, works on them, has them
+     ├─ series                  partitions of which only so many may be open
      ├─ locks                   names that are held
      ├─ deadlines               when the first of many terms ends
      └─ cleared_partitions      what they leave, freed in slices
