@@ -150,7 +150,7 @@ class Simulation:
         self._allocated: list[tuple[bytes, int]] = []
         self._rows: dict[str, set[int]] = {name: set() for name in PARTITIONS}
         self._leases = [1]
-        self._attempts: list[tuple[str, str, int, int]] = [("p", "g0", 0, 0)]
+        self._attempts: list[tuple[str, int, int]] = [("g0", 0, 0)]
         self._group_leases = [1]
         self._batches: dict[tuple[str, str, int], int] = {}
         self.pictures: list[dict[str, Any]] = []
@@ -283,7 +283,7 @@ class Simulation:
         if isinstance(reply, m.RowSet) and reply.lease:
             self._leases.append(reply.lease)
         if isinstance(reply, m.SlotsClaimed):
-            self._attempts += [(pick, one.group, one.slot, one.attempt) for one in reply.slots for pick in PARTITIONS]
+            self._attempts += [(one.group, one.slot, one.attempt) for one in reply.slots]
         if isinstance(reply, m.GroupsLent) and reply.groups:
             self._group_leases.append(reply.lease)
 
@@ -335,8 +335,10 @@ class Simulation:
             (2, lambda: m.OpenGroup(rid, partition, name, size, 1, pick("ab"), {}, None, pick([None, below(6)]),
                                     count > 3)),
             (2, lambda: m.ClaimSlots(rid, partition, count, pick([None, name]), wait_s)),
-            (4, lambda: m.FinishSlot(rid, *pick(self._attempts), packed([below(40)]), 1.0, None, None, 3, {})),
-            (1, lambda: m.FailSlots(rid, partition, [m.Attempt(*pick(self._attempts)[1:])], pick(["infra", "data"]))),
+            (3, lambda: m.FinishSlot(rid, partition, self._finished(), packed([below(40)]))),
+            (4, lambda: m.Commit(rid, partition, count, None, None, pick(FIELDS), 0, b"layout", None, wait_s,
+                                 finishes=self._finished())),
+            (1, lambda: m.FailSlots(rid, partition, [m.Attempt(*pick(self._attempts))], pick(["infra", "data"]))),
             (1, lambda: m.FilterGroups(rid, partition, [name])),
             (2, lambda: m.SelectGroups(rid, partition, 1, size, None, 0.4, wait_s)),
             (1, lambda: m.AckGroups(rid, pick(self._group_leases), None, pick([True, False]))),
@@ -346,6 +348,9 @@ class Simulation:
             (1, lambda: m.OpenPartition(rid, partition, "series", below(2), ["t"], pick([True, False]), wait_s)),
             (1, lambda: m.FinishPartition(rid, partition, "t")),
         ]  # fmt: skip
+
+    def _finished(self) -> m.FinishedSlot:
+        return m.FinishedSlot(*self._random.choice(self._attempts), 1.0, None, None, 3, {})
 
     def _filled(
         self, rid: int, session: ServerSession, partition: str, count: int, keys: list[str], wait_s: float

@@ -67,7 +67,7 @@ class GroupBox(Box):
         """New rows, unless given, as the result of an attempt."""
         rows = indexes(self.put(1)) if rows is None else rows
         values: dict[str, Any] = {"reward": 1.0, "oldest": None, "newest": None, "tokens": 5, "info": {}}
-        self.ask(m.FinishSlot, name, slot, attempt, packed(rows), **values | more, session=b"worker")
+        self.ask(m.FinishSlot, m.FinishedSlot(name, slot, attempt, **values | more), packed(rows), session=b"worker")
         return rows
 
     def made(self, name: str, size: int = 1, **more: Any) -> list[int]:
@@ -291,6 +291,30 @@ def test_rows_that_are_not_there_are_no_result() -> None:
     with pytest.raises(RowCleared):
         box.finish("x", rows=[77])
     box.finish("x")
+
+
+def test_rows_and_the_result_that_they_are_come_in_one_step_or_not_at_all() -> None:
+    box = GroupBox()
+    box.open("x", 2)
+    box.claim(2)
+    box.ask(m.FailSlots, [m.Attempt("x", 1, 0)], "infra")
+    box.claim(1)
+
+    def put(slot: int, attempt: int, group: str = "x") -> list[int]:
+        finished = m.FinishedSlot(group, slot, attempt, 1.0, None, None, 5, {})
+        return indexes(box.handle(m.Commit(box.rid, "p", 1, None, None, [], -1, b"", [{}], 0.0, finishes=finished)))
+
+    rows = put(0, 0)
+    for slot, attempt, group, error in (
+        (1, 0, "x", StaleAttempt),
+        (0, 0, "x", InvalidInput),
+        (0, 0, "y", InvalidInput),
+    ):
+        with pytest.raises(error):
+            put(slot, attempt, group)
+    assert box.rows() == rows
+    rows += put(1, 1)
+    assert indexes(box.select().rows) == rows
 
 
 def test_a_pool_with_groups_keeps_its_policy() -> None:

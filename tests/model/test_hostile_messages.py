@@ -42,6 +42,10 @@ values = st.recursive(
 )
 tags = st.dictionaries(names, values, max_size=3)
 fields = st.builds(FieldSchema, names, names, names, st.lists(numbers, max_size=3).map(tuple))
+finished = st.builds(
+    m.FinishedSlot, groups, numbers, numbers, st.none() | st.floats(), st.none() | numbers, st.none() | numbers,
+    numbers, st.just({}),
+)  # fmt: skip
 STRATEGIES: dict[Any, Any] = {
     int: numbers, float: st.floats() | numbers.map(float), bool: st.booleans(), bytes: raw, str: names,
     bytes | None: st.none() | raw, list[str]: st.lists(groups, max_size=4), int | None: st.none() | numbers,
@@ -55,6 +59,7 @@ STRATEGIES: dict[Any, Any] = {
     list[tuple[int, bytes | None]]: st.lists(st.tuples(numbers, st.none() | raw), max_size=3),
     float | None: st.none() | st.floats(), Literal["infra", "data"]: st.sampled_from(["infra", "data", "x"]),
     GroupPolicy: st.sampled_from([GroupPolicy.windowed(1), GroupPolicy.in_order(1, 2), GroupPolicy.dropless(2)]),
+    m.FinishedSlot: finished, m.FinishedSlot | None: st.none() | finished,
     list[tuple[str, int]]: st.lists(st.tuples(groups, numbers), max_size=3),
     list[m.Attempt]: st.lists(st.builds(m.Attempt, groups, numbers, numbers), max_size=3),
     dict[str, tuple[int, int]]: st.dictionaries(names, st.tuples(numbers, numbers), max_size=3),
@@ -90,7 +95,7 @@ class Place:
         for number, name in enumerate("gh"):
             self.send(m.OpenGroup(0, "p", name, 2 - number, 1, "", {}, None, number, False))
         self.send(m.StartSlots(0, "p", [("g", 0), ("h", 0)]))
-        self.send(m.FinishSlot(0, "p", "h", 0, 0, packed([3]), 1.0, None, None, 5, {}))
+        self.send(m.FinishSlot(0, "p", m.FinishedSlot("h", 0, 0, 1.0, None, None, 5, {}), packed([3])))
         self.send(m.OpenPartition(0, "q", "s", 1, ["c"], True, 0.0))
 
     def send(self, message: m.Request, payload: bytes = b"", session: ServerSession | None = None) -> m.Reply | None:
@@ -148,7 +153,8 @@ def sample(kind: Any) -> m.Message:
         "lease_s": 1.0, "layouts": [LAYOUT], "names": ["a"], "session": b"remote", "known": {}, "rids": [7],
         "policy": GroupPolicy(), "group": "g", "groups": ["h"], "slot": 0, "attempts": [m.Attempt("g", 0, 0)],
         "slots": [("g", 1)], "series": "s", "consumers": ["c"], "consumer": "c", "least": 1, "most": 2, "tickets": [2],
-        "size": 2, "min_size": 1, "kind": "infra", "max_open": 1,
+        "finished": m.FinishedSlot("g", 0, 0, 1.0, None, None, 5, {}), "size": 2, "min_size": 1, "kind": "infra",
+        "max_open": 1,
         "lock": 1, "holder": {"pid": 1} if kind is m.Lock else b"", "tasks": ["t"], "step": 1,
     }  # fmt: skip
     if kind is m.Commit:

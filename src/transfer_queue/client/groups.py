@@ -15,6 +15,8 @@ from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.allocation import committed_meta
+from transfer_queue.client.transfer.write import TargetRows, store
 from transfer_queue.errors import InvalidInput
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.metadata import BatchMeta
@@ -168,24 +170,27 @@ class GroupOperations:
         tokens: int = 0,
         info: Mapping[str, Any] | None = None,
     ) -> Operation[BatchMeta]:
-        """The result of an attempt: new rows of any number, or the metadata of rows that are in the partition already.
+        """The result of an attempt: new rows of any number, which are put with it in one step, or the metadata of rows
+        that are in the partition already.
 
         The versions are those that made its tokens (default: the group's `start_version`). Saying the same result twice
         changes nothing. The result of the last sibling seals the group and wakes who waits for it. Returns the rows'
-        metadata. Raises `StaleAttempt` or `GroupEnded` where nobody wants the result any more (its rows are cleared),
-        `InvalidInput` for another result than the first.
+        metadata. Raises `StaleAttempt` or `GroupEnded` where nobody wants the result any more (new rows are not stored,
+        others are cleared), `InvalidInput` for another result than the first.
         """
-        if isinstance(data, BatchMeta):
-            if set(data.partition_ids) - {self.partition_id}:
-                raise InvalidInput(f"the rows are in {sorted(set(data.partition_ids))}, not in {self.partition_id!r}")
-            meta = data
-        else:
-            meta = yield from ops.put(self.session, data, None, self.partition_id, None)
-        yield _call(
-            self, m.FinishSlot, attempt.group_id, attempt.slot, attempt.attempt, meta.indexes.tobytes(), reward,
-            oldest_version, newest_version, tokens, dict(info or {}), meta.service_id,
+        result = m.FinishedSlot(
+            attempt.group_id, attempt.slot, attempt.attempt, reward, oldest_version, newest_version, tokens,
+            dict(info or {}),
         )  # fmt: skip
-        return meta
+        if not isinstance(data, BatchMeta):
+            plan = ops.planned(self.session, data, None)
+            rows = TargetRows(self.partition_id, plan.rows, finishes=result)
+            reply = yield from store(self.session, plan, rows, None)
+            return committed_meta(self.session, reply, self.partition_id, plan, None)
+        if set(data.partition_ids) - {self.partition_id}:
+            raise InvalidInput(f"the rows are in {sorted(set(data.partition_ids))}, not in {self.partition_id!r}")
+        yield _call(self, m.FinishSlot, result, data.indexes.tobytes(), data.service_id)
+        return data
 
     def fail(self, attempts: SlotAttempt | Sequence[SlotAttempt], kind: str = "infra") -> Operation[None]:
         """Attempts have failed: their siblings are tried again, by anybody, until their attempts are spent.

@@ -286,6 +286,8 @@ class Controller:
         table = self.tables.get(message.partition)
         if message.expected is not None:
             check_expected(message, message.expected, table)
+        if message.finishes is not None:
+            self.groups.check_finish(message.partition, message.finishes)
         note = "" if table is None else table.check(message.fields, message.strict)
         table, slots = self._target(message, table)
         if message.fields and message.block != NO_BLOCK:
@@ -306,15 +308,13 @@ class Controller:
                 table.withhold(slots)
             self._fetching.written(table, slots, [f.name for f in message.fields])
         rows = rows_bytes(table.index[slots])
+        if message.finishes is not None:
+            self.groups.finish(message.partition, message.finishes, rows)
         keyed = message.keys is not None
         return m.Committed(
-            message.rid,
-            rows,
-            table.tags_of(slots) if keyed else None,
-            table.common_fields(slots) if keyed else [],
-            table.loads,
-            note,
-        )
+            message.rid, rows, table.tags_of(slots) if keyed else None, table.common_fields(slots) if keyed else [],
+            table.loads, note,
+        )  # fmt: skip
 
     def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
         """Slots of the rows to write; new ones are added only once nothing can be refused any more."""

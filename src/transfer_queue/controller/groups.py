@@ -15,6 +15,7 @@ import numpy as np
 
 from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.fetch import row_set
+from transfer_queue.controller.group_reports import described, lent_group, summary
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table, rows_bytes
@@ -173,21 +174,27 @@ class GroupPools:
         return m.SlotsClaimed(message.rid, claimed, False)
 
     def _finish(self, message: m.FinishSlot) -> m.Reply:
-        pool = self._pool(message.partition)
         rows = indexes_of(message.rows)
         table = self._tables.get(message.partition)
         if table is None or bool((table.slots_of(rows) < 0).any()):
-            raise RowCleared(f"rows of slot {message.slot} of group {message.group!r} are not in the partition")
-        start = pool.group(message.group).start
-        oldest = start if message.oldest is None else message.oldest
-        newest = oldest if message.newest is None else message.newest
-        _check_versions(oldest, newest)
-        if newest < oldest or not 0 <= message.tokens < MAX_TOKENS:
-            raise InvalidInput(f"versions {oldest} to {newest}, {message.tokens} tokens")
-        result = Result(rows.tolist(), message.reward, oldest, newest, message.tokens, message.info)
-        if pool.done(message.group, message.slot, message.attempt, result):
-            self._changed(message.partition)
+            one = message.finished
+            raise RowCleared(f"rows of slot {one.slot} of group {one.group!r} are not in the partition")
+        self.finish(message.partition, message.finished, message.rows)
         return m.Done(message.rid)
+
+    def check_finish(self, partition: str, one: m.FinishedSlot) -> None:
+        """Raises what `finish` with new rows would."""
+        group = self._pool(partition).group(one.group)
+        _versions_of(one, group)
+        group.check(one.slot, one.attempt, None)
+
+    def finish(self, partition: str, one: m.FinishedSlot, rows: bytes) -> None:
+        """An attempt has its result, and these rows. Raises as `PoolCore.done`, and `InvalidInput`."""
+        pool = self._pool(partition)
+        oldest, newest = _versions_of(one, pool.group(one.group))
+        result = Result(indexes_of(rows).tolist(), one.reward, oldest, newest, one.tokens, one.info)
+        if pool.done(one.group, one.slot, one.attempt, result):
+            self._changed(partition)
 
     def _fail(self, message: m.FailSlots) -> m.Reply:
         pool = self._pool(message.partition)
@@ -356,7 +363,7 @@ class GroupPools:
             self._leases[lease.number] = lease
             self.deadlines.add(lease.number)
             self._unreceived.add(session, message.rid, GroupGrant(message.partition, lease=lease.number))
-        lent = [_lent(pool, group, held) for group, held in zip(groups, kept, strict=True)]
+        lent = [lent_group(pool, group, held) for group, held in zip(groups, kept, strict=True)]
         rows = [
             row for group, held in zip(groups, kept, strict=True) for number, slot in enumerate(group.slots)
             if slot.result is not None and number not in held for row in slot.result.rows
@@ -509,30 +516,15 @@ class GroupPools:
         return f"{type(message).__name__}: not within {message.timeout_s:g} s: {self._reason(message)}"
 
     def _reason(self, message: Any) -> str:
-        """What a request waits for."""
-        pool = self._pool(message.partition)
-        sealed = len(pool.eligible())
-        return (
-            f"the pool of {message.partition!r} at version {pool.version} has {pool.num_open} open groups, "
-            f"{pool.num_sealed} sealed ones ({sealed} eligible), {pool.num_lent} lent, "
-            f"{len(pool.state.reserved)} tickets out, {pool.state.owed} not refilled"
-        )
+        return summary(message.partition, self._pool(message.partition))
 
     def _description(self, partition: str) -> dict[str, Any]:
         pool = self._pool(partition)
-        sources = {}
-        for name, source in pool.state.sources.items():
-            then = self._consumed_at.setdefault((partition, name), self._now)
-            sources[name] = {
-                **{field: getattr(source, field) for field in source.__struct_fields__},
-                "starved_s": self._now - then,
-            }
-        return {
-            "version": pool.version, "open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent,
-            "eligible": len(pool.eligible()), "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
-            "waiting": sum(one.message.partition == partition for one in self.parked), "ended": pool.state.ended,
-            "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
-        }  # fmt: skip
+        starved = {
+            name: self._now - self._consumed_at.setdefault((partition, name), self._now) for name in pool.state.sources
+        }
+        waiting = sum(one.message.partition == partition for one in self.parked)
+        return described(pool, starved, waiting)
 
     # saving
 
@@ -580,16 +572,11 @@ def _check_versions(*versions: int | None) -> None:
         raise InvalidInput(f"versions {versions}: expected numbers from 0 to {MAX_VERSION}")
 
 
-def _lent(pool: PoolCore, group: SiblingGroup, held: list[int]) -> m.LentGroup:
-    members = []
-    for number, slot in enumerate(group.slots):
-        if slot.result is not None:
-            one, kept = slot.result, number in held
-            members.append(
-                m.LentMember(
-                    number, slot.attempts - 1, 0 if kept else len(one.rows), one.reward, one.oldest, one.newest,
-                    one.tokens, one.info, kept,
-                )
-            )  # fmt: skip
-    age = pool.version - group.judged_by(pool.policy.judge)
-    return m.LentGroup(group.name, group.source, group.start, group.target, age, group.prompt, members)
+def _versions_of(one: m.FinishedSlot, group: SiblingGroup) -> tuple[int, int]:
+    """The oldest and the newest version of a result. `InvalidInput` where they, or its tokens, mean nothing."""
+    oldest = group.start if one.oldest is None else one.oldest
+    newest = oldest if one.newest is None else one.newest
+    _check_versions(oldest, newest)
+    if newest < oldest or not 0 <= one.tokens < MAX_TOKENS:
+        raise InvalidInput(f"versions {oldest} to {newest}, {one.tokens} tokens")
+    return oldest, newest

@@ -78,6 +78,14 @@ class SiblingGroup(msgspec.Struct):
         Raises `StaleAttempt` for an earlier attempt, `InvalidInput` for one that was not started, and for another
         result than the first.
         """
+        if not self.check(number, attempt, result):
+            return False
+        slot = self.slots[number]
+        slot.state, slot.result = "done", result
+        return True
+
+    def check(self, number: int, attempt: int, result: Result | None) -> bool:
+        """Whether a result would be news. Raises as `finish`; None is a result that no other equals."""
         slot = self.slot(number)
         what = f"attempt {attempt} at slot {number} of group {self.name!r}"
         if attempt < slot.attempts - 1:
@@ -90,7 +98,6 @@ class SiblingGroup(msgspec.Struct):
             raise InvalidInput(f"{what} has another result already")
         if slot.state == "failed":
             raise GroupEnded(f"{what}: the slot has failed for good")
-        slot.state, slot.result = "done", result
         return True
 
     def fail(self, number: int, attempt: int, max_attempts: int) -> bool:

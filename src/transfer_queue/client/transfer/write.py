@@ -37,6 +37,7 @@ class TargetRows(NamedTuple):
     service: bytes = b""  # the life of the service that named the indexes
     strict_schema: bool | None = None  # None: as the service is configured
     expected: bytes | None = None  # the blocks that the cells lie in, unless they are to be overwritten in any case
+    finishes: m.FinishedSlot | None = None  # the attempt whose result they are
 
 
 def store(session: Session, plan: BlockPlan, rows: TargetRows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
@@ -141,7 +142,7 @@ def commit(
     wait_s = session.timeout_s if wait_s is None else wait_s
     request = m.Commit(
         session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s,
-        rows.replaced, rows.service, _is_strict(session, rows.strict_schema), rows.expected,
+        rows.replaced, rows.service, _is_strict(session, rows.strict_schema), rows.expected, rows.finishes,
     )  # fmt: skip
     return Call(request, payload, wait_s)
 

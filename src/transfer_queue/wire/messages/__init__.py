@@ -127,6 +127,7 @@ from transfer_queue.wire.messages.rows import Clear as Clear
 from transfer_queue.wire.messages.rows import Commit as Commit
 from transfer_queue.wire.messages.rows import Committed as Committed
 from transfer_queue.wire.messages.rows import Find as Find
+from transfer_queue.wire.messages.rows import FinishedSlot as FinishedSlot
 from transfer_queue.wire.messages.rows import Insert as Insert
 from transfer_queue.wire.messages.rows import NameRows as NameRows
 from transfer_queue.wire.messages.rows import Names as Names
@@ -178,7 +179,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 ClientMessage: TypeAlias = (

@@ -12,7 +12,7 @@ import msgspec
 
 from transfer_queue.groups.policy import GroupPolicy
 from transfer_queue.wire.messages.base import Reply, Request, Tags
-from transfer_queue.wire.messages.rows import RowSet
+from transfer_queue.wire.messages.rows import FinishedSlot, RowSet
 
 
 class Attempt(msgspec.Struct, array_like=True):
@@ -88,15 +88,8 @@ class FinishSlot(Request):
     took its place or the group has ended."""
 
     partition: str
-    group: str
-    slot: int
-    attempt: int
+    finished: FinishedSlot
     rows: bytes
-    reward: float | None
-    oldest: int | None
-    newest: int | None
-    tokens: int
-    info: Tags
     service: bytes = b""
 
 

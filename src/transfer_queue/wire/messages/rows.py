@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire.messages.base import Reply, Request, Tags
 
 DONE = -1  # the lease of an empty `RowSet`: nothing is left to wait for
 PASSED = -2  # likewise: nothing is left of this batch of a rank, whose next one may be asked for
+
+
+class FinishedSlot(msgspec.Struct, array_like=True):
+    """The result of an attempt at a slot of a group, but for its rows: the versions of the weights that made its tokens
+    (None: the one that the group was started at), and what its producer says of it."""
+
+    group: str
+    slot: int
+    attempt: int
+    reward: float | None
+    oldest: int | None
+    newest: int | None
+    tokens: int
+    info: Tags
 
 
 class Commit(Request):
@@ -15,7 +31,8 @@ class Commit(Request):
     Rows are named by `keys` (upsert), by `rows` (existing indexes), or by neither (`count` new rows).
     `block` is 0 when the payload rides inline, -1 when there are only tags. `strict`: refused when a field holds
     another dtype, rank or kind. `expected`, int64 (field, row), names the block that each of these cells lies in now
-    (0: not written): where one is another, `CellsChanged` and no effect.
+    (0: not written): where one is another, `CellsChanged` and no effect. `finishes`: the rows are the result of this
+    attempt; what would be refused there is refused here, with no effect.
     """
 
     partition: str
@@ -31,6 +48,7 @@ class Commit(Request):
     service: bytes = b""
     strict: bool = False
     expected: bytes | None = None
+    finishes: FinishedSlot | None = None
 
 
 class Committed(Reply):

@@ -1,0 +1,48 @@
+"""What is told of a pool of groups: to who waits, to who looks, to who gets a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transfer_queue.groups import PoolCore, SiblingGroup
+from transfer_queue.wire import messages as m
+
+
+def summary(partition: str, pool: PoolCore) -> str:
+    """What there is, for whoever waits for more."""
+    return (
+        f"the pool of {partition!r} at version {pool.version} has {pool.num_open} open groups, "
+        f"{pool.num_sealed} sealed ones ({len(pool.eligible())} eligible), {pool.num_lent} lent, "
+        f"{len(pool.state.reserved)} tickets out, {pool.state.owed} not refilled"
+    )
+
+
+def described(pool: PoolCore, starved_s: Mapping[str, float], waiting: int) -> dict[str, Any]:
+    """`GroupPool.status`. `starved_s`: by source; `waiting`: requests."""
+    sources = {
+        name: {**{field: getattr(one, field) for field in one.__struct_fields__}, "starved_s": starved_s[name]}
+        for name, one in pool.state.sources.items()
+    }
+    return {
+        "version": pool.version, "open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent,
+        "eligible": len(pool.eligible()), "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
+        "waiting": waiting, "ended": pool.state.ended,
+        "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
+    }  # fmt: skip
+
+
+def lent_group(pool: PoolCore, group: SiblingGroup, held: list[int]) -> m.LentGroup:
+    """A group for who gets it; the rows of the slots `held` are withheld."""
+    members = []
+    for number, slot in enumerate(group.slots):
+        if slot.result is not None:
+            one, kept = slot.result, number in held
+            members.append(
+                m.LentMember(
+                    number, slot.attempts - 1, 0 if kept else len(one.rows), one.reward, one.oldest, one.newest,
+                    one.tokens, one.info, kept,
+                )
+            )  # fmt: skip
+    age = pool.version - group.judged_by(pool.policy.judge)
+    return m.LentGroup(group.name, group.source, group.start, group.target, age, group.prompt, members)
