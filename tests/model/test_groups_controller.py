@@ -317,6 +317,21 @@ def test_rows_and_the_result_that_they_are_come_in_one_step_or_not_at_all() -> N
     assert indexes(box.select().rows) == rows
 
 
+def test_who_selects_waits_for_fields_that_others_write_for_each_row() -> None:
+    box = GroupBox()
+    rows = box.made("x", 2)
+    box.ask(m.EndPool)
+    assert box.select(1, wait_s=60.0, asker="trainer", fields=["advantage"]) is None
+    box.put([rows[0]], ["advantage"])
+    box.put([rows[1]], ["other"])
+    assert box.told() == {}
+    box.put([rows[1]], ["advantage"])
+    told = box.told()["trainer"]
+    assert (names(told), told.ended) == (["x"], True)
+    box.put([rows[0]], ["advantage"])
+    assert not box.controller.groups.fields_awaited
+
+
 def test_a_pool_with_groups_keeps_its_policy() -> None:
     box = GroupBox()
     box.ask(m.OpenPool, READY, None)

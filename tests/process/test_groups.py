@@ -15,6 +15,8 @@ import pytest
 import torch
 from conftest import until
 from hosts import Host
+from test_cli import tq as tq_run
+from test_metrics import Scrape
 from test_standby import DURABLE, kill, replaced, server_of, standby_of
 
 import transfer_queue as tq
@@ -249,6 +251,25 @@ def test_a_pool_is_as_good_from_another_host(start_host: Callable[..., Host]) ->
     batch = here.select(1, timeout_s=30)
     assert head.client.get_data(batch.metadata)["x"].flatten().tolist() == [0, 1]
     here.ack(batch)
+
+
+def test_status_and_metrics_show_pools_and_series(service: Any) -> None:
+    client = service(metrics={"enabled": True})
+    pool = tq.group_pool("train", tq.GroupPolicy.drop(1))
+    made(pool, 1, source="math"), made(pool, 2, source="code")
+    pool.open("open", 3)
+    pool.filter("g2")
+    tq.open_partition("step", "steps", 0)
+    assert client.stats()["groups"] == {"train": {"open": 1, "sealed": 1, "lent": 0}}
+    assert client.stats()["series"] == {"steps": {"open": 1, "waiting": 0}}
+    shown = " ".join(tq_run("status", "--address", str(client.address)).stdout.split())
+    assert "groups of ┃ open ┃ sealed ┃ lent" in shown
+    assert "steps │ 1 │ 0" in shown
+    scrape = Scrape(tq.get_metrics_endpoint() or "")
+    assert scrape.value("tq_groups", partition_id="train", state="open") == 1
+    assert scrape.value("tq_group_fates_total", partition_id="train", source="math", fate="sealed") == 1
+    assert scrape.value("tq_groups_evicted_total", partition_id="train", source="code", reason="filtered") == 1
+    assert scrape.value("tq_series", series="steps", state="open") == 1
 
 
 def test_bad_calls_are_refused_before_anything_is_stored(pool: GroupPool) -> None:

@@ -123,6 +123,7 @@ def _print(values: dict[str, Any], partitions: dict[str, dict[str, Any] | None])
     from rich.table import Table
 
     console = Console()
+    pools, series = values.pop("groups", {}), values.pop("series", {})
     table = Table("what", "value")
     for name, value in values.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
@@ -132,6 +133,12 @@ def _print(values: dict[str, Any], partitions: dict[str, dict[str, Any] | None])
         if info is not None:
             table.add_row(name, str(info["rows"]), str(info["size"] or ""), str(info["metadata"] or ""))
     console.print(table)
+    for title, counted in (("groups of", pools), ("series", series)):
+        if counted:
+            table = Table(title, *next(iter(counted.values())))
+            for name, counts in counted.items():
+                table.add_row(name, *map(str, counts.values()))
+            console.print(table)
 
 
 @app.command("dead-letters")

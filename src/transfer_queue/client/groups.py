@@ -241,19 +241,23 @@ class GroupOperations:
         max_groups: int | None = None,
         *,
         version: int | None = None,
+        fields: Sequence[str] = (),
         lease_s: float = LEASE_S,
         timeout_s: float | None = None,
     ) -> Operation[GroupBatch]:
         """`min_groups` to `max_groups` (default: as many) whole groups that the policy serves now, on a lease.
 
         Waits until there are `min_groups`, at most `timeout_s`; fewer come where no more can (`ended`), or where the
-        policy lets a version shrink. `version` is the trainer's (default: the one announced last), which judges first.
-        Groups that are not acknowledged within `lease_s` seconds, or when this process ends, are judged again and
-        offered to others. Raises `DeadlineExceeded`, `GroupsShort`.
+        policy lets a version shrink. With `fields` a group comes once all its rows have them: what others compute for
+        each row, such as advantages, is waited for. `version` is the trainer's (default: the one announced last), which
+        judges first. Groups that are not acknowledged within `lease_s` seconds, or when this process ends, are judged
+        again and offered to others. Raises `DeadlineExceeded`, `GroupsShort`.
         """
         wait_s = _waiting(self, timeout_s)
         most = min_groups if max_groups is None else max_groups
-        reply = (yield _call(self, m.SelectGroups, min_groups, most, version, lease_s, wait_s, wait_s=wait_s))[0]
+        reply = (
+            yield _call(self, m.SelectGroups, min_groups, most, version, lease_s, wait_s, list(fields), wait_s=wait_s)
+        )[0]
         metadata = batch_meta(self.session.service_id, reply.rows, self.partition_id)
         first = itertools.count()
         return GroupBatch(

@@ -261,12 +261,11 @@ class Controller:
             "rows": self.num_rows,
             "blocks": len(self.block_index.entries),
             "waiting_requests": self.num_waiting,
-            "weight_epoch": self.staleness.admissions.versions.epoch,
-            "weight_version": self.staleness.admissions.versions.newest,
-            "weight_announcements": self.staleness.admissions.versions.count,
-            "stale_rows": sum(self.staleness.num_stale.values()),
+            **self.staleness.statistics(),
             "dead_letters": self._redelivery.num_dead,
             "locks": len(self.locks),
+            "groups": self.groups.statistics(),
+            "series": self.series.statistics(),
         }
 
     # writing
@@ -307,6 +306,8 @@ class Controller:
             if self.state.units_away:
                 table.withhold(slots)
             self._fetching.written(table, slots, [f.name for f in message.fields])
+            if table.name in self.groups.fields_awaited:
+                self.groups.written(table.name)
         rows = rows_bytes(table.index[slots])
         if message.finishes is not None:
             self.groups.finish(message.partition, message.finishes, rows)

@@ -15,6 +15,7 @@ import numpy as np
 
 from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.fetch import row_set
+from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
 from transfer_queue.controller.group_reports import described, lent_group, summary
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.readiness import Slots
@@ -46,28 +47,6 @@ MAX_COUNT = 1 << 20
 MAX_VERSION, MAX_TOKENS = 1 << 40, 1 << 40
 
 
-class GroupLease:
-    """Groups that one session has."""
-
-    __slots__ = ("deadline", "names", "number", "partition", "session")
-
-    def __init__(self, number: int, partition: str, names: list[str], session: bytes, deadline: float) -> None:
-        self.number = number
-        self.partition = partition
-        self.names = names
-        self.session = session
-        self.deadline = deadline
-
-
-class SessionHoldings:
-    """What a session has of the pools, by partition, but leases."""
-
-    def __init__(self) -> None:
-        self.tickets: dict[str, set[int]] = {}
-        self.attempts: dict[str, set[tuple[str, int, int]]] = {}
-        self.refills: dict[str, int] = {}
-
-
 class GroupPools:
     """All pools of a service. Answers to parked requests go to `outbox`. `deadlines`: when leases end. `clear`
     removes rows of a partition. `rules` carry out what lasts."""
@@ -81,6 +60,7 @@ class GroupPools:
     ) -> None:
         self.pools: dict[str, PoolCore] = {}
         self.parked: WaitQueue[Any] = WaitQueue()
+        self.fields_awaited: set[str] = set()  # partitions where somebody waits for groups with certain fields
         self.clear: Callable[[m.Clear], m.Reply]
         self._tables = tables
         self._outbox = outbox
@@ -268,6 +248,14 @@ class GroupPools:
                 self._changed(partition)
         return reply
 
+    def written(self, partition: str) -> None:
+        """Fields were written in a partition of `fields_awaited`: groups may have all that somebody waits for."""
+        waiting = (one.message for one in self.parked)
+        if not any(one.partition == partition and getattr(one, "fields", None) for one in waiting):
+            self.fields_awaited.discard(partition)
+        elif partition in self.pools:
+            self._changed(partition)
+
     def cleared(self, partition: str, rows: Slots | None) -> None:
         """These rows of a partition are gone; None: all of it."""
         pool = self.pools.get(partition)
@@ -286,6 +274,8 @@ class GroupPools:
             raise DeadlineExceeded(self._late(message))
         if reply is None:
             self.parked.add(parked)
+            if getattr(message, "fields", None):
+                self.fields_awaited.add(message.partition)
         return reply
 
     def _check(self, message: Any) -> None:
@@ -350,8 +340,9 @@ class GroupPools:
 
     def _select(self, pool: PoolCore, message: m.SelectGroups, session: bytes) -> m.Reply | None:
         needed = pool.needed(message.least)
-        found = pool.eligible() if pool.num_sealed >= min(needed, 1) else []
-        over = pool.nothing_comes and (bool(found) or not pool.num_lent)
+        served = pool.eligible() if pool.num_sealed >= min(needed, 1) else []
+        found = [group for group in served if self._is_ready(message, group)] if message.fields else served
+        over = pool.nothing_comes and len(found) == len(served) and (bool(found) or not pool.num_lent)
         if len(found) < needed and not over:
             return None
         groups = found[: message.most]
@@ -370,6 +361,13 @@ class GroupPools:
         ]  # fmt: skip
         ended = pool.nothing_comes and not pool.num_sealed and pool.num_lent == len(groups)
         return m.GroupsLent(message.rid, lease.number, pool.version, lent, self._row_set(message, rows), ended)
+
+    def _is_ready(self, message: m.SelectGroups, group: SiblingGroup) -> bool:
+        """Whether every row of the group has the fields that were asked for."""
+        table = self._tables.get(message.partition)
+        rows = np.array(group.rows, np.int64)
+        ready = None if table is None else table.ready(table.slots_of(rows), message.fields)
+        return ready is not None and bool(ready.all())
 
     def _row_set(self, message: m.SelectGroups, rows: list[int]) -> m.RowSet:
         table = self._tables.get(message.partition)
@@ -525,6 +523,13 @@ class GroupPools:
         }
         waiting = sum(one.message.partition == partition for one in self.parked)
         return described(pool, starved, waiting)
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """How many groups every pool has, by state."""
+        return {
+            partition: {"open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent}
+            for partition, pool in self.pools.items()
+        }
 
     # saving
 

@@ -147,6 +147,15 @@ class SeriesBook:
             f"opened at {message.max_open} at most: {listed}"
         )
 
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """How many partitions of every series are not cleared, and how many producers wait to open one."""
+        found: dict[str, dict[str, int]] = {}
+        for name, kind in [(one.series, "open") for one in self.members.values()] + [
+            (one.message.series, "waiting") for one in self.parked
+        ]:
+            found.setdefault(name, {"open": 0, "waiting": 0})[kind] += 1
+        return found
+
     def _description(self, series: str) -> dict[str, Any]:
         return {
             "open": {

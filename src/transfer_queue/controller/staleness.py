@@ -84,6 +84,16 @@ class Staleness:
             self._announced()
         return m.Counted(message.rid, self.admissions.versions.count)
 
+    def statistics(self) -> dict[str, Any]:
+        """What was announced, and how many rows are too old."""
+        versions = self.admissions.versions
+        return {
+            "weight_epoch": versions.epoch,
+            "weight_version": versions.newest,
+            "weight_announcements": versions.count,
+            "stale_rows": sum(self.num_stale.values()),
+        }
+
     # rows
 
     def tagged(self, table: Table, slots: Slots) -> None:

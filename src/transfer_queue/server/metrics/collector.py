@@ -54,6 +54,7 @@ class ServerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         if self._controller is not None:
             yield from self._controller_sizes(self._controller)
+            yield from self._groups(self._controller)
             yield from self._partitions(self._controller)
         yield from self._sizes()
         yield from self._unit_sizes()
@@ -87,6 +88,29 @@ class ServerCollector(Collector):
             yield self._of_unit("tq_storage_capacity_total", "Rows the store takes.", capacity)
             yield self._of_unit("tq_storage_utilization_ratio", "Rows stored per row of capacity.", rows / capacity)
         yield self._of_unit("tq_storage_active_keys_total", "Rows in the store.", rows)
+
+    def _groups(self, controller: Controller) -> Iterator[Metric]:
+        groups = GaugeMetricFamily("tq_groups", "Groups of siblings.", labels=["partition_id", "state"])
+        fates = CounterMetricFamily(
+            "tq_group_fates", "What became of groups.", labels=["partition_id", "source", "fate"]
+        )
+        evicted = CounterMetricFamily(
+            "tq_groups_evicted", "Why groups were evicted.", labels=["partition_id", "source", "reason"]
+        )
+        for partition, counts in controller.groups.statistics().items():
+            for state, number in counts.items():
+                groups.add_metric([partition, state], number)
+            for source, one in controller.groups.pools[partition].state.sources.items():
+                for fate in ("opened", "sealed", "selected", "consumed", "evicted"):
+                    fates.add_metric([partition, source, fate], getattr(one, fate))
+                for reason, number in one.evicted_for.items():
+                    evicted.add_metric([partition, source, reason], number)
+        yield from (groups, fates, evicted)
+        series = GaugeMetricFamily("tq_series", "Partitions of series, and who waits.", labels=["series", "state"])
+        for name, counts in controller.series.statistics().items():
+            for state, number in counts.items():
+                series.add_metric([name, state], number)
+        yield series
 
     def _sizes(self) -> Iterator[Metric]:
         service, unit = self._service, self._unit

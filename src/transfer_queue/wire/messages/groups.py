@@ -130,8 +130,8 @@ class EndPool(Request):
 
 
 class SelectGroups(Request):
-    """`least` to `most` whole groups on a lease (`GroupsLent`), at `version` (None: the pool's; the newer one counts);
-    parks until there are `least`, or none will come."""
+    """`least` to `most` whole groups on a lease (`GroupsLent`), at `version` (None: the pool's; the newer one counts),
+    all of whose rows have `fields`; parks until there are `least`, or none will come."""
 
     partition: str
     least: int
@@ -139,6 +139,7 @@ class SelectGroups(Request):
     version: int | None
     lease_s: float
     timeout_s: float
+    fields: list[str] = []  # noqa: RUF012  never changed
 
 
 class RenewGroups(Request):
