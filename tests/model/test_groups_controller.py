@@ -332,6 +332,26 @@ def test_who_selects_waits_for_fields_that_others_write_for_each_row() -> None:
     assert not box.controller.groups.fields_awaited
 
 
+def test_who_waits_for_fields_holds_up_nobody_who_does_not() -> None:
+    box = GroupBox()
+    assert box.select(1, wait_s=60.0, asker="trainer", fields=["advantage"]) is None
+    box.made("x")
+    assert names(box.select()) == ["x"]
+
+
+def test_what_a_session_has_done_is_not_kept() -> None:
+    box = GroupBox(GroupPolicy(gate=0, groups_per_version=9999))
+    for number in range(700):
+        (ticket,) = box.ask(m.TakeTickets, 1, 0.0, session=b"worker").tickets
+        box.open(f"g{number}", ticket=ticket.number)
+        box.claim(1)
+        box.finish(f"g{number}")
+        box.ask(m.AckGroups, box.select().lease, None, True)
+    held = box.controller.groups._holdings[b"worker"]
+    assert len(held.attempts["p"]) <= 257
+    assert len(held.tickets["p"]) == 1
+
+
 def test_a_pool_with_groups_keeps_its_policy() -> None:
     box = GroupBox()
     box.ask(m.OpenPool, READY, None)

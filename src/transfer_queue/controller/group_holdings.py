@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from transfer_queue.groups import PoolCore
+
+MANY = 256
+
 
 class GroupLease:
     """Groups that one session has."""
@@ -23,3 +29,18 @@ class SessionHoldings:
         self.tickets: dict[str, set[int]] = {}
         self.attempts: dict[str, set[tuple[str, int, int]]] = {}
         self.refills: dict[str, int] = {}
+        self._worth_a_look = MANY  # attempts, from which on those that are over are taken out
+
+    def begin(self, partition: str, pool: PoolCore, attempts: Iterable[tuple[str, int, int]]) -> None:
+        """It makes these attempts. Of those before, which may be over, there are never many more than are under way."""
+        mine = self.attempts.setdefault(partition, set())
+        if len(mine) > self._worth_a_look:
+            mine.intersection_update([one for one in mine if pool.is_running(*one)])
+            self._worth_a_look = max(MANY, 2 * len(mine))
+        mine.update(attempts)
+
+    def take(self, partition: str, pool: PoolCore, tickets: Iterable[int]) -> None:
+        """It has these tickets. Those before that were used are forgotten."""
+        mine = self.tickets.setdefault(partition, set())
+        mine &= pool.state.reserved
+        mine.update(tickets)

@@ -299,7 +299,12 @@ class GroupPools:
         """Whether somebody who waits for the same has to be answered first."""
         one, other = late.message, early.message
         same = type(one) is type(other) and one.partition == other.partition
-        return same and not isinstance(one, m.AwaitGroups) and getattr(one, "group", 0) == getattr(other, "group", 0)
+        match one:
+            case m.ClaimSlots(group=group):
+                return same and group == other.group
+            case m.SelectGroups(fields=fields):
+                return same and fields == other.fields
+        return same and not isinstance(one, m.AwaitGroups)
 
     def _attempt(self, parked: Waiter[Any]) -> m.Reply | None:
         """The answer, if there is one now."""
@@ -322,7 +327,7 @@ class GroupPools:
         if tickets is None:
             return None
         self.rules[m.IssueTickets](m.IssueTickets(0, message.partition, tickets))
-        self._of(session).tickets.setdefault(message.partition, set()).update(tickets)
+        self._of(session).take(message.partition, pool, tickets)
         self._unreceived.add(session, message.rid, GroupGrant(message.partition, tickets=tickets))
         return m.Tickets(message.rid, [m.NumberedTicket(one, pool.target_of(one)) for one in tickets])
 
@@ -334,7 +339,7 @@ class GroupPools:
         reply = self.rules[m.StartSlots](m.StartSlots(message.rid, message.partition, slots))
         assert isinstance(reply, m.SlotsClaimed)
         attempts = [(one.group, one.slot, one.attempt) for one in reply.slots]
-        self._of(session).attempts.setdefault(message.partition, set()).update(attempts)
+        self._of(session).begin(message.partition, pool, attempts)
         self._unreceived.add(session, message.rid, GroupGrant(message.partition, attempts=attempts))
         return reply
 

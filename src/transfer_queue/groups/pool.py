@@ -153,6 +153,13 @@ class PoolCore:
                 found += [(group.name, number) for number in group.idle()]
         return found[:count]
 
+    def is_running(self, name: str, slot: int, attempt: int) -> bool:
+        """Whether this attempt is under way."""
+        group = self.groups.get(name)
+        if group is None or group.slots[slot].state != "running":
+            return False
+        return group.slots[slot].attempts == attempt + 1
+
     def start(self, slots: Sequence[tuple[str, int]]) -> list[int]:
         """The numbers of the attempts, which begin now."""
         return [self.group(name).begin(number) for name, number in slots]

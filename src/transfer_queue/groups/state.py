@@ -8,7 +8,7 @@ from transfer_queue.groups.counters import SourceCounters
 from transfer_queue.groups.group import Fate, SiblingGroup
 from transfer_queue.groups.policy import GroupPolicy
 
-REMEMBERED = 65_536  # groups that have ended
+REMEMBERED = 16_384  # groups that have ended
 
 
 class PoolState(msgspec.Struct):

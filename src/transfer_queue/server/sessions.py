@@ -62,7 +62,7 @@ class ServerSession:
 
 def _weight(answer: Answer) -> int:
     """About how many bytes an answer holds: rows, and for each its tags."""
-    reply = answer[0]
+    reply = answer[0].rows if isinstance(answer[0], m.GroupsLent) else answer[0]
     if not isinstance(reply, (m.Committed, m.RowSet)):
         return 256
     return 256 + len(reply.rows) * (32 if reply.tags else 1)
