@@ -259,8 +259,7 @@ class GroupPools:
     def cleared(self, partition: str, rows: Slots | None) -> None:
         """These rows of a partition are gone; None: all of it."""
         pool = self.pools.get(partition)
-        if pool is not None and pool.owners:
-            pool.lose(list(pool.owners) if rows is None else rows.tolist())
+        if pool is not None and pool.owners and pool.lose(list(pool.owners) if rows is None else rows.tolist()):
             self._changed(partition)
 
     # who waits
@@ -399,7 +398,9 @@ class GroupPools:
             self._clear_rows(partition, rows)
         stuck: list[Waiter[Any]] = []
         for parked in self.parked:
-            if parked.message.partition != partition or any(self._is_behind(parked, one) for one in stuck):
+            if parked.message.partition != partition or not self.parked.holds(parked):
+                continue
+            if any(self._is_behind(parked, one) for one in stuck):
                 continue
             try:
                 reply = self._attempt(parked)

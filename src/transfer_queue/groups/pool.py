@@ -252,11 +252,12 @@ class PoolCore:
         if reasons:
             self._evict(group, reasons)
 
-    def lose(self, rows: Iterable[int]) -> None:
-        """These rows are gone: so are the groups that have them, for a fragment is no group."""
+    def lose(self, rows: Iterable[int]) -> bool:
+        """These rows are gone: so are the groups that have them, for a fragment is no group. Whether there are some."""
         names = {name for row in rows if (name := self.owners.get(row)) is not None}
         for name in sorted(names, key=lambda name: self.groups[name].number):
             self._evict(self.groups[name], ["cleared"])
+        return bool(names)
 
     def _evict(self, group: SiblingGroup, reasons: list[str]) -> None:
         """Nobody gets the group. Its ticket goes back, or its version is smaller."""
