@@ -105,7 +105,10 @@ def here(runtime_dir: Path) -> list[host_registry.ServerEntry]:
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # type: ignore[no-any-return]
+    except psutil.NoSuchProcess:
+        return True
 
 
 # One program
