@@ -390,6 +390,17 @@ def test_whoever_waited_too_long_is_told_what_was_missing() -> None:
     assert "has 1 open groups, 0 sealed ones" in failed.text
 
 
+def test_who_came_behind_somebody_that_waited_too_long_is_answered_then() -> None:
+    box = GroupBox(GroupPolicy(gate=0, groups_per_version=2))
+    box.ask(m.TakeTickets, 1, 0.0)
+    assert box.ask(m.TakeTickets, 2, 5.0, asker="many") is None
+    assert box.ask(m.TakeTickets, 1, 60.0, asker="one") is None
+    box.expire(5.0)
+    told = box.told()
+    assert told["many"].code == DeadlineExceeded.code
+    assert [one.number for one in told["one"].tickets] == [1]
+
+
 def test_a_source_that_nobody_uses_starves_visibly() -> None:
     box = GroupBox()
     box.made("x", source="math")

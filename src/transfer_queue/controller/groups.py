@@ -18,6 +18,7 @@ from transfer_queue.controller.fetch import row_set
 from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
 from transfer_queue.controller.group_reports import described, lent_group, summary
 from transfer_queue.controller.leases import check_lease
+from transfer_queue.controller.notices import answer_waiting, too_late
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import GroupGrant, Unreceived
@@ -270,7 +271,7 @@ class GroupPools:
         behind = any(self._is_behind(parked, one) for one in self.parked)
         reply = None if behind else self._attempt(parked)
         if reply is None and message.timeout_s <= 0:
-            raise DeadlineExceeded(self._late(message))
+            raise DeadlineExceeded(too_late(message, "", self._reason))
         if reply is None:
             self.parked.add(parked)
             if getattr(message, "fields", None):
@@ -503,21 +504,16 @@ class GroupPools:
         while (first := self.deadlines.first()) is not None and first[0] <= now:
             lease = self._leases[first[1]]
             self._release(lease, list(lease.names))
-        for parked, waited_s in self.parked.due(now):
-            text = f"{type(parked.message).__name__} waits for {waited_s:g} s: {self._reason(parked.message)}"
-            self._outbox.append((parked.ticket, m.Waiting(parked.message.rid, text)))
-        for parked in self.parked.expired(now):
-            failed = m.Failed(parked.message.rid, DeadlineExceeded.code, self._late(parked.message))
-            self._outbox.append((parked.ticket, failed))
+        self._left(answer_waiting(self.parked, self._outbox, now, "", self._reason))
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone: they do not wait any more."""
-        for parked in self.parked.forget(tickets):
-            if parked.message.partition in self.pools:
-                self._changed(parked.message.partition)
+        self._left(self.parked.forget(tickets))
 
-    def _late(self, message: Any) -> str:
-        return f"{type(message).__name__}: not within {message.timeout_s:g} s: {self._reason(message)}"
+    def _left(self, gone: list[Waiter[Any]]) -> None:
+        """These wait no more: whoever came behind them may be answered."""
+        for partition in {one.message.partition: None for one in gone if one.message.partition in self.pools}:
+            self._changed(partition)
 
     def _reason(self, message: Any) -> str:
         return summary(message.partition, self._pool(message.partition))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -10,9 +10,10 @@ import numpy as np
 from transfer_queue.controller.readiness import KEPT, Task
 from transfer_queue.controller.staleness import Staleness
 from transfer_queue.controller.table import Table
+from transfer_queue.errors import DeadlineExceeded
 from transfer_queue.names import hint
 from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.wait_queue import WaitQueue
+from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
 LISTED = 8
@@ -45,6 +46,26 @@ def tell_waiting(fetching: Fetches, quota_waiters: WaitQueue[Any], max_rows: int
         text = f"admit waits for {waited_s:g} s: {admissions.refusal(asking.message)}"
         told.append((asking.ticket, m.Waiting(asking.message.rid, text)))
     fetching.outbox.extend(told)
+
+
+def answer_waiting(
+    parked: WaitQueue[Any], outbox: list[tuple[Hashable, m.Reply]], now: float, name: str, reason: Callable[[Any], str]
+) -> list[Waiter[Any]]:
+    """Tell those who are due what they wait for (`reason` of a message), and those who waited long enough, who are
+    returned: whoever came behind them may be answered now. `name` is what they called; "": the kind of message."""
+    for one, waited_s in parked.due(now):
+        text = f"{name or type(one.message).__name__} waits for {waited_s:g} s: {reason(one.message)}"
+        outbox.append((one.ticket, m.Waiting(one.message.rid, text)))
+    expired = parked.expired(now)
+    for one in expired:
+        text = too_late(one.message, name, reason)
+        outbox.append((one.ticket, m.Failed(one.message.rid, DeadlineExceeded.code, text)))
+    return expired
+
+
+def too_late(message: Any, name: str, reason: Callable[[Any], str]) -> str:
+    """What is told to who waited long enough."""
+    return f"{name or type(message).__name__}: not within {message.timeout_s:g} s: {reason(message)}"
 
 
 def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts: Counts) -> str:

@@ -12,12 +12,14 @@ from typing import Any
 
 import msgspec
 
+from transfer_queue.controller.notices import answer_waiting, too_late
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, UnknownRows
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
 REQUESTS = (m.OpenPartition, m.EnterSeries, m.FinishPartition, m.DescribeSeries)
 MAX_OPEN = 1 << 20
+NAME = "open_partition"
 LISTED = 8
 
 
@@ -56,7 +58,7 @@ class SeriesBook:
         if self._is_member(message) or (not waits and self._fits(message)):
             return self._admit(message)
         if message.timeout_s <= 0:
-            raise DeadlineExceeded(self._late(message))
+            raise DeadlineExceeded(too_late(message, NAME, self._reason))
         self.parked.add(Waiter(ticket, session, message, now + message.timeout_s, now))
         return None
 
@@ -121,21 +123,13 @@ class SeriesBook:
 
     def expire(self, now: float) -> None:
         """Answer those who waited long enough, tell others what they wait for."""
-        for parked, waited_s in self.parked.due(now):
-            text = f"open_partition waits for {waited_s:g} s: {self._reason(parked.message)}"
-            self._outbox.append((parked.ticket, m.Waiting(parked.message.rid, text)))
-        for parked in self.parked.expired(now):
-            failed = m.Failed(parked.message.rid, DeadlineExceeded.code, self._late(parked.message))
-            self._outbox.append((parked.ticket, failed))
+        for parked in answer_waiting(self.parked, self._outbox, now, NAME, self._reason):
             self._serve(parked.message.series)
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone: they do not wait any more."""
         for parked in self.parked.forget(tickets):
             self._serve(parked.message.series)
-
-    def _late(self, message: m.OpenPartition) -> str:
-        return f"open_partition: not within {message.timeout_s:g} s: {self._reason(message)}"
 
     def _reason(self, message: m.OpenPartition) -> str:
         """What a request waits for."""
