@@ -16,21 +16,10 @@ from transfer_queue.wire import messages as m
 P = ParamSpec("P")
 T = TypeVar("T")
 OFFLOAD_NBYTES = 1 << 20
-GIVING = frozenset(
-    {
-        m.Allocated,
-        m.Located,
-        m.Taken,
-        m.RowSet,
-        m.Handed,
-        m.Admitted,
-        m.Locked,
-        m.Tickets,
-        m.SlotsClaimed,
-        m.GroupsLent,
-        m.Counted,
-    }
-)  # what gives something
+GIVING = frozenset((  # answers that give something
+    m.Allocated, m.Located, m.Taken, m.RowSet, m.Handed, m.Admitted, m.Locked, m.Tickets, m.SlotsClaimed, m.GroupsLent,
+    m.Counted,
+))  # fmt: skip
 # Requests that take rows, the right to start some, a lock, groups.
 TAKING = frozenset({m.Fetch, m.Insert, m.Admit, m.Lock, m.TakeTickets, m.ClaimSlots, m.SelectGroups, m.TakeRefills})
 

@@ -12,12 +12,14 @@ from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import CellsGathered, CellsMoved, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
 from transfer_queue.controller.groups import REQUESTS as GROUP_REQUESTS
+from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
 from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.redelivery import REQUESTS as DEAD_LETTER_REQUESTS
 from transfer_queue.controller.restore import StateLoader
 from transfer_queue.controller.series import REQUESTS as SERIES_REQUESTS
 from transfer_queue.controller.snapshot import capture
@@ -87,6 +89,9 @@ class Controller:
             m.Announce: self._announce, m.ResumeStep: self._fetching.steps.resume,
         }  # fmt: skip
         self.groups, self.series = state.groups, state.series
+        admits = self.staleness.admissions.parked
+        others = (self.locks.parked, self.groups.parked, self.series.parked)
+        self._lots = (self._fetching.parked, self._quota_waiters, admits, *others)  # requests that wait, but for loads
         self.groups.clear = self.series.clear = self._clear
         self.groups.number_leases(lock_number)
         self.series.open = lambda name: self._open(name, 0)
@@ -99,6 +104,8 @@ class Controller:
         parts = (
             (GROUP_REQUESTS, self.groups.handle), (SERIES_REQUESTS, self.series.handle),
             (LOCK_REQUESTS, self.locks.handle), (VERSION_REQUESTS, self.staleness.handle),
+            (LEASE_REQUESTS, lambda message, ticket, session, now: self._leases.handle(message, session)),
+            (DEAD_LETTER_REQUESTS, lambda message, *asker: self._redelivery.handle(message)),
         )  # fmt: skip
         self._parts: dict[type, Callable[..., m.Reply | None]] = {kind: part for kinds, part in parts for kind in kinds}
         self._rules |= {m.GetStep: self._fetching.steps.taken, **Queries(self.tables).rules}
@@ -116,10 +123,6 @@ class Controller:
                 check_fetch(message)
                 parked = Waiter(ticket, session, message, now + timeout_s, now - waited_s, waited_s)
                 return self._fetching.fetch(parked, self.tables.get(message.partition))
-            case m.Ack() | m.Renew() | m.Release() | m.Nack():
-                return self._leases.handle(message, session)
-            case m.ListDeadLetters() | m.Requeue():
-                return self._redelivery.handle(message)
             case m.MarkStep():
                 return self._mark(message, session)
             case m.Snapshot():
@@ -153,13 +156,6 @@ class Controller:
         """When those who wait are told what is missing; ascending."""
         for lot in self._lots:
             lot.notice_after_s = seconds
-
-    @property
-    def _lots(self) -> tuple[WaitQueue[Any], ...]:
-        """Requests that wait, but for loads."""
-        admits = self.staleness.admissions.parked
-        others = (self.locks.parked, self.groups.parked, self.series.parked)
-        return (self._fetching.parked, self._quota_waiters, admits, *others)
 
     def next_deadline(self) -> float | None:
         terms = (self._leases.next_deadline(), self._redelivery.next_deadline(), self.locks.next_deadline())

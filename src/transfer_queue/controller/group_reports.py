@@ -44,5 +44,4 @@ def lent_group(pool: PoolCore, group: SiblingGroup, held: list[int]) -> m.LentGr
                     one.tokens, one.info, kept,
                 )
             )  # fmt: skip
-    age = pool.version - group.judged_by(pool.policy.judge)
-    return m.LentGroup(group.name, group.source, group.start, group.target, age, group.prompt, members)
+    return m.LentGroup(group.name, group.source, group.start, group.target, pool.age(group), group.prompt, members)

@@ -268,6 +268,9 @@ class GroupPools:
     def _wait(self, parked: Waiter[Any]) -> m.Reply | None:
         message = parked.message
         self._check(message)
+        newer = getattr(message, "version", None)
+        if newer is not None and newer > self.pools[message.partition].version:  # of a selection: it judges first
+            self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, newer))
         behind = any(self._is_behind(parked, one) for one in self.parked)
         reply = None if behind else self._attempt(parked)
         if reply is None and message.timeout_s <= 0:
@@ -288,8 +291,6 @@ class GroupPools:
             check_lease(message.lease_s)
             if message.most < message.least or message.lease_s <= 0:
                 raise InvalidInput(f"select {message.least} to {message.most} groups for {message.lease_s} s")
-            if message.version is not None and message.version > pool.version:
-                self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, message.version))
         if isinstance(message, m.TakeTickets) and pool.policy.gate is not None:
             most = (pool.policy.gate + 1) * pool.policy.groups_per_version
             if message.count > most:
@@ -334,8 +335,7 @@ class GroupPools:
     def _claim(self, pool: PoolCore, message: m.ClaimSlots, session: bytes) -> m.Reply | None:
         slots = pool.idle(message.count, message.group)
         if not slots:
-            done = message.group is not None or (pool.state.ended and not pool.num_open and not pool.state.reserved)
-            return m.SlotsClaimed(message.rid, [], True) if done else None
+            return m.SlotsClaimed(message.rid, [], True) if message.group is not None or pool.nothing_comes else None
         reply = self.rules[m.StartSlots](m.StartSlots(message.rid, message.partition, slots))
         assert isinstance(reply, m.SlotsClaimed)
         attempts = [(one.group, one.slot, one.attempt) for one in reply.slots]

@@ -281,9 +281,12 @@ class PoolCore:
         del self.groups[group.name]
 
     def _forget_rows(self, rows: list[int]) -> None:
+        self._disown(rows)
+        self.discarded += rows
+
+    def _disown(self, rows: list[int]) -> None:
         for row in rows:
             self.owners.pop(row, None)
-        self.discarded += rows
 
     # consuming
 
@@ -324,8 +327,11 @@ class PoolCore:
                 raise InvalidInput(f"group {group.name!r} is {group.state}")
             group.state = "lent"
             self.num_sealed -= 1
-            age = max(0, self.version - group.judged_by(self.policy.judge))
-            self.source(group.source).select(age, len(self.withheld(group)))
+            self.source(group.source).select(max(0, self.age(group)), len(self.withheld(group)))
+
+    def age(self, group: SiblingGroup) -> int:
+        """How many versions the trainer has made since the one that the group is judged by."""
+        return self.version - group.judged_by(self.policy.judge)
 
     def release(self, names: Iterable[str]) -> None:
         """Whoever had these did not use them: they are judged again."""
@@ -344,8 +350,7 @@ class PoolCore:
                 continue
             self.source(group.source).consumed += 1
             self._end(group)
-            for row in group.rows:
-                self.owners.pop(row, None)
+            self._disown(group.rows)
             self.discarded += group.rows if clears else []
             self.state.remember(name, "consumed")
 

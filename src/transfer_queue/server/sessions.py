@@ -10,15 +10,9 @@ from transfer_queue.wire import messages as m
 
 REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
 GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
-TAKEN = (
-    m.RowSet,
-    m.Admitted,
-    m.Allocated,
-    m.Locked,
-    m.Tickets,
-    m.SlotsClaimed,
-    m.GroupsLent,
-)  # answers that gave something
+TAKEN = (  # answers that gave something
+    m.RowSet, m.Admitted, m.Allocated, m.Locked, m.Tickets, m.SlotsClaimed, m.GroupsLent,
+)  # fmt: skip
 Answer: TypeAlias = "tuple[m.Reply, Sequence[bytes | bytearray | memoryview]]"
 
 
