@@ -48,6 +48,7 @@ KINDS = {
     "controller.staleness.rows_per_version": Kind("whole number from 1, or null", "rows"),
     "controller.max_deliver": Kind("whole number from 1, or null", "deliveries"),
     "controller.strict_schema": FLAG,
+    "controller.dedupe": FLAG,
     "controller.polling_mode": FLAG,
     "controller.zmq_info": Kind("object or null"),
     "backend.storage_backend": Kind("name of a backend"),

@@ -230,6 +230,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         client={
             "polling_mode": _flag(conf.controller.polling_mode, "controller.polling_mode"),
             "strict_schema": _flag(conf.controller.strict_schema, "controller.strict_schema"),
+            "dedupe": _flag(conf.controller.dedupe, "controller.dedupe"),
             "timeout_s": _seconds(conf.client.timeout_s, "client.timeout_s"),
             "spin_s": (_number(conf.client.spin_us, "client.spin_us", 0) or 0) / 1e6,
             "copy_threads": _number(conf.client.copy_threads, "client.copy_threads", 1)

@@ -37,6 +37,7 @@ POLICIES = (
     GroupPolicy(), GroupPolicy.windowed(1), GroupPolicy.in_order(1, 2, shrink=True, floor=0.0), GroupPolicy.drop(2),
 )  # fmt: skip
 PARTITIONS, TASKS, KEYS = ("p", "q"), ("t", "u"), tuple(f"k{number}" for number in range(12))
+SHARED = FieldSchema("s", "dense", "int64", (2,))
 FIELDS = [FIELD, [*FIELD, FieldSchema("y", "dense", "int64", (2,))]]
 BUDGET = 64 * PAGE
 SPILL = SpillSpace(tempfile.gettempdir(), BUDGET)
@@ -148,6 +149,7 @@ class Simulation:
         self._links: dict[bytes, list[Link]] = {}
         self._parked: dict[bytes, set[Any]] = {}
         self._allocated: list[tuple[bytes, int]] = []
+        self._sharers: list[int] = []  # blocks of shared cells
         self._rows: dict[str, set[int]] = {name: set() for name in PARTITIONS}
         self._leases = [1]
         self._attempts: list[tuple[str, int, int]] = [("g0", 0, 0)]
@@ -296,6 +298,7 @@ class Simulation:
         makers: list[tuple[int, Any]] = [
             (8, lambda: m.Commit(rid, partition, count, pick([keys, None]), None, pick(FIELDS), 0, b"layout",
                                  pick([tags, None]), wait_s)),
+            (4, lambda: self._sharing(rid, session, partition, count, pick([keys, None]), wait_s)),
             (4, lambda: m.Allocate(rid, pick([100, 3000, 70_000]), pick([True, False]), wait_s)),
             (4, lambda: self._filled(rid, session, partition, count, keys, wait_s)),
             (6, lambda: m.Fetch(rid, partition, [pick("xy")], pick([2, 4]), pick(TASKS), self._sampling(), wait_s,
@@ -359,6 +362,20 @@ class Simulation:
         mine = [block for ident, block in self._allocated if ident == session.ident] or [4711]
         block = self._random.choice(mine)
         return m.Commit(rid, partition, count, keys, None, FIELD, block, b"filled", None, wait_s)
+
+    def _sharing(
+        self, rid: int, session: ServerSession, partition: str, count: int, keys: Any, wait_s: float
+    ) -> m.Commit:
+        """Rows of which some have one cell, of a block that this session has filled or of one that others share."""
+        pick, below = self._random.choice, self._random.randrange
+        mine = [block for ident, block in self._allocated if ident == session.ident] or [4711]
+        is_new = pick([True, False])
+        block = pick(mine if is_new else self._sharers or [4711])
+        self._sharers.append(block)
+        places, prints = packed([below(3) for _ in range(count)]), b"a" * 16 + b"b" * 16 + b"c" * 16
+        one = m.SharedCells(SHARED, block, packed(range(count)), places, is_new, b"shared", prints)
+        fields, own = pick([(FIELD, 0), ([], -1)])
+        return m.Commit(rid, partition, count, keys, None, fields, own, b"layout", None, wait_s, shared=[one])
 
     def _shared(self, rid: int, partition: str, task: str, wait_s: float) -> m.Fetch:
         """What one of two data-parallel ranks asks for."""

@@ -84,6 +84,12 @@ class Box:
         message = m.Commit(block, partition, count, keys, rows, schemas, block, b"", tags, timeout_s, strict=strict)
         return self.handle(message, ticket)
 
+    def share(self, count: int, field: str, block: int, places: Sequence[int], is_new: bool, partition: str = "p",
+              prints: bytes = b"", rid: int = 1) -> Any:  # fmt: skip
+        """New rows whose cell of a field is that in row `places[i]` of a block."""
+        shared = m.SharedCells(schema(field), block, packed(range(count)), packed(places), is_new, b"", prints)
+        return self.handle(m.Commit(rid, partition, count, None, None, [], -1, b"", None, 0.0, shared=[shared]))
+
     def insert(self, count: int, fields: Sequence[str] = ("a",), partition: str = "p", **more: Any) -> Any:
         return self.handle(m.Insert(1, partition, count, list(fields), more.get("timeout_s", 0.0)), more.get("ticket"))
 

@@ -24,6 +24,7 @@ partitions = st.sampled_from(PARTITIONS)
 tasks = st.sampled_from(TASKS)
 field_sets = st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3, unique=True)
 units = st.sampled_from([1, 2])
+place_lists = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 key_lists = st.lists(st.sampled_from([f"k{n}" for n in range(8)]), min_size=1, max_size=4, unique=True)
 
 
@@ -58,6 +59,7 @@ class ControllerModel(RuleBasedStateMachine):
         self.moved = itertools.count(10_000)
         self.away: set[int] = set()
         self.fields_of: dict[int, list[str]] = {}  # of each block
+        self.shared: dict[int, tuple[str, str]] = {}  # partition and field of each block of shared cells
         self.patch = patch("transfer_queue.controller.lone_blocks.MIN_ROWS", 2)
         self.patch.start()
 
@@ -158,6 +160,29 @@ class ControllerModel(RuleBasedStateMachine):
             assert not set(rows) <= set(self.tables.get(partition, {}))
             return
         self.written(partition, rows, self.box.last_block, fields, None)
+
+    @rule(partition=partitions, name=st.sampled_from(FIELDS), places=place_lists, again=st.booleans(), data=st.data())
+    def put_shared(self, partition: str, name: str, places: list[int], again: bool, data: st.DataObject) -> None:
+        """New rows of which some have one cell: of a block that is new, or that others have cells in."""
+        live = self.live()
+        known = [block for block, of in self.shared.items() if of == (partition, name) and block in live]
+        block = data.draw(st.sampled_from(known)) if again and known else next(self.moved) | self.box.unit << UNIT_SHIFT
+        if block in known:
+            there = sorted({place for _, place in live[block]})
+            places = [there[place % len(there)] for place in places]
+        try:
+            rows = indexes(self.box.share(len(places), name, block, places, block not in known, partition))
+        except StoreFull:
+            assert not self.fits(len(places))
+            return
+        assert not self.seen & set(rows)
+        self.seen |= set(rows)
+        self.tables.setdefault(partition, {}).update({row: Row(None) for row in rows})
+        self.shared[block] = partition, name
+        self.fields_of[block] = [name]
+        for row, place in zip(rows, places, strict=True):
+            self.tables[partition][row].cells[name] = (block, place)
+        self.check_answers()
 
     @rule(partition=partitions, count=st.integers(1, 3))
     def insert(self, partition: str, count: int) -> None:
@@ -293,6 +318,8 @@ class ControllerModel(RuleBasedStateMachine):
                 for field, (lies, row) in held.cells.items():
                     if lies == block:
                         held.cells[field] = (target, places[row])
+        if block in self.shared:
+            self.shared[target] = self.shared.pop(block)
 
     @rule(data=st.data())
     def gather(self, data: st.DataObject) -> None:

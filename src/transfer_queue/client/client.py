@@ -198,15 +198,17 @@ class Operations:
         partition_id: str | None = None,
         data_parser: ops.Parser | None = None,
         strict_schema: bool | None = None,
+        dedupe: bool | None = None,
     ) -> Operation[BatchMeta]:
         """Write all fields of `data` (a TensorDict or a mapping of columns) to new rows, or to those of `metadata`.
 
         Atomic per partition: the cells become visible together, with the tags changed on `metadata`, when this returns.
         `metadata` is updated and returned; with it, `partition_id` can only be that of its rows.
-        `strict_schema`: see `kv_put`. Waits for room. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`
-        (where strict), `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is visible then.
+        `strict_schema`, `dedupe`: see `kv_put`. Waits for room. Raises `InvalidInput`, `UnsupportedValue`,
+        `SchemaConflict` (where strict), `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is
+        visible then.
         """
-        return ops.put(self.session, data, metadata, partition_id, data_parser, strict_schema)
+        return ops.put(self.session, data, metadata, partition_id, data_parser, strict_schema, dedupe)
 
     def update(
         self,

@@ -14,6 +14,8 @@
      └─ mixing        rows of one field that were put as different things
     layout            where the columns of a block lie, and that they lie within it
     rows, select      rows and columns of blocks at the level of bytes: compaction in the server, reads in the client
+    cells             one cell as bytes: what tells it from others
+     └─ column_cells  the cells of a column to be put, and which are the same
     needed            which bytes of a block some rows need, where it lies elsewhere
     lone_rows         rows that were put alone, as a matrix of the numbers of their layouts
     joining           the same, written as columns of one block (in the server)
@@ -27,6 +29,6 @@
     packed            values in buffers of the caller's, without a block
     dtypes            torch's dtypes by name
 
-`layout`, `rows`, `select`, `lone_rows`, `spread_rows` and `joining` know no torch; `plan` and `assemble` run in clients
+`layout`, `rows`, `cells`, `select`, `lone_rows`, `spread_rows` and `joining` know no torch; `plan` and `assemble` run in clients
 only.
 """

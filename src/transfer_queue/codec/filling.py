@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -42,16 +45,41 @@ class Texts(NamedTuple):
 
 
 class BlockPlan:
-    """The layout of one block and what goes where: (offset, source) pairs."""
+    """The layout of one block and what goes where: (offset, source) pairs. `batch`: what was planned, by column."""
 
-    def __init__(self, rows: int, allow_pickle: bool = False) -> None:
+    def __init__(self, rows: int, allow_pickle: bool = False, batch: Any = None) -> None:
         self.rows = rows
+        self.batch = batch
         self.columns: list[Column] = []
         self.allow_pickle = allow_pickle
         self._builder = Builder()
         self._fillings: list[tuple[int, Filling]] = []
         self._gaps: list[tuple[int, int]] = []  # from where to where nothing lies
         self._texts: list[Texts] = []
+        self._ends: list[int] = []  # of each column
+
+    def add_column(self, column: Column) -> None:
+        """All parts that were placed since the last one are of this column."""
+        self.columns.append(column)
+        self._ends.append(self.nbytes)
+
+    def without(self, names: Collection[str]) -> BlockPlan:
+        """The plan of the other columns. Touches no data."""
+        kept = BlockPlan(self.rows, self.allow_pickle)
+        for column, start, end in zip(self.columns, [0, *self._ends], self._ends, strict=False):
+            if column.name not in names:
+                kept._take(self, column, start, end)
+        return kept
+
+    def _take(self, plan: BlockPlan, column: Column, start: int, end: int) -> None:
+        """Another plan's column, which lies there from `start` to `end`."""
+        shift = self.nbytes - start
+        self._builder.nbytes += end - start
+        first, last = (bisect_left(plan._fillings, at, key=itemgetter(0)) for at in (start, end))
+        self._fillings += [(offset + shift, source) for offset, source in plan._fillings[first:last]]
+        self._gaps += [(a + shift, b + shift) for a, b in plan._gaps if start <= a < end]
+        self._texts += [one._replace(starts=one.starts + shift) for one in plan._texts if start <= one.starts[0] < end]
+        self.add_column(_shifted(column, shift))
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +157,12 @@ class BlockPlan:
             targets = (texts.starts + (base + TEXT_HEADER_NBYTES)).tolist()
             moves += [(target, *text) for target, text in zip(targets, texts.lying, strict=True)]
         return moves + moves_of(self._fillings, into, base, kept)
+
+
+def _shifted(column: Column, shift: int) -> Column:
+    parts = [(offset + shift, nbytes) for offset, nbytes in column.parts]
+    children = [_shifted(child, shift) for child in column.children]
+    return msgspec.structs.replace(column, parts=parts, children=children)
 
 
 def moves_of(fillings: Sequence[tuple[int, Filling]], into: Bytes, address: int, kept: list[Any]) -> list[Move]:

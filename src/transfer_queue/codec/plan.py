@@ -37,7 +37,7 @@ def plan_batch(batch: TensorDictBase | Mapping[str, Any], rows: int, allow_pickl
     for a column of another length and `UnsupportedValue`, naming row, field and type of all that cannot be kept
     exactly.
     """
-    plan = BlockPlan(rows, allow_pickle)
+    plan = BlockPlan(rows, allow_pickle, batch)
     _add_columns(plan, items_of(batch), not isinstance(batch, TensorDictBase))
     return plan
 
@@ -49,7 +49,7 @@ def _add_columns(plan: BlockPlan, items: Iterable[tuple[Any, Any]], numbers: boo
         if type(name) is not str:
             raise InvalidInput(f"field names are strings, got {name!r}")
         try:
-            plan.columns.append(_column(plan, name, value, numbers))
+            plan.add_column(_column(plan, name, value, numbers))
         except UnsupportedValue as error:
             refused.append(error)
     if len(refused) == 1:
@@ -70,8 +70,9 @@ def plan_row(fields: Mapping[str, Any], allow_pickle: bool = False) -> BlockPlan
 
     Raises as `plan_batch`, and `InvalidInput` for a nested tensor.
     """
-    plan = BlockPlan(1, allow_pickle)
-    _add_columns(plan, columns_of_row(fields).items(), numbers=True)
+    columns = columns_of_row(fields)
+    plan = BlockPlan(1, allow_pickle, columns)
+    _add_columns(plan, columns.items(), numbers=True)
     return plan
 
 
@@ -88,6 +89,13 @@ def _column_of(name: str, value: Any) -> Any:
     return value[None] if type(value) is np.ndarray and lists.as_tensor(value[None]) is not None else [value]
 
 
+def plan_objects(name: str, values: list[Any], allow_pickle: bool = False) -> BlockPlan:
+    """One column of these values as they are, whatever they are. Raises `UnsupportedValue`."""
+    plan = BlockPlan(len(values), allow_pickle)
+    plan.add_column(_objects(plan, name, values))
+    return plan
+
+
 def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> BlockPlan:
     """Dense columns of given (shape with rows first, dtype), to be filled in place."""
     if not specs or any(not shape or min(shape) < 0 or shape[0] < 1 for shape, _ in specs.values()):
@@ -101,7 +109,7 @@ def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Bloc
         column = Column(
             name, DENSE, dtype_name(dtype), dtype.itemsize, tuple(shape[1:]), -1, [plan.add(None, nbytes)], []
         )
-        plan.columns.append(column)
+        plan.add_column(column)
     return plan
 
 

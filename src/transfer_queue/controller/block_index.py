@@ -43,6 +43,13 @@ class BlockIndex:
         self.entries[block] = BlockEntry(cells, table, group, first, last)
         table.blocks.add(block)
 
+    def share(self, block: int, cells: int, first: int, last: int) -> None:
+        """More cells, of rows with these indexes and those between, are what a block with live cells holds already."""
+        entry = self.entries[block]
+        entry.live += cells
+        entry.total += cells
+        entry.first, entry.last = min(entry.first, first), max(entry.last, last)
+
     def lose(self, blocks: Iterable[int]) -> dict[str, int]:
         """Their bytes are gone: their cells are absent again. How many rows of each partition had some."""
         rows: dict[str, int] = {}

@@ -12,6 +12,7 @@ import numpy as np
 
 from transfer_queue.controller.block_index import BlockEntry
 from transfer_queue.controller.changes import ChangeLog
+from transfer_queue.controller.content_index import ContentIndex
 from transfer_queue.controller.readiness import ReadyView, Task
 from transfer_queue.controller.row_versions import RowVersions
 from transfer_queue.controller.table import ColumnGroup, Table
@@ -21,7 +22,7 @@ SLICE = 512
 AT_ONCE = 32 * SLICE
 OF_BLOCK = 16  # the work to free one block, here and in its unit
 PAGE_SHIFT = 12  # to give back a page of memory is as much work as one row
-OBJECTS = frozenset({RowVersions, ChangeLog, ColumnGroup, Task, ReadyView})
+OBJECTS = frozenset({RowVersions, ChangeLog, ContentIndex, ColumnGroup, Task, ReadyView})
 CONTAINERS = frozenset({dict, list, set, deque, np.ndarray})
 
 

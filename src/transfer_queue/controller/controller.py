@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
+from transfer_queue.controller.commits import NO_BLOCK, checked_fields, write_shared
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import CellsGathered, CellsMoved, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
@@ -42,7 +43,6 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages.staleness import Policy
 
-NO_BLOCK = -1
 MAX_NEW_ROWS = 1 << 24
 GIVEN_UP = "was given up when another process took its unit over: nothing of it is stored, put the rows again"
 
@@ -267,41 +267,33 @@ class Controller:
     # writing
 
     def _commit(self, message: m.Commit) -> m.Reply:
-        count = message.count
-        if count < 1 or (message.tags is not None and len(message.tags) != count):
-            raise InvalidInput(f"{count} rows with {len(message.tags or ())} tags")
-        if len({f.name for f in message.fields}) != len(message.fields):
-            raise InvalidInput("a field occurs twice")
-        if not all(0 <= position < len(message.tags or ()) for position in message.replaced):
-            raise InvalidInput("replaced tags that are not there")
-        if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
-            raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
-        if message.block in self.block_index.entries:
-            raise InvalidInput(f"block {message.block} is published already")
         table = self.tables.get(message.partition)
+        fields = checked_fields(message, table, self.block_index)
         if message.expected is not None:
             check_expected(message, message.expected, table)
         if message.finishes is not None:
             self.groups.check_finish(message.partition, message.finishes)
-        note = "" if table is None else table.check(message.fields, message.strict)
+        note = "" if table is None else table.check(fields, message.strict)
         table, slots = self._target(message, table)
         if message.fields and message.block != NO_BLOCK:
             number = table.group(message.fields)
             released = table.write(slots, number, message.block)
             between = table.between(slots)
-            self.block_index.open(message.block, count * len(message.fields), table, number, *between)
+            self.block_index.open(message.block, message.count * len(message.fields), table, number, *between)
             self.block_index.release(released)
-            if count == 1:
+            if message.count == 1:
                 self.state.lone_blocks.note(table, number, int(table.index[slots[0]]), message.block)
+        if message.shared:
+            write_shared(message, table, slots, self.block_index)
         if message.tags is not None:
             table.merge_tags(slots, message.tags)
             for position in message.replaced:
                 table.merge_tags(slots[position : position + 1], [message.tags[position]], replace=True)
             self.staleness.tagged(table, slots)
-        if message.fields:
+        if fields:
             if self.state.units_away:
                 table.withhold(slots)
-            self._fetching.written(table, slots, [f.name for f in message.fields])
+            self._fetching.written(table, slots, [field.name for field in fields])
             if table.name in self.groups.fields_awaited:
                 self.groups.written(table.name)
         rows = rows_bytes(table.index[slots])

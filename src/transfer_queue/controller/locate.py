@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.controller.content_index import PRINT_NBYTES
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import DataLost, InvalidInput, NotReady, UnknownRows
@@ -28,6 +29,24 @@ def located(message: Get, table: Table | None, slots: Slots) -> Located:
         parts.append(Part(names, _runs(blocks, rows, numbers)))
     pieces = [Piece(block) for block in numbers]
     return Located(message.rid, len(slots), pieces, [], parts, table.schema(fields))
+
+
+def located_alike(message: Get, table: Table | None) -> Located:
+    """The reply to a `message` with prints: where cells lie that may hold what has them."""
+    prints, fields = message.prints or b"", message.fields or []
+    if len(fields) != 1 or len(prints) % PRINT_NBYTES:
+        raise InvalidInput(f"{len(prints)} bytes of prints of fields {fields}")
+    if table is None or fields[0] not in table.fields:
+        return Located(message.rid, 0, [], [], [], [])
+    wanted = [prints[at : at + PRINT_NBYTES] for at in range(0, len(prints), PRINT_NBYTES)]
+    found = np.array(table.contents.find(fields[0], wanted, table.blocks), np.int64).reshape(-1, 3)
+    numbers: dict[int, int] = {}
+    runs = np.empty((len(found), 3), np.int64)
+    runs[:, 0] = _pieces(found[:, 1].tolist(), numbers)
+    runs[:, 1], runs[:, 2] = found[:, 2], 1
+    parts = [Part(fields, runs.tobytes())] if len(found) else []
+    pieces = [Piece(block) for block in numbers]
+    return Located(message.rid, len(found), pieces, [], parts, table.schema(fields), prints=found[:, 0].tobytes())
 
 
 def _fields(message: Get, table: Table, slots: Slots) -> list[str]:

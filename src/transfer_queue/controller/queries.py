@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from transfer_queue.controller.fetch import row_set
 from transfer_queue.controller.hints import left_out
-from transfer_queue.controller.locate import located
+from transfer_queue.controller.locate import located, located_alike
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.status import status, unknown
 from transfer_queue.controller.table import Table, rows_bytes
@@ -42,6 +42,8 @@ class Queries:
 
     def get(self, message: m.Get) -> m.Reply:
         table = self._tables.get(message.partition)
+        if message.prints is not None:
+            return located_alike(message, table)
         if message.keys is not None:
             slots = self._slots_of_keys(message, table)
             reply = located(message, table, slots)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.controller.changes import ChangeLog
+from transfer_queue.controller.content_index import ContentIndex
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
 from transfer_queue.controller.row_versions import RowVersions
@@ -72,6 +73,7 @@ class Table:
         self.tasks: dict[str, Task] = {}
         self.lost: set[int] = set()  # indexes of rows that lost cells
         self.blocks: set[int] = set()  # those with live cells; kept by the block_index
+        self.contents = ContentIndex()
         self.num_alive = 0
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
@@ -257,15 +259,16 @@ class Table:
 
     # cells
 
-    def write(self, slots: Slots, number: int, block: int) -> Released:
-        """Cells of group `number` on `slots` now lie in `block`, row by row; returns the cells they replace."""
+    def write(self, slots: Slots, number: int, block: int, rows: Slots | None = None) -> Released:
+        """Cells of group `number` on `slots` now lie in `block`, in these `rows` of it (None: row by row); returns the
+        cells they replace."""
         group = self.groups[number]
         columns = [self.fields[name].number for name in group.fields]
         released = self.release(slots, columns)
         if self.lost:
             self.lost.difference_update(self.index[slots].tolist())
         group.block[slots] = block
-        group.row[slots] = np.arange(len(slots), dtype=np.int32)
+        group.row[slots] = np.arange(len(slots), dtype=np.int32) if rows is None else rows
         self.cells[np.array(columns)[:, None], slots] = number
         return released
 
@@ -382,12 +385,13 @@ class Table:
             for name, any_live in zip(self.groups[number].fields, np.asarray(live.any(axis=1)), strict=True)
             if any_live
         ]
-        return np.sort(self.groups[number].row[slots]).astype(np.int64), names
+        return np.unique(self.groups[number].row[slots]).astype(np.int64), names
 
     def relocate(
         self, number: int, block: int, target: int, rows: Slots, first: int = 0, last: int = MAX_INDEX
     ) -> None:
         group = self.groups[number]
+        self.contents.moved(block, target, rows)
         if not len(rows):
             start, end = self._between(first, last)
             blocks = group.block[start:end]

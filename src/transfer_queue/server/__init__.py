@@ -8,6 +8,7 @@
     service             what one message does, in memory: controller and unit together, no sockets
     block_requests      what sessions do with the blocks of this server
     pending_commits     commits that the controller has yet to answer, and the blocks that they hold
+    cell_digests        digests of cells for writers on other hosts
     fetch_with_data     rows of a task and where their cells are in one answer
     recycling           work that belongs to no request, in slices
     compaction          blocks of which few cells are left are written anew

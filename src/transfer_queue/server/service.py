@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, RowCleared, StoreFull, TransferQueueError
 from transfer_queue.server.block_requests import Answer, BlockRequests
+from transfer_queue.server.cell_digests import CellDigester
 from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
 from transfer_queue.server.late_answers import LateAnswers
 from transfer_queue.server.pending_commits import Filled, PendingCommits
@@ -84,6 +85,19 @@ async def kept_first(service: Service, number: int) -> bool:
     return True
 
 
+def _blocks_of(message: m.Commit) -> list[int]:
+    """The blocks that are new with a commit, as it names them; 0: one of its payload."""
+    return [message.block] * (message.block >= 0) + [one.block for one in message.shared if one.is_new]
+
+
+def _name_blocks(message: m.Commit, first: int) -> None:
+    """The first new block has this number; their layouts are for their unit alone."""
+    if message.block >= 0:
+        message.block, message.layout = first, b""
+    for one in message.shared:
+        one.layout = b""
+
+
 class Reading(NamedTuple):
     """A read whose location the controller has yet to tell."""
 
@@ -111,7 +125,7 @@ class Service:
         self.unit = unit
         self.pending = pending or PendingCommits(unit)
         self.life = Life(b"", secrets.token_bytes(ID_NBYTES))  # of the service: whoever knows the controller says it
-        self.blocks = BlockRequests(unit)
+        self.blocks, self.digests = BlockRequests(unit), CellDigester(unit)
         self.members = members or UnitRegistry()
         self.sessions = sessions or Sessions()
         self._settled = settled
@@ -137,7 +151,7 @@ class Service:
 
     def detach(self, session: ServerSession, tickets: set[Hashable], now: float) -> None:
         """A connection is gone; with the last one goes all that its session held here."""
-        self._forget(tickets)
+        self._forget(tickets.intersection(session.parked.values()))  # not what was asked again over another one
         if self.sessions.detach(session, now):
             self._end(session)
         self.apply_outcomes()
@@ -282,6 +296,9 @@ class Service:
                 return rule(message, session)
             self._late.start(ticket, message.rid, waits, partial(rule, message, session))
             return None
+        if isinstance(message, m.DigestCells):
+            self._late.start(ticket, message.rid, *self.digests.begin(message, session))
+            return None
         if self.journal is not None and type(message) in GROWING:
             self.journal.check_room()
         if isinstance(message, m.Allocate):
@@ -289,7 +306,7 @@ class Service:
                 self.recycler.make_room(message.nbytes)
             allocated = self.unit.allocate(message, ticket, session.ident, now)
             return None if allocated is None else (allocated, ())
-        if isinstance(message, m.Commit) and message.block >= 0:
+        if isinstance(message, m.Commit) and (message.block >= 0 or message.shared):
             return self._commit(message, payload, session, ticket, now)
         if isinstance(message, m.Get):
             return self._get(Reading(message, session, 1), ticket, now)
@@ -314,41 +331,51 @@ class Service:
     def _commit(
         self, message: m.Commit, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
     ) -> Answer | None:
-        """Publish a block the client filled, or one made of the inline payload, or one that lies on another unit."""
+        """Publish blocks the client filled, or one made of the inline payload, or those that lie on another unit."""
         asked = (session.ident, message.rid)
         orphans = self.pending.resume(ticket, asked) if self.pending.held else []
         known = orphans[0].number if orphans else self.pending.done.get(asked)
         if known is not None:
-            message.block, message.layout = known, b""
-        if known is not None or self.members.has(message.block):
+            _name_blocks(message, known)
+        if known is not None or any(map(self.members.has, _blocks_of(message))):
             reply = self.controller.handle(message, ticket, session.ident, now)
             return None if reply is None else (reply, ())
+        filled = self._filled(message, payload, session)
+        _name_blocks(message, filled[0][0].number if filled else 0)
+        pass_on = partial(self._commit_blocks, message, session, ticket, filled)
+        if self.journal is None or all(self.journal.has(block) for block, _ in filled):
+            return pass_on(now)
+        self._keep_first(message.rid, ticket, filled, message.timeout_s, pass_on)
+        return None
+
+    def _filled(self, message: m.Commit, payload: memoryview, session: ServerSession) -> list[Filled]:
+        """The new blocks of a commit, with their layouts; that of the payload is made here, and is the first."""
+        numbers = _blocks_of(message)
+        if len(set(numbers)) < len(numbers):
+            raise InvalidInput(f"blocks {numbers}: one occurs twice")
+        layouts = [message.layout] * (message.block >= 0) + [one.layout for one in message.shared if one.is_new]
+        made = [self.unit.unpublished(number, session.ident) for number in numbers if number]
         if message.block == 0:
             if self.journal is not None and len(payload) > SMALL_NBYTES:
                 raise InvalidInput(f"{len(payload)} bytes with the message: so many have a block of their own")
             self.recycler.make_room(len(payload))
-            block = self.blocks.inline(payload)
-        else:
-            block = self.unit.unpublished(message.block, session.ident)
-        pass_on = partial(self._commit_block, message, session, ticket, block, message.layout)
-        if self.journal is None or self.journal.has(block):
-            return pass_on(now)
-        self._keep_first(message.rid, ticket, [(block, message.layout)], message.timeout_s, pass_on)
-        return None
+            made.insert(0, self.blocks.inline(payload))
+        return list(zip(made, layouts, strict=True))
 
-    def _commit_block(
-        self, message: m.Commit, session: ServerSession, ticket: Hashable, block: Block, layout: bytes, now: float
+    def _commit_blocks(
+        self, message: m.Commit, session: ServerSession, ticket: Hashable, filled: list[Filled], now: float
     ) -> Answer | None:
-        message.block, message.layout = block.number, b""
         try:
             reply = self.controller.handle(message, ticket, session.ident, now)
         except TransferQueueError:
-            self.unit.drop(block.number)
+            for block, _ in filled:
+                self.unit.drop(block.number)
             raise
         if reply is None:
-            self.pending.hold(ticket, (session.ident, message.rid), [(block, layout)])
+            self.pending.hold(ticket, (session.ident, message.rid), filled)
             return None
-        self.unit.publish(block.number, layout)
+        for block, layout in filled:
+            self.unit.publish(block.number, layout)
         return reply, ()
 
     def _restore(

@@ -14,6 +14,7 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.remarks import warn
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
+from transfer_queue.client.transfer.share import dedupes, store_shared
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, store
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import columns_of_row, plan_batch, plan_row
@@ -31,6 +32,7 @@ def kv_put(
     tag: Mapping[str, Any] | None = None,
     data_parser: ops.Parser | None = None,
     strict_schema: bool | None = None,
+    dedupe: bool | None = None,
 ) -> Operation[KVBatchMeta]:
     """Write fields and tag of one row; other fields and tag names of the row stay.
 
@@ -38,8 +40,15 @@ def kv_put(
     of `kv_batch_put`, and everything else is one object. A TensorDict has batch size 1.
     Rows of a field may differ: with another kind or rank a get of both gives a list, with another dtype it raises
     `SchemaConflict`, and the log of the put says so once. `strict_schema` refuses such a put (None: as
-    `controller.strict_schema` of the service says). Atomic. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict`
-    (where strict), `StoreFull`; nothing is stored then.
+    `controller.strict_schema` of the service says).
+
+    `dedupe` stores cells of 64 KiB and more that are the same once, within this put and with what was put with `dedupe`
+    into the same field of the partition before, by any process (None: as `controller.dedupe` of the service says). They
+    are compared byte by byte. Readers get objects and lists that share memory then: who changes one in place changes
+    the others of the same read. What lies in a storage engine is not shared.
+
+    Atomic. Raises `InvalidInput`, `UnsupportedValue`, `SchemaConflict` (where strict), `StoreFull`; nothing is stored
+    then.
     """
     if fields is None and tag is None:
         raise InvalidInput("give fields, tag or both")
@@ -55,7 +64,7 @@ def kv_put(
         plan = plan_row(fields, session.allow_pickle)
     else:
         raise InvalidInput(f"fields is a dict or a TensorDict, got {type(fields).__qualname__}")
-    return (yield from _write(session, keys, partition_id, plan, None if tag is None else [tag], strict_schema))
+    return (yield from _write(session, keys, partition_id, plan, None if tag is None else [tag], strict_schema, dedupe))
 
 
 def kv_batch_put(
@@ -66,6 +75,7 @@ def kv_batch_put(
     tags: Sequence[Mapping[str, Any]] | None = None,
     data_parser: ops.Parser | None = None,
     strict_schema: bool | None = None,
+    dedupe: bool | None = None,
 ) -> Operation[KVBatchMeta]:
     """Write fields and tags of the rows `keys`, creating those that do not exist. Atomic.
 
@@ -76,7 +86,7 @@ def kv_batch_put(
         raise InvalidInput("give fields, tags or both")
     ops.distinct_keys(keys)
     plan = None if fields is None else _planned_batch(session, fields, len(keys), data_parser)
-    return (yield from _write(session, keys, partition_id, plan, tags, strict_schema))
+    return (yield from _write(session, keys, partition_id, plan, tags, strict_schema, dedupe))
 
 
 def _planned_batch(session: Session, fields: ops.Batch, count: int, parser: ops.Parser | None) -> BlockPlan:
@@ -94,13 +104,14 @@ def _write(
     plan: BlockPlan | None,
     tags: Sequence[Mapping[str, Any]] | None,
     strict_schema: bool | None,
+    dedupe: bool | None,
 ) -> Operation[KVBatchMeta]:
     if type(partition_id) is not str:
         raise InvalidInput(f"partition_id is a string, got {partition_id!r}")
     wire_tags = None if tags is None else checked_tags(tags, len(keys))
     rows = TargetRows(partition_id, len(keys), list(keys), strict_schema=strict_schema)
     if plan is not None and plan.columns:
-        reply = yield from store(session, plan, rows, wire_tags)
+        reply = yield from (store_shared if dedupes(session, dedupe) else store)(session, plan, rows, wire_tags)
     else:
         reply = (yield commit(session, rows, [], b"", -1, wire_tags))[0]
     return keyed_meta(session, reply, keys, partition_id)

@@ -17,6 +17,7 @@ from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.allocation import committed_meta
 from transfer_queue.client.transfer.read import read
+from transfer_queue.client.transfer.share import dedupes, store_shared
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, store
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
@@ -165,17 +166,22 @@ def num_rows(batch: Batch) -> int:
 
 def planned(session: Session, batch: Batch, parser: Parser | None) -> BlockPlan:
     """The plan of a batch, after `parser` where there is one. Raises before anything is sent."""
-    count = num_rows(batch)
+    plan = plan_batch(parsed(batch, parser), num_rows(batch), session.allow_pickle)
+    if not plan.columns:
+        raise InvalidInput("a batch needs at least one field")
+    return plan
+
+
+def parsed(batch: Batch, parser: Parser | None) -> Batch:
+    """A batch after `parser`, where there is one."""
     if parser is not None:
+        count = num_rows(batch)
         columns = dict(items_of(batch))
         parsed = parser(dict(columns))
         if parsed.keys() != columns.keys() or any(len(column) != count for column in parsed.values()):
             raise BatchMismatch("data_parser must keep the fields and the number of rows")
         batch = parsed
-    plan = plan_batch(batch, count, session.allow_pickle)
-    if not plan.columns:
-        raise InvalidInput("a batch needs at least one field")
-    return plan
+    return batch
 
 
 def put(
@@ -185,12 +191,14 @@ def put(
     partition_id: str | None,
     data_parser: Parser | None,
     strict_schema: bool | None = None,
+    dedupe: bool | None = None,
 ) -> Operation[BatchMeta]:
     if metadata is None:
         if not partition_id:
             raise InvalidInput("put needs metadata or a partition_id")
         plan = planned(session, data, data_parser)
-        reply = yield from store(session, plan, TargetRows(partition_id, plan.rows, strict_schema=strict_schema), None)
+        rows = TargetRows(partition_id, plan.rows, strict_schema=strict_schema)
+        reply = yield from (store_shared if dedupes(session, dedupe) else store)(session, plan, rows, None)
         return committed_meta(session, reply, partition_id, plan, None)
     if partition_id is not None and set(metadata.partition_ids) - {partition_id}:
         others = sorted(set(metadata.partition_ids) - {partition_id})
@@ -200,7 +208,8 @@ def put(
         raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
     for positions, part in _by_partition(metadata):
         rows_of_part = data if len(part) == count else _rows_at(data, positions)
-        schema = yield from _put_part(session, rows_of_part, part, data_parser, strict_schema)
+        plan = planned(session, rows_of_part, data_parser)
+        schema = yield from _put_part(session, plan, part, strict_schema, dedupe)
     metadata.field_schema = {**metadata._frozen_schema(), **schema}
     metadata._set_ready()
     metadata._forget_tag_edits()
@@ -208,10 +217,9 @@ def put(
 
 
 def _put_part(
-    session: Session, data: Batch, meta: BatchMeta, parser: Parser | None, strict: bool | None
+    session: Session, plan: BlockPlan, meta: BatchMeta, strict: bool | None, dedupe: bool | None
 ) -> Operation[dict[str, Any]]:
     """Write to the rows of one partition, with the tags their holder changed."""
-    plan = planned(session, data, parser)
     edits = meta._tag_edits()
     tags = None
     if edits:
@@ -219,7 +227,7 @@ def _put_part(
         tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
     replaced = [position for position, (replace, _) in edits.items() if replace]
     rows = TargetRows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced, meta.service_id, strict)
-    yield from store(session, plan, rows, tags)
+    yield from (store_shared if dedupes(session, dedupe) else store)(session, plan, rows, tags)
     return field_specs(plan.schema())
 
 

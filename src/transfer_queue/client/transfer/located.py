@@ -98,6 +98,11 @@ class LocatedRows:
                 found.append(self._block(piece, layout_of(piece, layouts)))
         return found
 
+    def block(self, number: int) -> LocatedBlock:
+        """The memory of one piece, which is here."""
+        piece = self.reply.pieces[number]
+        return self._block(piece, layout_of(piece, [decode_layout(data) for data in self.reply.layouts]))
+
     def _block(self, piece: m.Piece, layout: Layout) -> LocatedBlock:
         """A block that lies here."""
         rid = self.reply.rid

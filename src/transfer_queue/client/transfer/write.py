@@ -38,6 +38,7 @@ class TargetRows(NamedTuple):
     strict_schema: bool | None = None  # None: as the service is configured
     expected: bytes | None = None  # the blocks that the cells lie in, unless they are to be overwritten in any case
     finishes: m.FinishedSlot | None = None  # the attempt whose result they are
+    shared: Sequence[m.SharedCells] = ()  # of fields besides those of the block
 
 
 def store(session: Session, plan: BlockPlan, rows: TargetRows, tags: list[m.Tags] | None) -> Operation[m.Committed]:
@@ -71,8 +72,17 @@ def _store_block(
     layout: bytes,
     deadline: float,
 ) -> Operation[m.Committed]:
+    to = session.engine.books if plan.nbytes > SMALL_NBYTES else ""
+    block = yield from filled_block(session, plan, deadline, to)
+    wait_s = max(0.0, deadline - time.monotonic())
+    call = commit(session, rows, fields, layout, block, tags, wait_s=wait_s)
+    call.to = to
+    return noted(rows, (yield call)[0])
+
+
+def filled_block(session: Session, plan: BlockPlan, deadline: float, to: str = "") -> Operation[int]:
+    """A block with what is planned, which nobody sees before a commit names it."""
     nbytes = max(1, plan.nbytes)
-    to = session.engine.books if nbytes > SMALL_NBYTES else ""
     wait_s = max(0.0, deadline - time.monotonic())
     request = m.Allocate(session.next_rid(), nbytes, False, wait_s)
     allocated: m.Allocated = (yield Call(request, wait_s=wait_s, to=to))[0]
@@ -91,10 +101,7 @@ def _store_block(
             own = session.pool.allocate(nbytes)
             yield Offload(lambda: plan.write(own, session.mover), nbytes)
             yield from send_block(session, allocated.block, own)
-    wait_s = max(0.0, deadline - time.monotonic())
-    call = commit(session, rows, fields, layout, allocated.block, tags, wait_s=wait_s)
-    call.to = to
-    return noted(rows, (yield call)[0])
+    return allocated.block
 
 
 def store_in_engine(
@@ -143,6 +150,7 @@ def commit(
     request = m.Commit(
         session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s,
         rows.replaced, rows.service, _is_strict(session, rows.strict_schema), rows.expected, rows.finishes,
+        list(rows.shared),
     )  # fmt: skip
     return Call(request, payload, wait_s)
 

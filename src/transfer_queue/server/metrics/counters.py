@@ -197,9 +197,10 @@ def _count_rows(_service: MeteredService, meter: Meter, _message: m.Request, rep
 
 def _count_written(service: MeteredService, meter: Meter, message: Any, reply: Any) -> None:
     meter.samples += len(reply.rows) // 8
-    block = service.unit.block(message.block)
-    if block is not None:
-        service.nbytes_in += block.nbytes
+    for number in (message.block, *(one.block for one in message.shared if one.is_new)):
+        block = service.unit.block(number)
+        if block is not None:
+            service.nbytes_in += block.nbytes
 
 
 def _count_read(service: MeteredService, meter: Meter, _message: m.Request, reply: Any) -> None:

@@ -133,6 +133,7 @@ from transfer_queue.wire.messages.rows import NameRows as NameRows
 from transfer_queue.wire.messages.rows import Names as Names
 from transfer_queue.wire.messages.rows import RowSet as RowSet
 from transfer_queue.wire.messages.rows import SetTags as SetTags
+from transfer_queue.wire.messages.rows import SharedCells as SharedCells
 from transfer_queue.wire.messages.series import DescribeSeries as DescribeSeries
 from transfer_queue.wire.messages.series import EnterSeries as EnterSeries
 from transfer_queue.wire.messages.series import FinishPartition as FinishPartition
@@ -167,7 +168,9 @@ from transfer_queue.wire.messages.tasks import ResetConsumption as ResetConsumpt
 from transfer_queue.wire.messages.tasks import RowStatus as RowStatus
 from transfer_queue.wire.messages.tasks import Scan as Scan
 from transfer_queue.wire.messages.units import Blocks as Blocks
+from transfer_queue.wire.messages.units import CellDigests as CellDigests
 from transfer_queue.wire.messages.units import Cut as Cut
+from transfer_queue.wire.messages.units import DigestCells as DigestCells
 from transfer_queue.wire.messages.units import Drop as Drop
 from transfer_queue.wire.messages.units import Gathered as Gathered
 from transfer_queue.wire.messages.units import GatherRows as GatherRows
@@ -179,7 +182,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 ClientMessage: TypeAlias = (
@@ -192,13 +195,13 @@ ClientMessage: TypeAlias = (
     | OpenPool | TakeTickets | ReturnTickets | OpenGroup | ClaimSlots | StartSlots | FinishSlot | FailSlots
     | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
-    | OpenPartition | EnterSeries | FinishPartition | DescribeSeries
+    | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
-    | StepResumed | StepTaken | Tickets | SlotsClaimed | GroupsLent
+    | StepResumed | StepTaken | Tickets | SlotsClaimed | GroupsLent | CellDigests
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -12,6 +12,8 @@ class Get(Request):
     """Locate and pin the cells of `fields` (None: all that every row has) on `keys` or `rows`.
 
     With `by_key`, unknown keys and fields that are not ready on every row are dropped unless `strict`.
+    `prints`, 16 bytes each: locate shared cells of the one field that may hold what has these prints instead; the
+    answer has a row for each, and `prints` says for which one.
     """
 
     partition: str
@@ -20,6 +22,7 @@ class Get(Request):
     fields: list[str] | None
     strict: bool
     service: bytes = b""
+    prints: bytes | None = None
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):
@@ -39,3 +42,4 @@ class Located(Reply):
     schema: list[FieldSchema]
     units: dict[int, str] = {}  # noqa: RUF012  msgspec copies it
     note: str = ""
+    prints: bytes = b""  # int64, for an answer by prints: which of those asked for each row may have

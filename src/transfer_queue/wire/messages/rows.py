@@ -25,6 +25,23 @@ class FinishedSlot(msgspec.Struct, array_like=True):
     info: Tags
 
 
+class SharedCells(msgspec.Struct, array_like=True):
+    """Cells of one field in a commit, of rows that may have one in common: `rows`, int64, are positions in the commit,
+    `places` the row of `block` that each has.
+
+    The block is new with the commit (then `layout` describes it, and `prints` has 16 bytes for each of its rows), or
+    one of shared cells that rows of the partition have: where it is gone, `CellsChanged` and no effect.
+    """
+
+    field: FieldSchema
+    block: int
+    rows: bytes
+    places: bytes
+    is_new: bool
+    layout: bytes = b""
+    prints: bytes = b""
+
+
 class Commit(Request):
     """Publish one block as cells of `fields` on some rows, merge `tags`, and wake waiters: one atomic step.
 
@@ -32,7 +49,8 @@ class Commit(Request):
     `block` is 0 when the payload rides inline, -1 when there are only tags. `strict`: refused when a field holds
     another dtype, rank or kind. `expected`, int64 (field, row), names the block that each of these cells lies in now
     (0: not written): where one is another, `CellsChanged` and no effect. `finishes`: the rows are the result of this
-    attempt; what would be refused there is refused here, with no effect.
+    attempt; what would be refused there is refused here, with no effect. `shared`: cells of other fields, one for each
+    row; together they are the commit's one step.
     """
 
     partition: str
@@ -49,6 +67,7 @@ class Commit(Request):
     strict: bool = False
     expected: bytes | None = None
     finishes: FinishedSlot | None = None
+    shared: list[SharedCells] = []  # noqa: RUF012
 
 
 class Committed(Reply):

@@ -55,6 +55,20 @@ class Joined(Reply):
     gone: bytes
 
 
+class DigestCells(Request):
+    """SHA-256 of cells of a field, each in a row (int64) of a block (int64) of this unit; see `codec.cells`."""
+
+    field: str
+    blocks: bytes
+    rows: bytes
+
+
+class CellDigests(Reply):
+    """b"" for a cell that is not there."""
+
+    digests: list[bytes]
+
+
 class Moved(Request):
     """A unit rewrote a sparse block as `target`, whose rows are `rows` (ascending int64) of the old one."""
 
