@@ -29,6 +29,6 @@
     packed            values in buffers of the caller's, without a block
     dtypes            torch's dtypes by name
 
-`layout`, `rows`, `cells`, `select`, `lone_rows`, `spread_rows` and `joining` know no torch; `plan` and `assemble` run in clients
-only.
+`layout`, `rows`, `cells`, `select`, `lone_rows`, `spread_rows` and `joining` know no torch. `plan` and `assemble` run
+in clients only.
 """

@@ -13,7 +13,7 @@
      │   ├─ redelivery          rows that came back: attempts, delays, dead letters
      │   ├─ steps, taken        what tasks took in each step of a loop, to be handed out once more
      │   └─ unreceived          what was handed to askers who have not said that they have it
-     ├─ commits                 what a commit may say, and cells of which many rows have one
+     ├─ shared_cells            cells of which many rows have one
      ├─ content_index           where cells lie that were put to be shared, by what they hold
      ├─ block_index             how many live cells every block still holds
      ├─ lone_blocks             rows that were put alone and stay

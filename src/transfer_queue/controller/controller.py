@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
-from transfer_queue.controller.commits import NO_BLOCK, checked_fields, write_shared
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import CellsGathered, CellsMoved, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
@@ -23,6 +22,7 @@ from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.redelivery import REQUESTS as DEAD_LETTER_REQUESTS
 from transfer_queue.controller.restore import StateLoader
 from transfer_queue.controller.series import REQUESTS as SERIES_REQUESTS
+from transfer_queue.controller.shared_cells import shared_fields, write_shared
 from transfer_queue.controller.snapshot import capture
 from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.state import ControllerState, RowQuotaExceeded
@@ -43,6 +43,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages.staleness import Policy
 
+NO_BLOCK = -1
 MAX_NEW_ROWS = 1 << 24
 GIVEN_UP = "was given up when another process took its unit over: nothing of it is stored, put the rows again"
 
@@ -268,7 +269,10 @@ class Controller:
 
     def _commit(self, message: m.Commit) -> m.Reply:
         table = self.tables.get(message.partition)
-        fields = checked_fields(message, table, self.block_index)
+        self._check(message)
+        fields = message.fields
+        if message.shared:
+            fields = [*fields, *shared_fields(message, table, self.block_index)]
         if message.expected is not None:
             check_expected(message, message.expected, table)
         if message.finishes is not None:
@@ -286,9 +290,7 @@ class Controller:
         if message.shared:
             write_shared(message, table, slots, self.block_index)
         if message.tags is not None:
-            table.merge_tags(slots, message.tags)
-            for position in message.replaced:
-                table.merge_tags(slots[position : position + 1], [message.tags[position]], replace=True)
+            table.put_tags(slots, message.tags, message.replaced)
             self.staleness.tagged(table, slots)
         if fields:
             if self.state.units_away:
@@ -304,6 +306,18 @@ class Controller:
             message.rid, rows, table.tags_of(slots) if keyed else None, table.common_fields(slots) if keyed else [],
             table.loads, note,
         )  # fmt: skip
+
+    def _check(self, message: m.Commit) -> None:
+        if message.count < 1 or (message.tags is not None and len(message.tags) != message.count):
+            raise InvalidInput(f"{message.count} rows with {len(message.tags or ())} tags")
+        if len({f.name for f in message.fields}) != len(message.fields):
+            raise InvalidInput("a field occurs twice")
+        if not all(0 <= position < len(message.tags or ()) for position in message.replaced):
+            raise InvalidInput("replaced tags that are not there")
+        if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
+            raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
+        if message.block in self.block_index.entries:
+            raise InvalidInput(f"block {message.block} is published already")
 
     def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
         """Slots of the rows to write; new ones are added only once nothing can be refused any more."""
@@ -542,8 +556,6 @@ class Controller:
     def refuse_commits(self, blocks: Slots) -> None:
         """A storage unit has given up these blocks: whatever still waits to put rows there fails."""
         gone = set(blocks.tolist())
-        if not gone:
-            return
         for parked in self._quota_waiters:
             block = getattr(parked.message, "block", 0)
             if block in gone:

@@ -456,6 +456,12 @@ class Table:
             task = self.tasks[name] = Task(len(self.index), watch)
         return task
 
+    def put_tags(self, slots: Slots, tags: Sequence[Tags], replaced: Sequence[int]) -> None:
+        """Merge the tags of rows; those at these positions replace what is there."""
+        self.merge_tags(slots, tags)
+        for position in replaced:
+            self.merge_tags(slots[position : position + 1], [tags[position]], replace=True)
+
     def merge_tags(self, slots: Slots, tags: Sequence[Tags], replace: bool = False) -> None:
         self.log.touch(slots)
         self.any_tags = self.any_tags or any(tags)

@@ -14,8 +14,8 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.remarks import warn
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
-from transfer_queue.client.transfer.share import dedupes, store_shared
-from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, store
+from transfer_queue.client.transfer.share import store_shared
+from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, is_on, store
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import columns_of_row, plan_batch, plan_row
 from transfer_queue.errors import InvalidInput
@@ -111,7 +111,7 @@ def _write(
     wire_tags = None if tags is None else checked_tags(tags, len(keys))
     rows = TargetRows(partition_id, len(keys), list(keys), strict_schema=strict_schema)
     if plan is not None and plan.columns:
-        reply = yield from (store_shared if dedupes(session, dedupe) else store)(session, plan, rows, wire_tags)
+        reply = yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, plan, rows, wire_tags)
     else:
         reply = (yield commit(session, rows, [], b"", -1, wire_tags))[0]
     return keyed_meta(session, reply, keys, partition_id)

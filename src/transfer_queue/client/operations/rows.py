@@ -17,8 +17,8 @@ from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.allocation import committed_meta
 from transfer_queue.client.transfer.read import read
-from transfer_queue.client.transfer.share import dedupes, store_shared
-from transfer_queue.client.transfer.write import TargetRows, checked_tags, store
+from transfer_queue.client.transfer.share import store_shared
+from transfer_queue.client.transfer.write import TargetRows, checked_tags, is_on, store
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import items_of, plan_batch
@@ -198,7 +198,7 @@ def put(
             raise InvalidInput("put needs metadata or a partition_id")
         plan = planned(session, data, data_parser)
         rows = TargetRows(partition_id, plan.rows, strict_schema=strict_schema)
-        reply = yield from (store_shared if dedupes(session, dedupe) else store)(session, plan, rows, None)
+        reply = yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, plan, rows, None)
         return committed_meta(session, reply, partition_id, plan, None)
     if partition_id is not None and set(metadata.partition_ids) - {partition_id}:
         others = sorted(set(metadata.partition_ids) - {partition_id})
@@ -227,7 +227,7 @@ def _put_part(
         tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
     replaced = [position for position, (replace, _) in edits.items() if replace]
     rows = TargetRows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced, meta.service_id, strict)
-    yield from (store_shared if dedupes(session, dedupe) else store)(session, plan, rows, tags)
+    yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, plan, rows, tags)
     return field_specs(plan.schema())
 
 

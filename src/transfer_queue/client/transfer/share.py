@@ -23,6 +23,7 @@ from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.layout import Column
 from transfer_queue.codec.plan import items_of, plan_batch, plan_objects
 from transfer_queue.errors import CellsChanged, RowCleared
+from transfer_queue.memory.bytes import Ints
 from transfer_queue.schema import OBJECTS
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import Numbers, numbers_of
@@ -56,11 +57,6 @@ def store_shared(
         return (yield from _store(session, rest, columns, found, rows, tags, deadline))
     except CellsChanged:  # what was found was cleared meanwhile: this time nobody's cells are counted on
         return (yield from _store(session, rest, columns, [{} for _ in columns], rows, tags, deadline))
-
-
-def dedupes(session: Session, asked: bool | None) -> bool:
-    """Whether a put shares, as its caller says, or the service."""
-    return bool(session.config.get("dedupe", False)) if asked is None else asked
 
 
 def _columns(plan: BlockPlan) -> list[SharedColumn]:
@@ -115,7 +111,7 @@ def _there(one: SharedColumn, places: Places) -> list[m.SharedCells]:
     field = one.column.schema()
     made = []
     for block, numbers in by_block.items():
-        rows = np.flatnonzero(np.isin(one.cells.numbers, numbers))
+        rows = _rows_with(one, numbers)
         lies = np.array([places[number][1] for number in one.cells.numbers[rows].tolist()], np.int64)
         made.append(m.SharedCells(field, block, rows.tobytes(), lies.tobytes(), False))
     return made
@@ -131,11 +127,18 @@ def _new_block(
     else:
         plan = plan_batch({one.column.name: values}, len(values))
     block = yield from filled_block(session, plan, deadline)
-    rows = np.flatnonzero(np.isin(one.cells.numbers, new))
+    rows = _rows_with(one, new)
     places = np.searchsorted(new, one.cells.numbers[rows])
     prints = b"".join(one.cells.prints[number] for number in new)
     schema = one.column.schema()
     return m.SharedCells(schema, block, rows.tobytes(), places.tobytes(), True, plan.layout(), prints)
+
+
+def _rows_with(one: SharedColumn, numbers: Sequence[int]) -> Ints:
+    """The rows that have these distinct cells."""
+    have = np.zeros(len(one.cells.cells), np.bool_)
+    have[numbers] = True
+    return np.flatnonzero(have[one.cells.numbers])
 
 
 # looking

@@ -149,7 +149,7 @@ def commit(
     wait_s = session.timeout_s if wait_s is None else wait_s
     request = m.Commit(
         session.next_rid(), rows.partition, rows.num, rows.keys, rows.indexes, fields, block, layout, tags, wait_s,
-        rows.replaced, rows.service, _is_strict(session, rows.strict_schema), rows.expected, rows.finishes,
+        rows.replaced, rows.service, is_on(session, "strict_schema", rows.strict_schema), rows.expected, rows.finishes,
         list(rows.shared),
     )  # fmt: skip
     return Call(request, payload, wait_s)
@@ -161,8 +161,9 @@ def noted(rows: TargetRows, reply: m.Committed) -> m.Committed:
     return reply
 
 
-def _is_strict(session: Session, asked: bool | None) -> bool:
-    return bool(session.config.get("strict_schema", False)) if asked is None else asked
+def is_on(session: Session, name: str, asked: bool | None) -> bool:
+    """What the caller asks for; where it says nothing, what the service says."""
+    return bool(session.config.get(name, False)) if asked is None else asked
 
 
 def checked_tags(tags: Sequence[Mapping[str, Any]], count: int) -> list[m.Tags]:

@@ -1,4 +1,4 @@
-"""What a commit may say, and cells of which many rows have one.
+"""Cells of which many rows have one.
 
 A commit says of each shared cell which row of which block it is. A block of shared cells has one field. It is new with
 the commit, or one that rows of the partition have already.
@@ -17,31 +17,12 @@ from transfer_queue.schema import FieldSchema
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages import Commit, SharedCells
 
-NO_BLOCK = -1
 MAX_ROW = 1 << 31
 
 
-def checked_fields(message: Commit, table: Table | None, blocks: BlockIndex) -> list[FieldSchema]:
-    """All fields that a commit writes. Raises as `_check_shared`, and `InvalidInput` for what is no commit."""
-    if message.count < 1 or (message.tags is not None and len(message.tags) != message.count):
-        raise InvalidInput(f"{message.count} rows with {len(message.tags or ())} tags")
-    if len({f.name for f in message.fields}) != len(message.fields):
-        raise InvalidInput("a field occurs twice")
-    if not all(0 <= position < len(message.tags or ()) for position in message.replaced):
-        raise InvalidInput("replaced tags that are not there")
-    if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
-        raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
-    if message.block in blocks.entries:
-        raise InvalidInput(f"block {message.block} is published already")
-    if not message.shared:
-        return message.fields
-    _check_shared(message, table, blocks)
-    return [*message.fields, *{one.field.name: one.field for one in message.shared}.values()]
-
-
-def _check_shared(message: Commit, table: Table | None, blocks: BlockIndex) -> None:
-    """Raises `InvalidInput` unless the shared cells are one for each row of their fields, `CellsChanged` where a block
-    that they name is gone."""
+def shared_fields(message: Commit, table: Table | None, blocks: BlockIndex) -> list[FieldSchema]:
+    """The fields of shared cells. Raises `InvalidInput` unless there is one for each row of each field, `CellsChanged`
+    where a block that they name is gone."""
     own = {field.name for field in message.fields}
     covered: dict[str, list[Slots]] = {}
     new: set[int] = {message.block}
@@ -61,6 +42,7 @@ def _check_shared(message: Commit, table: Table | None, blocks: BlockIndex) -> N
     for name, parts in covered.items():
         if not np.array_equal(np.sort(np.concatenate(parts)), np.arange(message.count)):
             raise InvalidInput(f"field {name!r}: a shared cell for each of {message.count} rows, once")
+    return list({one.field.name: one.field for one in message.shared}.values())
 
 
 def _check_new(one: SharedCells, new: set[int], blocks: BlockIndex) -> None:
@@ -82,7 +64,7 @@ def _check_there(one: SharedCells, table: Table | None, blocks: BlockIndex) -> N
 
 
 def write_shared(message: Commit, table: Table, slots: Slots, blocks: BlockIndex) -> None:
-    """Carry out what `checked_fields` let pass: the cells are those of `slots`, which are all rows of the message."""
+    """Carry out what `shared_fields` let pass: the cells are those of `slots`, which are all rows of the message."""
     released = []
     for one in message.shared:
         of_cells = slots[indexes_of(one.rows)]
