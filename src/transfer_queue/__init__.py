@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from transfer_queue.client.dense import Padding as Padding
     from transfer_queue.client.dense import to_dense as to_dense
     from transfer_queue.codec.registry import register_type as register_type
+    from transfer_queue.codec.slices import Slice as Slice
     from transfer_queue.dataloader import StreamingDataLoader as StreamingDataLoader
     from transfer_queue.dataloader import StreamingDataset as StreamingDataset
     from transfer_queue.dataloader import async_stream as async_stream
@@ -124,6 +125,7 @@ _HOMES = {
     "transfer_queue.client.client": ("TransferQueueClient",),
     "transfer_queue.client.dense": ("Padding", "to_dense"),
     "transfer_queue.codec.registry": ("register_type",),
+    "transfer_queue.codec.slices": ("Slice",),
     "transfer_queue.dataloader": ("StreamingDataset", "StreamingDataLoader", "stream", "async_stream", "replay"),
     "transfer_queue.errors": ("LockLostError", "StorageKeyNotFoundError"),
     "transfer_queue.locks": (

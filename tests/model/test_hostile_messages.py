@@ -46,6 +46,7 @@ finished = st.builds(
     m.FinishedSlot, groups, numbers, numbers, st.none() | st.floats(), st.none() | numbers, st.none() | numbers,
     numbers, st.just({}),
 )  # fmt: skip
+slices = st.dictionaries(names, st.tuples(numbers, st.none() | numbers, numbers, numbers, numbers, st.booleans()))
 shared = st.builds(m.SharedCells, fields, numbers, raw, raw, st.booleans(), raw, raw)
 STRATEGIES: dict[Any, Any] = {
     int: numbers, float: st.floats() | numbers.map(float), bool: st.booleans(), bytes: raw, str: names,
@@ -54,7 +55,7 @@ STRATEGIES: dict[Any, Any] = {
     list[FieldSchema]: st.lists(fields, max_size=3), m.Tags: tags, list[m.Tags]: st.lists(tags, max_size=4),
     list[m.Tags] | None: st.none() | st.lists(tags, max_size=4), list[int]: st.lists(numbers, max_size=4),
     m.Registered: st.builds(m.Registered, names, numbers),
-    list[m.Cut]: st.lists(st.builds(m.Cut, numbers, raw, st.lists(names, max_size=3)), max_size=3),
+    list[m.Cut]: st.lists(st.builds(m.Cut, numbers, raw, st.lists(names, max_size=3), slices), max_size=3),
     list[m.Refilled]: st.lists(st.builds(m.Refilled, numbers, numbers, numbers), max_size=3),
     list[bytes]: st.lists(raw, max_size=3),
     list[tuple[int, bytes | None]]: st.lists(st.tuples(numbers, st.none() | raw), max_size=3),

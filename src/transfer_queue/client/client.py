@@ -28,6 +28,7 @@ from transfer_queue.client.remarks import warn
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.allocation import Allocation, Specs, allocate
 from transfer_queue.client.transfer.write import checked_tags
+from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import AccessDenied, ConfigError, InvalidInput, ServiceUnavailable, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
@@ -231,16 +232,19 @@ class Operations:
         device: torch.device | str | None = None,
         dense: bool = False,
         pad: Pad | None = None,
+        slices: Mapping[str, Slice] | None = None,
     ) -> Operation[TensorDict]:
         """The fields and rows of `metadata`, in its order.
 
         Writable and isolated: nobody else sees what the caller writes into them. Zero-copy where the rows lie together,
         unless `copy`; in-place changes of large views are slower than of copies. `out`: dense tensors (rows, *row
         shape) to fill. `device`: where the result goes. `dense`: no nested tensors; `pad`: a number, a `Padding` or a
-        mapping of them by field, which fills up rows of different length (see `to_dense`). Raises `NotReady`,
+        mapping of them by field, which fills up rows of different length (see `to_dense`). `slices`: the part of each
+        row to read, by field: a range of tokens, or one rank's part. No other bytes of these fields are copied, or sent
+        over a network. Raises `NotReady`,
         `StorageKeyNotFoundError`, `SchemaConflict` for rows of several dtypes, `InvalidInput`.
         """
-        return ops.get_data(self.session, metadata, copy, out, device, dense, pad)
+        return ops.get_data(self.session, metadata, copy, out, device, dense, pad, slices)
 
     def allocate(self, specs: Specs, timeout_s: float | None = None) -> Operation[Allocation]:
         """Uninitialised tensors in the store, to be filled and published without a copy.

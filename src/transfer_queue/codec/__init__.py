@@ -14,6 +14,7 @@
      └─ mixing        rows of one field that were put as different things
     layout            where the columns of a block lie, and that they lie within it
     rows, select      rows and columns of blocks at the level of bytes: compaction in the server, reads in the client
+    slices            parts of rows: a range of tokens, what one rank takes
     cells             one cell as bytes: what tells it from others
      └─ column_cells  the cells of a column to be put, and which are the same
     needed            which bytes of a block some rows need, where it lies elsewhere

@@ -143,7 +143,7 @@ class Assembler:
             return self._jagged(*gather_ragged(runs, ragged[0], self.copier), dtype, merged, ragged[0], inner)
         count = sum(run.rows for run in runs)
         data = gather_dense(runs, self.copier)
-        return self._dense(data, dtype, count, merged) if inner is None else _typed(data, dtype, (count, *merged))
+        return self._dense(data, dtype, count, merged) if inner is None else typed(data, dtype, (count, *merged))
 
     def _jagged(
         self,
@@ -156,11 +156,11 @@ class Assembler:
     ) -> torch.Tensor:
         """Rows joined along their dimension `ragged`. Fields of equal offsets share them. `inner`: see `_value`."""
         if self.plain and inner is None and len(offsets) == 2:
-            return _typed(data, dtype, (1, *shape[:ragged], int(offsets[1]), *shape[ragged + 1 :]))
+            return typed(data, dtype, (1, *shape[:ragged], int(offsets[1]), *shape[ragged + 1 :]))
         place = offsets.tobytes()
         if place not in self._offsets:
             self._offsets[place] = Offsets.of(offsets)
-        values = _typed(data, dtype, (*shape[:ragged], int(offsets[-1]), *shape[ragged + 1 :]))
+        values = typed(data, dtype, (*shape[:ragged], int(offsets[-1]), *shape[ragged + 1 :]))
         return jagged(values, self._offsets[place], ragged + 1)
 
     def _objects(self, runs: list[Run], inner: tuple[int, ...] | None) -> Any:
@@ -226,8 +226,8 @@ class Assembler:
 
     def _dense(self, data: Bytes, dtype: torch.dtype, count: int, shape: tuple[int, ...]) -> torch.Tensor:
         if not shape or self.plain:
-            return _typed(data, dtype, (count, *shape))
-        return jagged(_typed(data, dtype, (count * shape[0], *shape[1:])), self._uniform(count, shape[0]), 1)
+            return typed(data, dtype, (count, *shape))
+        return jagged(typed(data, dtype, (count * shape[0], *shape[1:])), self._uniform(count, shape[0]), 1)
 
     def _uniform(self, count: int, length: int) -> Offsets:
         """Offsets of `count` rows of `length`. Fields of equal lengths share them: torch combines only such fields."""
@@ -243,14 +243,14 @@ class Assembler:
         for run in runs:
             row = run.column.row_nbytes()
             span = run.block.part(run.column, 0)[run.start * row : (run.start + run.rows) * row]
-            rows = _typed(span, dtype, (run.rows, *shape))
+            rows = typed(span, dtype, (run.rows, *shape))
             target[at : at + run.rows].copy_(rows)
             at += run.rows
         return target
 
     def _varied(self, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
         data, shapes = gather_varied(runs, self.copier)
-        values = _typed(data, dtype, (int(shapes.prod(axis=1).sum()),))
+        values = typed(data, dtype, (int(shapes.prod(axis=1).sum()),))
         return strided(values, torch.from_numpy(np.ascontiguousarray(shapes)))
 
     def _tensordict(self, runs: list[Run]) -> TensorDict:
@@ -399,7 +399,7 @@ def _known_shape(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, 
     return merged
 
 
-def _typed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def typed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.from_numpy(data).view(dtype)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
 
 from transfer_queue.codec.layout import Builder, Column, Layout
 from transfer_queue.codec.rows import BlockBytes, Copier, Run, gather_ragged, join_offsets, take_dense, varied_parts
+from transfer_queue.codec.slices import Slice, sliced, sliced_column
 from transfer_queue.errors import ProtocolError
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, NESTED, RAGGED, VARIED
 
 Fill = Callable[[Bytes], None]
+NO_SLICES: Mapping[str, Slice] = MappingProxyType({})
 
 
-def selected(layout: Layout, data: Bytes, rows: Ints, fields: Sequence[str]) -> tuple[Layout, Fill]:
-    """The layout of a block with only `rows` (ascending) of `fields`, and the function that writes it.
+def selected(
+    layout: Layout, data: Bytes, rows: Ints, fields: Sequence[str], slices: Mapping[str, Slice] = NO_SLICES
+) -> tuple[Layout, Fill]:
+    """The layout of a block with only `rows` (ascending) of `fields`, and the function that writes it. Of fields in
+    `slices` it has only such parts of rows.
 
     The function only reads `data` and may run in another thread. `ProtocolError` when that is no such block.
     """
@@ -26,7 +32,12 @@ def selected(layout: Layout, data: Bytes, rows: Ints, fields: Sequence[str]) -> 
     block = BlockBytes(data, layout, view_nbytes=-1)
     builder = Builder()
     writes: list[tuple[int, Bytes]] = []
-    columns = [_column(block, column, rows, builder, writes) for column in layout.columns if column.name in set(fields)]
+    columns = []
+    for column in layout.columns:
+        if column.name in slices:
+            columns.append(_sliced(block, column, rows, slices[column.name], builder, writes))
+        elif column.name in fields:
+            columns.append(_column(block, column, rows, builder, writes))
 
     def fill(into: Bytes) -> None:
         for offset, source in writes:
@@ -44,6 +55,17 @@ def _column(block: BlockBytes, column: Column, rows: Ints, builder: Builder, wri
         writes.append((place[0], flat))
         parts.append(place)
     return msgspec.structs.replace(column, parts=parts, children=children)
+
+
+def _sliced(
+    block: BlockBytes, column: Column, rows: Ints, part: Slice, builder: Builder, writes: list[tuple[int, Bytes]]
+) -> Column:
+    made = sliced_column(column.name, column, part)
+    for data in sliced(column.name, [(block, rows, part)], Copier()):
+        place = builder.place(data.nbytes)
+        writes.append((place[0], data.view(np.uint8)))
+        made.parts.append(place)
+    return made
 
 
 def _parts(block: BlockBytes, column: Column, rows: Ints) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ import numpy as np
 from transfer_queue.codec.layout import Layout, decode_layout, encode_layout
 from transfer_queue.codec.needed import all_ranges
 from transfer_queue.codec.select import Fill, selected
+from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import InvalidInput, RowCleared, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.sessions import ServerSession
@@ -198,9 +199,11 @@ class BlockRequests:
         if len(self.unit.describe(pieces, [])) < len(pieces):
             raise RowCleared("the blocks lay on a unit that is not here any more")
         try:
-            for cut, piece in zip(message.cuts, pieces, strict=True):
+            for number, (cut, piece) in enumerate(zip(message.cuts, pieces, strict=True)):
                 piece.block = self._cut(cut, session, message.rid)
                 piece.location = m.REMOTE
+                if cut.slices and piece.block != cut.block:
+                    reply.sliced.append(number)
             found = self.unit.describe(pieces, reply.layouts, dropped=True)
         except BaseException:
             self.unit.unpin_request(session.ident, message.rid)
@@ -241,11 +244,12 @@ class BlockRequests:
         self.unit.pin(block.number, session.ident, rid)
         if block.is_in_engine:
             return block.number  # the reader takes what it needs from there
-        if len(rows) == layout.rows and {column.name for column in layout.columns} <= set(cut.fields):
+        slices = _slices(cut, layout)
+        if not slices and len(rows) == layout.rows and {column.name for column in layout.columns} <= set(cut.fields):
             return block.number
-        if self._is_offered(block, layout, rows, cut.fields):
+        if not slices and self._is_offered(block, layout, rows, cut.fields):
             return block.number
-        smaller, fill = selected(layout, self.unit.content(block), rows, cut.fields)
+        smaller, fill = selected(layout, self.unit.content(block), rows, cut.fields, slices)
         part = self.unit.place(max(1, smaller.nbytes), None)
         if part is None:
             return block.number
@@ -299,6 +303,17 @@ class BlockRequests:
         assert isinstance(message, m.Adopt)
         self.unit.adopt(session.ident, message.session)
         return m.Done(message.rid), ()
+
+
+def _slices(cut: m.Cut, layout: Layout) -> dict[str, Slice]:
+    """Raises `InvalidInput` for what rows of the block have no such parts of."""
+    found = {}
+    for name, numbers in cut.slices.items():
+        column = layout.column(name)
+        if column is not None:
+            found[name] = Slice(*numbers)
+            found[name].check(column.schema())
+    return found
 
 
 def _aligned_nbytes(pieces: Sequence[m.Piece]) -> int:

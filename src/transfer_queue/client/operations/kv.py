@@ -18,6 +18,8 @@ from transfer_queue.client.transfer.share import store_shared
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, is_on, store
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import columns_of_row, plan_batch, plan_row
+from transfer_queue.codec.select import NO_SLICES
+from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import KVBatchMeta
 from transfer_queue.wire import messages as m
@@ -133,16 +135,18 @@ def kv_batch_get(
     device: torch.device | str | None = None,
     dense: bool = False,
     pad: Pad | None = None,
+    slices: Mapping[str, Slice] | None = None,
 ) -> Operation[TensorDict]:
     """The rows of `keys` in their order, all fields that every one of them has or those of `select_fields`.
 
     Keys that do not exist, and fields that are not written on every row, are left out; `strict` raises `UnknownRows` or
-    `NotReady` instead. `copy`, `device`, `dense` and `pad` as in `get_data`. Raises `UnknownRows` (a
+    `NotReady` instead. `copy`, `device`, `dense`, `pad` and `slices` as in `get_data`. Raises `UnknownRows` (a
     ValueError) when no key exists, `NotReady` (a ValueError) when the rows have no field in common, `SchemaConflict`
     for rows of several dtypes.
     """
     request = _get(session, keys, partition_id, select_fields, strict)
-    return (yield from read(session, [request], copy=copy, device=device, dense=dense, pad=pad))
+    parts = slices or NO_SLICES
+    return (yield from read(session, [request], copy=copy, device=device, dense=dense, pad=pad, slices=parts))
 
 
 def _get(

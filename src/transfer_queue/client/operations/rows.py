@@ -23,6 +23,8 @@ from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
+from transfer_queue.codec.select import NO_SLICES
+from transfer_queue.codec.slices import Slice
 from transfer_queue.codec.values import is_plain
 from transfer_queue.errors import BatchMismatch, InvalidInput, MissingParameter, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
@@ -275,6 +277,7 @@ def get_data(
     device: torch.device | str | None,
     dense: bool = False,
     pad: Pad | None = None,
+    slices: Mapping[str, Slice] | None = None,
 ) -> Operation[TensorDict]:
     if metadata is None or not len(metadata) or not metadata.field_names:
         log.warning("get_data: the metadata names no rows or no fields")
@@ -285,7 +288,12 @@ def get_data(
         for part in _segments(metadata)
     ]
     cells = session.carrying.read(metadata, requests, session.changes)
-    return (yield from read(session, requests, copy=copy, out=out, device=device, dense=dense, pad=pad, located=cells))
+    parts = slices or NO_SLICES
+    return (
+        yield from read(
+            session, requests, copy=copy, out=out, device=device, dense=dense, pad=pad, slices=parts, located=cells
+        )
+    )
 
 
 def _segments(meta: BatchMeta) -> list[BatchMeta]:

@@ -92,7 +92,7 @@ class LocatedRows:
         found = []
         for number, piece in enumerate(self.reply.pieces):
             if number in self._elsewhere:
-                layout, data = self._elsewhere[number]
+                layout, data, _ = self._elsewhere[number]
                 found.append(LocatedBlock(self.reply.rid, piece, layout, BlockBytes(data, layout, 0), None))
             else:
                 found.append(self._block(piece, layout_of(piece, layouts)))
@@ -131,6 +131,10 @@ class LocatedRows:
         if not {field.name for field in self.reply.schema}.issuperset(part.fields):
             raise ProtocolError(f"fields {part.fields} without a schema")
         return numbers_of(part.runs, 3)
+
+    def is_sliced(self, piece: int) -> bool:
+        """Whether of this piece only such parts of rows came as were asked for."""
+        return piece in self._elsewhere and self._elsewhere[piece].is_sliced
 
     def check(self, table: Numbers) -> None:
         """`ProtocolError` unless these runs are as many rows as the reply has, each in a block that is there."""

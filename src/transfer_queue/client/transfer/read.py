@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,11 +16,14 @@ from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.located import LocatedBlock, LocatedRows
+from transfer_queue.client.transfer.parts import sliced_fields
 from transfer_queue.client.transfer.remote import received
 from transfer_queue.codec.assemble import Assembler
 from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.rows import BlockBytes, Copier, row_numbers
-from transfer_queue.errors import ProtocolError, RowCleared
+from transfer_queue.codec.select import NO_SLICES
+from transfer_queue.codec.slices import Slice
+from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared
 from transfer_queue.memory.copy import Copies
 from transfer_queue.schema import OBJECTS, FieldSchema
 from transfer_queue.storage.transports import NotReached
@@ -41,6 +44,7 @@ def read(
     device: torch.device | str | None = None,
     dense: bool = False,
     pad: Pad | None = None,
+    slices: Mapping[str, Slice] = NO_SLICES,
     located: tuple[m.Located, memoryview] | None = None,
 ) -> Operation[TensorDict]:
     """The rows of all requests, one after the other, as a TensorDict whose batch size is their number.
@@ -48,20 +52,23 @@ def read(
     `located` is the answer to the first request where it came already.
 
     Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the
-    result goes. With `dense` or `pad` the result holds no nested tensors, see `to_dense`.
+    result goes. With `dense` or `pad` the result holds no nested tensors, see `to_dense`. Rows of fields in `slices` are
+    such parts.
     """
     check_pad(pad)
+    if slices and out and not slices.keys().isdisjoint(out):
+        raise InvalidInput(f"out takes whole rows, and parts of rows of {sorted(slices.keys() & out)} are asked for")
     replies: list[LocatedRows] = []
     own = copy or bool(out)
     for request in requests:
-        replies.append((yield from _located(session, request, own, located)))
+        replies.append((yield from _located(session, request, own, slices, located)))
         located = None
     gathers = own or any(len(part.runs) > RUN_NBYTES for one in replies for part in one.reply.parts)
     nbytes = sum(piece.nbytes for one in replies for piece in one.reply.pieces)
     name_row = _names([(request, one.reply.count) for request, one in zip(requests, replies, strict=True)])
     plain = dense and pad is None
     spilled = [piece for one in replies for piece in session.spilled.unknown(one.reply.pieces)]
-    work = functools.partial(_assembled, session, replies, out, name_row, plain, spilled)
+    work = functools.partial(_assembled, session, replies, out, name_row, plain, spilled, slices)
     found: TensorDict = yield Offload(work, nbytes if gathers or spilled else 0)
     if device is not None:
         found = found.to(device)
@@ -96,7 +103,11 @@ def _names(parts: Sequence[tuple[m.Get, int]]) -> Callable[[int], str]:
 
 
 def _located(
-    session: Session, request: m.Get, own: bool, answer: tuple[m.Located, memoryview] | None
+    session: Session,
+    request: m.Get,
+    own: bool,
+    slices: Mapping[str, Slice],
+    answer: tuple[m.Located, memoryview] | None,
 ) -> Operation[LocatedRows]:
     """Where the rows are, with what lay elsewhere. Looks again when blocks moved meanwhile."""
     looks = MAX_LOOKS
@@ -106,7 +117,7 @@ def _located(
         if reply.note:
             warn_once(f"kv_batch_get of {request.partition!r}", reply.note)
         try:
-            elsewhere = yield from received(session, request, reply)
+            elsewhere = yield from received(session, request, reply, slices)
         except (RowCleared, NotReached):
             looks -= 1
             if not looks:
@@ -126,6 +137,7 @@ def _assembled(
     name_row: Callable[[int], str],
     plain: bool,
     spilled: list[m.Piece],
+    slices: Mapping[str, Slice],
 ) -> TensorDict:
     for piece in spilled:
         assert isinstance(piece.location, m.InArena)
@@ -137,21 +149,26 @@ def _assembled(
     if not schema:
         return TensorDict({}, batch_size=[0])
     count = sum(one.reply.count for one in replies)
+    parts = {name: part for name, part in slices.items() if name in schema}
+    content = sliced_fields(parts, replies, copier, plain) if parts else {}
     with collector_pause if count > FEW_ROWS else nullcontext():
         if len(replies) == 1:
-            content = _fields(assembler, schema, replies[0])
+            content |= _fields(assembler, schema, replies[0], parts)
         else:
-            content = _joined_fields(assembler, schema, replies)
+            content |= _joined_fields(assembler, schema, replies, parts)
     copies.run()
-    return new_tensordict(content, count)
+    return new_tensordict({name: content[name] for name in schema}, count)
 
 
-def _fields(assembler: Assembler, schema: dict[str, FieldSchema], located: LocatedRows) -> dict[str, Any]:
-    content: dict[str, Any] = dict.fromkeys(schema)
+def _fields(
+    assembler: Assembler, schema: dict[str, FieldSchema], located: LocatedRows, apart: Collection[str]
+) -> dict[str, Any]:
+    """The values of fields, but for those that are read apart."""
+    content: dict[str, Any] = {name: None for name in schema if name not in apart}
     for part in located.reply.parts:
-        table = located.runs(part)
-        content |= _in_one_pass(assembler, [schema[name] for name in part.fields], located, table)
-        left = [name for name in part.fields if content[name] is None]
+        table, names = located.runs(part), [name for name in part.fields if name not in apart]
+        content |= _in_one_pass(assembler, [schema[name] for name in names], located, table)
+        left = [name for name in names if content[name] is None]
         if left:
             located.check(table)
             _add_runs(assembler, schema, located.blocks, table, left, content)
@@ -199,7 +216,9 @@ def _has_buffers(field: str, blocks: list[LocatedBlock], runs: list[list[int]]) 
     return any(column is not None and len(column.parts) == 6 for column in columns)
 
 
-def _joined_fields(assembler: Assembler, schema: dict[str, FieldSchema], replies: list[LocatedRows]) -> dict[str, Any]:
+def _joined_fields(
+    assembler: Assembler, schema: dict[str, FieldSchema], replies: list[LocatedRows], apart: Collection[str]
+) -> dict[str, Any]:
     """The rows of several partitions, one after the other."""
     located: dict[str, list[tuple[BlockBytes, int, int]]] = {name: [] for name in schema}
     for one in replies:
@@ -210,7 +229,7 @@ def _joined_fields(assembler: Assembler, schema: dict[str, FieldSchema], replies
             one.check(table)
             for name in part.fields:
                 located[name] += [(one.blocks[p].block_for(name, n, False), first, n) for p, first, n in table.tolist()]
-    return {name: assembler.field(field, located[name]) for name, field in schema.items()}
+    return {name: assembler.field(field, located[name]) for name, field in schema.items() if name not in apart}
 
 
 def _merged(known: FieldSchema | None, field: FieldSchema) -> FieldSchema:

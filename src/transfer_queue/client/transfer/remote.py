@@ -5,9 +5,10 @@ In the storage engine: one read of all that is needed of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from transfer_queue.client.effects import Call, Notify, Offload, Operation, Together
@@ -16,6 +17,8 @@ from transfer_queue.client.images import Wanted
 from transfer_queue.client.session import Session
 from transfer_queue.codec.layout import Layout, decode_layout
 from transfer_queue.codec.rows import row_numbers
+from transfer_queue.codec.select import NO_SLICES
+from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import DataLost, ProtocolError, RowCleared
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.storage.engines import BlocksMissing
@@ -31,16 +34,19 @@ class ReceivedBlock(NamedTuple):
 
     layout: Layout
     data: Bytes
+    is_sliced: bool = False  # of fields that parts were asked of, it has only those
 
 
-def received(session: Session, request: m.Get, reply: m.Located) -> Operation[dict[int, ReceivedBlock]]:
+def received(
+    session: Session, request: m.Get, reply: m.Located, slices: Mapping[str, Slice] = NO_SLICES
+) -> Operation[dict[int, ReceivedBlock]]:
     """The pieces of `reply`, an answer to `request`, that lie elsewhere, by their number; the runs in `reply` then
     count rows as received.
 
     Raises `RowCleared` when a block is gone: its rows were cleared, moved, or lost by the storage engine. `NotReached`
     when its unit may be gone. `DataLost` for other bytes than were written.
     """
-    cuts = _cuts(reply)
+    cuts = _cuts(reply, slices)
     if not cuts:
         return {}
     lying = {piece: _Lying(reply.pieces[piece], reply.layouts) for piece in cuts if _is_in_engine(reply.pieces[piece])}
@@ -62,7 +68,7 @@ def received(session: Session, request: m.Get, reply: m.Located) -> Operation[di
             layouts = [decode_layout(layout) for layout in taken.layouts]
             if len(taken.pieces) != len(pieces):
                 raise ProtocolError(f"{len(taken.pieces)} pieces, {len(pieces)} were asked for")
-            for piece, one in zip(pieces, taken.pieces, strict=True):
+            for number, (piece, one) in enumerate(zip(pieces, taken.pieces, strict=True)):
                 if _is_in_engine(one):
                     lying[piece] = _Lying(one, taken.layouts)
                     continue
@@ -77,7 +83,7 @@ def received(session: Session, request: m.Get, reply: m.Located) -> Operation[di
                 else:
                     data = session.pool.allocate(one.nbytes)
                     reads += _reads(session, one.block, data, to)
-                found[piece] = ReceivedBlock(layout, data)
+                found[piece] = ReceivedBlock(layout, data, number in taken.sliced)
         if reads:
             yield Together(reads)
         if registered:
@@ -200,7 +206,7 @@ def _reads(session: Session, block: int, data: Bytes, to: str) -> Iterator[Call]
         yield Call(m.Read(session.next_rid(), block, start, len(part)), to=to, into=part)
 
 
-def _cuts(reply: m.Located) -> dict[int, m.Cut]:
+def _cuts(reply: m.Located, slices: Mapping[str, Slice]) -> dict[int, m.Cut]:
     """What is needed of every piece that lies elsewhere."""
     elsewhere = {
         number for number, piece in enumerate(reply.pieces) if isinstance(piece.location, (m.Remote, m.InEngine))
@@ -216,7 +222,10 @@ def _cuts(reply: m.Located) -> dict[int, m.Cut]:
             fields.setdefault(piece, {}).update(dict.fromkeys(part.fields))
     return {
         piece: m.Cut(
-            reply.pieces[piece].block, np.unique(row_numbers(np.concatenate(of_piece))).tobytes(), list(fields[piece])
+            reply.pieces[piece].block,
+            np.unique(row_numbers(np.concatenate(of_piece))).tobytes(),
+            list(fields[piece]),
+            {name: msgspec.structs.astuple(slices[name]) for name in fields[piece] if name in slices},
         )
         for piece, of_piece in runs.items()
     }

@@ -9,11 +9,13 @@ from transfer_queue.wire.messages.base import Message, Piece, Reply, Request
 
 
 class Cut(msgspec.Struct, array_like=True, gc=False):
-    """Some rows (ascending int64, distinct) and fields of a block."""
+    """Some rows (ascending int64, distinct) and fields of a block; of fields in `slices`, only such parts of them:
+    (start, stop, dim, part, parts, zigzag), see `codec.slices`."""
 
     block: int
     rows: bytes
     fields: list[str]
+    slices: dict[str, tuple[int, int | None, int, int, int, bool]] = {}
 
 
 class Take(Request):
@@ -27,10 +29,12 @@ class Take(Request):
 
 
 class Taken(Reply):
-    """One piece for each cut; they are pinned, or ride in the payload."""
+    """One piece for each cut; they are pinned, or ride in the payload. `sliced`: those that have parts of rows where
+    parts were asked for; the others have whole ones."""
 
     pieces: list[Piece]
     layouts: list[bytes]
+    sliced: list[int] = []  # noqa: RUF012
 
 
 class Join(Request):
