@@ -52,8 +52,8 @@ def read(
     `located` is the answer to the first request where it came already.
 
     Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the
-    result goes. With `dense` or `pad` the result holds no nested tensors, see `to_dense`. Rows of fields in `slices` are
-    such parts.
+    result goes. With `dense` or `pad` the result holds no nested tensors, see `to_dense`. Of fields in `slices` only
+    such parts of the rows are read.
     """
     check_pad(pad)
     if slices and out and not slices.keys().isdisjoint(out):
