@@ -6,7 +6,8 @@
     │   │   ├── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
     │   │   ├── MissingParameter       (TypeError)       sampling_config lacks what the sampler needs
     │   │   ├── NotDivisible           (AssertionError)  items that do not make so many parts
-    │   │   └── BatchMismatch          (RuntimeError)    a batch does not fit its metadata or its parser's result
+    │   │   ├── BatchMismatch          (RuntimeError)    a batch does not fit its metadata or its parser's result
+    │   │   └── SchemaViolation                          a rollout batch is not what its schema says
     │   ├── UnsupportedValue           (TypeError)       a value the codec cannot carry exactly
     │   ├── SchemaConflict             (ValueError)      dtype, rank or kind differs from the field's
     │   ├── UnknownRows                (ValueError)      no such partition, keys or rows
@@ -103,6 +104,17 @@ class BatchMismatch(InvalidInput, RuntimeError):
     """A batch has not as many rows as its metadata, or `data_parser` changed its fields or number of rows."""
 
     code = "batch_mismatch"
+
+
+class SchemaViolation(InvalidInput):
+    """A rollout batch is not what its schema says: `row` and `field` are where (None: of all rows, of all fields)."""
+
+    code = "schema_violation"
+
+    def __init__(self, text: str = "", row: int | None = None, field: str | None = None) -> None:
+        super().__init__(text)
+        self.row = row
+        self.field = field
 
 
 class UnsupportedValue(CallerError, TypeError):

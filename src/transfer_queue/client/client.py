@@ -85,22 +85,24 @@ class Operations:
         self,
         partition_id: str,
         data_fields: list[str],
-        batch_size: int,
+        batch_size: int | None,
         task_name: str,
         lease_s: float | None = None,
         timeout_s: float | None = None,
         sampling_config: dict[str, Any] | None = None,
         dense: bool = False,
         pad: Pad | None = None,
+        slices: Mapping[str, Slice] | None = None,
     ) -> Operation[tuple[BatchMeta, TensorDict]]:
         """(metadata, data) of `batch_size` ready rows: `get_meta` in mode "fetch" and `get_data` in one round trip.
 
-        Waits, takes or lends, and raises as those two. When it raises, nothing was taken. `dense` and `pad` as in
-        `get_data`.
+        `batch_size` None: all rows, once as many are ready as `set_partition` said that there will be with these
+        fields, or in all; no sampler is asked. Waits, takes or lends, and raises as those two. When it raises, nothing
+        was taken. `dense`, `pad` and `slices` as in `get_data`.
         """
         return take(
             self.session, partition_id, list(data_fields), batch_size, task_name, lease_s, timeout_s, sampling_config,
-            dense, pad,
+            dense, pad, slices,
         )  # fmt: skip
 
     def ack(self, metadata: BatchMeta) -> Operation[int]:
@@ -297,11 +299,18 @@ class Operations:
         return (yield Call(m.ListPartitions(self.session.next_rid())))[0].names
 
     def set_partition(
-        self, partition_id: str, size: int | None = None, metadata: dict[str, Any] | None = None
+        self,
+        partition_id: str,
+        size: int | None = None,
+        metadata: dict[str, Any] | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> Operation[None]:
-        """Declare how many rows a partition will have in all, and merge `metadata` into its own; creates it."""
+        """Declare how many rows a partition will have in all (`size`) and with some fields (`sizes`), and merge
+        `metadata` into its own; creates it. Raises `InvalidInput` for a size below 0."""
         tags = checked_tags([metadata or {}], 1)[0]
-        reply = (yield Call(m.SetPartition(self.session.next_rid(), partition_id, size, tags)))[0]
+        request = m.SetPartition(self.session.next_rid(), partition_id, size, tags, dict(sizes or {}))
+        m.check_request(request)
+        reply = (yield Call(request))[0]
         warn("set_partition", reply.note)
 
     def get_partition(self, partition_id: str) -> Operation[dict[str, Any] | None]:

@@ -486,16 +486,15 @@ class Controller:
         return steps.mark(message)
 
     def _set_partition(self, message: m.SetPartition) -> m.Reply:
-        if message.size is not None and message.size < 0:
-            raise InvalidInput(f"size {message.size}")
+        if min(message.size or 0, *message.sizes.values(), 0) < 0:
+            raise InvalidInput(f"size {message.size}, sizes {message.sizes}")
         table, note = self.tables.get(message.partition), ""
         if table is None:
             note = hints.created(message.partition, self.tables)
             table = self._open(message.partition, 0)
-        if message.size is not None:
-            table.declared = message.size
-            self._fetching.shrunk(table)
-        table.metadata.update(message.metadata)
+        table.declare(message.size, message.sizes, message.metadata)
+        if message.sizes or message.size is not None:
+            self._fetching.declared(table)
         return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows, note)
 
     # moving

@@ -26,7 +26,7 @@ from transfer_queue.sampler.base import BaseSampler, takes
 from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire.arrays import indexes_of
-from transfer_queue.wire.messages import DONE, PASSED, Failed, Fetch, Reply, RowSet, Tags
+from transfer_queue.wire.messages import ALL, DONE, PASSED, Failed, Fetch, Reply, RowSet, Tags
 
 log = logging.getLogger("transfer_queue.controller")
 
@@ -67,7 +67,8 @@ class Fetching:
         """Rows at once, or None after parking the request."""
         message = request.message
         self.dealing.prepare(message, self.sampler)
-        self._ask(self.sampler.check_request, message.batch_size, self._config(message))
+        if message.batch_size != ALL:
+            self._ask(self.sampler.check_request, message.batch_size, self._config(message))
         if table is not None:
             reply = self._attempt(request, table)
             if self._remembered:
@@ -247,6 +248,12 @@ class Fetching:
         for task in table.tasks.values():
             self._rows_consumed(table, task)
 
+    def declared(self, table: Table) -> None:
+        """It is known how many rows will be there: who waits for all of them may have them, or for nothing any more."""
+        self.shrunk(table)
+        for task in list(table.tasks.values()):
+            self.serve(table, task, [view for view in task.views.values() if view.waiters])
+
     def _is_done(self, request: Waiter[Fetch], table: Table) -> bool:
         """Whether every row is consumed by the task or lent to the asker, and there are as many as declared."""
         if request.message.dp_size:
@@ -313,6 +320,8 @@ class Fetching:
                 return self._hand_out_again(request, table, taken)
         if message.dp_size:
             return self._share_out(request, table, view)
+        if message.batch_size == ALL:
+            return self._hand_out_all(request, table, view)
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
         cached = self._ask(sampler.has_cached_result, message.partition, message.task, config)
         size = _rest(message, table, view) or message.batch_size
@@ -349,6 +358,14 @@ class Fetching:
             self._note_consumed(request, table, used, fresh)
         self.steps.note(message, reply)
         return reply
+
+    def _hand_out_all(self, request: Waiter[Fetch], table: Table, view: ReadyView) -> RowSet | None:
+        """All ready rows, once there are as many as were declared to have the fields."""
+        message, size = request.message, table.expects(request.message.fields)
+        if size is None or not view.count >= size > 0:
+            return None
+        slots = view.first(None, table.size)
+        return self._grant(request, table, slots, row_set(message.rid, table, slots, message.fields))
 
     def _hand_out_again(self, request: Waiter[Fetch], table: Table, taken: TakenRows) -> RowSet | None:
         """A batch that the task had, before its loop went back to an earlier step; None while it cannot be read."""
@@ -560,7 +577,7 @@ def check_fetch(message: Fetch) -> None:
     """`InvalidInput` for what no rows could satisfy."""
     if not message.fields or len(set(message.fields)) != len(message.fields):
         raise InvalidInput(f"data_fields {message.fields}: name each field to wait for once")
-    if message.batch_size < 1:
+    if message.batch_size < 1 and (message.batch_size != ALL or message.dp_size or message.until_done):
         raise InvalidInput(f"batch_size {message.batch_size}")
     if not 0 <= message.waited_s < MAX_LEASE_S:
         raise InvalidInput(f"waited_s {message.waited_s}")

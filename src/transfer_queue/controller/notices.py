@@ -86,8 +86,12 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts
 
 def too_few(message: m.Fetch, table: Table | None) -> str:
     """Why a request was not answered in its time."""
+    wanted: int | str = message.batch_size
+    if wanted == m.ALL:
+        size = None if table is None else table.expects(message.fields)
+        wanted = "the declared number of" if size is None else f"the {size} declared"
     text = (
-        f"partition {message.partition!r}: fewer than {message.batch_size} rows with {message.fields} became ready "
+        f"partition {message.partition!r}: fewer than {wanted} rows with {message.fields} became ready "
         f"for task {message.task!r} within {message.timeout_s:g} s"
     )
     task = None if table is None else table.tasks.get(message.task)
@@ -101,6 +105,8 @@ def too_few(message: m.Fetch, table: Table | None) -> str:
 
 def _wanted(message: m.Fetch) -> str:
     each = message.batch_size
+    if each == m.ALL:
+        return "all that were declared"
     return f"{each} for each of {message.dp_size} ranks, {each * message.dp_size}" if message.dp_size else f"{each}"
 
 

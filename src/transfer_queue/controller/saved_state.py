@@ -68,6 +68,7 @@ class SavedTable(msgspec.Struct):
     consumed: dict[str, memoryview]
     returned: dict[str, list[SavedReturn]] = {}
     lost: memoryview = memoryview(b"")
+    sizes: dict[str, int] = {}
 
     def key_chunks(self) -> Iterator[list[str | None]]:
         """Raises `CheckpointCorrupt`."""

@@ -62,6 +62,7 @@ class Table:
         self.away = away
         self.loads = loads  # see `lineage`
         self.declared: int | None = None
+        self.sizes: dict[str, int] = {}  # how many rows will have a field, where that was declared
         self.metadata: Tags = {}
         self.size = 0  # slots in use
         self.unclaimed: list[int] = []  # slots of rows reserved at creation, highest first
@@ -318,6 +319,16 @@ class Table:
                     ready = self.ready(slots, view.fields)
                     hidden[view.fields] = slots[:0] if ready is None else slots[~ready]
                 view.remove(hidden[view.fields])
+
+    def declare(self, size: int | None, sizes: dict[str, int], metadata: Tags) -> None:
+        """How many rows there will be in all (None: as was said), and with some fields; what is known of them."""
+        self.declared = self.declared if size is None else size
+        self.sizes.update(sizes)
+        self.metadata.update(metadata)
+
+    def expects(self, fields: Sequence[str]) -> int | None:
+        """How many rows were declared to have these fields; None where nothing was said."""
+        return min((self.sizes[name] for name in fields if name in self.sizes), default=self.declared)
 
     def rows_on(self, unit: int) -> Slots:
         """The slots of live rows with cells on a storage unit, and of some that had."""

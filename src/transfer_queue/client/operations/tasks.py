@@ -13,6 +13,8 @@ from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
+from transfer_queue.codec.select import NO_SLICES
+from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import UnknownMode
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
@@ -28,13 +30,20 @@ class TaskRows:
         self.rows: m.RowSet = reply.rows if isinstance(reply, m.Handed) else reply
         self.meta = batch_meta(session.service_id, self.rows, request.partition)
 
-    def data(self, meta: BatchMeta, dense: bool = False, pad: Pad | None = None) -> Operation[TensorDict]:
+    def data(
+        self,
+        meta: BatchMeta,
+        dense: bool = False,
+        pad: Pad | None = None,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> Operation[TensorDict]:
         """The rows of `meta`, which is that of the answer or a part of it."""
         if self._answer is None or meta is not self.meta:
-            return (yield from ops.get_data(self._session, meta, False, None, None, dense, pad))
+            return (yield from ops.get_data(self._session, meta, False, None, None, dense, pad, slices))
         request = self._request
         get = m.Get(self._session.next_rid(), request.partition, None, self.rows.rows, request.fields, True)
-        return (yield from read(self._session, [get], dense=dense, pad=pad, located=self._answer))
+        parts = slices or NO_SLICES
+        return (yield from read(self._session, [get], dense=dense, pad=pad, slices=parts, located=self._answer))
 
 
 def handed(session: Session, request: m.Fetch) -> Operation[TaskRows]:
@@ -47,13 +56,14 @@ def take(
     session: Session,
     partition_id: str,
     data_fields: list[str],
-    batch_size: int,
+    batch_size: int | None,
     task_name: str,
     lease_s: float | None,
     timeout_s: float | None,
     sampling_config: Mapping[str, Any] | None,
     dense: bool,
     pad: Pad | None,
+    slices: Mapping[str, Slice] | None = None,
 ) -> Operation[tuple[BatchMeta, TensorDict]]:
     check_pad(pad)
     if not task_name:
@@ -66,11 +76,11 @@ def take(
     wait_s, polling = ops.waiting(session, timeout_s)
     sampling = ops.checked_sampling(sampling_config)
     request = m.Fetch(
-        session.next_rid(), partition_id, data_fields, batch_size, task_name, sampling, wait_s, polling, lease_s or 0.0,
-        locate=True,
+        session.next_rid(), partition_id, data_fields, m.ALL if batch_size is None else batch_size, task_name, sampling,
+        wait_s, polling, lease_s or 0.0, locate=True,
     )  # fmt: skip
     answer = yield from handed(session, request)
     if not answer.rows.rows:
         return BatchMeta.empty(), empty
     warn_repeated(answer.meta)
-    return answer.meta, (yield from answer.data(answer.meta, dense, pad))
+    return answer.meta, (yield from answer.data(answer.meta, dense, pad, slices))

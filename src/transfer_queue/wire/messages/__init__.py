@@ -160,6 +160,7 @@ from transfer_queue.wire.messages.steps import ResumeStep as ResumeStep
 from transfer_queue.wire.messages.steps import StepResumed as StepResumed
 from transfer_queue.wire.messages.steps import StepTaken as StepTaken
 from transfer_queue.wire.messages.steps import TakenBatch as TakenBatch
+from transfer_queue.wire.messages.tasks import ALL as ALL
 from transfer_queue.wire.messages.tasks import Consumption as Consumption
 from transfer_queue.wire.messages.tasks import Fetch as Fetch
 from transfer_queue.wire.messages.tasks import Handed as Handed

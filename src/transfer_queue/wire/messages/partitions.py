@@ -7,11 +7,13 @@ from transfer_queue.wire.messages.base import Reply, Request, Tags
 
 
 class SetPartition(Request):
-    """Declare a partition's size (rows expected in all) and merge metadata; creates it."""
+    """Declare a partition's size (rows expected in all), how many rows fields will have (`sizes`), and merge metadata;
+    creates it."""
 
     partition: str
     size: int | None
     metadata: Tags
+    sizes: dict[str, int] = {}  # noqa: RUF012  msgspec copies it
 
 
 class GetPartition(Request):

@@ -8,9 +8,12 @@ from transfer_queue.wire.messages.base import Reply, Request
 from transfer_queue.wire.messages.reads import Located
 from transfer_queue.wire.messages.rows import RowSet
 
+ALL = -1  # rows of a `Fetch`: all that were declared to have its fields
+
 
 class Fetch(Request):
-    """Hand `batch_size` ready rows to `task`; parks until the sampler is satisfied.
+    """Hand `batch_size` ready rows to `task`; parks until the sampler is satisfied. With `ALL` rows the sampler is not
+    asked: it parks until as many are ready as were declared (`SetPartition`), and they are all handed out.
 
     With `lease_s` the rows are lent to the session `holder` (b"": the asker's) until they are acknowledged. With
     `until_done` the answer is empty once every row is used or lent to that holder, and there are as many as declared.

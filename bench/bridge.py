@@ -1,0 +1,202 @@
+"""A step's rollout batch to four data-parallel ranks: from the driver's Python lists to tensors on every rank.
+
+    python -m bench.bridge [--rounds 15] [--profiles T1,R3,VL,VL4]
+
+In .venv-engines with Ray as a peer; each way in turn in each round, four rank processes of one thread each. The time is
+from before the driver's call to when the last rank has looked at all of its values; all ranks add the same numbers up.
+
+bridge  `RolloutBridge.put`, and `fetch` on each rank.
+ray     as slime and vime do without a queue: `ray.put` of each rank's part of the dict, `ray.get` on each rank, which
+        makes tensors of the lists.
+
+T1  256 rows of lists, 5.8 MB.   R3  64 rows with routed experts (tokens, 48, 8) int32, 237 MB.
+VL  64 rows with an image each, 302 MB.   VL4  the same with 16 images, of which 4 rows have each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing as mp
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+import transfer_queue as tq
+from transfer_queue.bridge import Numbers, Objects, Ragged, RolloutBridge, RolloutSchema
+
+RANKS = 4
+ROWS = ("tokens", "loss_masks", "rollout_log_probs")
+SCHEMA = RolloutSchema({
+    "tokens": Ragged(dtype="int64", stored="int32"), "loss_masks": Ragged(dtype="int32", stored="uint8"),
+    "rollout_log_probs": Ragged(dtype="float32"), "response_lengths": Numbers(dtype="int64"), "rewards": Numbers(),
+    "rollout_ids": Numbers(dtype="int64"), "rollout_mask_sums": Numbers(dtype="int64"),
+    "total_lengths": Numbers(dtype="int64"), "raw_reward": Numbers(), "truncated": Numbers(dtype="int64"),
+    "sample_indices": Numbers(dtype="int64"),
+    "rollout_routed_experts": Ragged(dtype="int32", shape=(48, 8), optional=True),
+    "multimodal_train_inputs": Objects(optional=True),
+})  # fmt: skip
+PROFILES = {
+    "T1": {"rows": 256, "prompt": 200, "response": 2048},
+    "R3": {"rows": 64, "prompt": 300, "response": 4096, "experts": True},
+    "VL": {"rows": 64, "prompt": 1200, "response": 1024, "copies": 1},
+    "VL4": {"rows": 64, "prompt": 1200, "response": 1024, "copies": 4},
+}
+
+
+def rollout(rows: int, prompt: int, response: int, experts: bool = False, copies: int = 0) -> dict[str, Any]:
+    """A batch as vime's rollout makes it: columns of lists."""
+    rng = np.random.RandomState(0)
+    lengths = [int(min(response, max(64, rng.lognormal(np.log(response * 0.45), 0.6)))) for _ in range(rows)]
+    total = [prompt + length for length in lengths]
+    batch: dict[str, Any] = {
+        "tokens": [rng.randint(0, 150_000, length).tolist() for length in total],
+        "loss_masks": [[1] * length for length in lengths],
+        "rollout_log_probs": [rng.randn(length).astype(np.float32).tolist() for length in lengths],
+        "response_lengths": lengths, "rewards": [float(n % 2) for n in range(rows)], "rollout_ids": list(range(rows)),
+        "rollout_mask_sums": list(lengths), "total_lengths": total, "raw_reward": [float(n % 2) for n in range(rows)],
+        "truncated": [0] * rows, "sample_indices": list(range(rows)),
+    }  # fmt: skip
+    if experts:
+        batch["rollout_routed_experts"] = [
+            rng.randint(0, 128, (length - 1, 48, 8)).astype(np.int32) for length in total
+        ]
+    if copies:
+        images = [
+            {"pixel_values": torch.randn(1000, 1176), "image_grid_thw": torch.tensor([[1, 25, 40]])}
+            for _ in range(rows // copies)
+        ]
+        batch["multimodal_train_inputs"] = [images[row // copies] for row in range(rows)]
+    return batch
+
+
+def total_of(columns: dict[str, Any]) -> float:
+    """Every value looked at."""
+    found = 0.0
+    for name in (*ROWS, "rollout_routed_experts"):
+        for row in columns.get(name) or ():
+            found += float(row.sum())
+    for one in columns.get("multimodal_train_inputs") or ():
+        found += sum(float(value.sum()) for value in one.values())
+    return found
+
+
+def rank(number: int, connection: Any) -> None:
+    torch.set_num_threads(1)
+    tq.init()
+    bridge = RolloutBridge(tq.get_client(), SCHEMA)
+    for partition in iter(connection.recv, None):
+        connection.send("ready")
+        fetched = bridge.fetch(partition, "actor", number)
+        connection.send((time.monotonic(), total_of(fetched.columns)))
+        del fetched
+    tq.close()
+
+
+@contextmanager
+def bridge_way() -> Iterator[Callable[[dict[str, Any]], tuple[float, float]]]:
+    tq.init()
+    bridge = RolloutBridge(tq.get_client(), SCHEMA)
+    context = mp.get_context("spawn")
+    pipes, processes, numbers = [], [], iter(range(1 << 30))
+    for number in range(RANKS):
+        mine, its = context.Pipe()
+        process = context.Process(target=rank, args=(number, its), daemon=True)
+        process.start()
+        pipes.append(mine)
+        processes.append(process)
+
+    def way(batch: dict[str, Any]) -> tuple[float, float]:
+        partition = f"step_{next(numbers)}"
+        for pipe in pipes:
+            pipe.send(partition)
+        assert [pipe.recv() for pipe in pipes] == ["ready"] * RANKS
+        time.sleep(0.02)  # they wait in the service
+        began = time.monotonic()
+        bridge.put(partition, batch, dp_size=RANKS)
+        ends, sums = zip(*[pipe.recv() for pipe in pipes], strict=True)
+        bridge.clear(partition)
+        return max(ends) - began, sum(sums)
+
+    yield way
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join()
+    tq.close()
+
+
+@contextmanager
+def ray_way() -> Iterator[Callable[[dict[str, Any]], tuple[float, float]]]:
+    import ray
+
+    ray.init(address="local", num_cpus=RANKS, include_dashboard=False, object_store_memory=3 << 30, log_to_driver=False)
+
+    @ray.remote(num_cpus=0)
+    class Rank:
+        def consume(self, box: list[Any]) -> tuple[float, float]:
+            torch.set_num_threads(1)
+            columns = ray.get(box[0])
+            kinds = {"tokens": torch.long, "loss_masks": torch.int32, "rollout_log_probs": torch.float32}
+            for name, dtype in kinds.items():
+                columns[name] = [torch.tensor(row, dtype=dtype) for row in columns[name]]
+            return time.monotonic(), total_of(columns)
+
+    ranks = [Rank.remote() for _ in range(RANKS)]
+
+    def way(batch: dict[str, Any]) -> tuple[float, float]:
+        count = len(batch["tokens"])
+        began = time.monotonic()
+        asked = []
+        for number, one in enumerate(ranks):
+            part = slice(count * number // RANKS, count * (number + 1) // RANKS)
+            box = ray.put({name: column[part] for name, column in batch.items()})
+            asked.append(one.consume.remote([box]))
+        ends, sums = zip(*ray.get(asked), strict=True)
+        return max(ends) - began, sum(sums)
+
+    yield way
+    ray.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profiles", default=",".join(PROFILES))
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with bridge_way() as ours:
+        ways = {"bridge": ours}
+        if importlib.util.find_spec("ray"):
+            with ray_way() as theirs:
+                ways["ray"] = theirs
+                _compare(ways, args)
+        else:
+            _compare(ways, args)
+
+
+def _compare(ways: dict[str, Callable[..., tuple[float, float]]], args: argparse.Namespace) -> None:
+    for profile in args.profiles.split(","):
+        batch = rollout(**PROFILES[profile])
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        expected = None
+        for number in range(args.rounds + 2):
+            for name, way in ways.items():
+                took, total = way(batch)
+                expected = total if expected is None else expected
+                assert abs(total - expected) <= 1e-4 * abs(expected), (name, total, expected)
+                if number >= 2:
+                    times[name].append(1e3 * took)
+        for name, found in times.items():
+            p95 = sorted(found)[int(0.95 * (len(found) - 1))]
+            print(f"{profile:4} {name:7} median {statistics.median(found):7.1f} ms   p95 {p95:7.1f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""A step's rollout batch to data-parallel ranks, and back what they derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from transfer_queue.bridge.conversion import FORMS, Form, checked_batch, read_columns, stored_columns
+from transfer_queue.bridge.schedule import Schedule
+from transfer_queue.bridge.schema import MARKER, RolloutSchema
+from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.codec.slices import Slice
+from transfer_queue.errors import InvalidInput, SchemaViolation
+from transfer_queue.metadata import BatchMeta
+
+COLUMNS = "columns"  # in a marker: the columns that the batch had
+
+
+@dataclass
+class Fetched:
+    """What a rank got: its rows in the order of the schedule, `columns` in the form asked for, and what `schedule` says
+    to it (`Schedule.of_rank`, and the names of the `columns` that the batch had)."""
+
+    meta: BatchMeta
+    columns: dict[str, Any]
+    schedule: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.meta)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+
+class RolloutBridge:
+    """Batches of rollouts as frameworks make them, to data-parallel ranks. A step is a partition; see the package.
+
+    `schema` says what the columns are; writers and ranks have the same. `dedupe`: cells of 64 KiB and more that are the
+    same, as images of one prompt, are stored once in a step (see `kv_put`).
+    """
+
+    def __init__(self, client: TransferQueueClient, schema: RolloutSchema, *, dedupe: bool = False) -> None:
+        self.client = client
+        self.schema = schema
+        self.dedupe = dedupe
+
+    def put(
+        self,
+        partition_id: str,
+        batch: Mapping[str, Any],
+        *,
+        dp_size: int = 1,
+        schedule: Schedule | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> list[BatchMeta]:
+        """Store a step: the rows of `batch`, columns by name, dealt to ranks as `schedule` says, or evenly to `dp_size`
+        of them. Returns the metadata of each rank's rows.
+
+        A column is a list, tensor or array with one item for each row; a list of arrays becomes one ragged column. All
+        is converted and checked before anything is stored. A rank whose rows are there gets them at once. Waits for
+        room. Raises `SchemaViolation` (a ValueError), which names row and field, `InvalidInput` for a schedule that is
+        none and for a step that is there already, `StoreFull`; nothing of the step is there then.
+        """
+        rows = checked_batch(batch, self.schema)
+        plan = Schedule.even(rows, dp_size) if schedule is None else schedule
+        plan.check(rows)
+        parts = [stored_columns(batch, self.schema, list(part)) for part in plan.partitions]
+        markers = [self._marker(plan, rank, batch) for rank in range(plan.dp_size)]
+        there = self.client.get_partition(partition_id)
+        if there is not None and there["rows"]:
+            raise InvalidInput(f"partition {partition_id!r} has {there['rows']} rows: a step is put once, then cleared")
+        sizes = {MARKER.format(rank): len(part) for rank, part in enumerate(plan.partitions)}
+        self.client.set_partition(partition_id, rows, metadata, sizes)
+        try:
+            return [
+                self.client.put({**part, MARKER.format(rank): marker}, partition_id=partition_id, dedupe=self.dedupe)
+                for rank, (part, marker) in enumerate(zip(parts, markers, strict=True))
+            ]
+        except BaseException:
+            self.client.clear_partition(partition_id)
+            raise
+
+    def _marker(self, schedule: Schedule, rank: int, batch: Mapping[str, Any]) -> NonTensorStack:
+        """What only the rows of a rank have; the first row's says everything."""
+        had = [name for name in self.schema if batch.get(name) is not None]
+        first = {**schedule.of_rank(rank), COLUMNS: had}
+        others = [NonTensorData(None)] * (len(schedule.partitions[rank]) - 1)
+        return NonTensorStack(NonTensorData(first), *others)
+
+    def fetch(
+        self,
+        partition_id: str,
+        task: str,
+        dp_rank: int,
+        *,
+        dp_size: int | None = None,
+        columns: Iterable[str] | None = None,
+        form: Form = "tensors",
+        slices: Mapping[str, Slice] | None = None,
+        lease_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Fetched:
+        """The rows of rank `dp_rank`, once all of them have the columns: one round trip on the writer's host.
+
+        `columns`: names to wait for, also those that others derive and write back. Without: all columns that the batch
+        had, which is one round trip more where it had optional ones. `form` of the values: "tensors", "arrays" or
+        "lists"; rows of a column share memory, and whoever writes into them changes nobody else's. `slices`: the part
+        of each row to read, by column. `task` has the rows then, or has them on a lease until `ack`. Each task gets
+        each row once. Waits `timeout_s` (default: the session's), then raises `DeadlineExceeded`, which says what is
+        missing. Raises `InvalidInput` for unknown columns, and where the batch was dealt to another number of ranks.
+        """
+        if form not in FORMS:
+            raise InvalidInput(f"form {form!r}: expected one of {list(FORMS)}")
+        fetched, content = self.fetch_stored(
+            partition_id, task, dp_rank, dp_size=dp_size, columns=columns, slices=slices, lease_s=lease_s,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+        fetched.columns = read_columns(content, self.schema, form)
+        return fetched
+
+    def fetch_stored(
+        self,
+        partition_id: str,
+        task: str,
+        dp_rank: int,
+        *,
+        dp_size: int | None = None,
+        columns: Iterable[str] | None = None,
+        slices: Mapping[str, Slice] | None = None,
+        lease_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[Fetched, dict[str, Any]]:
+        """As `fetch`, with the columns beside it, as they are stored."""
+        marker = MARKER.format(dp_rank)
+        names = self.schema.required() if columns is None else list(self.schema.part(columns))
+        meta, data = self.client.take(
+            partition_id, [*names, marker], None, task, lease_s=lease_s, timeout_s=timeout_s, slices=slices
+        )
+        content: dict[str, Any] = {name: data.get(name) for name in names}
+        schedule: dict[str, Any] = data.get(marker).tolist()[0]
+        _check_ranks(schedule, dp_rank, dp_size, partition_id)
+        if columns is None:
+            content |= self._optional(meta, [name for name in schedule[COLUMNS] if name not in names], slices)
+        return Fetched(meta, {}, schedule), content
+
+    def _optional(self, meta: BatchMeta, names: Sequence[str], slices: Mapping[str, Slice] | None) -> dict[str, Any]:
+        if not names:
+            return {}
+        return self.read(meta, names, {name: part for name, part in (slices or {}).items() if name in names})
+
+    def read(self, meta: BatchMeta, names: Sequence[str], slices: Mapping[str, Slice] | None = None) -> dict[str, Any]:
+        """These columns of rows that were fetched, as they are stored. Raises `NotReady`."""
+        rows = BatchMeta._build(
+            meta.indexes, meta.sole_partition, {key: {} for key in names}, True, None, meta.service_id
+        )
+        data: TensorDict = self.client.get_data(rows, slices=slices)
+        return {name: data.get(name) for name in names}
+
+    def write_back(self, fetched: Fetched | BatchMeta, columns: Mapping[str, Any]) -> None:
+        """Columns that were derived, one item for each fetched row in their order: ranks that wait for them get them.
+
+        Atomic. Raises `SchemaViolation`, `StorageKeyNotFoundError` where the step was cleared, `StoreFull`.
+        """
+        meta = fetched.meta if isinstance(fetched, Fetched) else fetched
+        schema = self.schema.part(columns)
+        if checked_batch(columns, schema) != len(meta):
+            raise SchemaViolation(f"columns {list(columns)} have not the {len(meta)} rows that were fetched")
+        self.client.put(stored_columns(columns, schema, range(len(meta))), metadata=meta, dedupe=self.dedupe)
+
+    def ack(self, fetched: Fetched) -> None:
+        """The rows, which were fetched with `lease_s`, are used. Raises `LeaseExpired`."""
+        self.client.ack(fetched.meta)
+
+    def clear(self, partition_id: str) -> None:
+        """The step is over; nobody waits for it any more, and its memory is free."""
+        self.client.clear_partition(partition_id)
+
+
+def _check_ranks(schedule: dict[str, Any], dp_rank: int, dp_size: int | None, partition_id: str) -> None:
+    if dp_size is not None and schedule["dp_size"] != dp_size:
+        raise InvalidInput(
+            f"partition {partition_id!r} was dealt to {schedule['dp_size']} ranks, and rank {dp_rank} is of {dp_size}"
+        )

@@ -1,0 +1,72 @@
+"""Which rows each data-parallel rank trains on, in which order, and in which micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transfer_queue.errors import InvalidInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Made once, where all lengths are known, and sent: ranks that pack micro-batches by themselves may not agree on
+    their number, and their collectives then hang.
+
+    `partitions`: the row numbers of each rank, in the order in which it trains on them; every row is one rank's.
+    `micro_batch_indices`: for each rank, positions in its part for each micro-batch. `num_microbatches`: of each
+    training step, the same for all ranks. `global_batch_sizes`: rows of each training step over all ranks.
+    `extra`: plain data that is sent along.
+    """
+
+    partitions: Sequence[Sequence[int]]
+    micro_batch_indices: Sequence[Sequence[Sequence[int]]] | None = None
+    num_microbatches: Sequence[int] | None = None
+    global_batch_sizes: Sequence[int] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def even(cls, rows: int, dp_size: int) -> Schedule:
+        """Rows in their order, as many for each rank as for any other, or one more."""
+        bounds = [rows * rank // dp_size for rank in range(dp_size + 1)]
+        return cls(partitions=[range(a, b) for a, b in itertools.pairwise(bounds)])
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.partitions)
+
+    def check(self, rows: int) -> None:
+        """Raises `InvalidInput` unless every one of `rows` rows is one rank's and the micro-batches have each once."""
+        parts = [list(part) for part in self.partitions]
+        if not parts or not all(parts):
+            raise InvalidInput(f"{len(parts)} ranks for {rows} rows: every rank trains on one at least")
+        if sorted(row for part in parts for row in part) != list(range(rows)):
+            raise InvalidInput(f"the partitions of {len(parts)} ranks do not have each of {rows} rows once")
+        if self.global_batch_sizes is not None and sum(self.global_batch_sizes) != rows:
+            raise InvalidInput(f"global_batch_sizes {list(self.global_batch_sizes)} of {rows} rows")
+        if self.micro_batch_indices is None:
+            return
+        if len(self.micro_batch_indices) != len(parts):
+            raise InvalidInput(f"micro-batches of {len(self.micro_batch_indices)} ranks, there are {len(parts)}")
+        for rank, (part, batches) in enumerate(zip(parts, self.micro_batch_indices, strict=True)):
+            if sorted(place for batch in batches for place in batch) != list(range(len(part))):
+                raise InvalidInput(f"rank {rank}: the micro-batches do not have each of its {len(part)} rows once")
+            if self.num_microbatches is not None and len(batches) != sum(self.num_microbatches):
+                raise InvalidInput(
+                    f"rank {rank}: {len(batches)} micro-batches, num_microbatches {list(self.num_microbatches)} says "
+                    f"{sum(self.num_microbatches)}"
+                )
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """What a rank gets of it, as plain data."""
+        batches = None if self.micro_batch_indices is None else self.micro_batch_indices[rank]
+        return {
+            **self.extra,
+            "dp_size": self.dp_size,
+            "partition": list(self.partitions[rank]),
+            "micro_batch_indices": None if batches is None else [list(batch) for batch in batches],
+            "num_microbatches": None if self.num_microbatches is None else list(self.num_microbatches),
+            "global_batch_sizes": None if self.global_batch_sizes is None else list(self.global_batch_sizes),
+        }

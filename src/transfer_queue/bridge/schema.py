@@ -1,0 +1,96 @@
+"""What the columns of a rollout are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from transfer_queue.errors import InvalidInput
+
+MARKER = "__rank_{}__"
+KINDS = "biuf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """Base of the kinds of columns. `optional`: a batch may come without it, and a rank fetches it where it came."""
+
+    optional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers(Column):
+    """One number for each row; ranks get a tensor (rows,) of `dtype`, a name of NumPy's."""
+
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged(Column):
+    """An array (length, *`shape`) for each row, of any length: a list of numbers, a tensor or an array.
+
+    Ranks get `dtype`. `stored` is what is stored and moved (None: `dtype`): a narrower one makes each row smaller, and
+    refuses rows with numbers that it does not have. Names are NumPy's.
+    """
+
+    dtype: str = "int64"
+    shape: tuple[int, ...] = ()
+    stored: str | None = None
+
+    @property
+    def narrow(self) -> str:
+        return self.stored or self.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objects(Column):
+    """Anything for each row, None included: dicts with tensors, texts, metadata. It comes back as it was put."""
+
+
+class RolloutSchema:
+    """The columns of a rollout by name, in their order. Raises `InvalidInput` for what is no column."""
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self.columns = dict(columns)
+        if not self.columns:
+            raise InvalidInput("a schema has at least one column")
+        for name, column in self.columns.items():
+            if not isinstance(name, str) or not name or name.startswith("__"):
+                raise InvalidInput(f"{name!r}: a column's name is a string that does not begin with __")
+            if not isinstance(column, (Numbers, Ragged, Objects)):
+                raise InvalidInput(f"column {name!r}: expected Numbers, Ragged or Objects, got {column!r}")
+            for dtype in _dtypes(column):
+                _check_dtype(name, dtype)
+            if isinstance(column, Ragged) and not all(type(size) is int and size > 0 for size in column.shape):
+                raise InvalidInput(f"column {name!r}: shape {column.shape} of a row's steps")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def required(self) -> list[str]:
+        return [name for name, column in self.columns.items() if not column.optional]
+
+    def part(self, names: Iterable[str]) -> RolloutSchema:
+        """The schema of these columns. Raises `InvalidInput` for one that is not there."""
+        wanted = list(names)
+        unknown = [name for name in wanted if name not in self.columns]
+        if unknown:
+            raise InvalidInput(f"columns {unknown} are not in the schema, which has {list(self.columns)}")
+        return RolloutSchema({name: self.columns[name] for name in wanted})
+
+
+def _dtypes(column: Column) -> list[str]:
+    if isinstance(column, Ragged):
+        return [column.dtype, column.narrow]
+    return [column.dtype] if isinstance(column, Numbers) else []
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    try:
+        kind = np.dtype(dtype).kind
+    except TypeError:
+        raise InvalidInput(f"column {name!r}: NumPy knows no dtype {dtype!r}") from None
+    if kind not in KINDS or np.dtype(dtype).itemsize > 8:
+        raise InvalidInput(f"column {name!r}: {dtype!r} is no dtype of numbers that tensors have")
