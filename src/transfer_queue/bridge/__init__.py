@@ -6,9 +6,9 @@
      ├─ schedule    which rows each rank trains on, and in which micro-batches
      └─ ranks       what one rank fetched, for all ranks of a model-parallel group
 
-A step is a partition. Its rows lie in the order of the ranks, each rank's in one block, so that a rank reads views. A
-marker field for each rank, which only its rows have, tells them apart: a rank waits for its fields and its marker, and
-the marker of its first row holds the schedule. So everything that a rank needs comes with one answer.
+A step is a partition. Its rows lie in the order of the ranks in one block, so that each rank reads views. A marker
+field for each rank, which only its rows have, tells them apart: a rank waits for its fields and its marker, and the
+marker of its first row holds the schedule. So everything that a rank needs comes with one answer.
 
 Who calls whom: the rollout's side calls `RolloutBridge.put`; every rank calls `fetch`, then `write_back` for what it
 derived; whoever drives the step calls `clear`. Conversion is NumPy's, in the calling thread.

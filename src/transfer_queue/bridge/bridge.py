@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+import numpy as np
+from tensordict import TensorDict
 
 from transfer_queue.bridge.conversion import FORMS, Form, checked_batch, read_columns, stored_columns
 from transfer_queue.bridge.schedule import Schedule
 from transfer_queue.bridge.schema import MARKER, RolloutSchema
 from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.drivers import run
+from transfer_queue.client.effects import Operation, Together
+from transfer_queue.client.session import Session
+from transfer_queue.client.transfer.write import TargetRows, commit, store
+from transfer_queue.codec.plan import plan_objects
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import InvalidInput, SchemaViolation
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
 
 COLUMNS = "columns"  # in a marker: the columns that the batch had
 
@@ -60,35 +68,36 @@ class RolloutBridge:
         of them. Returns the metadata of each rank's rows.
 
         A column is a list, tensor or array with one item for each row; a list of arrays becomes one ragged column. All
-        is converted and checked before anything is stored. A rank whose rows are there gets them at once. Waits for
-        room. Raises `SchemaViolation` (a ValueError), which names row and field, `InvalidInput` for a schedule that is
-        none and for a step that is there already, `StoreFull`; nothing of the step is there then.
+        is converted and checked before anything is stored, and all rows are there before any rank gets its own. Waits
+        for room. Raises `SchemaViolation` (a ValueError), which names row and field, `InvalidInput` for a schedule that
+        is none and for a step that is there already, `StoreFull`; nothing of the step is there then.
         """
         rows = checked_batch(batch, self.schema)
         plan = Schedule.even(rows, dp_size) if schedule is None else schedule
         plan.check(rows)
-        parts = [stored_columns(batch, self.schema, list(part)) for part in plan.partitions]
-        markers = [self._marker(plan, rank, batch) for rank in range(plan.dp_size)]
+        order = [row for part in plan.partitions for row in part]
+        columns = stored_columns(batch, self.schema, order)
         there = self.client.get_partition(partition_id)
         if there is not None and there["rows"]:
             raise InvalidInput(f"partition {partition_id!r} has {there['rows']} rows: a step is put once, then cleared")
         sizes = {MARKER.format(rank): len(part) for rank, part in enumerate(plan.partitions)}
         self.client.set_partition(partition_id, rows, metadata, sizes)
         try:
-            return [
-                self.client.put({**part, MARKER.format(rank): marker}, partition_id=partition_id, dedupe=self.dedupe)
-                for rank, (part, marker) in enumerate(zip(parts, markers, strict=True))
-            ]
+            meta = self.client.put(columns, partition_id=partition_id, dedupe=self.dedupe)
+            ends = [0, *itertools.accumulate(map(len, plan.partitions))]
+            parts = [meta[first:end] for first, end in itertools.pairwise(ends)]
+            markers = [self._marker(plan, rank, batch) for rank in range(plan.dp_size)]
+            run(self.client.session, _put_markers(self.client.session, parts, markers))
+            return parts
         except BaseException:
             self.client.clear_partition(partition_id)
             raise
 
-    def _marker(self, schedule: Schedule, rank: int, batch: Mapping[str, Any]) -> NonTensorStack:
+    def _marker(self, schedule: Schedule, rank: int, batch: Mapping[str, Any]) -> list[Any]:
         """What only the rows of a rank have; the first row's says everything."""
         had = [name for name in self.schema if batch.get(name) is not None]
         first = {**schedule.of_rank(rank), COLUMNS: had}
-        others = [NonTensorData(None)] * (len(schedule.partitions[rank]) - 1)
-        return NonTensorStack(NonTensorData(first), *others)
+        return [first] + [None] * (len(schedule.partitions[rank]) - 1)
 
     def fetch(
         self,
@@ -177,6 +186,22 @@ class RolloutBridge:
     def clear(self, partition_id: str) -> None:
         """The step is over; nobody waits for it any more, and its memory is free."""
         self.client.clear_partition(partition_id)
+
+
+def _put_markers(session: Session, parts: Sequence[BatchMeta], markers: Sequence[list[Any]]) -> Operation[None]:
+    """Tell every rank that its rows are there, all in one round trip."""
+    calls = []
+    for rank, (part, marker) in enumerate(zip(parts, markers, strict=True)):
+        plan = plan_objects(MARKER.format(rank), marker)
+        rows = TargetRows(part.sole_partition, len(part), None, part.indexes.tobytes(), service=part.service_id)
+        if plan.nbytes > m.INLINE_NBYTES:
+            yield from store(session, plan, rows, None)
+            continue
+        payload = np.empty(plan.nbytes, np.uint8)
+        plan.write(payload, session.mover)
+        memory = memoryview(payload)  # type: ignore[arg-type]
+        calls.append(commit(session, rows, plan.schema(), plan.layout(), 0, None, memory))
+    yield Together(calls)
 
 
 def _check_ranks(schedule: dict[str, Any], dp_rank: int, dp_size: int | None, partition_id: str) -> None:

@@ -3,9 +3,11 @@ converts with many threads keeps the other ranks of a host from theirs."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,13 +16,14 @@ from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack
 
 from transfer_queue.bridge.schema import Column, Numbers, Objects, Ragged, RolloutSchema
-from transfer_queue.codec.nested import Offsets, jagged
+from transfer_queue.codec.layout import offsets_of
+from transfer_queue.codec.nested import Offsets, jagged, trimmed
 from transfer_queue.errors import SchemaViolation
 
 Form: TypeAlias = Literal["tensors", "arrays", "lists"]
 FORMS = ("tensors", "arrays", "lists")
-_LETTERS = {
-    "bool": "?", "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q",
+_LETTERS = {  # of `struct`; not "?", which packs the truth of any object
+    "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q",
     "uint64": "Q", "float32": "f", "float64": "d",
 }  # fmt: skip
 
@@ -65,29 +68,45 @@ def _numbers(name: str, values: Any, wanted: np.dtype[Any], rows: Sequence[int])
         if array.ndim != 1:
             raise SchemaViolation(f"field {name!r}: one number for each row, got an array of shape {array.shape}")
         return _narrowed(name, array[list(rows)], wanted, None)
+    letter = _LETTERS.get(wanted.name)
+    items = [values[row] for row in rows]
+    with contextlib.suppress(struct.error, OverflowError):
+        if letter is not None:
+            found = np.frombuffer(bytearray(struct.pack(f"{len(items)}{letter}", *items)), wanted)
+            _check_finite(name, found, [items], rows, np.arange(len(rows)))
+            return found
+    return _numbers_one_by_one(name, items, wanted, rows)
+
+
+def _numbers_one_by_one(name: str, items: list[Any], wanted: np.dtype[Any], rows: Sequence[int]) -> NDArray[Any]:
+    """As `_numbers`, of tensors and arrays without dimensions as well, or the row that has no such number."""
     found = np.empty(len(rows), wanted)
-    for place, row in enumerate(rows):
-        value = values[row]
+    for place, (row, value) in enumerate(zip(rows, items, strict=True)):
         item = value.item() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and not value.ndim else value
         if not isinstance(item, (int, float)):
             raise SchemaViolation(f"row {row}, field {name!r}: a number, got {type(value).__qualname__}", row, name)
+        if wanted.kind == "b" and item not in (0, 1):
+            raise SchemaViolation(f"row {row}, field {name!r}: {item!r} where {wanted} is stored", row, name)
         try:
-            struct.pack(_LETTERS.get(wanted.name, "d"), item)
-            found[place] = item
-        except (struct.error, OverflowError, ValueError) as error:
+            struct.pack(_LETTERS.get(wanted.name, "e" if wanted.kind == "f" else "b"), item)
+        except (struct.error, OverflowError) as error:
             raise SchemaViolation(f"row {row}, field {name!r}: {item!r} as {wanted}: {error}", row, name) from None
+        found[place] = item
+        _check_finite(name, found[place : place + 1], [[item]], [row], np.zeros(1, np.int64))
     return found
 
 
 def _packed(name: str, values: Any, column: Ragged, wanted: np.dtype[Any], rows: Sequence[int]) -> Any:
     """Lists of numbers as one jagged tensor: `struct` packs them four times as fast as NumPy makes arrays of them."""
     letter = _LETTERS.get(wanted.name)
-    lengths = [len(values[row]) for row in rows]
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    for row in rows:
+        if not isinstance(values[row], (list, tuple, torch.Tensor, np.ndarray)):
+            kind = type(values[row]).__qualname__
+            raise SchemaViolation(f"row {row}, field {name!r}: a list of numbers or an array, got {kind}", row, name)
     if letter is None or column.shape:
         arrays = [_array(name, _from_list(name, values[row], row, wanted), row, column.shape, wanted) for row in rows]
         return [torch.from_numpy(array) for array in arrays]
+    offsets = offsets_of([len(values[row]) for row in rows])
     data = bytearray(int(offsets[-1]) * wanted.itemsize)
     for row, start in zip(rows, (offsets * wanted.itemsize).tolist(), strict=False):
         value = values[row]
@@ -96,13 +115,34 @@ def _packed(name: str, values: Any, column: Ragged, wanted: np.dtype[Any], rows:
             data[start : start + array.nbytes] = array.tobytes()
             continue
         try:
-            struct.pack_into(f"{len(value)}{letter}", data, start, *value)
-        except (struct.error, OverflowError) as error:
+            if letter == "B":
+                data[start : start + len(value)] = bytes(value)  # in half of the time
+            else:
+                struct.pack_into(f"{len(value)}{letter}", data, start, *value)
+        except (struct.error, OverflowError, ValueError, TypeError) as error:
             raise SchemaViolation(f"row {row}, field {name!r}: not numbers of {wanted}: {error}", row, name) from None
-    return jagged(torch.from_numpy(np.frombuffer(data, wanted)), Offsets.of(offsets), 1)
+    flat = np.frombuffer(data, wanted)
+    _check_finite(name, flat, (values[row] for row in rows), rows, np.repeat(np.arange(len(rows)), np.diff(offsets)))
+    return jagged(torch.from_numpy(flat), Offsets.of(offsets), 1)
 
 
-def _from_list(name: str, value: Any, row: int, wanted: np.dtype[Any]) -> NDArray[Any]:
+def _check_finite(
+    name: str, found: NDArray[Any], given: Iterable[Any], rows: Sequence[int], row_of: NDArray[np.int64]
+) -> None:
+    """`struct` packs what is beyond float32 as infinity. `row_of`: of which row each number is."""
+    if found.dtype.kind != "f" or not (infinite := np.flatnonzero(np.isinf(found))).size:
+        return
+    numbers = list(itertools.chain.from_iterable(given))
+    for place in infinite.tolist():
+        if math.isfinite(numbers[place]):
+            row = rows[int(row_of[place])]
+            text = f"row {row}, field {name!r}: {numbers[place]!r} is beyond {found.dtype}"
+            raise SchemaViolation(text, row, name)
+
+
+def _from_list(name: str, value: Any, row: int, wanted: np.dtype[Any]) -> Any:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value
     try:
         return np.array(value)
     except (ValueError, TypeError, OverflowError) as error:
@@ -145,7 +185,11 @@ def _narrowed(name: str, array: NDArray[Any], wanted: np.dtype[Any], row: int | 
         low, high = int(array.min()), int(array.max())
         if low < limits.min or high > limits.max:
             raise SchemaViolation(f"{where}: numbers from {low} to {high}, {wanted} is stored", row, name)
-    return array.astype(wanted)
+    with np.errstate(over="ignore"):
+        found = array.astype(wanted)
+    if wanted.kind == "f" and bool((np.isinf(found) & np.isfinite(array)).any()):
+        raise SchemaViolation(f"{where}: numbers beyond {wanted}", row, name)
+    return found
 
 
 # back
@@ -177,10 +221,8 @@ def _read(values: Any, column: Column, form: Form) -> Any:
 
 def _flat(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """All rows one after the other, and where each begins."""
-    values: Any = column
     if isinstance(column, torch.Tensor) and column.is_nested and column.layout == torch.jagged:
-        return values.values().numpy(), values.offsets().numpy()
-    rows = [row.numpy() for row in (values.unbind() if isinstance(values, torch.Tensor) else values)]
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return np.concatenate(rows), offsets
+        values, marks = trimmed(column)
+        return values.numpy(), marks.numpy()
+    rows = [row.numpy() for row in (column.unbind() if isinstance(column, torch.Tensor) else column)]
+    return np.concatenate(rows), offsets_of([len(row) for row in rows])

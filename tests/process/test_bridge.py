@@ -1,0 +1,310 @@
+"""A step's rollout batch to data-parallel ranks and back (`transfer_queue.bridge`)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Child
+from hosts import Host
+from rollouts import SCHEMA, N, rollout
+
+import transfer_queue as tq
+from transfer_queue.bridge import Fetched, Numbers, Objects, Ragged, RolloutBridge, RolloutSchema, Schedule
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, RowCleared, SchemaViolation, StoreFull
+
+
+@pytest.fixture
+def bridge(shared: tq.TransferQueueClient) -> RolloutBridge:
+    return RolloutBridge(shared, SCHEMA)
+
+
+@pytest.fixture
+def step(bridge: RolloutBridge, request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.node.name
+    bridge.clear(request.node.name)
+
+
+def check(fetched: Fetched, batch: dict[str, Any], rows: list[int]) -> None:
+    """The rank has these rows of every column, as tensors."""
+    for name in ("tokens", "loss_masks", "log_probs"):
+        assert [row.tolist() for row in fetched[name]] == [batch[name][row] for row in rows], name
+    assert fetched["tokens"][0].dtype == torch.int64
+    assert fetched["loss_masks"][0].dtype == torch.int32
+    assert all(np.array_equal(got, batch["experts"][row]) for got, row in zip(fetched["experts"], rows, strict=True))
+    assert fetched["experts"][0].dtype == torch.int32
+    assert fetched["rewards"].tolist() == [batch["rewards"][row] for row in rows]
+    assert fetched["done"].tolist() == [batch["done"][row] for row in rows]
+    for got, row in zip(fetched["images"], rows, strict=True):
+        was = batch["images"][row]
+        assert got is None if was is None else torch.equal(got["pixels"], was["pixels"])
+
+
+def test_every_rank_gets_its_rows_in_the_order_of_the_schedule(bridge: RolloutBridge, step: str) -> None:
+    batch = rollout()
+    parts = [[9, 0, 3], [8, 7, 6, 5, 4, 2, 1]]
+    plan = Schedule(
+        partitions=parts, micro_batch_indices=[[[0], [2, 1]], [[0, 1, 2], [3, 4, 5, 6]]], num_microbatches=[1, 1],
+        global_batch_sizes=[5, 5], extra={"round": 7},
+    )  # fmt: skip
+    bridge.put(step, batch, schedule=plan)
+    for rank, rows in enumerate(parts):
+        fetched = bridge.fetch(step, "actor", rank, dp_size=2, timeout_s=5)
+        check(fetched, batch, rows)
+        said = {name: fetched.schedule[name] for name in ("partition", "micro_batch_indices", "round")}
+        assert said == {"partition": rows, "micro_batch_indices": plan.micro_batch_indices[rank], "round": 7}  # type: ignore[index]
+        assert fetched.schedule["num_microbatches"] == [1, 1]
+        assert fetched.schedule["global_batch_sizes"] == [5, 5]
+
+
+def test_without_a_schedule_ranks_get_as_many_rows_or_one_more(bridge: RolloutBridge, step: str) -> None:
+    batch = rollout()
+    metas = bridge.put(step, batch, dp_size=4)
+    assert [len(meta) for meta in metas] == [2, 3, 2, 3]
+    check(bridge.fetch(step, "actor", 1, timeout_s=5), batch, [2, 3, 4])
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array, list], ids=["tensors", "arrays", "lists"])
+def test_columns_may_be_lists_arrays_or_tensors(bridge: RolloutBridge, step: str, make: Callable[..., Any]) -> None:
+    batch = rollout()
+    given = {**batch, **{name: [make(row) for row in batch[name]] for name in ("tokens", "loss_masks", "log_probs")}}
+    given["rewards"] = make(batch["rewards"])
+    bridge.put(step, given)
+    check(bridge.fetch(step, "actor", 0, timeout_s=5), batch, list(range(N)))
+
+
+def test_numbers_may_be_scalars_of_numpy_and_torch(bridge: RolloutBridge, step: str) -> None:
+    batch = rollout()
+    mixed: list[Any] = list(batch["rewards"])
+    mixed[1], mixed[2], mixed[3] = np.float64(1.0), torch.tensor(2.0), 3
+    bridge.put(step, {**batch, "rewards": mixed})
+    assert bridge.fetch(step, "actor", 0, timeout_s=5)["rewards"].tolist() == batch["rewards"]
+
+
+def test_columns_come_as_arrays_or_lists_where_asked(bridge: RolloutBridge, step: str) -> None:
+    batch = rollout()
+    bridge.put(step, batch)
+    arrays = bridge.fetch(step, "a", 0, form="arrays", timeout_s=5)
+    assert all(isinstance(row, np.ndarray) and row.dtype == np.int64 for row in arrays["tokens"])
+    assert all(map(np.array_equal, arrays["experts"], batch["experts"]))
+    lists = bridge.fetch(step, "b", 0, form="lists", timeout_s=5)
+    assert lists["tokens"] == batch["tokens"]
+    assert lists["rewards"] == batch["rewards"]
+    assert lists["done"] == batch["done"]
+
+
+def test_a_list_of_arrays_is_one_ragged_column_of_what_is_stored(bridge: RolloutBridge, step: str) -> None:
+    (meta,) = bridge.put(step, rollout())
+    stored = bridge.client.get_data(meta)
+    assert stored["experts"].is_nested
+    assert (stored["experts"].dtype, stored["tokens"].dtype) == (torch.uint8, torch.int32)
+
+
+def test_derived_columns_reach_who_waits_for_them(bridge: RolloutBridge, step: str) -> None:
+    batch = rollout()
+    bridge.put(step, batch, dp_size=2)
+    found: list[Fetched] = []
+    actor = threading.Thread(
+        target=lambda: found.append(bridge.fetch(step, "actor", 1, columns=["tokens", "values"], timeout_s=10))
+    )
+    actor.start()
+    critic = bridge.fetch(step, "critic", 1, columns=["tokens"], timeout_s=5)
+    values = [row.float() / 2 for row in critic["tokens"]]
+    bridge.write_back(critic, {"values": values})
+    actor.join(10)
+    assert [row.tolist() for row in found[0]["values"]] == [row.tolist() for row in values]
+
+
+def test_a_rank_reads_only_its_part_of_each_row(bridge: RolloutBridge, step: str) -> None:
+    batch = rollout()
+    bridge.put(step, batch)
+    part = tq.Slice.of_rank(1, 2)
+    fetched = bridge.fetch(step, "actor", 0, slices={"experts": part, "log_probs": part}, timeout_s=5)
+    for row in range(N):
+        assert np.array_equal(fetched["experts"][row], batch["experts"][row][row // 2 :])
+        assert fetched["log_probs"][row].tolist() == batch["log_probs"][row][(row + 1) // 2 :]
+        assert fetched["tokens"][row].tolist() == batch["tokens"][row]
+
+
+def test_columns_that_a_batch_may_lack(bridge: RolloutBridge, step: str) -> None:
+    batch = {name: column for name, column in rollout().items() if name not in ("experts", "images", "done")}
+    bridge.put(step, {**batch, "images": None})
+    fetched = bridge.fetch(step, "actor", 0, timeout_s=5)
+    assert sorted(fetched.columns) == sorted(batch)
+
+
+def test_a_task_has_each_row_once_and_another_task_has_it_too(bridge: RolloutBridge, step: str) -> None:
+    bridge.put(step, rollout())
+    bridge.fetch(step, "actor", 0, timeout_s=5)
+    with pytest.raises(DeadlineExceeded, match="declared"):
+        bridge.fetch(step, "actor", 0, timeout_s=0.05)
+    assert len(bridge.fetch(step, "critic", 0, timeout_s=5)) == N
+
+
+def test_a_rank_that_dies_before_its_ack_leaves_its_rows_to_the_next(
+    bridge: RolloutBridge, step: str, child: Callable[[str], Child]
+) -> None:
+    batch = rollout()
+    bridge.put(step, batch, dp_size=2)
+    dying = child(f"""
+        import sys, time
+        import transfer_queue as tq
+        from transfer_queue.bridge import *
+        tq.init()
+        schema = RolloutSchema({{"tokens": Ragged(stored="int32")}})
+        RolloutBridge(tq.get_client(), schema).fetch({step!r}, "actor", 1, lease_s=60)
+        print("has them", flush=True)
+        sys.stdin.readline()
+    """)
+    assert dying.line() == "has them"
+    dying.kill()
+    fetched = bridge.fetch(step, "actor", 1, lease_s=60, timeout_s=20)
+    check(fetched, batch, [5, 6, 7, 8, 9])
+    bridge.ack(fetched)
+
+
+def test_the_step_of_a_driver_that_died_can_be_put_again(bridge: RolloutBridge, step: str) -> None:
+    """It declared the step and died: nobody has rows of it."""
+    bridge.client.set_partition(step, size=3, sizes={"__rank_0__": 3})
+    batch = rollout()
+    bridge.put(step, batch)
+    check(bridge.fetch(step, "actor", 0, timeout_s=5), batch, list(range(N)))
+
+
+def test_a_step_that_is_cleared_is_over_for_those_who_have_it(bridge: RolloutBridge, step: str) -> None:
+    bridge.put(step, rollout())
+    fetched = bridge.fetch(step, "critic", 0, timeout_s=5)
+    bridge.clear(step)
+    with pytest.raises(RowCleared):
+        bridge.write_back(fetched, {"values": [[0.0]] * N})
+    assert fetched["rewards"].tolist() == rollout()["rewards"]  # what was read stays
+
+
+def test_a_step_without_room_leaves_nothing(start_host: Callable[..., Host]) -> None:
+    client = start_host(max_rows=N - 1).client
+    with pytest.raises(StoreFull):
+        RolloutBridge(client, SCHEMA).put("step", rollout())
+    assert client.get_partition_list() == []
+
+
+def test_ranks_on_another_host(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    other = start_host(head.tcp)
+    batch = rollout()
+    RolloutBridge(head.client, SCHEMA).put("step", batch, dp_size=2)
+    for rank, host in enumerate((other, head)):
+        fetched = RolloutBridge(host.client, SCHEMA).fetch("step", "actor", rank, timeout_s=5)
+        check(fetched, batch, list(range(5 * rank, 5 * rank + 5)))
+
+
+def test_images_of_one_prompt_are_stored_once(start_host: Callable[..., Host]) -> None:
+    client = start_host().client
+    schema = RolloutSchema({"images": Objects()})
+    images = [{"pixels": torch.randn(64, 1176)} for _ in range(2)]
+    batch = {"images": [{"pixels": images[row // 4]["pixels"].clone()} for row in range(8)]}
+    RolloutBridge(client, schema, dedupe=True).put("step", batch, dp_size=4)
+    assert client.stats()["arena_nbytes_used"] < 2.2 * images[0]["pixels"].nbytes
+    fetched = RolloutBridge(client, schema).fetch("step", "actor", 2, timeout_s=5)
+    assert all(torch.equal(one["pixels"], images[1]["pixels"]) for one in fetched["images"])
+
+
+def changed(name: str, row: int, value: Any) -> dict[str, Any]:
+    batch = rollout()
+    batch[name][row] = value
+    return batch
+
+
+VIOLATIONS: dict[str, tuple[dict[str, Any], int | None, str | None]] = {
+    "a text among tokens": (changed("tokens", 3, [1, "x"]), 3, "tokens"),
+    "None for tokens": (changed("tokens", 2, None), 2, "tokens"),
+    "a float among tokens": (changed("tokens", 4, [1.5]), 4, "tokens"),
+    "floats in an array of tokens": (changed("tokens", 4, np.array([1.5])), 4, "tokens"),
+    "a token beyond what is stored": (changed("tokens", 1, [1 << 40]), 1, "tokens"),
+    "a mask below what is stored": (changed("loss_masks", 5, [-1]), 5, "loss_masks"),
+    "an expert beyond what is stored": (changed("experts", 6, np.full((1, 2, 3), 256)), 6, "experts"),
+    "experts of another shape": (changed("experts", 7, np.zeros((4, 3, 2), np.int32)), 7, "experts"),
+    "no reward": (changed("rewards", 8, None), 8, "rewards"),
+    "a list for a reward": (changed("rewards", 8, [1.0]), 8, "rewards"),
+    "a reward beyond float32": (changed("rewards", 9, 1e39), 9, "rewards"),
+    "a float beyond float32 in a list": (changed("log_probs", 4, [0.0, -1e39]), 4, "log_probs"),
+    "a float beyond float32 in an array": (changed("log_probs", 4, np.array([0.0, 1e39])), 4, "log_probs"),
+    "a number for a truth": (changed("done", 1, 5), 1, "done"),
+    "a column that is missing": ({name: c for name, c in rollout().items() if name != "tokens"}, None, None),
+    "a column that nobody declared": ({**rollout(), "extra": [1] * N}, None, None),
+    "a column that is too short": ({**rollout(), "rewards": [1.0]}, None, None),
+}
+
+
+@pytest.mark.parametrize("why", VIOLATIONS)
+def test_what_the_schema_does_not_say_is_refused_by_row_and_field(
+    bridge: RolloutBridge, shared: tq.TransferQueueClient, why: str
+) -> None:
+    batch, row, field = VIOLATIONS[why]
+    with pytest.raises(SchemaViolation) as caught:
+        bridge.put("refused", batch)
+    assert (caught.value.row, caught.value.field) == (row, field)
+    if row is not None:
+        assert f"row {row}, field {field!r}" in str(caught.value)
+    assert "refused" not in shared.get_partition_list()
+
+
+BAD_SCHEDULES = {
+    "a row twice": Schedule(partitions=[[0, 1], [1]]),
+    "a row of nobody": Schedule(partitions=[[0], [1]]),
+    "a rank without rows": Schedule(partitions=[[0, 1, 2], []]),
+    "no ranks": Schedule(partitions=[]),
+    "a place twice": Schedule(partitions=[[0, 1, 2]], micro_batch_indices=[[[0, 1], [1, 2]]]),
+    "micro-batches of too few ranks": Schedule(partitions=[[0], [1, 2]], micro_batch_indices=[[[0]]]),
+    "another number of micro-batches": Schedule(
+        partitions=[[0], [1, 2]], micro_batch_indices=[[[0]], [[0], [1]]], num_microbatches=[1]
+    ),
+    "global batches of other sizes": Schedule(partitions=[[0, 1, 2]], global_batch_sizes=[2]),
+}
+
+
+@pytest.mark.parametrize("why", BAD_SCHEDULES)
+def test_a_schedule_that_is_none_is_refused(bridge: RolloutBridge, shared: tq.TransferQueueClient, why: str) -> None:
+    with pytest.raises(InvalidInput):
+        bridge.put("refused", rollout(3), schedule=BAD_SCHEDULES[why])
+    assert "refused" not in shared.get_partition_list()
+
+
+def test_a_step_is_put_once(bridge: RolloutBridge, step: str) -> None:
+    bridge.put(step, rollout())
+    with pytest.raises(InvalidInput, match="put once"):
+        bridge.put(step, rollout())
+    assert len(bridge.fetch(step, "actor", 0, timeout_s=5)) == N
+
+
+def test_another_number_of_ranks_is_told(bridge: RolloutBridge, step: str) -> None:
+    bridge.put(step, rollout(), dp_size=2)
+    with pytest.raises(InvalidInput, match="dealt to 2 ranks, and rank 0 is of 4"):
+        bridge.fetch(step, "actor", 0, dp_size=4, timeout_s=5)
+
+
+def test_a_rank_beyond_the_ranks_waits_no_longer_than_it_said(bridge: RolloutBridge, step: str) -> None:
+    bridge.put(step, rollout(), dp_size=2)
+    with pytest.raises(DeadlineExceeded, match="__rank_2__"):
+        bridge.fetch(step, "actor", 2, timeout_s=0.05)
+
+
+def test_write_back_takes_one_item_for_each_fetched_row(bridge: RolloutBridge, step: str) -> None:
+    bridge.put(step, rollout())
+    fetched = bridge.fetch(step, "actor", 0, timeout_s=5)
+    with pytest.raises(SchemaViolation, match="rows that were fetched"):
+        bridge.write_back(fetched, {"values": [[0.0]] * (N - 1)})
+    with pytest.raises(InvalidInput, match="not in the schema"):
+        bridge.write_back(fetched, {"unknown": [0.0] * N})
+
+
+@pytest.mark.parametrize("columns", [
+    {}, {"x": int}, {"__x": Numbers()}, {"x": Numbers(dtype="text")}, {"x": Ragged(dtype="complex64")},
+    {"x": Ragged(shape=(0,))},
+], ids=str)  # fmt: skip
+def test_a_schema_of_what_is_no_column_is_refused(columns: Any) -> None:
+    with pytest.raises(InvalidInput):
+        RolloutSchema(columns)
