@@ -20,7 +20,7 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) tools/house.py
-	$(RUN) tools/readme.py README.md docs/staleness.md docs/groups.md docs/tutorials/*.md
+	$(RUN) tools/readme.py README.md docs/staleness.md docs/groups.md docs/bridge.md docs/tutorials/*.md
 
 bench: $(STAMP)
 	$(RUN) -m bench $(ARGS)

@@ -4,6 +4,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
 
     cli                       the command `tq`
     integrations              parts of other frameworks that run ours
+    bridge                    batches of rollouts to data-parallel ranks, and back
     dataloader                torch datasets over a partition that others are still filling
     weights                   versions of the weights, from trainers to running modules
     locks                     locks on keys, for those who agree to ask for them

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack
 
-from transfer_queue.bridge.schema import Column, Numbers, Objects, Ragged, RolloutSchema
+from transfer_queue.bridge.schema import Numbers, Objects, Ragged, RolloutColumn, RolloutSchema
 from transfer_queue.codec.layout import offsets_of
 from transfer_queue.codec.nested import Offsets, jagged, trimmed
 from transfer_queue.errors import SchemaViolation
@@ -50,7 +50,7 @@ def stored_columns(batch: Mapping[str, Any], schema: RolloutSchema, rows: Sequen
     }
 
 
-def _stored(name: str, values: Any, column: Column, rows: Sequence[int]) -> Any:
+def _stored(name: str, values: Any, column: RolloutColumn, rows: Sequence[int]) -> Any:
     if isinstance(column, Objects):
         return NonTensorStack(*[NonTensorData(values[row]) for row in rows])
     if isinstance(column, Numbers):
@@ -201,7 +201,7 @@ def read_columns(data: Mapping[str, Any], schema: RolloutSchema, form: Form) -> 
     return {name: _read(data[name], schema.columns[name], form) for name in data if name in schema.columns}
 
 
-def _read(values: Any, column: Column, form: Form) -> Any:
+def _read(values: Any, column: RolloutColumn, form: Form) -> Any:
     if isinstance(column, Objects):
         return values.tolist() if isinstance(values, NonTensorStack) else list(values)
     if isinstance(column, Numbers):

@@ -14,21 +14,21 @@ KINDS = "biuf"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class RolloutColumn:
     """Base of the kinds of columns. `optional`: a batch may come without it, and a rank fetches it where it came."""
 
     optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers(Column):
+class Numbers(RolloutColumn):
     """One number for each row; ranks get a tensor (rows,) of `dtype`, a name of NumPy's."""
 
     dtype: str = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ragged(Column):
+class Ragged(RolloutColumn):
     """An array (length, *`shape`) for each row, of any length: a list of numbers, a tensor or an array.
 
     Ranks get `dtype`. `stored` is what is stored and moved (None: `dtype`): a narrower one makes each row smaller, and
@@ -45,14 +45,14 @@ class Ragged(Column):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objects(Column):
+class Objects(RolloutColumn):
     """Anything for each row, None included: dicts with tensors, texts, metadata. It comes back as it was put."""
 
 
 class RolloutSchema:
     """The columns of a rollout by name, in their order. Raises `InvalidInput` for what is no column."""
 
-    def __init__(self, columns: Mapping[str, Column]) -> None:
+    def __init__(self, columns: Mapping[str, RolloutColumn]) -> None:
         self.columns = dict(columns)
         if not self.columns:
             raise InvalidInput("a schema has at least one column")
@@ -81,7 +81,7 @@ class RolloutSchema:
         return RolloutSchema({name: self.columns[name] for name in wanted})
 
 
-def _dtypes(column: Column) -> list[str]:
+def _dtypes(column: RolloutColumn) -> list[str]:
     if isinstance(column, Ragged):
         return [column.dtype, column.narrow]
     return [column.dtype] if isinstance(column, Numbers) else []

@@ -117,7 +117,7 @@ class Cluster:
 os.register_at_fork(after_in_child=Cluster.forked)
 
 
-class Objects:
+class ObjectsOfRay:
     """A process's access to the objects that the keeper of that name has. Raises `ServiceUnavailable` where there is
     no cluster; calls raise OSError when the keeper does not answer."""
 
@@ -208,7 +208,7 @@ def main() -> None:
     settings = json.loads(sys.stdin.readline())
     try:
         with kept(settings["address"], settings["keeper"]) as address:
-            objects = Objects(address, settings["keeper"], False)
+            objects = ObjectsOfRay(address, settings["keeper"], False)
             print(json.dumps({"address": address}), file=said, flush=True)
             for line in sys.stdin:
                 name, keys = json.loads(line)

@@ -26,7 +26,7 @@ from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines.engine import ReadSpan, Room, StagedRoom, StorageEngine
 
 if TYPE_CHECKING:
-    from transfer_queue.storage.engines.ray_objects import Objects
+    from transfer_queue.storage.engines.ray_objects import ObjectsOfRay
 
 SECTION = "backend.RayStore"
 POOL_NBYTES = 1 << 30  # staging memory that is kept: fresh pages cost more than the copy
@@ -55,7 +55,7 @@ class RayStore(StorageEngine):
         self._kept = KeeperProcess(self._settings["address"]) if serves else None
         if self._kept is not None:
             self._settings |= {"address": self._kept.address, "keeper": self._kept.name}
-        self._objects: Objects | None = None
+        self._objects: ObjectsOfRay | None = None
         self._lock = threading.Lock()
         self._mover = Mover()
         self._pool = Pool(POOL_NBYTES)
@@ -69,12 +69,12 @@ class RayStore(StorageEngine):
         return self._settings
 
     @property
-    def objects(self) -> Objects:
+    def objects(self) -> ObjectsOfRay:
         with self._lock:
             if self._objects is None:
-                from transfer_queue.storage.engines.ray_objects import Objects
+                from transfer_queue.storage.engines.ray_objects import ObjectsOfRay
 
-                self._objects = Objects(**self._settings)
+                self._objects = ObjectsOfRay(**self._settings)
             return self._objects
 
     def reserve(self, key: str, nbytes: int) -> Room:
