@@ -100,6 +100,7 @@ VARIABLES = {  # beside those of `config.Environment`
     "TQ_UNIT_TOKEN": "the token of servers that join as storage units; where `server.unit_token_file` is null",
     "TQ_UNIT_TOKEN_FILE": "a file of mode 0600 with that token; where `TQ_UNIT_TOKEN` is not set",
     "TQ_WEIGHTS_ROOT": "the only folder below which a server of weights takes versions from disk",
+    "TQ_ZERO_COPY_SERIALIZATION": "nothing: vime's bridge sets it, as its pull request does, and nobody reads it",
 }
 HEAD = """\
 # Settings

@@ -17,6 +17,7 @@ derived; whoever drives the step calls `clear`. Conversion is NumPy's, in the ca
 from transfer_queue.bridge.bridge import Fetched as Fetched
 from transfer_queue.bridge.bridge import RolloutBridge as RolloutBridge
 from transfer_queue.bridge.schedule import Schedule as Schedule
+from transfer_queue.bridge.schema import Inferred as Inferred
 from transfer_queue.bridge.schema import Numbers as Numbers
 from transfer_queue.bridge.schema import Objects as Objects
 from transfer_queue.bridge.schema import Ragged as Ragged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tensordict import TensorDict
@@ -25,6 +25,17 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
 COLUMNS = "columns"  # in a marker: the columns that the batch had
+
+
+class Prepared(NamedTuple):
+    """A batch that was checked and converted, and has yet to be put."""
+
+    columns: dict[str, Any]
+    schedule: Schedule
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.schedule.partitions))
 
 
 @dataclass
@@ -55,49 +66,48 @@ class RolloutBridge:
         self.schema = schema
         self.dedupe = dedupe
 
+    def prepare(self, batch: Mapping[str, Any], *, dp_size: int = 1, schedule: Schedule | None = None) -> Prepared:
+        """What `put` does before it stores anything: for those who wait in between. Raises as it does."""
+        rows = checked_batch(batch, self.schema)
+        plan = Schedule.even(rows, dp_size) if schedule is None else schedule
+        plan.check(rows)
+        order = [row for part in plan.partitions for row in part]
+        return Prepared(stored_columns(batch, self.schema, order), plan)
+
     def put(
         self,
         partition_id: str,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, Any] | Prepared,
         *,
         dp_size: int = 1,
         schedule: Schedule | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> list[BatchMeta]:
         """Store a step: the rows of `batch`, columns by name, dealt to ranks as `schedule` says, or evenly to `dp_size`
-        of them. Returns the metadata of each rank's rows.
+        of them; or what `prepare` made of one. Returns the metadata of each rank's rows.
 
         A column is a list, tensor or array with one item for each row; a list of arrays becomes one ragged column. All
         is converted and checked before anything is stored, and all rows are there before any rank gets its own. Waits
         for room. Raises `SchemaViolation` (a ValueError), which names row and field, `InvalidInput` for a schedule that
         is none and for a step that is there already, `StoreFull`; nothing of the step is there then.
         """
-        rows = checked_batch(batch, self.schema)
-        plan = Schedule.even(rows, dp_size) if schedule is None else schedule
-        plan.check(rows)
-        order = [row for part in plan.partitions for row in part]
-        columns = stored_columns(batch, self.schema, order)
+        ready = batch if isinstance(batch, Prepared) else self.prepare(batch, dp_size=dp_size, schedule=schedule)
+        plan = ready.schedule
         there = self.client.get_partition(partition_id)
         if there is not None and there["rows"]:
             raise InvalidInput(f"partition {partition_id!r} has {there['rows']} rows: a step is put once, then cleared")
         sizes = {MARKER.format(rank): len(part) for rank, part in enumerate(plan.partitions)}
-        self.client.set_partition(partition_id, rows, metadata, sizes)
+        self.client.set_partition(partition_id, ready.rows, metadata, sizes)
         try:
-            meta = self.client.put(columns, partition_id=partition_id, dedupe=self.dedupe)
+            meta = self.client.put(ready.columns, partition_id=partition_id, dedupe=self.dedupe)
             ends = [0, *itertools.accumulate(map(len, plan.partitions))]
             parts = [meta[first:end] for first, end in itertools.pairwise(ends)]
-            markers = [self._marker(plan, rank, batch) for rank in range(plan.dp_size)]
+            markers = [_marker(ready, rank) for rank in range(plan.dp_size)]
             run(self.client.session, _put_markers(self.client.session, parts, markers))
             return parts
         except BaseException:
             self.client.clear_partition(partition_id)
             raise
-
-    def _marker(self, schedule: Schedule, rank: int, batch: Mapping[str, Any]) -> list[Any]:
-        """What only the rows of a rank have; the first row's says everything."""
-        had = [name for name in self.schema if batch.get(name) is not None]
-        first = {**schedule.of_rank(rank), COLUMNS: had}
-        return [first] + [None] * (len(schedule.partitions[rank]) - 1)
 
     def fetch(
         self,
@@ -107,6 +117,7 @@ class RolloutBridge:
         *,
         dp_size: int | None = None,
         columns: Iterable[str] | None = None,
+        others: bool | None = None,
         form: Form = "tensors",
         slices: Mapping[str, Slice] | None = None,
         lease_s: float | None = None,
@@ -114,8 +125,9 @@ class RolloutBridge:
     ) -> Fetched:
         """The rows of rank `dp_rank`, once all of them have the columns: one round trip on the writer's host.
 
-        `columns`: names to wait for, also those that others derive and write back. Without: all columns that the batch
-        had, which is one round trip more where it had optional ones. `form` of the values: "tensors", "arrays" or
+        `columns`: names to wait for, also those that others derive and write back; without, those that no batch lacks.
+        `others`: also all other columns that the batch had, which is one round trip more where there are any (default:
+        without `columns`). `form` of the values: "tensors", "arrays" or
         "lists"; rows of a column share memory, and whoever writes into them changes nobody else's. `slices`: the part
         of each row to read, by column. `task` has the rows then, or has them on a lease until `ack`. Each task gets
         each row once. Waits `timeout_s` (default: the session's), then raises `DeadlineExceeded`, which says what is
@@ -124,8 +136,8 @@ class RolloutBridge:
         if form not in FORMS:
             raise InvalidInput(f"form {form!r}: expected one of {list(FORMS)}")
         fetched, content = self.fetch_stored(
-            partition_id, task, dp_rank, dp_size=dp_size, columns=columns, slices=slices, lease_s=lease_s,
-            timeout_s=timeout_s,
+            partition_id, task, dp_rank, dp_size=dp_size, columns=columns, others=others, slices=slices,
+            lease_s=lease_s, timeout_s=timeout_s,
         )  # fmt: skip
         fetched.columns = read_columns(content, self.schema, form)
         return fetched
@@ -138,6 +150,7 @@ class RolloutBridge:
         *,
         dp_size: int | None = None,
         columns: Iterable[str] | None = None,
+        others: bool | None = None,
         slices: Mapping[str, Slice] | None = None,
         lease_s: float | None = None,
         timeout_s: float | None = None,
@@ -151,7 +164,7 @@ class RolloutBridge:
         content: dict[str, Any] = {name: data.get(name) for name in names}
         schedule: dict[str, Any] = data.get(marker).tolist()[0]
         _check_ranks(schedule, dp_rank, dp_size, partition_id)
-        if columns is None:
+        if columns is None if others is None else others:
             content |= self._optional(meta, [name for name in schedule[COLUMNS] if name not in names], slices)
         return Fetched(meta, {}, schedule), content
 
@@ -186,6 +199,12 @@ class RolloutBridge:
     def clear(self, partition_id: str) -> None:
         """The step is over; nobody waits for it any more, and its memory is free."""
         self.client.clear_partition(partition_id)
+
+
+def _marker(ready: Prepared, rank: int) -> list[Any]:
+    """What only the rows of a rank have; the first row's says everything."""
+    first = {**ready.schedule.of_rank(rank), COLUMNS: list(ready.columns)}
+    return [first] + [None] * (len(ready.schedule.partitions[rank]) - 1)
 
 
 def _put_markers(session: Session, parts: Sequence[BatchMeta], markers: Sequence[list[Any]]) -> Operation[None]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack
 
-from transfer_queue.bridge.schema import Numbers, Objects, Ragged, RolloutColumn, RolloutSchema
+from transfer_queue.bridge.schema import Inferred, Numbers, Objects, Ragged, RolloutColumn, RolloutSchema
 from transfer_queue.codec.layout import offsets_of
 from transfer_queue.codec.nested import Offsets, jagged, trimmed
 from transfer_queue.errors import SchemaViolation
@@ -31,7 +31,7 @@ _LETTERS = {  # of `struct`; not "?", which packs the truth of any object
 def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:
     """How many rows it has. Raises `SchemaViolation` for columns that are missing, unknown or of different length."""
     missing = [name for name in schema.required() if batch.get(name) is None]
-    unknown = [name for name in batch if name not in schema.columns]
+    unknown = [name for name in batch if schema.column(name) is None]
     if missing or unknown:
         raise SchemaViolation(f"columns {missing} are missing, and {unknown} are not in the schema {list(schema)}")
     sizes = {name: len(column) for name, column in batch.items() if column is not None}
@@ -43,16 +43,15 @@ def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:
 def stored_columns(batch: Mapping[str, Any], schema: RolloutSchema, rows: Sequence[int]) -> dict[str, Any]:
     """These rows as columns that `TransferQueueClient.put` stores as they are. Raises `SchemaViolation`, which names
     row and field."""
-    return {
-        name: _stored(name, batch[name], column, rows)
-        for name, column in schema.columns.items()
-        if batch.get(name) is not None
-    }
+    given = {name: (values, schema.column(name)) for name, values in batch.items() if values is not None}
+    return {name: _stored(name, values, column, rows) for name, (values, column) in given.items() if column is not None}
 
 
 def _stored(name: str, values: Any, column: RolloutColumn, rows: Sequence[int]) -> Any:
     if isinstance(column, Objects):
         return NonTensorStack(*[NonTensorData(values[row]) for row in rows])
+    if isinstance(column, Inferred):
+        return _stored(name, values, _inferred([values[row] for row in rows]), rows)
     if isinstance(column, Numbers):
         return torch.from_numpy(_numbers(name, values, np.dtype(column.dtype), rows))
     assert isinstance(column, Ragged)
@@ -60,6 +59,29 @@ def _stored(name: str, values: Any, column: RolloutColumn, rows: Sequence[int]) 
     if not any(isinstance(values[row], (list, tuple)) for row in rows):
         return [torch.from_numpy(_array(name, values[row], row, column.shape, wanted)) for row in rows]
     return _packed(name, values, column, wanted, rows)
+
+
+def _inferred(values: list[Any]) -> RolloutColumn:
+    """What these rows are."""
+    if all(isinstance(value, (bool, int, float, np.generic)) for value in values):
+        return Numbers(dtype=_dtype_of(values))
+    if all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values):
+        arrays = [_as_array(value) for value in values]
+        kinds = {(array.dtype.name, array.shape[1:]) for array in arrays if array.ndim}
+        if len(kinds) == 1 and all(array.ndim for array in arrays) and arrays[0].dtype.kind in "biuf":
+            dtype, shape = kinds.pop()
+            return Ragged(dtype=dtype, shape=shape) if all(shape) else Objects()
+        return Numbers(dtype=_dtype_of(arrays)) if not any(array.ndim for array in arrays) else Objects()
+    if all(type(value) is list for value in values):
+        kinds_of_items = {type(item) for value in values for item in value}
+        if kinds_of_items and kinds_of_items <= {int, float}:
+            return Ragged(dtype="float64" if float in kinds_of_items else "int64")
+    return Objects()
+
+
+def _dtype_of(numbers: list[Any]) -> str:
+    kind = np.array(numbers).dtype
+    return {"b": "bool", "i": "int64", "u": "int64", "f": "float64"}.get(kind.kind, "float64")
 
 
 def _numbers(name: str, values: Any, wanted: np.dtype[Any], rows: Sequence[int]) -> NDArray[Any]:
@@ -198,10 +220,12 @@ def _narrowed(name: str, array: NDArray[Any], wanted: np.dtype[Any], row: int | 
 def read_columns(data: Mapping[str, Any], schema: RolloutSchema, form: Form) -> dict[str, Any]:
     """The fields of a read as ranks take them: of `Numbers` one tensor, array or list, of `Ragged` a list with a
     tensor, array or list for each row, of `Objects` a list. Rows of one field lie in one memory."""
-    return {name: _read(data[name], schema.columns[name], form) for name in data if name in schema.columns}
+    return {name: _read(data[name], schema.column(name), form) for name in data if schema.column(name) is not None}
 
 
-def _read(values: Any, column: RolloutColumn, form: Form) -> Any:
+def _read(values: Any, column: RolloutColumn | None, form: Form) -> Any:
+    if isinstance(column, Inferred):
+        column = _as_stored(values)
     if isinstance(column, Objects):
         return values.tolist() if isinstance(values, NonTensorStack) else list(values)
     if isinstance(column, Numbers):
@@ -217,6 +241,13 @@ def _read(values: Any, column: RolloutColumn, form: Form) -> Any:
         return [tensor[a:b] for a, b in itertools.pairwise(bounds)]
     rows = [flat[a:b] for a, b in itertools.pairwise(bounds)]
     return rows if form == "arrays" else [row.tolist() for row in rows]
+
+
+def _as_stored(values: Any) -> RolloutColumn:
+    if not isinstance(values, torch.Tensor) or (values.is_nested and values.layout != torch.jagged):
+        return Objects()
+    dtype = str(values.dtype).removeprefix("torch.")
+    return Ragged(dtype=dtype) if values.is_nested else Numbers(dtype=dtype)
 
 
 def _flat(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:

@@ -49,18 +49,26 @@ class Objects(RolloutColumn):
     """Anything for each row, None included: dicts with tensors, texts, metadata. It comes back as it was put."""
 
 
-class RolloutSchema:
-    """The columns of a rollout by name, in their order. Raises `InvalidInput` for what is no column."""
+@dataclass(frozen=True, kw_only=True)
+class Inferred(RolloutColumn):
+    """What the rows of a put look like: numbers become int64, float64 or bool, arrays of one dtype and rank a ragged
+    column, and everything else objects."""
 
-    def __init__(self, columns: Mapping[str, RolloutColumn]) -> None:
+
+class RolloutSchema:
+    """The columns of a rollout by name, in their order. `others`: what columns are that are not among them (None: there
+    are none). Raises `InvalidInput` for what is no column."""
+
+    def __init__(self, columns: Mapping[str, RolloutColumn], *, others: RolloutColumn | None = None) -> None:
         self.columns = dict(columns)
-        if not self.columns:
+        self.others = others
+        if not self.columns and others is None:
             raise InvalidInput("a schema has at least one column")
         for name, column in self.columns.items():
             if not isinstance(name, str) or not name or name.startswith("__"):
                 raise InvalidInput(f"{name!r}: a column's name is a string that does not begin with __")
-            if not isinstance(column, (Numbers, Ragged, Objects)):
-                raise InvalidInput(f"column {name!r}: expected Numbers, Ragged or Objects, got {column!r}")
+            if not isinstance(column, (Numbers, Ragged, Objects, Inferred)):
+                raise InvalidInput(f"column {name!r}: expected Numbers, Ragged, Objects or Inferred, got {column!r}")
             for dtype in _dtypes(column):
                 _check_dtype(name, dtype)
             if isinstance(column, Ragged) and not all(type(size) is int and size > 0 for size in column.shape):
@@ -72,13 +80,17 @@ class RolloutSchema:
     def required(self) -> list[str]:
         return [name for name, column in self.columns.items() if not column.optional]
 
+    def column(self, name: str) -> RolloutColumn | None:
+        """What this column is; None where there is no such one."""
+        return self.columns.get(name, self.others)
+
     def part(self, names: Iterable[str]) -> RolloutSchema:
         """The schema of these columns. Raises `InvalidInput` for one that is not there."""
         wanted = list(names)
-        unknown = [name for name in wanted if name not in self.columns]
+        unknown = [name for name in wanted if self.column(name) is None]
         if unknown:
             raise InvalidInput(f"columns {unknown} are not in the schema, which has {list(self.columns)}")
-        return RolloutSchema({name: self.columns[name] for name in wanted})
+        return RolloutSchema({name: column for name in wanted if (column := self.column(name)) is not None})
 
 
 def _dtypes(column: RolloutColumn) -> list[str]:

@@ -8,7 +8,7 @@ from transfer_queue.wire.messages.base import Reply, Request
 from transfer_queue.wire.messages.reads import Located
 from transfer_queue.wire.messages.rows import RowSet
 
-ALL = -1  # rows of a `Fetch`: all that were declared to have its fields
+ALL = -(1 << 62)  # rows of a `Fetch`: all that were declared to have its fields; no number that a caller writes
 
 
 class Fetch(Request):

@@ -1,0 +1,228 @@
+"""`TransferQueueBridge`, as vime's driver, rollout manager and Megatron ranks call it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import transfer_queue as tq
+from transfer_queue.bridge import RolloutBridge, Schedule
+from transfer_queue.bridge.ranks import fetch_together
+from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.drivers import run
+from transfer_queue.client.operations.partitions import open_partition
+from transfer_queue.errors import DeadlineExceeded, InvalidInput
+from transfer_queue.integrations.vime.fields import (
+    SCHEDULE,
+    SCHEMA,
+    as_rollout_batch,
+    default_fields,
+    normalized,
+)
+from transfer_queue.integrations.vime.schedule import made_schedule
+from transfer_queue.metadata import BatchMeta
+
+log = logging.getLogger("transfer_queue")
+
+TRAIN_PARTITION_PREFIX = "train_"
+ACTOR_TRAIN_TASK = "actor_train"
+CRITIC_TRAIN_TASK = "critic_train"
+CRITIC_VALUE_FIELDS = ["values"]
+SERIES = "train"
+REMARK_S = 60.0  # a rollout that waits for room says so this often
+
+
+class TransferQueueBridge:
+    """The way of rollout data from vime's rollout manager to its Megatron ranks. Made by `connect`.
+
+    With `enable_vime_transfer_queue` off nothing is done, and `client` is None.
+    """
+
+    def __init__(self, args: Namespace, client: TransferQueueClient | None = None) -> None:
+        self.args = args
+        self.client = client
+
+    # the run
+
+    @classmethod
+    def enabled(cls, args: Namespace) -> bool:
+        return bool(getattr(args, "enable_vime_transfer_queue", False))
+
+    @classmethod
+    def initialize(cls, args: Namespace) -> None:
+        """In the driver, before actors start: start the service or find it, and keep in `args.tq_config` what they
+        attach with."""
+        if not cls.enabled(args):
+            args.tq_config = None
+            return
+        os.environ.update(cls.env_vars(args))
+        rows = args.rollout_batch_size * args.n_samples_per_prompt * (args.max_staleness + 1)
+        storage = {"total_storage_size": rows, "num_data_storage_units": args.num_data_storage_units}
+        conf = {"backend": {"SimpleStorage": storage}}
+        args.tq_config = tq.init(conf) or conf
+
+    @classmethod
+    def env_vars(cls, args: Namespace) -> dict[str, str]:
+        """What vime puts into the environment of its actors."""
+        if not cls.enabled(args):
+            return {}
+        rows = args.rollout_batch_size * args.n_samples_per_prompt
+        return {"TQ_PRE_ALLOC_SAMPLE_NUM": str(rows), "TQ_ZERO_COPY_SERIALIZATION": "true"}
+
+    @classmethod
+    def connect(cls, args: Namespace) -> TransferQueueBridge:
+        """In an actor. Raises `InvalidInput` (a ValueError) where `initialize` was not called before."""
+        if not cls.enabled(args):
+            return cls(args)
+        if getattr(args, "tq_config", None) is None:
+            raise InvalidInput(
+                "args.tq_config is missing: TransferQueueBridge.initialize(args) runs before actors start"
+            )
+        tq.init(args.tq_config)
+        return cls(args, tq.get_client())
+
+    def close(self) -> None:
+        if self.enabled(self.args):
+            tq.close()
+
+    @classmethod
+    def data_parallel_size(cls, args: Namespace) -> int:
+        """Of Megatron, before it is initialised. Raises `InvalidInput` for ranks that do not divide."""
+        world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        model_size = 1
+        for name in names:
+            model_size *= int(getattr(args, name, 1))
+        if model_size < 1 or world_size % model_size:
+            raise InvalidInput(f"{world_size} ranks are not divisible by model parallel groups of {model_size}")
+        return int(world_size // model_size)
+
+    @staticmethod
+    def partition_id(rollout_id: int) -> str:
+        return f"{TRAIN_PARTITION_PREFIX}{rollout_id}"
+
+    # columns
+
+    @classmethod
+    def normalize_train_data(cls, train_data: dict[str, Any]) -> dict[str, Any]:
+        """With `total_lengths`, and defaults for `raw_reward`, `truncated` and `sample_indices`. Raises `InvalidInput`
+        (a ValueError) where a required column is missing."""
+        return normalized(train_data)
+
+    @classmethod
+    def default_train_data_fields(cls, args: Namespace) -> list[str]:
+        return default_fields(args)
+
+    @classmethod
+    def critic_values_via_transfer_queue(cls, args: Namespace) -> bool:
+        """Whether the actor gets the critic's values this way, and not as an object of Ray."""
+        is_whole = int(getattr(args, "context_parallel_size", 1)) == 1
+        return cls.enabled(args) and bool(getattr(args, "use_critic", False)) and is_whole
+
+    @classmethod
+    def actor_train_data_fields(cls, args: Namespace) -> list[str]:
+        fields = default_fields(args)
+        values = CRITIC_VALUE_FIELDS if cls.critic_values_via_transfer_queue(args) else []
+        return list(dict.fromkeys([*fields, *values]))
+
+    # a rollout
+
+    def wait_for_staleness(self, rollout_id: int) -> None:
+        """Open the rollout's partition, once at most `max_staleness` earlier ones are not cleared. It waits in the
+        service; a rollout that waits for long says so in the log."""
+        client = self._connected()
+        partition = self.partition_id(rollout_id)
+        while True:
+            try:
+                opening = open_partition(client.session, partition, SERIES, self.args.max_staleness, timeout_s=REMARK_S)
+                return run(client.session, opening)
+            except DeadlineExceeded as error:
+                log.info("rollout %s waits for earlier ones to be cleared: %s", rollout_id, error)
+
+    def transfer_rollout_data(
+        self,
+        rollout_id: int,
+        train_data: dict[str, Any],
+        *,
+        schedule: Schedule | None = None,
+        train_parallel_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write one rollout. Waits as `wait_for_staleness`; checks everything before.
+
+        Which rank trains on which rows, and in which micro-batches, says `schedule`; or vime's `build_dp_schedule` with
+        this `train_parallel_config`, which its rollout manager has. Without either, rows are dealt in turn, or by their
+        lengths with `balance_data`, and ranks make micro-batches themselves. Raises `InvalidInput` and
+        `SchemaViolation` (ValueErrors).
+        """
+        client = self._connected()
+        columns = normalized(train_data)
+        if schedule is None:
+            schedule = made_schedule(self.args, columns, self.data_parallel_size(self.args), train_parallel_config)
+        bridge = RolloutBridge(client, SCHEMA)
+        ready = bridge.prepare(columns, schedule=schedule)
+        self.wait_for_staleness(rollout_id)
+        bridge.put(self.partition_id(rollout_id), ready)
+
+    def get_data(
+        self, rollout_id: int, *, task_name: str, data_fields: list[str] | None = None, timeout_s: float | None = None
+    ) -> tuple[dict[str, Any], BatchMeta] | tuple[None, None]:
+        """The rows of this rank as vime's actors take them, with the schedule, and their metadata for `put_data`.
+
+        All ranks call it; one of each model-parallel group fetches, and the others receive. Blocks until all columns
+        are written, those of `data_fields` that others derive as well; every other column that the rollout had
+        comes with them. (None, None) where that took longer than `timeout_s` (default: the session's); the log says
+        what is missing.
+        """
+        mpu = importlib.import_module("megatron.core.parallel_state")
+        bridge = RolloutBridge(self._connected(), SCHEMA)
+        groups = [mpu.get_context_parallel_group(), mpu.get_tensor_model_parallel_group()]
+        if mpu.get_pipeline_model_parallel_world_size() > 1:
+            groups.append(mpu.get_pipeline_model_parallel_group())
+        try:
+            fetched = fetch_together(
+                bridge,
+                groups,
+                self.partition_id(rollout_id),
+                task_name,
+                mpu.get_data_parallel_rank(with_context_parallel=False),
+                dp_size=mpu.get_data_parallel_world_size(with_context_parallel=False),
+                columns=data_fields,
+                others=True,
+                timeout_s=timeout_s,
+            )
+        except DeadlineExceeded as error:
+            log.warning("rollout %s: %s", rollout_id, error)
+            return None, None
+        batch = as_rollout_batch(fetched.columns)
+        batch |= {name: fetched.schedule[name] for name in SCHEDULE if fetched.schedule[name] is not None}
+        return batch, fetched.meta
+
+    def put_data(
+        self, rollout_id: int, data: dict[str, Any], *, data_fields: list[str], batch_meta: BatchMeta | None = None
+    ) -> None:
+        """Write columns that a rank derived, for its rows `batch_meta`; ranks that wait for them get them.
+
+        One rank of each model-parallel group calls it. Raises `InvalidInput` (a ValueError), `SchemaViolation`.
+        """
+        if not self.enabled(self.args) or self.client is None:
+            return
+        missing = [name for name in data_fields if name not in data]
+        if missing or batch_meta is None:
+            raise InvalidInput(
+                f"rollout {rollout_id}: put_data needs batch_meta of get_data, and lacks fields {missing}"
+            )
+        RolloutBridge(self.client, SCHEMA).write_back(batch_meta, {name: data[name] for name in data_fields})
+
+    def clear_partition(self, rollout_id: int) -> None:
+        """The rollout is over; the next one may begin."""
+        if self.enabled(self.args) and self.client is not None:
+            self.client.clear_partition(self.partition_id(rollout_id))
+
+    def _connected(self) -> TransferQueueClient:
+        if self.client is None:
+            raise InvalidInput("TransferQueueBridge.connect(args) makes a bridge that is connected")
+        return self.client

@@ -1,0 +1,210 @@
+"""vime's bridge: its names, methods and flags, driven by processes that look like its own, with Megatron's groups."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import vime_ranks
+from conftest import Child
+from vime_ranks import ROWS, STEPS, rollout, schedule
+
+import transfer_queue as tq
+from transfer_queue.bridge import RolloutBridge, Schedule
+from transfer_queue.errors import InvalidInput, SchemaViolation
+from transfer_queue.integrations.vime import TransferQueueBridge, add_arguments, validate_arguments
+from transfer_queue.integrations.vime.fields import SCHEMA, as_rollout_batch
+from transfer_queue.integrations.vime.schedule import balanced
+
+
+def arguments(*flags: str, **more: Any) -> Namespace:
+    """What vime's driver has parsed, as far as the bridge looks at it."""
+    args = add_arguments(argparse.ArgumentParser()).parse_args(["--enable-vime-transfer-queue", *flags])
+    run = {
+        "rollout_batch_size": 2, "n_samples_per_prompt": 4, "actor_num_nodes": 1, "actor_num_gpus_per_node": 4,
+        "tensor_model_parallel_size": 2, "use_rollout_logprobs": True, "use_rollout_routing_replay": True,
+        "multimodal_keys": {"image": "images"},
+    }  # fmt: skip
+    return Namespace(**{**vars(args), **run, **more})
+
+
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    """Of a run whose service was started by `initialize`."""
+    for name in ("TQ_ADDRESS", "TQ_PRE_ALLOC_SAMPLE_NUM", "TQ_ZERO_COPY_SERIALIZATION"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    found = arguments()
+    TransferQueueBridge.initialize(found)
+    yield found
+    tq.close()
+
+
+def plan(step: int) -> Schedule:
+    return Schedule(**schedule(step))
+
+
+def start(child: Callable[[str], Child], tmp_path: Path, args: Namespace, way: str) -> list[Child]:
+    told = pickle.dumps(args)  # as Ray brings it to actors
+    helpers = str(Path(vime_ranks.__file__).parent)
+    return [
+        child(f"""
+            import pickle, sys
+            sys.path.insert(0, {helpers!r})
+            import vime_ranks
+            vime_ranks.main({rank}, {str(tmp_path / way)!r}, pickle.loads({told!r}), {way!r})
+        """)
+        for rank in range(4)
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_losses_are_those_of_a_plain_list_to_the_bit(
+    args: Namespace, child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    """A rollout manager writes three steps, each when the one before is cleared, and four ranks train on them."""
+    manager = TransferQueueBridge.connect(args)
+    ranks = start(child, tmp_path, args, "queue")
+    for step in range(STEPS):
+        manager.transfer_rollout_data(step, rollout(step), schedule=plan(step))
+    found = [json.loads(one.finish(60)) for one in ranks]
+    wanted = [json.loads(one.finish(60)) for one in start(child, tmp_path, args, "plain")]
+    assert found == wanted
+    assert len(set(found[0])) == STEPS
+    assert tq.get_client().get_partition_list() == []
+
+
+def fetched(args: Namespace, step: int, dp_rank: int, task: str = "actor_train", **more: Any) -> Any:
+    """What `get_data` does on the first rank of its group."""
+    bridge = RolloutBridge(tq.get_client(), SCHEMA)
+    found = bridge.fetch(TransferQueueBridge.partition_id(step), task, dp_rank, others=True, timeout_s=5, **more)
+    return as_rollout_batch(found.columns), found
+
+
+def test_every_column_that_was_written_comes_back(args: Namespace) -> None:
+    data = rollout(0)
+    bridge = TransferQueueBridge.connect(args)
+    bridge.transfer_rollout_data(0, {**data, "my_extra": [{"a": n} for n in range(ROWS)]}, schedule=plan(0))
+    for dp_rank, part in enumerate(plan(0).partitions):
+        batch, _ = fetched(args, 0, dp_rank, columns=TransferQueueBridge.default_train_data_fields(args))
+        for name in ("response_lengths", "rewards", "rollout_ids", "rollout_mask_sums"):
+            assert batch[name] == [data[name][row] for row in part], name
+        assert [row.tolist() for row in batch["tokens"]] == [data["tokens"][row] for row in part]
+        assert all(
+            isinstance(got, np.ndarray) and np.array_equal(got, data["rollout_routed_experts"][row])
+            for got, row in zip(batch["rollout_routed_experts"], part, strict=True)
+        )
+        assert [image is None for image in batch["multimodal_train_inputs"]] == [row % 2 == 1 for row in part]
+        assert batch["my_extra"] == [{"a": row} for row in part]
+        assert batch["truncated"] == [0] * len(part)
+        assert batch["sample_indices"] == list(part)
+
+
+def test_the_actor_gets_the_critics_values_when_they_are_written(args: Namespace) -> None:
+    args.use_critic = True
+    bridge = TransferQueueBridge.connect(args)
+    bridge.transfer_rollout_data(0, rollout(0), schedule=plan(0))
+    wanted = TransferQueueBridge.actor_train_data_fields(args)
+    assert "values" in wanted
+    found: list[Any] = []
+    actor = threading.Thread(target=lambda: found.append(fetched(args, 0, 1, columns=wanted)[0]))
+    actor.start()
+    batch, critic = fetched(args, 0, 1, task="critic_train")
+    values = [np.full(length, 0.5, np.float32) for length in batch["response_lengths"]]
+    bridge.put_data(0, {"values": values}, data_fields=["values"], batch_meta=critic.meta)
+    actor.join(10)
+    assert [row.tolist() for row in found[0]["values"]] == [row.tolist() for row in values]
+
+
+def test_a_rollout_waits_for_earlier_ones_to_be_cleared(args: Namespace) -> None:
+    bridge = TransferQueueBridge.connect(args)
+    bridge.transfer_rollout_data(0, rollout(0), schedule=plan(0))
+    later = threading.Thread(target=lambda: bridge.transfer_rollout_data(1, rollout(1), schedule=plan(1)))
+    later.start()
+    client = tq.get_client()
+    while not client.stats()["waiting_requests"]:
+        pass
+    assert client.get_partition_list() == ["train_0"]
+    bridge.clear_partition(0)
+    later.join(10)
+    assert client.get_partition_list() == ["train_1"]
+
+
+def test_rows_are_dealt_where_vime_does_not_say(args: Namespace) -> None:
+    bridge = TransferQueueBridge.connect(args)
+    args.balance_data = True
+    bridge.transfer_rollout_data(0, rollout(0))
+    parts = [fetched(args, 0, rank)[1].schedule["partition"] for rank in range(2)]
+    assert parts == balanced([len(tokens) for tokens in rollout(0)["tokens"]], 2)
+    assert sorted(row for part in parts for row in part) == list(range(ROWS))
+
+
+def test_balanced_parts_have_as_many_rows_and_about_as_many_tokens() -> None:
+    lengths = [100, 1, 1, 1, 90, 5, 5, 5, 5]
+    parts = balanced(lengths, 2)
+    assert sorted(map(len, parts)) == [4, 5]
+    tokens = [sum(lengths[row] for row in part) for part in parts]
+    assert abs(tokens[0] - tokens[1]) <= 10
+
+
+def test_bad_rollouts_are_refused_before_anything_waits_or_is_stored(args: Namespace) -> None:
+    bridge = TransferQueueBridge.connect(args)
+    data = rollout(0)
+    with pytest.raises(ValueError, match="missing required fields"):
+        bridge.transfer_rollout_data(0, {name: data[name] for name in data if name != "rewards"})
+    masks = [*data["loss_masks"][:2], None, *data["loss_masks"][3:]]
+    with pytest.raises(SchemaViolation, match="row 2, field 'loss_masks'"):
+        bridge.transfer_rollout_data(0, {**data, "loss_masks": masks}, schedule=plan(0))
+    with pytest.raises(ValueError, match="do not have each"):
+        bridge.transfer_rollout_data(0, data, schedule=Schedule(partitions=[[0], [1]]))
+    assert tq.get_client().get_partition_list() == []
+
+
+def test_the_flags_are_those_of_the_pull_request() -> None:
+    flags = "--num-data-storage-units 2 --max-staleness 1 --no-polling-mode --transfer-queue-extra-data-fields a b"
+    flags += " --transfer-queue-staleness-poll-interval 0.5"
+    args = arguments(*flags.split())
+    validate_arguments(args)
+    assert (args.enable_vime_transfer_queue, args.num_data_storage_units, args.max_staleness) == (True, 2, 1)
+    assert (args.polling_mode, args.transfer_queue_staleness_poll_interval) == (False, 0.5)
+    assert TransferQueueBridge.default_train_data_fields(args)[-2:] == ["a", "b"]
+    assert TransferQueueBridge.env_vars(args) == {
+        "TQ_PRE_ALLOC_SAMPLE_NUM": "8", "TQ_ZERO_COPY_SERIALIZATION": "true",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [
+    {"max_staleness": -1}, {"num_data_storage_units": 0}, {"debug_train_only": True}, {"load_debug_rollout_data": "x"},
+], ids=str)  # fmt: skip
+def test_flags_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput):
+        validate_arguments(arguments(**wrong))
+
+
+def test_without_its_flag_the_bridge_does_nothing() -> None:
+    args = arguments(enable_vime_transfer_queue=False)
+    validate_arguments(args)
+    TransferQueueBridge.initialize(args)
+    bridge = TransferQueueBridge.connect(args)
+    assert args.tq_config is None
+    assert bridge.client is None
+    assert TransferQueueBridge.env_vars(args) == {}
+    bridge.clear_partition(0)
+    bridge.put_data(0, {}, data_fields=[])
+    bridge.close()
+
+
+def test_actors_that_start_before_the_driver_initialises_are_told() -> None:
+    with pytest.raises(ValueError, match="before actors start"):
+        TransferQueueBridge.connect(arguments())
+    with pytest.raises(ValueError, match="not divisible"):
+        TransferQueueBridge.data_parallel_size(arguments(actor_num_gpus_per_node=3))
+    assert TransferQueueBridge.data_parallel_size(arguments()) == 2
