@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from transfer_queue.interface import async_kv_list as async_kv_list
     from transfer_queue.interface import async_kv_put as async_kv_put
     from transfer_queue.interface import async_kv_update as async_kv_update
+    from transfer_queue.interface import async_kv_watch as async_kv_watch
     from transfer_queue.interface import async_open_partition as async_open_partition
     from transfer_queue.interface import async_series_status as async_series_status
     from transfer_queue.interface import async_set_weight_version as async_set_weight_version
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from transfer_queue.interface import kv_list as kv_list
     from transfer_queue.interface import kv_put as kv_put
     from transfer_queue.interface import kv_update as kv_update
+    from transfer_queue.interface import kv_watch as kv_watch
     from transfer_queue.interface import load_checkpoint as load_checkpoint
     from transfer_queue.interface import load_data_by_key as load_data_by_key
     from transfer_queue.interface import open_partition as open_partition
@@ -115,7 +117,7 @@ _HOMES = {
     "transfer_queue.interface": (
         "init", "close", "address", "get_client", "get_metrics_endpoint", "kv_put", "kv_batch_put", "kv_batch_get",
         "kv_batch_get_by_meta", "kv_list", "kv_clear", "async_kv_put", "async_kv_batch_put", "async_kv_batch_get",
-        "async_kv_batch_get_by_meta", "async_kv_list", "async_kv_clear",
+        "async_kv_batch_get_by_meta", "async_kv_list", "async_kv_clear", "kv_watch", "async_kv_watch",
         "kv_update", "async_kv_update", "kv_empty", "async_kv_empty", "dump_data_by_key", "load_data_by_key",
         "read_row_index", "save_step",
         "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",

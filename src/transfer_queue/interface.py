@@ -302,6 +302,7 @@ kv_batch_get_by_meta = _plain(kv.kv_batch_get_by_meta)
 async_kv_batch_get_by_meta = _async(kv.kv_batch_get_by_meta)
 kv_list, async_kv_list = _plain(kv.kv_list), _async(kv.kv_list)
 kv_clear, async_kv_clear = _plain(kv.kv_clear), _async(kv.kv_clear)
+kv_watch, async_kv_watch = _plain(kv.kv_watch), _async(kv.kv_watch)
 kv_update, async_kv_update = _plain(update.kv_update), _async(update.kv_update)
 kv_empty, async_kv_empty = _plain(update.kv_empty), _async(update.kv_empty)
 set_weight_version, async_set_weight_version = (

@@ -24,6 +24,7 @@
      │   ├─ group_holdings      what a session has of them
      │   └─ group_reports       what is told of them
      ├─ series                  partitions of which only so many may be open
+     ├─ watching                those who wait until keys or tags change
      ├─ locks                   names that are held
      ├─ deadlines               when the first of many terms ends
      └─ cleared_partitions      what they leave, freed in slices

@@ -28,6 +28,7 @@ from transfer_queue.controller.staleness import REQUESTS as VERSION_REQUESTS
 from transfer_queue.controller.state import ControllerState, RowQuotaExceeded
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import Grant, GroupGrant, InsertGrant, LockGrant
+from transfer_queue.controller.watching import Watching
 from transfer_queue.errors import (
     InvalidInput,
     ProtocolError,
@@ -73,8 +74,7 @@ class Controller:
         self.outbox, self.payloads = state.outbox, state.payloads
         self.in_doubt: set[Hashable] = set()
         self.restoring = StateLoader(state, self.retry_quota_waiters)
-        self.max_rows = max_rows
-        self.reserved_rows = reserved_rows
+        self.max_rows, self.reserved_rows = max_rows, reserved_rows
         self._fetching = state.fetching
         self._leases = self._fetching.leases
         self._unreceived = self._fetching.unreceived
@@ -89,9 +89,9 @@ class Controller:
             m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
             m.Announce: self._announce, m.ResumeStep: self._fetching.steps.resume,
         }  # fmt: skip
-        self.groups, self.series = state.groups, state.series
+        self.groups, self.series, self.watching = state.groups, state.series, Watching(self.outbox, self.tables)
         admits = self.staleness.admissions.parked
-        others = (self.locks.parked, self.groups.parked, self.series.parked)
+        others = (self.locks.parked, self.groups.parked, self.series.parked, self.watching.parked)
         self._lots = (self._fetching.parked, self._quota_waiters, admits, *others)  # requests that wait, but for loads
         self.groups.clear = self.series.clear = self._clear
         self.groups.number_leases(lock_number)
@@ -104,7 +104,8 @@ class Controller:
         self.series.rules |= {kind: self._lasting[kind] for kind in self.series.rules}
         parts = (
             (GROUP_REQUESTS, self.groups.handle), (SERIES_REQUESTS, self.series.handle),
-            (LOCK_REQUESTS, self.locks.handle), (VERSION_REQUESTS, self.staleness.handle),
+            (self.watching.requests, self.watching.handle), (LOCK_REQUESTS, self.locks.handle),
+            (VERSION_REQUESTS, self.staleness.handle),
             (LEASE_REQUESTS, lambda message, ticket, session, now: self._leases.handle(message, session)),
             (DEAD_LETTER_REQUESTS, lambda message, *asker: self._redelivery.handle(message)),
         )  # fmt: skip
@@ -112,6 +113,12 @@ class Controller:
         self._rules |= {m.GetStep: self._fetching.steps.taken, **Queries(self.tables).rules}
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
+        reply = self._handle(message, ticket, session, now)
+        if self.watching.parked:  # something may have changed
+            self.watching.serve()
+        return reply
+
+    def _handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         self._leases.now = now
         self.lineage.check(message)
         kind = type(message)
@@ -125,7 +132,7 @@ class Controller:
                 parked = Waiter(ticket, session, message, now + timeout_s, now - waited_s, waited_s)
                 return self._fetching.fetch(parked, self.tables.get(message.partition))
             case m.MarkStep():
-                return self._mark(message, session)
+                return self._fetching.mark(message, session)
             case m.Snapshot():
                 return capture(self.state, message, ticket, session)
             case m.Restore():
@@ -171,8 +178,9 @@ class Controller:
         self._redelivery.expire(now)
         tell_waiting(self._fetching, self._quota_waiters, self.max_rows, now)
         self._fetching.expire(now)
-        for part in (self.staleness.admissions, self.locks, self.groups, self.series):
+        for part in (self.staleness.admissions, self.locks, self.groups, self.series, self.watching):
             part.expire(now)
+        self.watching.serve()
         for parked in self._quota_waiters.expired(now):
             text = f"the store's {self.max_rows} rows stayed in use for {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, m.Failed(parked.message.rid, StoreFull.code, text)))
@@ -180,7 +188,7 @@ class Controller:
     def forget(self, tickets: set[Hashable]) -> None:
         """Drop parked requests whose askers are gone."""
         admits = self.staleness.admissions
-        others = (self.locks, self.groups, self.series, self.restoring)
+        others = (self.locks, self.groups, self.series, self.watching, self.restoring)
         for part in (self._fetching, self._quota_waiters, admits, *others):
             part.forget(tickets)
 
@@ -192,6 +200,7 @@ class Controller:
         self._fetching.end_session(session)
         self.locks.end_session(session)
         self.groups.end_session(session)
+        self.watching.serve()
 
     def received(self, session: bytes, rid: int) -> None:
         """The answer to this request is in its asker's hands: what it took stays taken."""
@@ -243,6 +252,7 @@ class Controller:
         """Do a step of loading a checkpoint, and a slice of what cleared partitions left."""
         self.restoring.step()
         self.state.cleared_partitions.slice()
+        self.watching.serve()
 
     @property
     def num_rows(self) -> int:
@@ -475,15 +485,6 @@ class Controller:
             self.staleness.review(table, name)
             self._fetching.serve(table, task, list(task.views.values()))
         return m.Done(message.rid, note)
-
-    def _mark(self, message: m.MarkStep, session: bytes) -> m.Reply:
-        steps = self._fetching.steps
-        steps.check_mark(message)
-        for lease, rows in message.used:
-            self._leases.check(lease, rows)
-        for lease, rows in message.used:
-            self._leases.handle(m.Ack(message.rid, lease, rows), session)
-        return steps.mark(message)
 
     def _set_partition(self, message: m.SetPartition) -> m.Reply:
         if min(message.size or 0, *message.sizes.values(), 0) < 0:

@@ -26,7 +26,7 @@ from transfer_queue.sampler.base import BaseSampler, takes
 from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire.arrays import indexes_of
-from transfer_queue.wire.messages import ALL, DONE, PASSED, Failed, Fetch, Reply, RowSet, Tags
+from transfer_queue.wire.messages import ALL, DONE, PASSED, Ack, Failed, Fetch, MarkStep, Reply, RowSet, Tags
 
 log = logging.getLogger("transfer_queue.controller")
 
@@ -247,6 +247,15 @@ class Fetching:
         """Rows were cleared, or fewer are expected."""
         for task in table.tasks.values():
             self._rows_consumed(table, task)
+
+    def mark(self, message: MarkStep, session: bytes) -> Reply:
+        """What was used of a step is acknowledged, and the step is marked; or neither."""
+        self.steps.check_mark(message)
+        for lease, rows in message.used:
+            self.leases.check(lease, rows)
+        for lease, rows in message.used:
+            self.leases.handle(Ack(message.rid, lease, rows), session)
+        return self.steps.mark(message)
 
     def declared(self, table: Table) -> None:
         """It is known how many rows will be there: who waits for all of them may have them, or for nothing any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -188,6 +188,34 @@ def kv_list(session: Session, partition_id: str | None = None) -> Operation[dict
         found = listings.update((yield Call(request))[0], partition_id)
         if found is not None:
             return found
+
+
+class KeysSeen(NamedTuple):
+    """How keys and tags stood at some instant. `service_id` names the life of the service."""
+
+    service_id: bytes
+    versions: dict[str, tuple[int, int]]
+
+
+def kv_watch(
+    session: Session, partition_id: str | None = None, since: KeysSeen | None = None, timeout_s: float | None = None
+) -> Operation[KeysSeen]:
+    """Wait until keys or tags of a partition, or of any, are other than at `since`, which an earlier call returned; say
+    how they stand now. Without `since`: at once.
+
+    Waits in the service, at most `timeout_s` (default: the session's); then what it returns equals `since`. A loop that
+    asks before it lists misses nothing:
+
+        seen = kv_watch("train")
+        while not enough(kv_list("train")):
+            seen = kv_watch("train", seen)
+    """
+    wait_s = session.timeout_s if timeout_s is None else timeout_s
+    is_same = since is not None and since.service_id == session.service_id
+    known = since.versions if since is not None and is_same else {}
+    request = m.WatchKeys(session.next_rid(), partition_id, known, wait_s if is_same else 0.0)
+    reply = (yield Call(request, wait_s=wait_s))[0]
+    return KeysSeen(session.service_id, reply.versions)
 
 
 def kv_clear(session: Session, keys: list[str] | str, partition_id: str) -> Operation[None]:

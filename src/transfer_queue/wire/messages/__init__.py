@@ -105,8 +105,10 @@ from transfer_queue.wire.messages.leases import Renew as Renew
 from transfer_queue.wire.messages.leases import Requeue as Requeue
 from transfer_queue.wire.messages.leases import Requeued as Requeued
 from transfer_queue.wire.messages.listings import Changes as Changes
+from transfer_queue.wire.messages.listings import KeyVersions as KeyVersions
 from transfer_queue.wire.messages.listings import Listing as Listing
 from transfer_queue.wire.messages.listings import ListKeys as ListKeys
+from transfer_queue.wire.messages.listings import WatchKeys as WatchKeys
 from transfer_queue.wire.messages.locks import KeepLock as KeepLock
 from transfer_queue.wire.messages.locks import ListLocks as ListLocks
 from transfer_queue.wire.messages.locks import Lock as Lock
@@ -196,13 +198,13 @@ ClientMessage: TypeAlias = (
     | OpenPool | TakeTickets | ReturnTickets | OpenGroup | ClaimSlots | StartSlots | FinishSlot | FailSlots
     | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
-    | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells
+    | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
-    | StepResumed | StepTaken | Tickets | SlotsClaimed | GroupsLent | CellDigests
+    | StepResumed | StepTaken | Tickets | SlotsClaimed | GroupsLent | CellDigests | KeyVersions
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -14,6 +14,21 @@ class ListKeys(Request):
     known: dict[str, tuple[int, int]]
 
 
+class WatchKeys(Request):
+    """Park until keys or tags of one partition, or of any (None), are other than at these (table, version)s; at most
+    `timeout_s`."""
+
+    partition: str | None
+    known: dict[str, tuple[int, int]]
+    timeout_s: float
+
+
+class KeyVersions(Reply):
+    """(table, version) of each partition asked for that exists."""
+
+    versions: dict[str, tuple[int, int]]
+
+
 class Changes(msgspec.Struct, array_like=True, gc=False):
     """Keys whose row or tags are new since the version the client knows, or all of them when `full`.
 

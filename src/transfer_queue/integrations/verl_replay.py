@@ -1,0 +1,50 @@
+"""verl's replay buffers without polling: they look again when a key or a tag has changed, not every two seconds.
+
+from transfer_queue.integrations import verl_replay
+verl_replay.install()  # in the process of the trainer, before it samples
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import transfer_queue as tq
+from transfer_queue.errors import NotSupported
+
+MODULE = "verl.trainer.ppo.v1.replay_buffer"  # of verl 0.9.1
+SYNC, WAIT = "_sync_metadata_from_transfer_queue", "_wait_for_next_poll"
+
+
+def install() -> None:
+    """Have `ReplayBuffer`, and all that is made from it, wait in the service between two looks. `poll_interval` is how
+    long a buffer waits for a change before it looks all the same. Doing it twice changes nothing.
+
+    Raises ImportError without verl, `NotSupported` for a release of it whose buffers wait in another way.
+    """
+    buffer = importlib.import_module(MODULE).ReplayBuffer
+    sync, wait = getattr(buffer, SYNC, None), getattr(buffer, WAIT, None)
+    if sync is None or wait is None:
+        raise NotSupported(f"ReplayBuffer of this verl has no {SYNC} and {WAIT}: they are those of verl 0.9.1")
+    if hasattr(wait, "__wrapped__"):
+        return
+
+    @functools.wraps(sync)
+    def synchronized(self: Any) -> None:
+        self._keys_seen = tq.kv_watch()  # before the listing: what changes after it ends the next wait
+        sync(self)
+
+    @functools.wraps(wait)
+    def waited(self: Any, partition_id: str, last_debug_time: float) -> float:
+        interval = self.poll_interval
+        tq.kv_watch(since=getattr(self, "_keys_seen", None), timeout_s=interval)
+        self.poll_interval = 0.0  # what is left of verl's own wait is what it logs
+        try:
+            found: float = wait(self, partition_id, last_debug_time)
+        finally:
+            self.poll_interval = interval
+        return found
+
+    setattr(buffer, SYNC, synchronized)
+    setattr(buffer, WAIT, waited)
