@@ -6,6 +6,7 @@ In .venv-engines with Ray as a peer; each way in turn in each round, four rank p
 from before the driver's call to when the last rank has looked at all of its values; all ranks add the same numbers up.
 
 bridge  `RolloutBridge.put`, and `fetch` on each rank.
+vime    the adapter for vime, with Megatron's process groups (where megatron-core is installed).
 ray     as slime and vime do without a queue: `ray.put` of each rank's part of the dict, `ray.get` on each rank, which
         makes tensors of the lists.
 
@@ -20,16 +21,17 @@ import importlib.util
 import multiprocessing as mp
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 import transfer_queue as tq
-from transfer_queue.bridge import Numbers, Objects, Ragged, RolloutBridge, RolloutSchema
+from transfer_queue.bridge import Numbers, Objects, Ragged, RolloutBridge, RolloutSchema, Schedule
 
 RANKS = 4
 ROWS = ("tokens", "loss_masks", "rollout_log_probs")
@@ -97,6 +99,69 @@ def rank(number: int, connection: Any) -> None:
         connection.send((time.monotonic(), total_of(fetched.columns)))
         del fetched
     tq.close()
+
+
+def vime_rank(number: int, connection: Any) -> None:
+    """A Megatron rank of four data-parallel ones, as vime's adapter sees it."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from transfer_queue.integrations.vime import TransferQueueBridge
+
+    torch.set_num_threads(1)
+    args, store = connection.recv()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=RANKS)
+    parallel_state.initialize_model_parallel()
+    bridge = TransferQueueBridge.connect(args)
+    connection.send("connected")
+    for rollout_id in iter(connection.recv, None):
+        connection.send("ready")
+        columns, _ = bridge.get_data(rollout_id, task_name="actor_train")
+        connection.send((time.monotonic(), total_of(columns)))
+        del columns
+    bridge.close()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def vime_way() -> Iterator[Callable[[dict[str, Any]], tuple[float, float]]]:
+    """The adapter's driver and rollout manager in this process."""
+    from transfer_queue.integrations.vime import TransferQueueBridge
+
+    args = argparse.Namespace(
+        enable_vime_transfer_queue=True, max_staleness=0, num_data_storage_units=1, rollout_batch_size=256,
+        n_samples_per_prompt=1, actor_num_nodes=1, actor_num_gpus_per_node=RANKS, use_rollout_logprobs=True,
+        tq_config={},
+    )  # fmt: skip
+    bridge = TransferQueueBridge.connect(args)
+    context = mp.get_context("spawn")
+    pipes, processes, numbers = [], [], iter(range(1 << 30))
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(RANKS):
+            mine, its = context.Pipe()
+            process = context.Process(target=vime_rank, args=(number, its), daemon=True)
+            process.start()
+            mine.send((args, f"{folder}/store"))
+            pipes.append(mine)
+            processes.append(process)
+        assert [pipe.recv() for pipe in pipes] == ["connected"] * RANKS
+
+        def way(batch: dict[str, Any]) -> tuple[float, float]:
+            rollout_id, count = next(numbers), len(batch["tokens"])
+            for pipe in pipes:
+                pipe.send(rollout_id)
+            assert [pipe.recv() for pipe in pipes] == ["ready"] * RANKS
+            time.sleep(0.02)
+            began = time.monotonic()
+            bridge.transfer_rollout_data(rollout_id, batch, schedule=Schedule.even(count, RANKS))
+            ends, sums = zip(*[pipe.recv() for pipe in pipes], strict=True)
+            bridge.clear_partition(rollout_id)
+            return max(ends) - began, sum(sums)
+
+        yield way
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.send(None)
+            process.join()
 
 
 @contextmanager
@@ -171,14 +236,13 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    with bridge_way() as ours:
+    with bridge_way() as ours, ExitStack() as stack:
         ways = {"bridge": ours}
+        if importlib.util.find_spec("megatron"):
+            ways["vime"] = stack.enter_context(vime_way())
         if importlib.util.find_spec("ray"):
-            with ray_way() as theirs:
-                ways["ray"] = theirs
-                _compare(ways, args)
-        else:
-            _compare(ways, args)
+            ways["ray"] = stack.enter_context(ray_way())
+        _compare(ways, args)
 
 
 def _compare(ways: dict[str, Callable[..., tuple[float, float]]], args: argparse.Namespace) -> None:

@@ -233,6 +233,25 @@ def test_hosts_share_what_has_the_same_digest(start_host: Callable[..., Host]) -
         assert [torch.equal(row["pixel_values"], image(1 + n // 2)) for n, row in enumerate(rows(found))] == [True] * 4
 
 
+def test_a_reader_on_another_host_receives_each_image_once(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    other = start_host(head.tcp)
+    for number in range(ROWS):
+        put(head, f"k{number}", 1)
+    session = other.client.session
+    moved: list[int] = []
+    allocate = session.pool.allocate
+
+    def counted(nbytes: int) -> Any:
+        moved.append(nbytes)
+        return allocate(nbytes)
+
+    session.pool.allocate = counted  # type: ignore[method-assign]
+    found = other.kv_get([f"k{number}" for number in range(ROWS)], "p")["image"]
+    assert all(torch.equal(row["pixel_values"], image(1)) for row in rows(found))
+    assert NBYTES <= sum(moved) < 1.1 * NBYTES
+
+
 def test_shared_cells_come_back_from_the_journal(start_host: Callable[..., Host], tmp_path: Path) -> None:
     settings: dict[str, Any] = {"host": "", "durability": "machine", "journal_dir": str(tmp_path / "journal")}
     host = start_host(**settings)
