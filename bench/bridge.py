@@ -95,7 +95,7 @@ def rank(number: int, connection: Any) -> None:
     bridge = RolloutBridge(tq.get_client(), SCHEMA)
     for partition in iter(connection.recv, None):
         connection.send("ready")
-        fetched = bridge.fetch(partition, "actor", number)
+        fetched = bridge.fetch(partition, "actor", number, RANKS)
         connection.send((time.monotonic(), total_of(fetched.columns)))
         del fetched
     tq.close()

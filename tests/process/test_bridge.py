@@ -53,7 +53,7 @@ def test_every_rank_gets_its_rows_in_the_order_of_the_schedule(bridge: RolloutBr
     )  # fmt: skip
     bridge.put(step, batch, schedule=plan)
     for rank, rows in enumerate(parts):
-        fetched = bridge.fetch(step, "actor", rank, dp_size=2, timeout_s=5)
+        fetched = bridge.fetch(step, "actor", rank, 2, timeout_s=5)
         check(fetched, batch, rows)
         said = {name: fetched.schedule[name] for name in ("partition", "micro_batch_indices", "round")}
         assert said == {"partition": rows, "micro_batch_indices": plan.micro_batch_indices[rank], "round": 7}  # type: ignore[index]
@@ -65,7 +65,7 @@ def test_without_a_schedule_ranks_get_as_many_rows_or_one_more(bridge: RolloutBr
     batch = rollout()
     metas = bridge.put(step, batch, dp_size=4)
     assert [len(meta) for meta in metas] == [2, 3, 2, 3]
-    check(bridge.fetch(step, "actor", 1, timeout_s=5), batch, [2, 3, 4])
+    check(bridge.fetch(step, "actor", 1, 4, timeout_s=5), batch, [2, 3, 4])
 
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array, list], ids=["tensors", "arrays", "lists"])
@@ -109,10 +109,10 @@ def test_derived_columns_reach_who_waits_for_them(bridge: RolloutBridge, step: s
     bridge.put(step, batch, dp_size=2)
     found: list[Fetched] = []
     actor = threading.Thread(
-        target=lambda: found.append(bridge.fetch(step, "actor", 1, columns=["tokens", "values"], timeout_s=10))
+        target=lambda: found.append(bridge.fetch(step, "actor", 1, 2, columns=["tokens", "values"], timeout_s=10))
     )
     actor.start()
-    critic = bridge.fetch(step, "critic", 1, columns=["tokens"], timeout_s=5)
+    critic = bridge.fetch(step, "critic", 1, 2, columns=["tokens"], timeout_s=5)
     values = [row.float() / 2 for row in critic["tokens"]]
     bridge.write_back(critic, {"values": values})
     actor.join(10)
@@ -156,20 +156,20 @@ def test_a_rank_that_dies_before_its_ack_leaves_its_rows_to_the_next(
         from transfer_queue.bridge import *
         tq.init()
         schema = RolloutSchema({{"tokens": Ragged(stored="int32")}})
-        RolloutBridge(tq.get_client(), schema).fetch({step!r}, "actor", 1, lease_s=60)
+        RolloutBridge(tq.get_client(), schema).fetch({step!r}, "actor", 1, 2, lease_s=60)
         print("has them", flush=True)
         sys.stdin.readline()
     """)
     assert dying.line() == "has them"
     dying.kill()
-    fetched = bridge.fetch(step, "actor", 1, lease_s=60, timeout_s=20)
+    fetched = bridge.fetch(step, "actor", 1, 2, lease_s=60, timeout_s=20)
     check(fetched, batch, [5, 6, 7, 8, 9])
     bridge.ack(fetched)
 
 
 def test_the_step_of_a_driver_that_died_can_be_put_again(bridge: RolloutBridge, step: str) -> None:
     """It declared the step and died: nobody has rows of it."""
-    bridge.client.set_partition(step, size=3, sizes={"__rank_0__": 3})
+    bridge.client.set_partition(step, size=3, sizes={"__rank_0_of_1__": 3})
     batch = rollout()
     bridge.put(step, batch)
     check(bridge.fetch(step, "actor", 0, timeout_s=5), batch, list(range(N)))
@@ -197,7 +197,7 @@ def test_ranks_on_another_host(start_host: Callable[..., Host]) -> None:
     batch = rollout()
     RolloutBridge(head.client, SCHEMA).put("step", batch, dp_size=2)
     for rank, host in enumerate((other, head)):
-        fetched = RolloutBridge(host.client, SCHEMA).fetch("step", "actor", rank, timeout_s=5)
+        fetched = RolloutBridge(host.client, SCHEMA).fetch("step", "actor", rank, 2, timeout_s=5)
         check(fetched, batch, list(range(5 * rank, 5 * rank + 5)))
 
 
@@ -208,7 +208,7 @@ def test_images_of_one_prompt_are_stored_once(start_host: Callable[..., Host]) -
     batch = {"images": [{"pixels": images[row // 4]["pixels"].clone()} for row in range(8)]}
     RolloutBridge(client, schema, dedupe=True).put("step", batch, dp_size=4)
     assert client.stats()["arena_nbytes_used"] < 2.2 * images[0]["pixels"].nbytes
-    fetched = RolloutBridge(client, schema).fetch("step", "actor", 2, timeout_s=5)
+    fetched = RolloutBridge(client, schema).fetch("step", "actor", 2, 4, timeout_s=5)
     assert all(torch.equal(one["pixels"], images[1]["pixels"]) for one in fetched["images"])
 
 
@@ -280,16 +280,14 @@ def test_a_step_is_put_once(bridge: RolloutBridge, step: str) -> None:
     assert len(bridge.fetch(step, "actor", 0, timeout_s=5)) == N
 
 
-def test_another_number_of_ranks_is_told(bridge: RolloutBridge, step: str) -> None:
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 4), (2, 2), (-1, 2)])
+def test_ranks_that_the_step_was_not_dealt_to_are_told_and_take_nothing(
+    bridge: RolloutBridge, step: str, rank: int, ranks: int
+) -> None:
     bridge.put(step, rollout(), dp_size=2)
-    with pytest.raises(InvalidInput, match="dealt to 2 ranks, and rank 0 is of 4"):
-        bridge.fetch(step, "actor", 0, dp_size=4, timeout_s=5)
-
-
-def test_a_rank_beyond_the_ranks_waits_no_longer_than_it_said(bridge: RolloutBridge, step: str) -> None:
-    bridge.put(step, rollout(), dp_size=2)
-    with pytest.raises(DeadlineExceeded, match="__rank_2__"):
-        bridge.fetch(step, "actor", 2, timeout_s=0.05)
+    with pytest.raises(InvalidInput, match=f"dealt to 2 ranks: there is no {rank} of {ranks}"):
+        bridge.fetch(step, "actor", rank, ranks, timeout_s=0.05)
+    assert [len(bridge.fetch(step, "actor", one, 2, timeout_s=5)) for one in range(2)] == [5, 5]
 
 
 def test_write_back_takes_one_item_for_each_fetched_row(bridge: RolloutBridge, step: str) -> None:

@@ -37,7 +37,7 @@ RANK = """
         step, how, columns, part, timeout_s = json.loads(line)
         slices = {{"experts": tq.Slice.of_rank(rank % 2, 2)}} if part else None
         try:
-            found = fetch_together(bridge, group, step, "actor", rank // 2, dp_size=2, columns=columns, how=how,
+            found = fetch_together(bridge, group, step, "actor", rank // 2, 2, columns=columns, how=how,
                                    slices=slices, timeout_s=timeout_s)
             plain = {{
                 name: [None if row is None else {{key: value.tolist() for key, value in row.items()}}

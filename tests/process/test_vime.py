@@ -85,7 +85,7 @@ def test_losses_are_those_of_a_plain_list_to_the_bit(
 def fetched(args: Namespace, step: int, dp_rank: int, task: str = "actor_train", **more: Any) -> Any:
     """What `get_data` does on the first rank of its group."""
     bridge = RolloutBridge(tq.get_client(), SCHEMA)
-    found = bridge.fetch(TransferQueueBridge.partition_id(step), task, dp_rank, others=True, timeout_s=5, **more)
+    found = bridge.fetch(TransferQueueBridge.partition_id(step), task, dp_rank, 2, others=True, timeout_s=5, **more)
     return as_rollout_batch(found.columns), found
 
 

@@ -20,11 +20,12 @@ from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.write import TargetRows, commit, store
 from transfer_queue.codec.plan import plan_objects
 from transfer_queue.codec.slices import Slice
-from transfer_queue.errors import InvalidInput, SchemaViolation
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaViolation
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
 COLUMNS = "columns"  # in a marker: the columns that the batch had
+DP_SIZE = "dp_size"  # in the metadata of a step
 
 
 class Prepared(NamedTuple):
@@ -96,8 +97,8 @@ class RolloutBridge:
         there = self.client.get_partition(partition_id)
         if there is not None and there["rows"]:
             raise InvalidInput(f"partition {partition_id!r} has {there['rows']} rows: a step is put once, then cleared")
-        sizes = {MARKER.format(rank): len(part) for rank, part in enumerate(plan.partitions)}
-        self.client.set_partition(partition_id, ready.rows, metadata, sizes)
+        sizes = {MARKER.format(rank, plan.dp_size): len(part) for rank, part in enumerate(plan.partitions)}
+        self.client.set_partition(partition_id, ready.rows, {**(metadata or {}), DP_SIZE: plan.dp_size}, sizes)
         try:
             meta = self.client.put(ready.columns, partition_id=partition_id, dedupe=self.dedupe)
             ends = [0, *itertools.accumulate(map(len, plan.partitions))]
@@ -113,9 +114,9 @@ class RolloutBridge:
         self,
         partition_id: str,
         task: str,
-        dp_rank: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         *,
-        dp_size: int | None = None,
         columns: Iterable[str] | None = None,
         others: bool | None = None,
         form: Form = "tensors",
@@ -123,7 +124,7 @@ class RolloutBridge:
         lease_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Fetched:
-        """The rows of rank `dp_rank`, once all of them have the columns: one round trip on the writer's host.
+        """The rows of rank `dp_rank` of `dp_size`, once all of them have the columns: one round trip on the writer's host.
 
         `columns`: names to wait for, also those that others derive and write back; without, those that no batch lacks.
         `others`: also all other columns that the batch had, which is one round trip more where there are any (default:
@@ -136,7 +137,7 @@ class RolloutBridge:
         if form not in FORMS:
             raise InvalidInput(f"form {form!r}: expected one of {list(FORMS)}")
         fetched, content = self.fetch_stored(
-            partition_id, task, dp_rank, dp_size=dp_size, columns=columns, others=others, slices=slices,
+            partition_id, task, dp_rank, dp_size, columns=columns, others=others, slices=slices,
             lease_s=lease_s, timeout_s=timeout_s,
         )  # fmt: skip
         fetched.columns = read_columns(content, self.schema, form)
@@ -146,9 +147,9 @@ class RolloutBridge:
         self,
         partition_id: str,
         task: str,
-        dp_rank: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
         *,
-        dp_size: int | None = None,
         columns: Iterable[str] | None = None,
         others: bool | None = None,
         slices: Mapping[str, Slice] | None = None,
@@ -156,17 +157,29 @@ class RolloutBridge:
         timeout_s: float | None = None,
     ) -> tuple[Fetched, dict[str, Any]]:
         """As `fetch`, with the columns beside it, as they are stored."""
-        marker = MARKER.format(dp_rank)
+        marker = MARKER.format(dp_rank, dp_size)
         names = self.schema.required() if columns is None else list(self.schema.part(columns))
-        meta, data = self.client.take(
-            partition_id, [*names, marker], None, task, lease_s=lease_s, timeout_s=timeout_s, slices=slices
-        )
+        try:
+            meta, data = self.client.take(
+                partition_id, [*names, marker], None, task, lease_s=lease_s, timeout_s=timeout_s, slices=slices
+            )
+        except DeadlineExceeded:
+            self._check_ranks(partition_id, dp_rank, dp_size)
+            raise
         content: dict[str, Any] = {name: data.get(name) for name in names}
         schedule: dict[str, Any] = data.get(marker).tolist()[0]
-        _check_ranks(schedule, dp_rank, dp_size, partition_id)
         if columns is None if others is None else others:
             content |= self._optional(meta, [name for name in schedule[COLUMNS] if name not in names], slices)
         return Fetched(meta, {}, schedule), content
+
+    def _check_ranks(self, partition_id: str, dp_rank: int, dp_size: int) -> None:
+        """`InvalidInput` where a step was dealt to another number of ranks than somebody waited for."""
+        there = self.client.get_partition(partition_id)
+        told = dp_size if there is None else there["metadata"].get(DP_SIZE, dp_size)
+        if told != dp_size or not 0 <= dp_rank < dp_size:
+            raise InvalidInput(
+                f"partition {partition_id!r} was dealt to {told} ranks: there is no {dp_rank} of {dp_size}"
+            )
 
     def _optional(self, meta: BatchMeta, names: Sequence[str], slices: Mapping[str, Slice] | None) -> dict[str, Any]:
         if not names:
@@ -211,7 +224,7 @@ def _put_markers(session: Session, parts: Sequence[BatchMeta], markers: Sequence
     """Tell every rank that its rows are there, all in one round trip."""
     calls = []
     for rank, (part, marker) in enumerate(zip(parts, markers, strict=True)):
-        plan = plan_objects(MARKER.format(rank), marker)
+        plan = plan_objects(MARKER.format(rank, len(parts)), marker)
         rows = TargetRows(part.sole_partition, len(part), None, part.indexes.tobytes(), service=part.service_id)
         if plan.nbytes > m.INLINE_NBYTES:
             yield from store(session, plan, rows, None)
@@ -221,10 +234,3 @@ def _put_markers(session: Session, parts: Sequence[BatchMeta], markers: Sequence
         memory = memoryview(payload)  # type: ignore[arg-type]
         calls.append(commit(session, rows, plan.schema(), plan.layout(), 0, None, memory))
     yield Together(calls)
-
-
-def _check_ranks(schedule: dict[str, Any], dp_rank: int, dp_size: int | None, partition_id: str) -> None:
-    if dp_size is not None and schedule["dp_size"] != dp_size:
-        raise InvalidInput(
-            f"partition {partition_id!r} was dealt to {schedule['dp_size']} ranks, and rank {dp_rank} is of {dp_size}"
-        )

@@ -35,9 +35,9 @@ def fetch_together(
     group: Group | Sequence[Group],
     partition_id: str,
     task: str,
-    dp_rank: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
     *,
-    dp_size: int | None = None,
     columns: Iterable[str] | None = None,
     others: bool | None = None,
     form: Form = "tensors",
@@ -64,7 +64,7 @@ def fetch_together(
     if all(dist.get_rank(one) == 0 for one in groups):
         try:
             fetched, content = bridge.fetch_stored(
-                partition_id, task, dp_rank, dp_size=dp_size, columns=wanted, others=others, slices=slices,
+                partition_id, task, dp_rank, dp_size, columns=wanted, others=others, slices=slices,
                 timeout_s=timeout_s,
             )  # fmt: skip
             if any(dist.get_world_size(one) > 1 for one in groups):

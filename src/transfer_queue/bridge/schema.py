@@ -9,7 +9,7 @@ import numpy as np
 
 from transfer_queue.errors import InvalidInput
 
-MARKER = "__rank_{}__"
+MARKER = "__rank_{}_of_{}__"
 KINDS = "biuf"
 
 

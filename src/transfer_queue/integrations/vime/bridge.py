@@ -189,7 +189,7 @@ class TransferQueueBridge:
                 self.partition_id(rollout_id),
                 task_name,
                 mpu.get_data_parallel_rank(with_context_parallel=False),
-                dp_size=mpu.get_data_parallel_world_size(with_context_parallel=False),
+                mpu.get_data_parallel_world_size(with_context_parallel=False),
                 columns=data_fields,
                 others=True,
                 timeout_s=timeout_s,
