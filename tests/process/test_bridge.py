@@ -235,6 +235,7 @@ VIOLATIONS: dict[str, tuple[dict[str, Any], int | None, str | None]] = {
     "a number for a truth": (changed("done", 1, 5), 1, "done"),
     "a column that is missing": ({name: c for name, c in rollout().items() if name != "tokens"}, None, None),
     "a column that nobody declared": ({**rollout(), "extra": [1] * N}, None, None),
+    "a number for a column": ({**rollout(), "rewards": 1.0}, None, "rewards"),
     "a column that is too short": ({**rollout(), "rewards": [1.0]}, None, None),
 }
 

@@ -124,7 +124,7 @@ class RolloutBridge:
         lease_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Fetched:
-        """The rows of rank `dp_rank` of `dp_size`, once all of them have the columns: one round trip on the writer's host.
+        """The rows of rank `dp_rank` of `dp_size`, once all have the columns: one round trip on the writer's host.
 
         `columns`: names to wait for, also those that others derive and write back; without, those that no batch lacks.
         `others`: also all other columns that the batch had, which is one round trip more where there are any (default:

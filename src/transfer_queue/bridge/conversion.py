@@ -34,6 +34,9 @@ def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:
     unknown = [name for name in batch if schema.column(name) is None]
     if missing or unknown:
         raise SchemaViolation(f"columns {missing} are missing, and {unknown} are not in the schema {list(schema)}")
+    single = [name for name, column in batch.items() if column is not None and not hasattr(column, "__len__")]
+    if single:
+        raise SchemaViolation(f"columns {single} have no rows: a column has one item for each", None, single[0])
     sizes = {name: len(column) for name, column in batch.items() if column is not None}
     if len(set(sizes.values())) != 1:
         raise SchemaViolation(f"the columns have different numbers of rows: {sizes}")
