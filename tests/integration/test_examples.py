@@ -137,3 +137,13 @@ def test_a_worker_of_verl(run: Run) -> None:
     done = run("verl_worker")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "Image (8, 8) (40, 100, 200)"
+
+
+def test_vl_pipeline(run: Run) -> None:
+    done = run("vl_pipeline", "--prompts", "2", "--group", "2", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert last == "2 steps; left in the service: []"
+    assert [re.findall(r"(\d+) MB of images in (\d+) MB", line) for line in lines[::3]] == [[("29", "15")]] * 2
+    rows = [int(found) for line in lines for found in re.findall(r"(\d+) rows", line)]
+    assert sum(rows) == 8
