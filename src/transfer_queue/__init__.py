@@ -27,6 +27,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
     memory                    bulk memory of a process
     errors, names             every error, as one tree; which name was probably meant
     claims, wait_queue        who has which names; requests that wait
+    structs                   structs that are decoded on their own
     background_call           a call that somebody else may never answer
 
 What stands above may import what stands below (`pyproject.toml` has the exact layers).

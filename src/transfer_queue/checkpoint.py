@@ -35,6 +35,7 @@ from transfer_queue.errors import (
     UnsupportedValue,
 )
 from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.structs import decodable
 
 log = logging.getLogger("transfer_queue")
 
@@ -52,6 +53,7 @@ class File(msgspec.Struct):
     xxh3_128: str
 
 
+@decodable
 class Metadata(msgspec.Struct):
     """metadata.json. `digest` is that of the file itself with zeros in place of the digest."""
 
@@ -73,6 +75,7 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
     digest: bytes
 
 
+@decodable
 class Index(msgspec.Struct):
     format: int
     num_files: int

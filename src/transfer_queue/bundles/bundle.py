@@ -34,6 +34,7 @@ from transfer_queue.dump import new_directory
 from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, RowCleared
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.schema import FieldSchema
+from transfer_queue.structs import decodable
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
@@ -53,6 +54,7 @@ class SavedBatch(msgspec.Struct):
     columns: list[SavedColumn]
 
 
+@decodable
 class SavedStep(msgspec.Struct):
     """`settings`: those of the service, by their dotted names."""
 
@@ -62,6 +64,7 @@ class SavedStep(msgspec.Struct):
     batches: list[SavedBatch]
 
 
+@decodable
 class SavedRow(msgspec.Struct):
     """A line of rows.jsonl: row number `position` of a batch. `weight_version` and the like are among the tags."""
 

@@ -18,6 +18,7 @@ import msgspec
 
 from transfer_queue.errors import ConfigError, ServiceUnavailable
 from transfer_queue.launch.job import HostSpan, Job
+from transfer_queue.structs import decodable
 from transfer_queue.wire.address import is_loopback, parse_address
 from transfer_queue.wire.token import token_from_environment
 
@@ -31,6 +32,7 @@ REMEDY = (
 )
 
 
+@decodable
 class ServicePlace(msgspec.Struct, frozen=True):
     """Where a service is for other hosts. `unit_token`: with it a host joins with memory of its own ("": it cannot)."""
 

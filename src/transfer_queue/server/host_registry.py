@@ -18,12 +18,14 @@ import msgspec
 from transfer_queue.errors import AccessDenied
 from transfer_queue.server import processes
 from transfer_queue.server.processes import ProcessIdentity
+from transfer_queue.structs import decodable
 
 SUFFIX = ".server"
 MAX_BASE = 60  # a unix socket's path may have 107 bytes
 ATTEMPTS = 5
 
 
+@decodable
 class ServerEntry(msgspec.Struct, kw_only=True, frozen=True):
     """A running server. `address`: unix:PATH. `owner`: whose end ends it (None: it stands alone, or ends when nobody
     has used it for a while). `since`: when it began to listen, in ticks. `tcp`: HOST:PORT, or "". `join`: of which

@@ -13,6 +13,7 @@ import msgspec
 from transfer_queue.errors import ConfigError
 from transfer_queue.memory.memfd import free_nbytes, is_memory
 from transfer_queue.storage.blocks import NOWHERE, SpillSpace
+from transfer_queue.structs import decodable
 from transfer_queue.wait_queue import NOTICE_AFTER_S
 from transfer_queue.wire.messages.staleness import Policy
 
@@ -80,6 +81,7 @@ def journal_of_unit(journal_dir: str | None) -> str | None:
     return None if journal_dir is None else os.path.join(journal_dir, f"unit-{socket.gethostname()}")
 
 
+@decodable
 class ServerConfig(msgspec.Struct, kw_only=True):
     """All settings of one server process; travels as JSON over its standard input.
 
@@ -145,6 +147,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     life: int = -1
 
 
+@decodable
 class NotStarted(msgspec.Struct, kw_only=True, tag=True):
     """What the server prints instead when it cannot be started like that: an error's code and text."""
 
@@ -152,6 +155,7 @@ class NotStarted(msgspec.Struct, kw_only=True, tag=True):
     text: str
 
 
+@decodable
 class Ready(msgspec.Struct, kw_only=True, tag=True):
     """What the server prints once it listens: its addresses ("" where there is none)."""
 

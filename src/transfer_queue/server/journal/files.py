@@ -21,6 +21,7 @@ from xxhash import xxh3_64
 
 from transfer_queue.errors import ConfigError, JournalCorrupt, JournalInUse, JournalUnsupported
 from transfer_queue.memory.memfd import sync_directory, write_file
+from transfer_queue.structs import decodable
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -35,6 +36,7 @@ BUFFER_NBYTES = 1 << 20
 VACATE_S = 3.0  # how long the server before may take to end
 
 
+@decodable
 class Head(msgspec.Struct):
     """The first frame of a snapshot or a log. `position`: the number of the first event in the log with this number.
     `seed`: random; part of what is checked in the frames after it, so that they are no other file's. `follows`: it goes

@@ -33,6 +33,7 @@ from transfer_queue.errors import (
     UpdateInProgress,
     WrongEpoch,
 )
+from transfer_queue.structs import decodable
 
 STATUS: list[tuple[type[TransferQueueError], int]] = [
     (NotInitialized, 409),
@@ -60,27 +61,33 @@ RUN_HEADER = "x-tqw-run"
 B = TypeVar("B")
 
 
+@decodable
 class InitBody(msgspec.Struct):
     init_info: dict[str, Any]
 
 
+@decodable
 class UpdateBody(msgspec.Struct):
     update_info: dict[str, Any] | list[dict[str, Any]]
 
 
+@decodable
 class FinishBody(msgspec.Struct):
     weight_version: str | None = None
 
 
+@decodable
 class VersionBody(msgspec.Struct):
     new_version: str
 
 
+@decodable
 class CheckBody(msgspec.Struct):
     action: Literal["checksum", "reset", "compare"]
     baseline: dict[str, str] | None = None
 
 
+@decodable
 class AbortBody(msgspec.Struct):
     request_ids: list[str] | None = None
 

@@ -32,6 +32,7 @@ from transfer_queue.errors import (
     StaleBase,
     UnknownTensor,
 )
+from transfer_queue.structs import decodable
 from transfer_queue.weights.receive.receiver import VersionInfo
 from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
 from transfer_queue.weights.version.sources import SafetensorsSource, WeightSource
@@ -45,6 +46,7 @@ _UNMEANT = (
 )  # fmt: skip
 
 
+@decodable
 class LoraConfig(msgspec.Struct, frozen=True):
     """What counts of PEFT's adapter_config.json. `InvalidInput` for a rank below 1."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from transfer_queue.errors import ProtocolError
+from transfer_queue.structs import decodable
 from transfer_queue.weights.receive.receiver import State, VersionInfo
 
 
@@ -19,6 +20,7 @@ class OpenUpdate(msgspec.Struct, frozen=True):
     left_s: float | None
 
 
+@decodable
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`installed` None: the server only has labels (vLLM). `label` is "" while the weights are a mixture. `run_id`: the
     trainer that was introduced last. `life`: another one each time the server is started ("": not known).

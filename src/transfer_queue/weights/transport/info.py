@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from transfer_queue.errors import InvalidInput
+from transfer_queue.structs import decodable
 from transfer_queue.weights.version.manifest import Manifest
 
 INIT_TIMEOUT_S = 60.0
 Info = Mapping[str, Any]
 S = TypeVar("S", bound=msgspec.Struct)
+_one_at_a_time = threading.Lock()  # forms are anybody's: see `structs.decodable`
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
@@ -41,6 +44,7 @@ class UpdateInfo(msgspec.Struct, kw_only=True):
     newest: bool = False
 
 
+@decodable
 class Outcome(msgspec.Struct, frozen=True):
     """How an update went at one replica. `code` and `text` describe the fault, "" when there was none.
 
@@ -65,7 +69,8 @@ def parse(info: object, form: type[S]) -> S:
     if isinstance(info, Mapping) and "epoch" in info and "run_id" not in info:
         info = {**info, "run_id": info["epoch"]}
     try:
-        return msgspec.convert(info, form)
+        with _one_at_a_time:
+            return msgspec.convert(info, form)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"{form.__name__}: {error}") from None
 

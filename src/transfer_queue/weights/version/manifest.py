@@ -17,6 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.errors import BadManifest, ProtocolError
+from transfer_queue.structs import decodable
 from transfer_queue.weights.version.digest import ALGO, DEVICE_ALGO
 
 FORMAT = 1
@@ -69,6 +70,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Entry(self.dtype, self.shape, self.digest)
 
 
+@decodable
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """A version. `BadManifest` when made of parts that do not fit together.
 
@@ -146,6 +148,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return manifest
 
 
+@decodable
 class _Head(msgspec.Struct):
     format: int
 
