@@ -35,6 +35,7 @@ from transfer_queue.wire import messages as m
 SAMPLERS = (SequentialSampler, lambda: GRPOGroupNSampler(n_samples_per_prompt=2), RankAwareSampler)
 POLICIES = (
     GroupPolicy(), GroupPolicy.windowed(1), GroupPolicy.in_order(1, 2, shrink=True, floor=0.0), GroupPolicy.drop(2),
+    GroupPolicy.prioritized(3, samples_per_insert=2.0), GroupPolicy.prioritized(2, max_times_sampled=2),
 )  # fmt: skip
 PARTITIONS, TASKS, KEYS = ("p", "q"), ("t", "u"), tuple(f"k{number}" for number in range(12))
 SHARED = FieldSchema("s", "dense", "int64", (2,))
@@ -336,7 +337,8 @@ class Simulation:
             (1, lambda: m.OpenPool(rid, partition, pick(POLICIES), None)),
             (1, lambda: m.TakeTickets(rid, partition, 1 + below(2), wait_s)),
             (2, lambda: m.OpenGroup(rid, partition, name, size, 1, pick("ab"), {}, None, pick([None, below(6)]),
-                                    count > 3)),
+                                    count > 3, pick([1.0, 0.0, 4.0]))),
+            (1, lambda: m.PrioritizeGroups(rid, partition, [name], [pick([0.5, 2.0])])),
             (2, lambda: m.ClaimSlots(rid, partition, count, pick([None, name]), wait_s)),
             (3, lambda: m.FinishSlot(rid, partition, self._finished(), packed([below(40)]))),
             (4, lambda: m.Commit(rid, partition, count, None, None, pick(FIELDS), 0, b"layout", None, wait_s,

@@ -253,6 +253,56 @@ def test_a_pool_is_as_good_from_another_host(start_host: Callable[..., Host]) ->
     here.ack(batch)
 
 
+def test_groups_are_drawn_by_priority_and_offered_again_until_they_are_used_up(client: Any) -> None:
+    pool = tq.group_pool("replay", tq.GroupPolicy.prioritized(8, max_times_sampled=2, seed=1))
+    for name, priority in (("rare", 0.0), ("often", 3.0), ("seldom", 1.0)):
+        pool.open(name, 1, priority=priority)
+        (attempt,) = pool.claim(group_id=name)
+        pool.finish(attempt, {"x": torch.full((1, 2), priority)})
+    batch = pool.select(1, 8)
+    found = {group.group_id: group for group in batch.groups}
+    assert {name: group.probability for name, group in found.items()} == {"often": 0.75, "seldom": 0.25}
+    assert (batch.num_sealed, found["often"].times_sampled, found["often"].priority) == (3, 1, 3.0)
+    pool.ack(batch, clear=True)
+    pool.set_priorities({"rare": 1e9, "seldom": 0.0})
+    again = pool.select(2)
+    assert {group.group_id: group.times_sampled for group in again.groups} == {"rare": 1, "often": 2}
+    pool.ack(again, clear=True)
+    assert pool.status()["sources"][""]["consumed"] == 1  # often: its rows are gone, the others' are there
+    seldom = [group.group_id for group in batch.groups].index("seldom")
+    assert tq.get_client().get_data(batch.metadata.select_samples([seldom]))["x"][0].tolist() == [1.0, 1.0]
+
+
+def test_producers_wait_for_a_consumer_that_is_killed_and_its_samples_do_not_count(
+    client: Any, fresh_child: Spawn
+) -> None:
+    pool = tq.group_pool("replay", tq.GroupPolicy.prioritized(8, samples_per_insert=1.0))
+    for number in range(2):
+        (ticket,) = pool.tickets(1)
+        pool.open(f"g{number}", 1, ticket=ticket)
+        (attempt,) = pool.claim()
+        pool.finish(attempt, {"x": torch.ones(1, 2)})
+    with pytest.raises(DeadlineExceeded):
+        pool.tickets(1, timeout_s=0)
+    trainer = fresh_child("""
+        import time
+        import transfer_queue as tq
+        tq.init()
+        batch = tq.group_pool("replay").select(1)
+        print(len(batch), flush=True)
+        time.sleep(600)
+    """)
+    assert trainer.line() == "1"
+    (ticket,) = pool.tickets(1)  # what it took lets one more in
+    pool.return_tickets([ticket])
+    trainer.kill()
+    until(lambda: pool.status()["sampled"] == 0, "the return of what the trainer had")
+    with pytest.raises(DeadlineExceeded):
+        pool.tickets(1, timeout_s=0)
+    pool.ack(pool.select(1))
+    assert len(pool.tickets(1)) == 1
+
+
 def test_status_and_metrics_show_pools_and_series(service: Any) -> None:
     client = service(metrics={"enabled": True})
     pool = tq.group_pool("train", tq.GroupPolicy.drop(1))

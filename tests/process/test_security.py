@@ -141,7 +141,8 @@ def every_message() -> list[m.Message]:
     samples: dict[Any, Any] = {
         int: 1, float: 0.0, bool: False, bytes: b"12345678", str: "p", bytes | None: None, list[str] | None: ["a"],
         list[m.Tags] | None: None, str | None: None, int | None: None, list[str]: ["x"], m.Tags: {}, list[m.Tags]: [{}],
-        dict[str, Any]: {}, list[int]: [1], m.Registered: m.Registered("a", 1), tq.GroupPolicy: tq.GroupPolicy(),
+        dict[str, Any]: {}, list[int]: [1], list[float]: [1.0],
+        m.Registered: m.Registered("a", 1), tq.GroupPolicy: tq.GroupPolicy(),
         m.FinishedSlot: m.FinishedSlot("g", 0, 0, 1.0, None, None, 5, {}), m.FinishedSlot | None: None,
         float | None: 1.0, Literal["infra", "data"]: "data",
     }  # fmt: skip

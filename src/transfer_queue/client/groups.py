@@ -63,7 +63,9 @@ class GroupMember(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectedGroup:
-    """One whole group. `age`: how many versions the trainer has made since the one that it is judged by."""
+    """One whole group. `age`: how many versions the trainer has made since the one that it is judged by.
+    `times_sampled`: how often it was selected, this time included. `probability`: with which one draw picks it of all
+    that there were; 1 where the policy draws nothing."""
 
     group_id: str
     source: str
@@ -72,6 +74,9 @@ class SelectedGroup:
     age: int
     prompt: dict[str, Any]
     members: list[GroupMember]
+    priority: float
+    times_sampled: int
+    probability: float
 
     @property
     def rewards(self) -> list[float | None]:
@@ -82,13 +87,15 @@ class SelectedGroup:
 @dataclass(frozen=True)
 class GroupBatch:
     """Groups on a lease. `metadata` has the rows of all their members, in order; `version` is what they were selected
-    at. `ended`: no more will come after these."""
+    at. `ended`: no more will come after these. `num_sealed`: how many there were to choose from; a draw with the
+    probability p is to count 1 / (num_sealed * p) for what the trainer learns to be that of even draws."""
 
     groups: list[SelectedGroup]
     metadata: BatchMeta
     version: int
     lease: int = field(repr=False)
     ended: bool = False
+    num_sealed: int = 0
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -105,8 +112,9 @@ class GroupOperations:
     def tickets(self, count: int, timeout_s: float | None = None) -> Operation[list[GroupTicket]]:
         """Permissions to open `count` groups.
 
-        Waits until the policy's gate lets all of them through, in order of arrival, at most `timeout_s` (default: the
-        configured one). An announced version and a group that was given up let others in. A ticket that no group was
+        Waits until the policy's gate, or its rate, lets all of them through, in order of arrival, at most `timeout_s`
+        (default: the configured one). An announced version and a group that was given up let others in; with a rate, a
+        group that is selected does. A ticket that no group was
         opened with returns when this process ends. Raises `DeadlineExceeded`, and `InvalidInput` for more than the gate
         ever lets through.
         """
@@ -129,19 +137,22 @@ class GroupOperations:
         start_version: int | None = None,
         ticket: GroupTicket | None = None,
         refills: bool = False,
+        priority: float = 1.0,
     ) -> Operation[None]:
         """A group of `size` siblings, of which `min_size` (default: all) have to get a result.
 
         `source` names the data set for the counters, `prompt` is for whoever works on it (plain values, or where to
-        find them). `start_version`: default the trainer's version now. A policy with a gate wants a `ticket`; `refills`
-        says that the group replaces an evicted one (`refills()`). Opening a group twice in the same way changes
-        nothing. Raises `InvalidInput`, and `GroupEnded` for an id that was used before.
+        find them). `start_version`: default the trainer's version now. A policy with a gate or a rate wants a `ticket`;
+        `refills` says that the group replaces an evicted one (`refills()`). `priority`, from 0 to 1e12, is for policies
+        that go by it. Opening a group twice in the same way changes nothing. Raises `InvalidInput`, and `GroupEnded`
+        for an id that was used before.
         """
         number = None if ticket is None else ticket.number
         least = size if min_size is None else min_size
         yield _call(
-            self, m.OpenGroup, group_id, size, least, source, dict(prompt or {}), start_version, number, refills
-        )
+            self, m.OpenGroup, group_id, size, least, source, dict(prompt or {}), start_version, number, refills,
+            priority,
+        )  # fmt: skip
 
     def claim(
         self, max_slots: int = 1, group_id: str | None = None, timeout_s: float | None = None
@@ -226,6 +237,12 @@ class GroupOperations:
         """These groups are not wanted: they are evicted, once they are sealed. Raises `GroupEnded`."""
         yield _call(self, m.FilterGroups, [group_ids] if isinstance(group_ids, str) else list(group_ids))
 
+    def set_priorities(self, priorities: Mapping[str, float]) -> Operation[None]:
+        """These groups have other priorities from now on, from 0 to 1e12: all of them, or none where one is refused. A
+        group on a lease is offered again with its new one. Those that have ended are left out. Raises `InvalidInput`.
+        """
+        yield _call(self, m.PrioritizeGroups, list(priorities), [float(one) for one in priorities.values()])
+
     def retarget(self, group_id: str, target: int) -> Operation[None]:
         """A group of a later version takes the place of one that version `target` lacks; its own place is free again.
 
@@ -261,8 +278,9 @@ class GroupOperations:
         metadata = batch_meta(self.session.service_id, reply.rows, self.partition_id)
         first = itertools.count()
         return GroupBatch(
-            [_selected(one, first) for one in reply.groups], metadata, reply.version, reply.lease, reply.ended
-        )
+            [_selected(one, first) for one in reply.groups], metadata, reply.version, reply.lease, reply.ended,
+            reply.num_sealed,
+        )  # fmt: skip
 
     def renew(self, batch: GroupBatch, lease_s: float = LEASE_S) -> Operation[None]:
         """The lease lasts at least `lease_s` from now on. Raises `LeaseExpired`."""
@@ -270,8 +288,9 @@ class GroupOperations:
             yield Call(m.RenewGroups(self.session.next_rid(), batch.lease, lease_s))
 
     def ack(self, batch: GroupBatch, group_ids: Sequence[str] | None = None, clear: bool = False) -> Operation[None]:
-        """These groups of a batch (default: all) were used, for good; `clear`: their rows go, too. Raises
-        `LeaseExpired` when the lease was over before: nothing changes then."""
+        """These groups of a batch (default: all) were used. Those that are used up by it (`max_times_sampled` of the
+        policy) are gone for good, with `clear` their rows, too; others are offered again. Raises `LeaseExpired` when
+        the lease was over before: nothing changes then."""
         if batch.groups:
             names = None if group_ids is None else list(group_ids)
             yield Call(m.AckGroups(self.session.next_rid(), batch.lease, names, clear))
@@ -322,7 +341,10 @@ def _selected(one: m.LentGroup, first: itertools.count[int]) -> SelectedGroup:
                 member.info, member.withheld,
             )
         )  # fmt: skip
-    return SelectedGroup(one.group, one.source, one.start, one.target, one.age, one.prompt, members)
+    return SelectedGroup(
+        one.group, one.source, one.start, one.target, one.age, one.prompt, members, one.priority, one.times_sampled,
+        one.probability,
+    )  # fmt: skip
 
 
 def open_pool(session: Session, partition_id: str, policy: GroupPolicy, version: int | None) -> Operation[None]:
@@ -358,6 +380,10 @@ class GroupPool:
     end, async_end = blocking(GroupOperations.end), awaitable(GroupOperations.end)
     advance, async_advance = blocking(GroupOperations.advance), awaitable(GroupOperations.advance)
     filter, async_filter = blocking(GroupOperations.filter), awaitable(GroupOperations.filter)
+    set_priorities, async_set_priorities = (
+        blocking(GroupOperations.set_priorities),
+        awaitable(GroupOperations.set_priorities),
+    )
     retarget, async_retarget = blocking(GroupOperations.retarget), awaitable(GroupOperations.retarget)
     select, async_select = blocking(GroupOperations.select), awaitable(GroupOperations.select)
     renew, async_renew = blocking(GroupOperations.renew), awaitable(GroupOperations.renew)

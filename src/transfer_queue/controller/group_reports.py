@@ -27,12 +27,12 @@ def described(pool: PoolCore, starved_s: Mapping[str, float], waiting: int) -> d
     return {
         "version": pool.version, "open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent,
         "eligible": len(pool.eligible()), "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
-        "waiting": waiting, "ended": pool.state.ended,
+        "waiting": waiting, "ended": pool.state.ended, "sampled": pool.state.sampled,
         "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
     }  # fmt: skip
 
 
-def lent_group(pool: PoolCore, group: SiblingGroup, held: list[int]) -> m.LentGroup:
+def lent_group(pool: PoolCore, group: SiblingGroup, probability: float, held: list[int]) -> m.LentGroup:
     """A group for who gets it; the rows of the slots `held` are withheld."""
     members = []
     for number, slot in enumerate(group.slots):
@@ -44,4 +44,7 @@ def lent_group(pool: PoolCore, group: SiblingGroup, held: list[int]) -> m.LentGr
                     one.tokens, one.info, kept,
                 )
             )  # fmt: skip
-    return m.LentGroup(group.name, group.source, group.start, group.target, pool.age(group), group.prompt, members)
+    return m.LentGroup(
+        group.name, group.source, group.start, group.target, pool.age(group), group.prompt, members, group.priority,
+        group.times_sampled, probability,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ import numpy as np
 
 from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.fetch import row_set
+from transfer_queue.controller.group_checks import MAX_VERSION, check_versions, check_waiting, versions_of
 from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
 from transfer_queue.controller.group_reports import described, lent_group, summary
 from transfer_queue.controller.leases import check_lease
@@ -40,12 +41,10 @@ from transfer_queue.wire.arrays import indexes_of
 REQUESTS = (
     m.OpenPool, m.TakeTickets, m.ReturnTickets, m.OpenGroup, m.ClaimSlots, m.StartSlots, m.FinishSlot, m.FailSlots,
     m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.EndPool, m.SelectGroups, m.RenewGroups, m.AckGroups,
-    m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool,
+    m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool, m.PrioritizeGroups,
     m.IssueTickets, m.LendGroups, m.UnlendGroups,
 )  # fmt: skip
 OUTCOMES = (m.IssueTickets, m.StartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups)  # nobody asks for them
-MAX_COUNT = 1 << 20
-MAX_VERSION, MAX_TOKENS = 1 << 40, 1 << 40
 
 
 class GroupPools:
@@ -78,7 +77,7 @@ class GroupPools:
             m.FailSlots: self._fail, m.FilterGroups: self._filter, m.RetargetGroup: self._retarget,
             m.AdvancePool: self._advance, m.EndPool: self._end, m.ConsumeGroups: self._consume,
             m.IssueTickets: self._issue, m.ReturnTickets: self._return, m.LendGroups: self._lend,
-            m.UnlendGroups: self._unlend,
+            m.UnlendGroups: self._unlend, m.PrioritizeGroups: self._prioritize,
         }  # fmt: skip
 
     def handle(self, message: Any, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
@@ -131,16 +130,16 @@ class GroupPools:
         if known is None or known.policy != message.policy:
             newest = self._versions().newest
             version = message.version if message.version is not None else newest if newest is not None else 0
-            _check_versions(version)
+            check_versions(version)
             self.pools[message.partition] = PoolCore(PoolState(message.policy, version, version))
             self._changed(message.partition)
         return m.Done(message.rid)
 
     def _open(self, message: m.OpenGroup) -> m.Reply:
-        _check_versions(message.start)
+        check_versions(message.start)
         self._pool(message.partition).open(
             message.group, message.size, message.min_size, message.source, message.prompt, message.start,
-            message.ticket, message.refills,
+            message.ticket, message.refills, message.priority,
         )  # fmt: skip
         self._changed(message.partition)
         return m.Done(message.rid)
@@ -166,13 +165,13 @@ class GroupPools:
     def check_finish(self, partition: str, one: m.FinishedSlot) -> None:
         """Raises what `finish` with new rows would."""
         group = self._pool(partition).group(one.group)
-        _versions_of(one, group)
+        versions_of(one, group)
         group.check(one.slot, one.attempt, None)
 
     def finish(self, partition: str, one: m.FinishedSlot, rows: bytes) -> None:
         """An attempt has its result, and these rows. Raises as `PoolCore.done`, and `InvalidInput`."""
         pool = self._pool(partition)
-        oldest, newest = _versions_of(one, pool.group(one.group))
+        oldest, newest = versions_of(one, pool.group(one.group))
         result = Result(indexes_of(rows).tolist(), one.reward, oldest, newest, one.tokens, one.info)
         if pool.done(one.group, one.slot, one.attempt, result):
             self._changed(partition)
@@ -193,13 +192,20 @@ class GroupPools:
         self._changed(message.partition)
         return m.Done(message.rid)
 
+    def _prioritize(self, message: m.PrioritizeGroups) -> m.Reply:
+        if len(message.groups) != len(message.priorities):
+            raise InvalidInput(f"{len(message.groups)} groups and {len(message.priorities)} priorities")
+        self._pool(message.partition).prioritize(dict(zip(message.groups, message.priorities, strict=True)))
+        self._changed(message.partition)
+        return m.Done(message.rid)
+
     def _retarget(self, message: m.RetargetGroup) -> m.Reply:
         self._pool(message.partition).retarget(message.group, message.target)
         self._changed(message.partition)
         return m.Done(message.rid)
 
     def _advance(self, message: m.AdvancePool) -> m.Reply:
-        _check_versions(message.version)
+        check_versions(message.version)
         pool = self._pool(message.partition)
         if message.version > pool.version:
             pool.advance(message.version)
@@ -267,12 +273,14 @@ class GroupPools:
 
     def _wait(self, parked: Waiter[Any]) -> m.Reply | None:
         message = parked.message
-        self._check(message)
+        check_waiting(message, self._pool(message.partition))
         newer = getattr(message, "version", None)
         if newer is not None and newer > self.pools[message.partition].version:  # of a selection: it judges first
             self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, newer))
         behind = any(self._is_behind(parked, one) for one in self.parked)
         reply = None if behind else self._attempt(parked)
+        if reply is not None and self._lets_in(message):
+            self._changed(message.partition)
         if reply is None and message.timeout_s <= 0:
             raise DeadlineExceeded(too_late(message, "", self._reason))
         if reply is None:
@@ -280,21 +288,6 @@ class GroupPools:
             if getattr(message, "fields", None):
                 self.fields_awaited.add(message.partition)
         return reply
-
-    def _check(self, message: Any) -> None:
-        """`InvalidInput` for numbers that mean nothing."""
-        counts = [getattr(message, name) for name in ("count", "least", "most") if hasattr(message, name)]
-        if not all(1 <= count <= MAX_COUNT for count in counts):
-            raise InvalidInput(f"{type(message).__name__}: expected from 1 to {MAX_COUNT}, got {counts}")
-        pool = self._pool(message.partition)
-        if isinstance(message, m.SelectGroups):
-            check_lease(message.lease_s)
-            if message.most < message.least or message.lease_s <= 0:
-                raise InvalidInput(f"select {message.least} to {message.most} groups for {message.lease_s} s")
-        if isinstance(message, m.TakeTickets) and pool.policy.gate is not None:
-            most = (pool.policy.gate + 1) * pool.policy.groups_per_version
-            if message.count > most:
-                raise InvalidInput(f"{message.count} tickets at once: the gate is open for {most} at most")
 
     def _is_behind(self, late: Waiter[Any], early: Waiter[Any]) -> bool:
         """Whether somebody who waits for the same has to be answered first."""
@@ -345,12 +338,11 @@ class GroupPools:
 
     def _select(self, pool: PoolCore, message: m.SelectGroups, session: bytes) -> m.Reply | None:
         needed = pool.needed(message.least)
-        served = pool.eligible() if pool.num_sealed >= min(needed, 1) else []
-        found = [group for group in served if self._is_ready(message, group)] if message.fields else served
-        over = pool.nothing_comes and len(found) == len(served) and (bool(found) or not pool.num_lent)
+        found, refused = pool.offered(needed, message.most, lambda group: self._is_ready(message, group))
+        over = pool.nothing_comes and not refused and (bool(found) or not pool.num_lent)
         if len(found) < needed and not over:
             return None
-        groups = found[: message.most]
+        groups, num_sealed = [group for group, _ in found], pool.num_sealed
         kept = [pool.withheld(group) for group in groups]
         names = [group.name for group in groups]
         lease = GroupLease(next(self._numbers), message.partition, names, session, self._now + message.lease_s)
@@ -359,16 +351,20 @@ class GroupPools:
             self._leases[lease.number] = lease
             self.deadlines.add(lease.number)
             self._unreceived.add(session, message.rid, GroupGrant(message.partition, lease=lease.number))
-        lent = [lent_group(pool, group, held) for group, held in zip(groups, kept, strict=True)]
+        lent = [lent_group(pool, *one, held) for one, held in zip(found, kept, strict=True)]
         rows = [
             row for group, held in zip(groups, kept, strict=True) for number, slot in enumerate(group.slots)
             if slot.result is not None and number not in held for row in slot.result.rows
         ]  # fmt: skip
-        ended = pool.nothing_comes and not pool.num_sealed and pool.num_lent == len(groups)
-        return m.GroupsLent(message.rid, lease.number, pool.version, lent, self._row_set(message, rows), ended)
+        ended = pool.ends_with(groups)
+        return m.GroupsLent(
+            message.rid, lease.number, pool.version, lent, self._row_set(message, rows), ended, num_sealed
+        )
 
     def _is_ready(self, message: m.SelectGroups, group: SiblingGroup) -> bool:
         """Whether every row of the group has the fields that were asked for."""
+        if not message.fields:
+            return True
         table = self._tables.get(message.partition)
         rows = np.array(group.rows, np.int64)
         ready = None if table is None else table.ready(table.slots_of(rows), message.fields)
@@ -397,7 +393,13 @@ class GroupPools:
         if pool.discarded:
             rows, pool.discarded = pool.discarded, []
             self._clear_rows(partition, rows)
+        while self._answer(partition):
+            pass
+
+    def _answer(self, partition: str) -> bool:
+        """Answer whom it can. Whether that lets in others, who were asked before."""
         stuck: list[Waiter[Any]] = []
+        again = False
         for parked in self.parked:
             if parked.message.partition != partition or not self.parked.holds(parked):
                 continue
@@ -412,6 +414,13 @@ class GroupPools:
             else:
                 self.parked.remove(parked)
                 self._outbox.append((parked.ticket, reply))
+                again |= self._lets_in(parked.message)
+        return again
+
+    def _lets_in(self, message: Any) -> bool:
+        """Whether the answer to this lets producers go on: a policy may have a rate of samples for each insert."""
+        rate = self.pools[message.partition].policy.samples_per_insert
+        return isinstance(message, m.SelectGroups) and rate is not None
 
     def _clear_rows(self, partition: str, rows: list[int], lasting: bool = False) -> None:
         if rows and partition in self._tables:
@@ -571,19 +580,3 @@ class GroupPools:
             table = self._tables.get(partition)
             rows = np.array(list(pool.owners), np.int64)
             assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))
-
-
-def _check_versions(*versions: int | None) -> None:
-    """`InvalidInput` for numbers that no version has."""
-    if any(version is not None and not 0 <= version < MAX_VERSION for version in versions):
-        raise InvalidInput(f"versions {versions}: expected numbers from 0 to {MAX_VERSION}")
-
-
-def _versions_of(one: m.FinishedSlot, group: SiblingGroup) -> tuple[int, int]:
-    """The oldest and the newest version of a result. `InvalidInput` where they, or its tokens, mean nothing."""
-    oldest = group.start if one.oldest is None else one.oldest
-    newest = oldest if one.newest is None else one.newest
-    _check_versions(oldest, newest)
-    if newest < oldest or not 0 <= one.tokens < MAX_TOKENS:
-        raise InvalidInput(f"versions {oldest} to {newest}, {one.tokens} tokens")
-    return oldest, newest

@@ -5,6 +5,8 @@
     counters    what became of the groups of each data source
     pool        all groups of one partition: tickets, attempts, sealing, judging, what is lent
     choice      which sealed groups are eligible now, in which order
+    priorities  sealed groups by priority, or drawn by their weights
+    rate        how often groups may be selected for each that is made
     state       a pool as it is saved
 
 Nothing here waits, reads a clock or knows a message, a table or a session: `controller.groups` has those. A pool's

@@ -39,7 +39,8 @@ class Slot(msgspec.Struct):
 
 class SiblingGroup(msgspec.Struct):
     """`number`: of its arrival. `start`: the version of the weights when it was opened. `target`: the only version that
-    may use it. `ticket`: the one it was opened with. `filtered`: its user does not want it."""
+    may use it. `ticket`: the one it was opened with. `filtered`: its user does not want it. `times_sampled`: how often
+    it was selected, without the times that it was given back."""
 
     name: str
     source: str
@@ -52,6 +53,8 @@ class SiblingGroup(msgspec.Struct):
     slots: list[Slot]
     state: Literal["open", "sealed", "lent"] = "open"
     filtered: bool = False
+    priority: float = 1.0
+    times_sampled: int = 0
 
     def slot(self, number: int) -> Slot:
         """`InvalidInput` when there is none."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput
-from transfer_queue.groups.choice import eligible, is_stale, withheld
+from transfer_queue.groups.choice import eligible, is_eligible, is_stale, withheld
 from transfer_queue.groups.counters import SourceCounters
 from transfer_queue.groups.group import MAX_SIZE, Result, SiblingGroup, Slot
-from transfer_queue.groups.policy import GroupPolicy
+from transfer_queue.groups.policy import MAX_PRIORITY, GroupPolicy
+from transfer_queue.groups.priorities import HighestFirst, PriorityIndex, Weighted
+from transfer_queue.groups.rate import SampleRate
 from transfer_queue.groups.state import PoolState
 
 
@@ -23,6 +26,11 @@ class PoolCore:
         self.owners = {row: group.name for group in state.groups.values() for row in group.rows}
         self.num_sealed = sum(group.state == "sealed" for group in state.groups.values())
         self.num_open = sum(group.state == "open" for group in state.groups.values())
+        self.num_inserted = sum(one.sealed for one in state.sources.values())
+        self.rate = SampleRate(state.policy)
+        self._index = _index_of(state.policy)
+        for group in state.groups.values():
+            self._offer(group)
 
     @property
     def policy(self) -> GroupPolicy:
@@ -52,7 +60,11 @@ class PoolCore:
     # tickets
 
     def tickets(self, count: int) -> list[int] | None:
-        """The next tickets, lowest first; None while the gate is closed for one of them."""
+        """The next tickets, lowest first; None while the gate is closed for one of them, or the rate for so many."""
+        coming = self.num_open + len(self.state.reserved)
+        size, inserted = len(self.groups) + len(self.state.reserved), self.num_inserted + coming
+        if not self.rate.may_insert(count, size, inserted, self.state.sampled):
+            return None
         again = sorted(self.state.returned)[:count]
         found = again + list(range(self.state.next_ticket, self.state.next_ticket + count - len(again)))
         return found if found[-1] <= self._last_ticket() else None
@@ -109,11 +121,14 @@ class PoolCore:
         start: int | None,
         ticket: int | None,
         refills: bool,
+        priority: float = 1.0,
     ) -> SiblingGroup:
         """The group, which is new; to open it twice in the same way changes nothing.
 
-        Raises `GroupEnded`, and `InvalidInput`: for one that differs, a bad size, a pool that has ended, no ticket.
+        Raises `GroupEnded`, and `InvalidInput`: for one that differs, a bad size or priority, a pool that has ended, no
+        ticket.
         """
+        check_priority(name, priority)
         if name in self.state.fates:
             raise GroupEnded(f"group {name!r} has ended: it was {self.state.fates[name]}")
         known = self.groups.get(name)
@@ -125,8 +140,8 @@ class PoolCore:
             raise InvalidInput(f"group {name!r}: 1 <= min_size <= size <= {MAX_SIZE}, got {min_size} and {size}")
         if self.state.ended:
             raise InvalidInput(f"group {name!r}: it was said that no more would be opened")
-        if self.policy.gate is not None and ticket is None:
-            raise InvalidInput(f"group {name!r} needs a ticket: the policy has a gate")
+        if self.policy.needs_ticket and ticket is None:
+            raise InvalidInput(f"group {name!r} needs a ticket: the policy bounds how many are started")
         if ticket is not None:
             self._use(ticket)
         if refills and self.state.owed:
@@ -135,8 +150,9 @@ class PoolCore:
         start = self.version if start is None else start
         slots = [Slot() for _ in range(size)]
         group = SiblingGroup(
-            name, source, self.state.next_number, min_size, prompt, start, self.target_of(ticket), ticket, slots
-        )
+            name, source, self.state.next_number, min_size, prompt, start, self.target_of(ticket), ticket, slots,
+            priority=priority,
+        )  # fmt: skip
         self.state.next_number += 1
         self.groups[name] = group
         self.num_open += 1
@@ -198,7 +214,32 @@ class PoolCore:
             group.state = "sealed"
             self.num_open, self.num_sealed = self.num_open - 1, self.num_sealed + 1
             self.source(group.source).sealed += 1
+            self.num_inserted += 1
+            self._offer(group)
             self._judge(group)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Where more groups are there than the policy keeps, the oldest goes that nobody has."""
+        capacity = math.inf if self.policy.capacity is None else self.policy.capacity
+        if self.num_sealed and self.num_sealed + self.num_lent > capacity:
+            self._evict(next(group for group in self.groups.values() if group.state == "sealed"), ["surplus"])
+
+    def _offer(self, group: SiblingGroup) -> None:
+        """A sealed group may be picked by its priority."""
+        if self._index is not None and group.state == "sealed":
+            self._index.add(group.name, group.number, group.priority)
+
+    def prioritize(self, priorities: Mapping[str, float]) -> None:
+        """These groups have other priorities from now on; those that have ended are left out. Raises `InvalidInput` for
+        one that nobody opened, before anything is changed."""
+        for name, priority in priorities.items():
+            check_priority(name, priority)
+            if name not in self.groups and name not in self.state.fates:
+                raise InvalidInput(f"nobody opened group {name!r}")
+        for name in self.groups.keys() & priorities.keys():
+            self.groups[name].priority = float(priorities[name])
+            self._offer(self.groups[name])
 
     def mark_filtered(self, name: str) -> None:
         """Its user does not want this group: it is evicted, once it is sealed."""
@@ -266,7 +307,7 @@ class PoolCore:
             self.state.excused[group.target] = self.state.excused.get(group.target, 0) + 1
         elif group.ticket is not None:
             self._return(group.ticket)
-        self.state.owed += 1
+        self.state.owed += reasons != ["surplus"]  # a newer one has its place already
         self.source(group.source).evict(reasons, sum(result.tokens for result in group.results))
         self._end(group)
         self._forget_rows(group.rows)
@@ -278,7 +319,12 @@ class PoolCore:
     def _end(self, group: SiblingGroup) -> None:
         self.num_open -= group.state == "open"
         self.num_sealed -= group.state == "sealed"
+        self._withdraw(group)
         del self.groups[group.name]
+
+    def _withdraw(self, group: SiblingGroup) -> None:
+        if self._index is not None:
+            self._index.remove(group.name)
 
     def _forget_rows(self, rows: list[int]) -> None:
         self._disown(rows)
@@ -291,8 +337,54 @@ class PoolCore:
     # consuming
 
     def eligible(self) -> list[SiblingGroup]:
-        """Those that may be handed out now, best first."""
+        """Those that may be handed out now; best first, unless the order is by priority."""
+        if len(self.groups) - self.num_open < self.policy.min_size_to_sample:
+            return []
         return eligible(self.policy, self.version, self.groups.values())
+
+    def offered(
+        self, least: int, most: int, accepts: Callable[[SiblingGroup], bool]
+    ) -> tuple[list[tuple[SiblingGroup, float]], bool]:
+        """`least` to `most` groups that may be handed out now and are accepted, best first, each with the probability
+        of its draw (1 where nothing is drawn); none where there are fewer, unless no more will come. And whether there
+        were some that are not accepted yet."""
+        left = self._samples_left()
+        if self.num_sealed < min(least, 1) or (left < least and not self.nothing_comes):
+            return [], False
+        refused: list[str] = []
+        found = self._pick(int(min(most, left)), accepts, refused)
+        enough = len(found) >= least or self.nothing_comes
+        return found if enough else [], bool(refused)
+
+    def ends_with(self, groups: Sequence[SiblingGroup]) -> bool:
+        """Whether nobody gets a group after these, which are lent."""
+        if not self.nothing_comes or self.num_lent > len(groups):
+            return False
+        uses = self.policy.max_times_sampled
+        come_back = any(uses is None or group.times_sampled < uses for group in groups)
+        return self._samples_left() < 1 or not (self.num_sealed or come_back)
+
+    def _samples_left(self) -> float:
+        return self.rate.samples_left(len(self.groups) - self.num_open, self.num_inserted, self.state.sampled)
+
+    def _pick(
+        self, most: int, accepts: Callable[[SiblingGroup], bool], refused: list[str]
+    ) -> list[tuple[SiblingGroup, float]]:
+        def is_accepted(group: SiblingGroup) -> bool:
+            if not accepts(group):
+                refused.append(group.name)
+                return False
+            return True
+
+        if self._index is None:
+            return [(group, 1.0) for group in self.eligible() if is_accepted(group)][:most]
+
+        def is_served(name: str) -> bool:
+            group = self.groups[name]
+            return is_eligible(self.policy, self.version, group) and is_accepted(group)
+
+        picked = self._index.pick(most, is_served, self.state.draws)
+        return [(self.groups[one.name], one.probability) for one in picked]
 
     def needed(self, least: int) -> int:
         """How many groups are enough for who asks for `least`: a version may be smaller. Raises `GroupsShort`."""
@@ -326,7 +418,11 @@ class PoolCore:
             if group.state != "sealed":
                 raise InvalidInput(f"group {group.name!r} is {group.state}")
             group.state = "lent"
+            group.times_sampled += 1
             self.num_sealed -= 1
+            self.state.sampled += 1
+            self.state.draws += self.policy.order == "weighted"
+            self._withdraw(group)
             self.source(group.source).select(max(0, self.age(group)), len(self.withheld(group)))
 
     def age(self, group: SiblingGroup) -> int:
@@ -338,15 +434,27 @@ class PoolCore:
         for name in names:
             group = self.groups.get(name)
             if group is not None and group.state == "lent":
-                group.state = "sealed"
-                self.num_sealed += 1
-                self._judge(group)
+                group.times_sampled -= 1
+                self.state.sampled -= 1
+                self._return_lent(group)
+
+    def _return_lent(self, group: SiblingGroup) -> None:
+        """It is offered again, unless the policy gives it up now."""
+        group.state = "sealed"
+        self.num_sealed += 1
+        self._offer(group)
+        self._judge(group)
 
     def consume(self, names: Iterable[str], clears: bool) -> None:
-        """These were used; their rows stay unless `clears`."""
+        """These were used; those that are used up end, and their rows stay unless `clears`."""
+        uses = self.policy.max_times_sampled
         for name in names:
             group = self.groups.get(name)
             if group is None:
+                continue
+            if group.state == "lent" and (uses is None or group.times_sampled < uses):
+                self._return_lent(group)
+                self._make_room()
                 continue
             self.source(group.source).consumed += 1
             self._end(group)
@@ -379,4 +487,18 @@ class PoolCore:
             and by_source.keys() <= state.sources.keys()
             and all(one.opened == by_source[name] + one.consumed + one.evicted for name, one in state.sources.items())
             and all(group.number < state.next_number for group in live)
+            and self.num_inserted == sum(one.sealed for one in state.sources.values())
+            and sum(group.times_sampled for group in live) <= state.sampled
         )
+
+
+def check_priority(name: str, priority: float) -> None:
+    """`InvalidInput` for what is no priority."""
+    if not 0.0 <= priority <= MAX_PRIORITY:
+        raise InvalidInput(f"priority {priority} of group {name!r}: expected a number from 0 to {MAX_PRIORITY:g}")
+
+
+def _index_of(policy: GroupPolicy) -> PriorityIndex | None:
+    if policy.order == "weighted":
+        return Weighted(policy.priority_exponent, policy.seed)
+    return HighestFirst() if policy.order == "priority" else None

@@ -15,7 +15,8 @@ class PoolState(msgspec.Struct):
     """`base`: the trainer's version when the pool began, `version` now. Tickets are numbered from 0: number n is for
     version base + n // groups_per_version. Those below `next_ticket` that no group has are `reserved` by somebody, or
     `returned`. `owed`: evicted groups that were not refilled. `excused`: groups by which a version is smaller. `ended`:
-    no more groups will be opened. `fates`: of groups that have ended, the latest."""
+    no more groups will be opened. `fates`: of groups that have ended, the latest. `sampled`: groups that were selected
+    in total, less those that were given back. `draws`: random numbers that were used."""
 
     policy: GroupPolicy
     base: int
@@ -30,6 +31,8 @@ class PoolState(msgspec.Struct):
     groups: dict[str, SiblingGroup] = {}
     fates: dict[str, Fate] = {}
     sources: dict[str, SourceCounters] = {}
+    sampled: int = 0
+    draws: int = 0
 
     def remember(self, name: str, fate: Fate) -> None:
         self.fates[name] = fate

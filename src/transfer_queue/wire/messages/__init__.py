@@ -85,6 +85,7 @@ from transfer_queue.wire.messages.groups import LentMember as LentMember
 from transfer_queue.wire.messages.groups import NumberedTicket as NumberedTicket
 from transfer_queue.wire.messages.groups import OpenGroup as OpenGroup
 from transfer_queue.wire.messages.groups import OpenPool as OpenPool
+from transfer_queue.wire.messages.groups import PrioritizeGroups as PrioritizeGroups
 from transfer_queue.wire.messages.groups import ReleaseGroups as ReleaseGroups
 from transfer_queue.wire.messages.groups import RenewGroups as RenewGroups
 from transfer_queue.wire.messages.groups import RetargetGroup as RetargetGroup
@@ -185,7 +186,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 ClientMessage: TypeAlias = (
@@ -198,7 +199,7 @@ ClientMessage: TypeAlias = (
     | OpenPool | TakeTickets | ReturnTickets | OpenGroup | ClaimSlots | StartSlots | FinishSlot | FailSlots
     | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
-    | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys
+    | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
@@ -226,7 +227,8 @@ LARGE = frozenset(
     one.__name__.encode()
     for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Gathered,
                 ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep, ReportMissing, FinishSlot,
-                FailSlots, FilterGroups, AckGroups, ReleaseGroups, ReturnTickets, OpenGroup)
+                FailSlots, FilterGroups, AckGroups, ReleaseGroups, ReturnTickets, OpenGroup,
+                PrioritizeGroups)
 )  # fmt: skip
 
 
@@ -244,5 +246,5 @@ MUTATING = frozenset((
     Ack, Release, Nack, Requeue, Announce, Admit, GiveBack, Lock, Unlock, MarkStep, ResumeStep,
     OpenPool, TakeTickets, ReturnTickets, OpenGroup, ClaimSlots, FinishSlot, FailSlots, FilterGroups,
     RetargetGroup, AdvancePool, EndPool, SelectGroups, AckGroups, ReleaseGroups, TakeRefills,
-    OpenPartition, FinishPartition,
+    OpenPartition, FinishPartition, PrioritizeGroups,
 ))  # fmt: skip

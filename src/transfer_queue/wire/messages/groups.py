@@ -64,6 +64,7 @@ class OpenGroup(Request):
     start: int | None
     ticket: int | None
     refills: bool
+    priority: float = 1.0
 
 
 class ClaimSlots(Request):
@@ -106,6 +107,14 @@ class FilterGroups(Request):
 
     partition: str
     groups: list[str]
+
+
+class PrioritizeGroups(Request):
+    """These groups have the priorities beside them from now on."""
+
+    partition: str
+    groups: list[str]
+    priorities: list[float]
 
 
 class RetargetGroup(Request):
@@ -253,6 +262,8 @@ class LentMember(msgspec.Struct, array_like=True):
 
 
 class LentGroup(msgspec.Struct, array_like=True):
+    """`times_sampled`: this time included. `probability`: of its draw, 1 where nothing is drawn."""
+
     group: str
     source: str
     start: int
@@ -260,13 +271,18 @@ class LentGroup(msgspec.Struct, array_like=True):
     age: int
     prompt: Tags
     members: list[LentMember]
+    priority: float
+    times_sampled: int
+    probability: float
 
 
 class GroupsLent(Reply):
-    """`rows` are those of all members, in order. `ended`: these are the last ones."""
+    """`rows` are those of all members, in order. `ended`: these are the last ones. `num_sealed`: how many there were to
+    choose from."""
 
     lease: int
     version: int
     groups: list[LentGroup]
     rows: RowSet
     ended: bool
+    num_sealed: int

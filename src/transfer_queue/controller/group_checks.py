@@ -1,0 +1,55 @@
+"""What requests about groups may ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transfer_queue.controller.leases import check_lease
+from transfer_queue.errors import InvalidInput
+from transfer_queue.groups import PoolCore, SiblingGroup
+from transfer_queue.wire import messages as m
+
+MAX_COUNT = 1 << 20
+MAX_VERSION, MAX_TOKENS = 1 << 40, 1 << 40
+
+
+def check_waiting(message: Any, pool: PoolCore) -> None:
+    """`InvalidInput` for numbers that mean nothing, and for what could never be had."""
+    counts = [getattr(message, name) for name in ("count", "least", "most") if hasattr(message, name)]
+    if not all(1 <= count <= MAX_COUNT for count in counts):
+        raise InvalidInput(f"{type(message).__name__}: expected from 1 to {MAX_COUNT}, got {counts}")
+    policy = pool.policy
+    if isinstance(message, m.SelectGroups):
+        check_lease(message.lease_s)
+        if message.most < message.least or message.lease_s <= 0:
+            raise InvalidInput(f"select {message.least} to {message.most} groups for {message.lease_s} s")
+        if message.least > pool.rate.most_samples:
+            raise InvalidInput(
+                f"{message.least} groups at once: samples_per_insert and error_buffer allow "
+                f"{pool.rate.most_samples:g} at most, a larger error_buffer more"
+            )
+    if isinstance(message, m.TakeTickets) and policy.gate is not None:
+        most = (policy.gate + 1) * policy.groups_per_version
+        if message.count > most:
+            raise InvalidInput(f"{message.count} tickets at once: the gate is open for {most} at most")
+    if isinstance(message, m.TakeTickets) and message.count > pool.rate.most_inserts:
+        raise InvalidInput(
+            f"{message.count} tickets at once: samples_per_insert and error_buffer allow "
+            f"{pool.rate.most_inserts:g} at most, a larger error_buffer more"
+        )
+
+
+def check_versions(*versions: int | None) -> None:
+    """`InvalidInput` for numbers that no version has."""
+    if any(version is not None and not 0 <= version < MAX_VERSION for version in versions):
+        raise InvalidInput(f"versions {versions}: expected numbers from 0 to {MAX_VERSION}")
+
+
+def versions_of(one: m.FinishedSlot, group: SiblingGroup) -> tuple[int, int]:
+    """The oldest and the newest version of a result. `InvalidInput` where they, or its tokens, mean nothing."""
+    oldest = group.start if one.oldest is None else one.oldest
+    newest = oldest if one.newest is None else one.newest
+    check_versions(oldest, newest)
+    if newest < oldest or not 0 <= one.tokens < MAX_TOKENS:
+        raise InvalidInput(f"versions {oldest} to {newest}, {one.tokens} tokens")
+    return oldest, newest
