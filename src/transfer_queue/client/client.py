@@ -20,6 +20,7 @@ from transfer_queue.client.dense import Pad
 from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.operations import overview as looks
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations import staleness, steps, update
 from transfer_queue.client.operations.kv import kv_list
@@ -318,6 +319,27 @@ class Operations:
         info = (yield Call(m.GetPartition(self.session.next_rid(), partition_id)))[0]
         return {"size": info.size, "metadata": info.metadata, "rows": info.rows} if info.known else None
 
+    def overview(self, most: int = 256) -> Operation[m.ServiceOverview]:
+        """The whole service at one instant: partitions, fields, tasks, who waits for what and what each lacks, leases,
+        groups, series, sessions, and the figures of `stats`; of requests that wait and of leases at most `most` each.
+
+        It changes nothing, and costs the server about 1 ms for a million rows. Raises `InvalidInput` for a bad `most`.
+        """
+        return looks.overview(self.session, most)
+
+    def partition_map(self, partition_id: str, max_runs: int = 1024) -> Operation[looks.PartitionMap | None]:
+        """Which cells of a partition are there, and which rows each task has or had, in at most `max_runs` runs of
+        rows; None for an unknown partition. It comes in slices of about 2 ms: rows that are written or cleared between
+        two of them are in one or in the other. Raises `InvalidInput` for a bad `max_runs`."""
+        return looks.partition_map(self.session, partition_id, max_runs)
+
+    def inspect_row(
+        self, partition_id: str, key: str | None = None, row: int | None = None
+    ) -> Operation[m.RowInspected]:
+        """What is known of one row, named by its key or by its global index: tags, fields, what it is to each task,
+        the steps that used it, and what happened to it lately. Raises `UnknownRows`, `InvalidInput`."""
+        return looks.inspect_row(self.session, partition_id, key, row)
+
     def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> Operation[BatchMeta]:
         """Metadata of the rows of `keys`, in their order; unknown keys are created, or left out."""
         session = self.session
@@ -463,6 +485,9 @@ class TransferQueueClient:
     )
     set_partition, async_set_partition = blocking(Operations.set_partition), awaitable(Operations.set_partition)
     get_partition, async_get_partition = blocking(Operations.get_partition), awaitable(Operations.get_partition)
+    overview, async_overview = blocking(Operations.overview), awaitable(Operations.overview)
+    partition_map, async_partition_map = blocking(Operations.partition_map), awaitable(Operations.partition_map)
+    inspect_row, async_inspect_row = blocking(Operations.inspect_row), awaitable(Operations.inspect_row)
     kv_retrieve_meta, async_kv_retrieve_meta = (
         blocking(Operations.kv_retrieve_meta),
         awaitable(Operations.kv_retrieve_meta),

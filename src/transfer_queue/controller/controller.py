@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
+from transfer_queue.controller.commit_checks import NO_BLOCK, check_commit
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import CellsGathered, CellsMoved, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
@@ -17,6 +18,7 @@ from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
 from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import tell_waiting
+from transfer_queue.controller.overview import Overviews, wait_places
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.redelivery import REQUESTS as DEAD_LETTER_REQUESTS
@@ -44,7 +46,6 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages.staleness import Policy
 
-NO_BLOCK = -1
 MAX_NEW_ROWS = 1 << 24
 GIVEN_UP = "was given up when another process took its unit over: nothing of it is stored, put the rows again"
 
@@ -111,6 +112,8 @@ class Controller:
         )  # fmt: skip
         self._parts: dict[type, Callable[..., m.Reply | None]] = {kind: part for kinds, part in parts for kind in kinds}
         self._rules |= {m.GetStep: self._fetching.steps.taken, **Queries(self.tables).rules}
+        owners = (self.staleness, self.locks, self.groups, self.series, self.watching)
+        self._rules |= Overviews(state, wait_places(self._quota_waiters, lambda: self.max_rows, *owners)).rules
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         reply = self._handle(message, ticket, session, now)
@@ -225,10 +228,12 @@ class Controller:
             self._fetching.undo(grant)
 
     def _note_inserted(self, message: m.Request, reply: m.Reply, session: bytes) -> None:
-        """Be able to remove new rows, should their asker never get them."""
+        """Be able to remove new rows, should their asker never get them; remember who wrote what."""
+        if type(message) is m.Commit and isinstance(reply, m.Committed):
+            self.state.recent.wrote(self._leases.now, session, message, reply.rows)
         if type(message) is m.Insert and isinstance(reply, m.RowSet):
-            rows = InsertGrant(self.tables[message.partition], indexes_of(reply.rows))
-            self._unreceived.add(session, message.rid, rows)
+            grant = InsertGrant(self.tables[message.partition], indexes_of(reply.rows))
+            self._unreceived.add(session, message.rid, grant)
 
     def _remove_unwritten(self, grant: InsertGrant) -> None:
         table = grant.table
@@ -279,7 +284,7 @@ class Controller:
 
     def _commit(self, message: m.Commit) -> m.Reply:
         table = self.tables.get(message.partition)
-        self._check(message)
+        check_commit(message, self.block_index)
         fields = message.fields
         if message.shared:
             fields = [*fields, *shared_fields(message, table, self.block_index)]
@@ -316,18 +321,6 @@ class Controller:
             message.rid, rows, table.tags_of(slots) if keyed else None, table.common_fields(slots) if keyed else [],
             table.loads, note,
         )  # fmt: skip
-
-    def _check(self, message: m.Commit) -> None:
-        if message.count < 1 or (message.tags is not None and len(message.tags) != message.count):
-            raise InvalidInput(f"{message.count} rows with {len(message.tags or ())} tags")
-        if len({f.name for f in message.fields}) != len(message.fields):
-            raise InvalidInput("a field occurs twice")
-        if not all(0 <= position < len(message.tags or ()) for position in message.replaced):
-            raise InvalidInput("replaced tags that are not there")
-        if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
-            raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
-        if message.block in self.block_index.entries:
-            raise InvalidInput(f"block {message.block} is published already")
 
     def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
         """Slots of the rows to write; new ones are added only once nothing can be refused any more."""
@@ -398,6 +391,7 @@ class Controller:
     def _new_rows(self, table: Table, count: int) -> Slots:
         self._check_room(count)
         slots = table.add(self.state.next_index, count)
+        table.arrivals.note(self.state.next_index, self._leases.now)
         self.state.next_index = max(self.state.next_index, int(table.index[table.size - 1]) + 1)
         return slots
 

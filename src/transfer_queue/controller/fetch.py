@@ -14,6 +14,7 @@ from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.notices import too_few
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
+from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
 from transfer_queue.controller.sampler_view import SamplerView
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
@@ -45,14 +46,16 @@ class Fetching:
         outbox: list[tuple[Hashable, Reply]],
         tables: Mapping[str, Table],
         ledger: Ledger | None = None,
+        recent: RecentEvents | None = None,
     ) -> None:
         self.sampler = sampler
+        self._recent = recent or RecentEvents()
         self.tables = tables
         self.unreceived = Unreceived()
         self.dealing = Dealing(self._freed)
         self.staleness = Staleness(tables, outbox, self._rows_consumed, self.unreceived, ledger)
         self.redelivery = Redelivery(tables, self._offered, self.staleness.admissions.give_back)
-        self.leases = Leases(tables, self._offered, self._rows_consumed, self.redelivery.came_back)
+        self.leases = Leases(tables, self._offered, self._rows_consumed, self.redelivery.came_back, self._recent)
         self.steps = Steps(tables, self._free_all, self._look_again, self._serve_all, ledger)
         self.parked: WaitQueue[Fetch] = WaitQueue()
         self._on_behalf: dict[bytes, list[Waiter[Fetch]]] = {}  # by the session that would hold their rows
@@ -366,6 +369,7 @@ class Fetching:
             task.forgive(fresh)
             self._note_consumed(request, table, used, fresh)
         self.steps.note(message, reply)
+        self._recent.took(self.leases.now, request.session, message, reply.rows)
         return reply
 
     def _hand_out_all(self, request: Waiter[Fetch], table: Table, view: ReadyView) -> RowSet | None:

@@ -282,7 +282,7 @@ class GroupPools:
         if reply is not None and self._lets_in(message):
             self._changed(message.partition)
         if reply is None and message.timeout_s <= 0:
-            raise DeadlineExceeded(too_late(message, "", self._reason))
+            raise DeadlineExceeded(too_late(message, "", self.reason))
         if reply is None:
             self.parked.add(parked)
             if getattr(message, "fields", None):
@@ -513,7 +513,7 @@ class GroupPools:
         while (first := self.deadlines.first()) is not None and first[0] <= now:
             lease = self._leases[first[1]]
             self._release(lease, list(lease.names))
-        self._left(answer_waiting(self.parked, self._outbox, now, "", self._reason))
+        self._left(answer_waiting(self.parked, self._outbox, now, "", self.reason))
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone: they do not wait any more."""
@@ -524,7 +524,7 @@ class GroupPools:
         for partition in {one.message.partition: None for one in gone if one.message.partition in self.pools}:
             self._changed(partition)
 
-    def _reason(self, message: Any) -> str:
+    def reason(self, message: Any) -> str:
         return summary(message.partition, self._pool(message.partition))
 
     def _description(self, partition: str) -> dict[str, Any]:
@@ -534,6 +534,24 @@ class GroupPools:
         }
         waiting = sum(one.message.partition == partition for one in self.parked)
         return described(pool, starved, waiting)
+
+    def descriptions(self) -> dict[str, dict[str, Any]]:
+        """Every pool, as `status` of one says it."""
+        return {partition: self._description(partition) for partition in self.pools}
+
+    def group_of(self, partition: str, row: int) -> str | None:
+        """The group that a row belongs to."""
+        pool = self.pools.get(partition)
+        return None if pool is None else pool.owners.get(row)
+
+    def leases(self) -> list[m.LeaseOverview]:
+        """All leases of groups, as they are shown; `left_s` is when they end."""
+        found = []
+        for one in self._leases.values():
+            groups = self.pools[one.partition].groups
+            rows = sum(len(groups[name].rows) for name in one.names if name in groups)
+            found.append(m.LeaseOverview(one.number, one.partition, "", rows, one.names, [one.session], one.deadline))
+        return found
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """How many groups every pool has, by state."""

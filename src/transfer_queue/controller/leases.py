@@ -20,6 +20,7 @@ import numpy as np
 
 from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.readiness import NO_LEASES, Slots, Task
+from transfer_queue.controller.recent import Happened, RecentEvents
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput, LeaseExpired
 from transfer_queue.wire import messages as m
@@ -41,6 +42,7 @@ class FailedAttempt(NamedTuple):
 
 
 EXPIRED, HOLDER_ENDED, UNTOLD = "the lease was over", "the holder's session ended", "refused"
+UNTRIED = "given back"
 
 
 class Lease:
@@ -70,12 +72,14 @@ class Leases:
         offered: Callable[[Table, str, Slots], None],
         rows_consumed: Callable[[Table, Task], None],
         came_back: Callable[[Table, str, Slots, FailedAttempt, float], None],
+        recent: RecentEvents,
     ) -> None:
         self.now = 0.0  # of the event being handled
         self._tables = tables
         self._offered = offered
         self._rows_consumed = rows_consumed
         self._came_back = came_back
+        self._recent = recent
         self._leases: dict[int, Lease] = {}
         self._ended_ones: dict[int, Lease] = {}  # the latest of those without rows left
         self._held: dict[bytes, set[int]] = {}  # leases of each session
@@ -152,6 +156,9 @@ class Leases:
             task = table.tasks[lease.task]
             slots = table.slots_of(rows)
             held = task.take_back(slots[slots >= 0], lease.number, used)
+            why = () if used else (UNTRIED if attempt is None else attempt.reason,)
+            what, holder = "acknowledged" if used else "returned", next(iter(lease.holders), b"")
+            self._recent.note(Happened(self.now, what, table.name, table.index[held], holder, lease.task, why))
             if not used:
                 lease.given_back.update(table.index[held].tolist())
                 if attempt is None:
@@ -166,6 +173,15 @@ class Leases:
         table = self._tables.get(lease.partition)
         task = table.tasks.get(lease.task) if table is not None else None
         return task.lent.get(lease.number, 0) if task is not None else 0
+
+    def listed(self) -> list[m.LeaseOverview]:
+        """All of them, as they are shown; `left_s` is when they end."""
+        return [
+            m.LeaseOverview(
+                one.number, one.partition, one.task, self._left(one), [], sorted(one.holders), one.deadline
+            )
+            for one in self._leases.values()
+        ]  # fmt: skip
 
     def lent_to(self, holder: bytes, task: Task) -> int:
         """Rows of a task that are lent to one session."""

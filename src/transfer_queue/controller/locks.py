@@ -144,7 +144,7 @@ class Locks:
         self._end_leases(now)
         self._grant_due(now)
         for parked, waited_s in self.parked.due(now):
-            text = f"kv_global_lock waits for {waited_s:g} s: {self._reason(self._waiting[parked.ticket])}"
+            text = f"kv_global_lock waits for {waited_s:g} s: {self._holders_of(self._waiting[parked.ticket])}"
             self._outbox.append((parked.ticket, m.Waiting(parked.message.rid, text)))
         for parked in self.parked.expired(now):
             claim = self._waiting.pop(parked.ticket)
@@ -185,7 +185,11 @@ class Locks:
         waiters = [one for one in self._waiting.values() if partition in (None, one.parked.message.partition)]
         return {"holders": holders, "waiters": len(waiters)}
 
-    def _reason(self, claim: Claim) -> str:
+    def reason(self, parked: Waiter[m.Lock]) -> str:
+        """Why a request that waits has to."""
+        return self._holders_of(self._waiting[parked.ticket])
+
+    def _holders_of(self, claim: Claim) -> str:
         """Why the request has to wait."""
         message = claim.parked.message
         found: list[str] = []
@@ -197,7 +201,7 @@ class Locks:
         return f"keys {message.keys[:LISTED]} of partition {message.partition!r}: {others}"
 
     def _late(self, claim: Claim) -> str:
-        return f"no lock within {claim.parked.message.timeout_s:g} s on {self._reason(claim)}"
+        return f"no lock within {claim.parked.message.timeout_s:g} s on {self._holders_of(claim)}"
 
     def check_invariants(self) -> None:
         """Claims, numbers, sessions and those who wait agree; tests call this after each event."""

@@ -58,7 +58,7 @@ class SeriesBook:
         if self._is_member(message) or (not waits and self._fits(message)):
             return self._admit(message)
         if message.timeout_s <= 0:
-            raise DeadlineExceeded(too_late(message, NAME, self._reason))
+            raise DeadlineExceeded(too_late(message, NAME, self.reason))
         self.parked.add(Waiter(ticket, session, message, now + message.timeout_s, now))
         return None
 
@@ -123,7 +123,7 @@ class SeriesBook:
 
     def expire(self, now: float) -> None:
         """Answer those who waited long enough, tell others what they wait for."""
-        for parked in answer_waiting(self.parked, self._outbox, now, NAME, self._reason):
+        for parked in answer_waiting(self.parked, self._outbox, now, NAME, self.reason):
             self._serve(parked.message.series)
 
     def forget(self, tickets: set[Hashable]) -> None:
@@ -131,7 +131,7 @@ class SeriesBook:
         for parked in self.parked.forget(tickets):
             self._serve(parked.message.series)
 
-    def _reason(self, message: m.OpenPartition) -> str:
+    def reason(self, message: m.OpenPartition) -> str:
         """What a request waits for."""
         open_ones = {name: one.left for name, one in self.members.items() if one.series == message.series}
         first = list(open_ones.items())[:LISTED]
@@ -159,6 +159,10 @@ class SeriesBook:
             },
             "waiting": [one.message.partition for one in self.parked if one.message.series == series],
         }
+
+    def descriptions(self) -> dict[str, dict[str, Any]]:
+        """Every series, as `series_status` says it."""
+        return {series: self._description(series) for series in self.statistics()}
 
     def check_invariants(self) -> None:
         """Every member is there; tests call this after each event."""

@@ -12,6 +12,7 @@ from transfer_queue.controller.groups import GroupPools
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.lineage import Lineage
 from transfer_queue.controller.lone_blocks import LoneBlocks
+from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.series import SeriesBook
 from transfer_queue.controller.table import Table
 from transfer_queue.sampler.base import BaseSampler
@@ -42,7 +43,8 @@ class ControllerState:
         self.lone_blocks = LoneBlocks(self.block_index)
         self.cleared_partitions = ClearedPartitions(self.block_index.freed)
         self.lineage = Lineage(secrets.token_bytes(ID_NBYTES))
-        self.fetching = Fetching(sampler, self.outbox, self.tables, ledger)
+        self.recent = RecentEvents()
+        self.fetching = Fetching(sampler, self.outbox, self.tables, ledger, self.recent)
         self.staleness = self.fetching.staleness
         self.groups = GroupPools(
             self.tables, self.outbox, self.fetching.unreceived, lambda: self.staleness.admissions.versions

@@ -106,6 +106,17 @@ class Steps:
                 task.take_back(np.flatnonzero(task.lease == REPLAYED), REPLAYED, used=False)
         self._keep_again()
 
+    def used_by(self, name: str, partition: str, row: int) -> list[tuple[int, int]]:
+        """(step, number of the batch) of those that a task took this row with; step -1 since the last mark."""
+        known = self._tasks.get(name)
+        if known is None:
+            return []
+        segments = [*known.done.items(), (-1, known.open)]
+        return [
+            (step, batch.number) for step, segment in segments for batch in segment.batches
+            if batch.partition == partition and bool((batch.own == row).any())
+        ]  # fmt: skip
+
     # what fetches do
 
     def note(self, message: m.Fetch, reply: m.RowSet) -> None:

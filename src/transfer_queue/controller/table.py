@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.controller.arrivals import Arrivals
 from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.content_index import ContentIndex
 from transfer_queue.controller.ledger import Ledger
@@ -75,6 +76,7 @@ class Table:
         self.lost: set[int] = set()  # indexes of rows that lost cells
         self.blocks: set[int] = set()  # those with live cells; kept by the block_index
         self.contents = ContentIndex()
+        self.arrivals = Arrivals()
         self.num_alive = 0
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)

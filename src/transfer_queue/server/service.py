@@ -15,7 +15,7 @@ from transfer_queue.server.block_requests import Answer, BlockRequests
 from transfer_queue.server.cell_digests import CellDigester
 from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
 from transfer_queue.server.late_answers import LateAnswers
-from transfer_queue.server.pending_commits import Filled, PendingCommits
+from transfer_queue.server.pending_commits import Filled, PendingCommits, blocks_of, name_blocks
 from transfer_queue.server.recycling import Recycler
 from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.unit_registry import UnitRegistry
@@ -83,19 +83,6 @@ async def kept_first(service: Service, number: int) -> bool:
     except StoreFull:
         return False  # the rows stay where they are
     return True
-
-
-def _blocks_of(message: m.Commit) -> list[int]:
-    """The blocks that are new with a commit, as it names them; 0: one of its payload."""
-    return [message.block] * (message.block >= 0) + [one.block for one in message.shared if one.is_new]
-
-
-def _name_blocks(message: m.Commit, first: int) -> None:
-    """The first new block has this number; their layouts are for their unit alone."""
-    if message.block >= 0:
-        message.block, message.layout = first, b""
-    for one in message.shared:
-        one.layout = b""
 
 
 class Reading(NamedTuple):
@@ -326,6 +313,9 @@ class Service:
         """The answer that a controller's reply makes."""
         if isinstance(reply, m.Captured):
             reply.units = self.members.addresses(numbers_of(reply.blocks).tolist(), reply.units)
+        if isinstance(reply, m.ServiceOverview) and not reply.server:  # else the controller's own server filled it in
+            reply.server = self.statistics()
+            reply.sessions = self.sessions.listed(self.unit.pinned_by_session())
         return reply, (payload,) if payload else ()
 
     def _commit(
@@ -336,12 +326,12 @@ class Service:
         orphans = self.pending.resume(ticket, asked) if self.pending.held else []
         known = orphans[0].number if orphans else self.pending.done.get(asked)
         if known is not None:
-            _name_blocks(message, known)
-        if known is not None or any(map(self.members.has, _blocks_of(message))):
+            name_blocks(message, known)
+        if known is not None or any(map(self.members.has, blocks_of(message))):
             reply = self.controller.handle(message, ticket, session.ident, now)
             return None if reply is None else (reply, ())
         filled = self._filled(message, payload, session)
-        _name_blocks(message, filled[0][0].number if filled else 0)
+        name_blocks(message, filled[0][0].number if filled else 0)
         pass_on = partial(self._commit_blocks, message, session, ticket, filled)
         if self.journal is None or all(self.journal.has(block) for block, _ in filled):
             return pass_on(now)
@@ -350,7 +340,7 @@ class Service:
 
     def _filled(self, message: m.Commit, payload: memoryview, session: ServerSession) -> list[Filled]:
         """The new blocks of a commit, with their layouts; that of the payload is made here, and is the first."""
-        numbers = _blocks_of(message)
+        numbers = blocks_of(message)
         if len(set(numbers)) < len(numbers):
             raise InvalidInput(f"blocks {numbers}: one occurs twice")
         layouts = [message.layout] * (message.block >= 0) + [one.layout for one in message.shared if one.is_new]

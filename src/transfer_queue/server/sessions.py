@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
 from transfer_queue.wire import messages as m
@@ -99,6 +99,13 @@ class Sessions:
         """The session has ended."""
         del self.by_ident[ident]
         self._away.pop(ident, None)
+
+    def listed(self, pinned_nbytes: Mapping[bytes, int]) -> list[m.SessionOverview]:
+        """All of them, as they are shown."""
+        return [
+            m.SessionOverview(one.ident, one.pid, one.local, one.connections, pinned_nbytes.get(one.ident, 0))
+            for one in self.by_ident.values()
+        ]
 
     def next_deadline(self) -> float | None:
         return next(iter(self._away.values()), None)

@@ -462,12 +462,13 @@ class Unit:
         self.shm.trim(self.shm.resident_nbytes() - max(keep_nbytes, self.used_nbytes))
         self.shm.trim(self.shm.resident_nbytes(spills=True) - self.spilled_nbytes, spills=True)
 
-    def pinned_nbytes(self) -> dict[str, int]:
+    def pinned_by_session(self) -> dict[bytes, int]:
         """Bytes pinned by each client."""
-        return {
-            session.hex()[:8]: sum(self._blocks[number].nbytes for number in held)
-            for session, held in self._pins.sessions()
-        }
+        return {session: sum(self._blocks[number].nbytes for number in held) for session, held in self._pins.sessions()}
+
+    def pinned_nbytes(self) -> dict[str, int]:
+        """The same, with short names."""
+        return {session.hex()[:8]: nbytes for session, nbytes in self.pinned_by_session().items()}
 
     def close(self) -> None:
         self.shm.close()

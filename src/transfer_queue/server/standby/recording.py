@@ -22,7 +22,7 @@ from transfer_queue.wire.address import Address
 READS = frozenset({
     m.Get, m.Scan, m.NameRows, m.ListKeys, m.Consumption, m.Production, m.ListPartitions, m.GetPartition,
     m.DescribePartition, m.ListDeadLetters, m.GetStep, m.DescribePool, m.DescribeSeries,
-    m.WatchKeys,
+    m.WatchKeys, m.DescribeService, m.MapCells, m.InspectRow,
 })  # fmt: skip
 
 

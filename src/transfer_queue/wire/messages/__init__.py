@@ -17,6 +17,7 @@
     checkpoints  everything in the service at once
     units        between storage units and the controller, and from readers to units of other hosts
     services     what is asked of a service as a whole
+    overview     what a service holds, who waits for what, what became of a row, for people
 
 Row sets travel as little-endian int64 bytes (`rows`), parallel to the caller's order. `rid` is chosen by the
 client, unique within its session; a mutating request repeated with the same `rid` gets its first reply again.
@@ -115,6 +116,20 @@ from transfer_queue.wire.messages.locks import ListLocks as ListLocks
 from transfer_queue.wire.messages.locks import Lock as Lock
 from transfer_queue.wire.messages.locks import Locked as Locked
 from transfer_queue.wire.messages.locks import Unlock as Unlock
+from transfer_queue.wire.messages.overview import CellMap as CellMap
+from transfer_queue.wire.messages.overview import DescribeService as DescribeService
+from transfer_queue.wire.messages.overview import InspectRow as InspectRow
+from transfer_queue.wire.messages.overview import LeaseOverview as LeaseOverview
+from transfer_queue.wire.messages.overview import MapCells as MapCells
+from transfer_queue.wire.messages.overview import PartitionOverview as PartitionOverview
+from transfer_queue.wire.messages.overview import RowEvent as RowEvent
+from transfer_queue.wire.messages.overview import RowInspected as RowInspected
+from transfer_queue.wire.messages.overview import RowOfTask as RowOfTask
+from transfer_queue.wire.messages.overview import ServiceOverview as ServiceOverview
+from transfer_queue.wire.messages.overview import SessionOverview as SessionOverview
+from transfer_queue.wire.messages.overview import TaskOverview as TaskOverview
+from transfer_queue.wire.messages.overview import ViewOverview as ViewOverview
+from transfer_queue.wire.messages.overview import WaitOverview as WaitOverview
 from transfer_queue.wire.messages.partitions import DescribePartition as DescribePartition
 from transfer_queue.wire.messages.partitions import GetPartition as GetPartition
 from transfer_queue.wire.messages.partitions import ListPartitions as ListPartitions
@@ -200,12 +215,14 @@ ClientMessage: TypeAlias = (
     | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
     | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
+    | DescribeService | MapCells | InspectRow
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
     | StepResumed | StepTaken | Tickets | SlotsClaimed | GroupsLent | CellDigests | KeyVersions
+    | ServiceOverview | CellMap | RowInspected
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
