@@ -1,6 +1,7 @@
 """Parts of other frameworks that run ours.
 
 verl_replay    verl's replay buffers without polling
+nemo_rl        NeMo-RL's replay buffer and samplers on groups, without polling
 roll           ROLL's transfer backend, row by row
 vime           the bridge of vime's pull request 242, by name, method and flag
 vllm           receivers inside vLLM's workers
