@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue.client.groups import GroupPool
@@ -58,7 +59,8 @@ class DataPlane:
 def pack(record: int, *, pad_value_dict: Any, weight_version: int, group_id: str) -> PackedGroup:
     """A record is a number here; its group has rows of it."""
     ids = [f"{group_id}_g{at}" for at in range(SIZE)]
-    fields = {"input_ids": torch.full((SIZE, 3), record), "input_lengths": torch.full((SIZE,), 3)}
+    columns = {"input_ids": torch.full((SIZE, 3), record), "input_lengths": torch.full((SIZE,), 3)}
+    fields = TensorDict(columns, batch_size=[SIZE])
     return PackedGroup(ids, fields, [{"weight_version": weight_version} for _ in ids], [3] * SIZE)
 
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from nemo import PARTITION, SIZE, TABLE, commit, filled, lists, names_of, new_buffer, parked, run, stored
 
 import transfer_queue as tq
 from transfer_queue.errors import InvalidInput
-from transfer_queue.integrations.nemo_rl import InOrderSampler, ReadyFirstSampler, WindowedSampler
+from transfer_queue.integrations.nemo_rl import (
+    InOrderSampler,
+    ReadyFirstSampler,
+    TQReplayBuffer,
+    WeightFifoSampler,
+    WindowedSampler,
+)
 
 # ---- policies ----
 
@@ -123,6 +132,88 @@ def test_facts_that_are_derived_from_a_policy(client: Any) -> None:
     assert [one.required_buffer_capacity(8) for one in made] == [None, None, 16, 16, 24, 32]
     assert not any(one.is_on_policy for one in made)
     assert WindowedSampler(new_buffer(), max_staleness_versions=0).is_on_policy
+
+
+LOOPS: dict[str, Callable[[TQReplayBuffer], Any]] = {
+    "windowed": lambda b: WindowedSampler(b, max_staleness_versions=1, patience_s=40),
+    "ready_first": lambda b: ReadyFirstSampler(b, max_staleness_versions=1, patience_s=40),
+    "weight_fifo": lambda b: WeightFifoSampler(b, max_staleness_versions=1, patience_s=40),
+    "in_order": lambda b: InOrderSampler(b, max_lookahead_versions=1, patience_s=40),
+}
+STEPS, PROMPTS, CAPACITY = 8, 3, 9
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_two_loops_train_and_every_permit_comes_back_once(client: Any, name: str) -> None:
+    """As NeMo-RL's two pumps: a permit for each group in the buffer, which counts of `select` and `evict` give back.
+    One rollout in four fails and is tried again as another group."""
+
+    async def steps() -> None:
+        buffer, chance = new_buffer(), random.Random(name)
+        sampler = LOOPS[name](buffer)
+        sampler.set_dispatch_index(0)
+        sampler.required_buffer_capacity(PROMPTS)
+        permits, version, taken = asyncio.Semaphore(CAPACITY), 0, 0
+        rollouts: list[asyncio.Future[None]] = []
+
+        async def rollout(group: str, start: int, step: int | None) -> None:
+            for _ in range(chance.randrange(12)):
+                await asyncio.sleep(0)
+            if chance.random() < 0.25:
+                await buffer.remove_group(group)
+                group = buffer.reserve(weight_version=version, target_step=step)
+                start = version
+            await buffer.commit(group, 7, start, version)
+
+        async def produce() -> None:
+            while True:
+                step = await sampler.admit(trainer_version_fn=lambda: version)
+                for _ in range(PROMPTS):
+                    await permits.acquire()
+                    group = buffer.reserve(weight_version=version, target_step=step)
+                    rollouts.append(asyncio.ensure_future(rollout(group, version, step)))
+
+        producing = asyncio.ensure_future(produce())
+        while version < STEPS:
+            for _ in range(await sampler.evict(current_train_weight=version)):
+                permits.release()
+            wanted = {"min_prompt_groups": 1, "max_prompt_groups": PROMPTS - taken}
+            meta, count = await sampler.select(current_train_weight=version, **wanted)
+            assert meta is not None
+            assert len(meta.sample_ids) == SIZE * count
+            for _ in range(count):
+                permits.release()
+            tq.kv_clear(meta.sample_ids, PARTITION)
+            taken += count
+            if taken == PROMPTS:
+                version, taken = version + 1, 0
+        producing.cancel()
+        await asyncio.gather(producing, return_exceptions=True)
+        await asyncio.gather(*rollouts)
+        assert CAPACITY - permits._value == len(buffer)
+        await buffer.remove(list(range(len(buffer))), remove_in_dp=True)
+        status = buffer.pool.status()
+        assert (status["open"], status["sealed"], status["lent"]) == (0, 0, 0)
+        assert status["sources"][""]["consumed"] == STEPS * PROMPTS
+        assert stored() == set()
+
+    run(steps())
+
+
+def test_what_an_earlier_process_left_unfinished_holds_up_no_run(client: Any) -> None:
+    async def steps() -> None:
+        policy = msgspec.structs.replace(
+            WeightFifoSampler(new_buffer(), max_staleness_versions=1).policy(), max_attempts=1
+        )
+        tq.group_pool(PARTITION, policy).open("left", 1)
+        buffer = new_buffer()
+        sampler = WeightFifoSampler(buffer, max_staleness_versions=1)
+        sampler.set_dispatch_index(0)
+        await commit(buffer, "x", 1)
+        _, count = await sampler.select(current_train_weight=1, min_prompt_groups=1, max_prompt_groups=9)
+        assert count == 1
+
+    run(steps())
 
 
 # ---- admission ----

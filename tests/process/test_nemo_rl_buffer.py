@@ -367,8 +367,19 @@ def test_install_puts_the_buffer_where_nemo_rl_makes_its_own(monkeypatch: pytest
     with pytest.raises(NotSupported):
         nemo_rl.install()
     made: Any = [sys.modules[name] for name in (patching.DEFINED, patching.MADE)]
+
+    class Newer:
+        def claim_for_training(self) -> None: ...
+
+    class Known:
+        def __init__(self, dp_client: Any, partition_id: str) -> None: ...
+
     for module in made:
-        module.TQReplayBuffer = object
+        module.TQReplayBuffer = Newer
+    with pytest.raises(NotSupported, match="claim_for_training"):
+        nemo_rl.install()
+    for module in made:
+        module.TQReplayBuffer = Known
     nemo_rl.install()
     nemo_rl.install()
     assert [module.TQReplayBuffer for module in made] == [TQReplayBuffer] * 2

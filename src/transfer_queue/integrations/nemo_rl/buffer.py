@@ -171,7 +171,7 @@ class TQReplayBuffer:
         packed = self._pack(
             record, pad_value_dict=self._pad_value_dict, weight_version=start_weight_version, group_id=group_id
         )
-        if self._require_routed_experts and ROUTED_EXPERTS not in packed.fields:
+        if self._require_routed_experts and ROUTED_EXPERTS not in list(packed.fields.keys()):
             raise RuntimeError(f"the rows of group {group_id!r} have no {ROUTED_EXPERTS}, which router replay needs")
         try:
             return await self._write(group_id, packed, start_weight_version, end_weight_version)
@@ -324,8 +324,9 @@ class TQReplayBuffer:
 
     async def drop_ended(self) -> int:
         """Give up the finished slots whose groups the service has given up; how many. Their rows are cleared."""
-        sources = (await self.pool.async_status())["sources"].values()
-        evicted = sum(one["evicted"] for one in sources)
+        status = await self.pool.async_status()
+        await self._return_tickets(status["version"])
+        evicted = sum(one["evicted"] for one in status["sources"].values())
         asked = self._committed if evicted == self._num_evicted else set(self._group_ids)
         names = [name for name, ready in zip(self._group_ids, self.ready_list, strict=True) if ready and name in asked]
         self._num_evicted = evicted
@@ -337,6 +338,13 @@ class TQReplayBuffer:
         if passed:
             await self._call("clear_samples", sample_ids=[one for meta in passed for one in meta.sample_ids])
         return len(gone)
+
+    async def _return_tickets(self, version: int) -> None:
+        """Nobody needs those of steps that have passed."""
+        passed = [step for step in self._tickets if step is not None and step < version]
+        tickets = [ticket for step in passed for ticket in self._tickets.pop(step)]
+        if tickets:
+            await self.pool.async_return_tickets(tickets)
 
     async def _has_ended(self, name: str) -> bool:
         if name not in self._attempts:

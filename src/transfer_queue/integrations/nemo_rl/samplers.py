@@ -17,7 +17,7 @@ import transfer_queue as tq
 from transfer_queue.client.groups import GroupPool, GroupTicket
 from transfer_queue.errors import DeadlineExceeded, InvalidInput
 from transfer_queue.groups import GroupPolicy
-from transfer_queue.integrations.nemo_rl.buffer import TQReplayBuffer
+from transfer_queue.integrations.nemo_rl.buffer import MAX_GROUPS, TQReplayBuffer
 
 log = logging.getLogger("transfer_queue")
 
@@ -69,6 +69,8 @@ class PoolSampler(ABC):
         if self.gated:
             gate = GroupPolicy.in_order(self._window, 1)
             self._admission = tq.group_pool(ADMISSION.format(self._buffer.partition_id), gate, version)
+        if self._first is not None:
+            _give_up_idle(pool)
         self._is_open = True
         return pool
 
@@ -175,6 +177,14 @@ class PoolSampler(ABC):
             raise InvalidInput(f"{groups_per_step} groups for each step: expected 1 or more")
         self._groups_per_step = groups_per_step
         return groups_per_step * (self._window + 1) if self.gated else None
+
+
+def _give_up_idle(pool: GroupPool) -> None:
+    """A run that begins has no use for what nobody works on: NeMo-RL never takes up a group of an earlier process."""
+    try:
+        pool.fail(pool.claim(MAX_GROUPS, timeout_s=0))
+    except DeadlineExceeded:
+        return
 
 
 class WindowedSampler(PoolSampler):
