@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from conftest import Child
 from nemo import PARTITION, SIZE, TABLE, DataPlane, beginning, commit, names_of, new_buffer, pack, parked, run, stored
+from test_standby import DURABLE, replaced, standby_of
 
 import transfer_queue as tq
 from transfer_queue.errors import InvalidInput, NotSupported
@@ -121,10 +122,27 @@ def test_a_put_that_fails_leaves_no_rows_and_the_slot_can_be_removed(client: Any
         with pytest.raises(ConnectionError):
             await buffer.commit("x", 7, 0, 0)
         assert (buffer.ready_list, stored()) == ([False, True], {"y"})
+        with pytest.raises(ConnectionError):
+            await buffer.commit("x", 7, 0, 0)
         assert await buffer.remove_group("x") == 1
         _, count = await sampler.select(current_train_weight=0, min_prompt_groups=1, max_prompt_groups=9)
         assert count == 1
         assert buffer.pool.status()["sources"][""]["evicted_for"] == {"failed": 1}
+
+    run(steps())
+
+
+def test_a_commit_that_failed_may_be_tried_again(client: Any) -> None:
+    async def steps() -> None:
+        buffer = new_buffer()
+        sampler = WindowedSampler(buffer, max_staleness_versions=1)
+        buffer._dp_client.fails = {"put_samples"}
+        with pytest.raises(ConnectionError):
+            await commit(buffer, "x")
+        buffer._dp_client.fails = set()
+        await buffer.commit("x", 7, 0, 0)
+        meta, _ = await sampler.select(current_train_weight=0, min_prompt_groups=1, max_prompt_groups=1)
+        assert (names_of(meta), stored()) == ("x", {"x"})
 
     run(steps())
 
@@ -156,6 +174,61 @@ def test_a_group_that_is_removed_during_its_write_leaves_no_rows(client: Any) ->
         with pytest.raises(ValueError, match=r"rows are cleared"):
             await buffer.commit("x", 7, 0, 0)
         assert (len(buffer), stored()) == (0, set())
+
+    run(steps())
+
+
+@pytest.mark.parametrize("way", ["answered", "cancelled"])
+def test_a_group_may_be_selected_before_its_commit_has_its_answer(client: Any, way: str) -> None:
+    """Both are answered by the same event, and the trainer's answer may be read first."""
+
+    async def steps() -> None:
+        buffer = new_buffer()
+        sampler = WindowedSampler(buffer, max_staleness_versions=1, patience_s=60)
+        answers = asyncio.Event()
+        finish = buffer.pool.async_finish
+
+        async def slowly(*arguments: Any, **more: Any) -> None:
+            await finish(*arguments, **more)
+            await answers.wait()
+
+        buffer.pool.async_finish = slowly  # type: ignore[method-assign, assignment]
+        committing = asyncio.ensure_future(commit(buffer, "x"))
+        meta, count = await sampler.select(current_train_weight=0, min_prompt_groups=1, max_prompt_groups=1)
+        assert (names_of(meta), count, len(buffer)) == ("x", 1, 0)
+        if way == "answered":
+            answers.set()
+            assert await committing == meta
+        else:
+            committing.cancel()
+            await asyncio.gather(committing, return_exceptions=True)
+        assert stored() == {"x"}, "the rows are the trainer's"
+        assert await sampler.evict(current_train_weight=0) == 0
+
+    run(steps())
+
+
+def test_a_commit_that_is_cancelled_when_its_group_is_sealed_leaves_nothing(client: Any) -> None:
+    async def steps() -> None:
+        buffer = new_buffer()
+        sampler = WindowedSampler(buffer, max_staleness_versions=1)
+        finish = buffer.pool.async_finish
+        sealed = asyncio.Event()
+
+        async def never(*arguments: Any, **more: Any) -> None:
+            await finish(*arguments, **more)
+            sealed.set()
+            await asyncio.Event().wait()
+
+        buffer.pool.async_finish = never  # type: ignore[method-assign, assignment]
+        committing = asyncio.ensure_future(commit(buffer, "x"))
+        await sealed.wait()
+        committing.cancel()
+        await asyncio.gather(committing, return_exceptions=True)
+        asked = {"current_train_weight": 0, "min_prompt_groups": 1, "max_prompt_groups": 1}
+        assert await sampler.select(**asked) == (None, 0)
+        assert stored() == set()
+        assert await buffer.remove_group("x") == 1
 
     run(steps())
 
@@ -233,6 +306,30 @@ def test_groups_that_a_killed_trainer_did_not_get_in_hand_are_offered_again(
         assert await waiting == 2
         meta, _ = await sampler.select(current_train_weight=0, min_prompt_groups=2, max_prompt_groups=2)
         assert names_of(meta) == "xy"
+
+    run(steps())
+
+
+def test_groups_tickets_and_waits_outlive_the_server(service: Any) -> None:
+    client = service(**DURABLE)
+
+    async def steps() -> None:
+        buffer = new_buffer()
+        sampler = InOrderSampler(buffer, max_lookahead_versions=0, groups_per_step=2, patience_s=50)
+        await sampler.admit(trainer_version_fn=lambda: 0)
+        await commit(buffer, "x", target_step=0)
+        buffer.reserve(weight_version=0, target_step=0, group_id="y")
+        asked = {"current_train_weight": 0, "min_prompt_groups": 2, "max_prompt_groups": 2}
+        selecting = asyncio.ensure_future(sampler.select(**asked))
+        admitting = asyncio.ensure_future(sampler.admit(trainer_version_fn=lambda: 0))
+        await parked(buffer.pool), await parked(sampler._admission)  # type: ignore[arg-type]
+        await asyncio.to_thread(standby_of, client)
+        await asyncio.to_thread(replaced, client)
+        await buffer.commit("y", 7, 0, 0)
+        meta, count = await selecting
+        assert (names_of(meta), count) == ("xy", 2)
+        await sampler.evict(current_train_weight=1)
+        assert await admitting == 1
 
     run(steps())
 

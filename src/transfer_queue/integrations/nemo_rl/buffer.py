@@ -72,7 +72,8 @@ class TQReplayBuffer:
         self._stamps = False
         self._attempts: dict[str, SlotAttempt] = {}
         self._tickets: dict[int | None, list[GroupTicket]] = {}
-        self._withdrawn: set[str] = set()
+        self._withdrawn: set[str] = set()  # which somebody has who did not select them
+        self._taken: set[str] = set()  # before their commit had its answer
         self._committed: set[str] = set()  # since the service was last asked what it has given up
         self._num_evicted = 0
 
@@ -168,6 +169,7 @@ class TQReplayBuffer:
         """
         if group_id not in self._group_ids:
             raise InvalidInput(f"group {group_id!r} has no slot: it was not reserved, or it is removed")
+        self._withdrawn.discard(group_id)  # by an earlier try
         packed = self._pack(
             record, pad_value_dict=self._pad_value_dict, weight_version=start_weight_version, group_id=group_id
         )
@@ -176,7 +178,7 @@ class TQReplayBuffer:
         try:
             return await self._write(group_id, packed, start_weight_version, end_weight_version)
         except BaseException as error:
-            await self._undo(packed.sample_ids, error)
+            await self._undo(group_id, packed.sample_ids, error)
             raise
 
     async def _write(self, name: str, packed: PackedGroup, start: int, end: int) -> Any:
@@ -187,10 +189,14 @@ class TQReplayBuffer:
             "tags": [dict(tag) for tag in tags],
         }  # fmt: skip
         await self._seal(name, values, start, end)
+        meta = meta_of(self.partition_id, values)
+        if name in self._taken:
+            self._taken.discard(name)
+            return meta
         if name not in self._group_ids:
             raise InvalidInput(f"group {name!r} was removed during the write; its rows are cleared")
         at = self._group_ids.index(name)
-        self.meta_list[at] = meta = meta_of(self.partition_id, values)
+        self.meta_list[at] = meta
         self.end_weight_list[at] = end
         self.ready_list[at] = True
         self._committed.add(name)
@@ -213,8 +219,12 @@ class TQReplayBuffer:
         except (GroupEnded, StaleAttempt) as error:
             raise InvalidInput(f"group {name!r} ended during the write; its rows are cleared: {error}") from error
 
-    async def _undo(self, sample_ids: Sequence[str], error: BaseException) -> None:
-        """Clear what a commit may have written, which failed with this error."""
+    async def _undo(self, name: str, sample_ids: Sequence[str], error: BaseException) -> None:
+        """Clear what a commit may have written, which failed with this error, unless somebody got the group before."""
+        if name in self._taken:
+            self._taken.discard(name)
+            return
+        self._withdrawn.add(name)  # nobody gets it who is answered meanwhile
         try:
             await self._call("clear_samples", sample_ids=list(sample_ids))
         except BaseException as second:
@@ -313,25 +323,31 @@ class TQReplayBuffer:
                 await self.pool.async_release(batch)
                 return None, 0
             metas = [self._meta(one) for one in batch.groups]
-            self._drop([one.group_id for one in batch.groups])
+            names = [one.group_id for one in batch.groups]
+            self._taken.update(name for name in names if name in self._group_ids and not self._is_ready(name))
+            self._drop(names)
             await self.pool.async_ack(batch)
             return (metas[0].concat(*metas[1:]) if len(metas) > 1 else metas[0]), len(metas)
 
     def _meta(self, group: SelectedGroup) -> Any:
-        if group.group_id in self._group_ids:
+        """Of its rows, as this process has it, or as it came with the group."""
+        if self._is_ready(group.group_id):
             return self.meta_list[self._group_ids.index(group.group_id)]
         return meta_of(self.partition_id, group.members[0].info)
+
+    def _is_ready(self, name: str) -> bool:
+        return name in self._group_ids and self.ready_list[self._group_ids.index(name)]
 
     async def drop_ended(self) -> int:
         """Give up the finished slots whose groups the service has given up; how many. Their rows are cleared."""
         status = await self.pool.async_status()
         await self._return_tickets(status["version"])
         evicted = sum(one["evicted"] for one in status["sources"].values())
-        asked = self._committed if evicted == self._num_evicted else set(self._group_ids)
-        names = [name for name, ready in zip(self._group_ids, self.ready_list, strict=True) if ready and name in asked]
-        self._num_evicted = evicted
-        self._committed = set()
+        asked = self._committed if evicted == self._num_evicted else self._group_ids
+        names = [name for name in asked if self._is_ready(name)]
         ended = await asyncio.gather(*(self._has_ended(name) for name in names))
+        self._num_evicted = evicted
+        self._committed.difference_update(names)
         gone = [name for name, is_over in zip(names, ended, strict=True) if is_over and name in self._group_ids]
         passed = [self.meta_list[self._group_ids.index(name)] for name in gone if name not in self._attempts]
         self._drop(gone)
