@@ -1,0 +1,107 @@
+"""A look at a real service: from any host, while its server is replaced, by many threads, on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hosts import Host
+from test_standby import DURABLE, replaced
+
+import transfer_queue as tq
+from transfer_queue.errors import InvalidInput, UnknownRows
+
+
+def filled(client: tq.TransferQueueClient) -> tq.BatchMeta:
+    """64 rows of which 32 have a reward, eight on a lease."""
+    client.put({"x": torch.ones(64, 2)}, partition_id="p")
+    meta = client.get_meta(["x"], 64, "p", mode="force_fetch")
+    client.put({"reward": torch.ones(32)}, metadata=meta.select_samples(list(range(32))))
+    return client.get_meta(["x"], 8, "p", task_name="actor", lease_s=60.0)
+
+
+def test_an_overview_has_everything_at_one_instant(client: tq.TransferQueueClient) -> None:
+    lent = filled(client)
+    found = client.overview()
+    (partition,) = found.partitions
+    assert dict(zip([one.name for one in partition.fields], partition.written, strict=True)) == {"x": 64, "reward": 32}
+    (task,) = partition.tasks
+    assert (task.name, task.leased, task.views[0].ready) == ("actor", 8, 56)
+    assert task.views[0].oldest_s is not None
+    assert [one.number for one in found.leases] == [lent.lease]
+    assert found.server["rows"] == 64
+    me = next(one for one in found.sessions if one.session in found.leases[0].holders)
+    assert me.local
+    assert me.pid
+    assert len(client.overview(most=0).leases) == 0
+
+
+def test_a_map_shows_which_rows_have_what(client: tq.TransferQueueClient) -> None:
+    filled(client)
+    found = client.partition_map("p", max_runs=16)
+    assert found is not None
+    assert (found.size, found.rows_each, found.num_runs, found.fields, found.tasks) == (
+        64,
+        4,
+        16,
+        ["x", "reward"],
+        ["actor"],
+    )
+    assert found.written.tolist() == [[255] * 16, [255] * 8 + [0] * 8]
+    assert found.leased.tolist() == [[255, 255] + [0] * 14]
+    assert not found.consumed.any()
+    assert np.array_equal(found.first_rows, np.arange(0, 64, 4))
+    assert client.partition_map("nobody") is None
+    with pytest.raises(InvalidInput):
+        client.partition_map("p", 0)
+
+
+def test_a_row_is_found_by_key_and_by_number(client: tq.TransferQueueClient) -> None:
+    tq.kv_put("a", "p", {"x": torch.ones(2)}, {"weight_version": 3})
+    found = client.inspect_row("p", key="a")
+    assert (found.key, found.tags, [one.name for one in found.written]) == ("a", {"weight_version": 3}, ["x"])
+    assert [one.what for one in found.events] == ["written"]
+    assert client.inspect_row("p", row=found.row).key == "a"
+    tq.kv_clear("a", "p")
+    with pytest.raises(UnknownRows):
+        client.inspect_row("p", row=found.row)
+
+
+def test_all_of_it_awaits(client: tq.TransferQueueClient) -> None:
+    async def look() -> tuple[Any, ...]:
+        return await asyncio.gather(
+            client.async_overview(), client.async_partition_map("p"), client.async_inspect_row("p", row=lent[0])
+        )
+
+    lent = filled(client).global_indexes
+    found, partition_map, row = asyncio.run(look())
+    assert found.partitions[0].rows == partition_map.size == 64
+    assert row.tasks[0].state == "leased"
+
+
+def test_another_host_sees_the_controllers_service(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    other = start_host(join=head.tcp)
+    other.client.put({"x": torch.ones(4, 2)}, partition_id="p")
+    there, here = other.client.overview(), head.client.overview()
+    assert [one.rows for one in there.partitions] == [4]
+    assert there.server["pid"] == here.server["pid"] == head.client.stats()["pid"]
+    assert len(there.server["units"]) == 1
+    found = other.client.partition_map("p")
+    assert found is not None
+    assert found.written.tolist() == [[255] * 4]
+
+
+def test_what_is_seen_goes_on_when_the_server_is_replaced(service: Any) -> None:
+    client = service(**DURABLE)
+    lent = filled(client)
+    before = client.overview()
+    replaced(client)
+    found = client.overview()
+    assert found.partitions[0].written == before.partitions[0].written
+    assert [(one.number, one.rows) for one in found.leases] == [(lent.lease, 8)]
+    assert client.inspect_row("p", row=lent.global_indexes[0]).tasks[0].state == "leased"

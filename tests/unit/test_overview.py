@@ -1,0 +1,261 @@
+"""What people are shown of a controller: all of it, a map of a partition, one row; it agrees with what is there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import Box, indexes, packed, schema
+
+from transfer_queue.controller.arrivals import MAX_MARKS, Arrivals
+from transfer_queue.controller.recent import MAX_EVENTS, MAX_ROWS, Happened, RecentEvents
+from transfer_queue.errors import InvalidInput, UnknownRows
+from transfer_queue.groups import GroupPolicy
+from transfer_queue.wire import messages as m
+
+
+def overview(box: Box, most: int = 256) -> m.ServiceOverview:
+    return box.handle(m.DescribeService(1, most))
+
+
+def fetch(box: Box, fields: list[str], count: int, task: str = "t", **more: Any) -> Any:
+    values: dict[str, Any] = {"sampling": {}, "timeout_s": 0.0, "empty_on_timeout": True} | more
+    ticket = values.pop("ticket", None)
+    return box.handle(m.Fetch(7, "p", fields, count, task, **values), ticket, b"consumer")
+
+
+def row(box: Box, number: int) -> m.RowInspected:
+    return box.handle(m.InspectRow(1, "p", None, number))
+
+
+def test_an_overview_counts_what_is_there() -> None:
+    box = Box()
+    rows = indexes(box.put(["a", "b", "c"], ["x"], tags=[{"n": 1}] * 3))
+    box.put(rows[:2], ["y"])
+    fetch(box, ["x", "y"], 1)
+    fetch(box, ["x"], 1, task="other", lease_s=5.0)
+    (partition,) = overview(box).partitions
+    assert (partition.name, partition.rows, partition.declared, partition.lost) == ("p", 3, None, 0)
+    assert dict(zip([one.name for one in partition.fields], partition.written, strict=True)) == {"x": 3, "y": 2}
+    tasks = {one.name: one for one in partition.tasks}
+    assert (tasks["t"].consumed, tasks["t"].leased) == (1, 0)
+    assert [(one.fields, one.ready) for one in tasks["t"].views] == [(["x", "y"], 1)]
+    assert (tasks["other"].consumed, tasks["other"].leased) == (0, 1)
+    (lease,) = overview(box).leases
+    assert (lease.task, lease.rows, lease.holders, lease.left_s) == ("other", 1, [b"consumer"], 5.0)
+
+
+def test_who_waits_is_shown_with_what_it_lacks() -> None:
+    box = Box(max_rows=4)
+    box.put(2, ["x"])
+    box.now = 10.0
+    fetch(box, ["x", "reward"], 2, timeout_s=60.0, ticket="a")
+    box.put(3, ["x"], timeout_s=60.0, ticket="b")
+    box.now = 25.0
+    found = overview(box)
+    assert found.num_waits == 2
+    waits = {one.call: one for one in found.waits}
+    assert (waits["get_meta"].task, waits["get_meta"].session, waits["get_meta"].waited_s) == ("t", b"consumer", 15.0)
+    assert waits["get_meta"].left_s == 45.0
+    assert "'reward' written on none" in waits["get_meta"].lacks
+    assert "4 rows that may be there" in waits["put"].lacks
+    assert [len(overview(box, most).waits) for most in (0, 1, 9)] == [0, 1, 2]
+
+
+def test_every_place_where_requests_wait_is_shown() -> None:
+    box = Box()
+    box.put(["a"], ["x"])
+    box.handle(m.OpenPool(1, "p", GroupPolicy(), None))
+    lock = m.Lock(2, "p", ["a"], 50.0, 0.0, {"name": "me"})
+    box.handle(lock)
+    versions = box.handle(m.WatchKeys(6, "p", {}, 0.0)).versions
+    parked = [
+        m.Lock(3, "p", ["a"], 50.0, 50.0, {"name": "you"}), m.SelectGroups(4, "p", 1, 1, None, 5.0, 50.0),
+        m.ClaimSlots(5, "p", 1, None, 50.0), m.WatchKeys(6, "p", versions, 50.0),
+        m.Admit(8, "t", 1, 0, 1, 50.0),
+    ]  # fmt: skip
+    for message in parked:
+        assert box.handle(message, ticket=message.rid) is None
+    lacks = {one.call: one.lacks for one in overview(box).waits}
+    assert lacks.keys() == {"kv_global_lock", "SelectGroups", "ClaimSlots", "kv_watch", "admit"}
+    assert "'a' is held by" in lacks["kv_global_lock"]
+    assert all(lacks.values())
+
+
+def test_groups_series_and_versions_are_in_the_overview() -> None:
+    box = Box()
+    box.handle(m.OpenPool(1, "p", GroupPolicy(), None))
+    box.handle(m.OpenGroup(2, "p", "g", 1, 1, "math", {}, None, None, False))
+    (slot,) = box.handle(m.ClaimSlots(3, "p", 1, None, 0.0)).slots
+    (made,) = indexes(box.put(1, ["x"]))
+    finished = m.FinishedSlot("g", slot.slot, slot.attempt, 1.0, None, None, 5, {})
+    box.handle(m.FinishSlot(4, "p", finished, packed([made])))
+    lent = box.handle(m.SelectGroups(5, "p", 1, 1, None, 9.0, 0.0))
+    box.handle(m.OpenPartition(6, "step", "steps", 0, ["actor"], True, 0.0))
+    box.announce(41)
+    found = overview(box)
+    assert found.groups["p"]["sources"]["math"]["selected"] == 1
+    assert found.series["steps"]["open"]["step"]["left"] == ["actor"]
+    assert (found.weight_version, found.num_announcements, found.run_id) == (41, 1, "e")
+    assert [(one.number, one.groups, one.rows) for one in found.leases] == [(lent.lease, ["g"], 1)]
+    assert row(box, made).group == "g"
+
+
+def test_the_oldest_ready_row_has_an_age() -> None:
+    box = Box()
+    for box.now in (10.0, 20.0, 30.0):
+        box.put(2, ["x"])
+    fetch(box, ["x"], 2)
+    box.now = 33.0
+    (task,) = overview(box).partitions[0].tasks
+    assert task.views[0].oldest_s == 13.0
+    fetch(box, ["x"], 4)
+    assert overview(box).partitions[0].tasks[0].views[0].oldest_s is None
+
+
+@given(st.lists(st.floats(0.0, 50.0), min_size=1, max_size=60).map(sorted), st.data())
+def test_marks_say_when_a_row_came_to_within_a_tenth_of_a_second(times: list[float], data: st.DataObject) -> None:
+    marks = Arrivals()
+    for number, now in enumerate(times):
+        marks.note(10 * number, now)
+    number = data.draw(st.integers(0, len(times) - 1))
+    said = marks.of(10 * number + data.draw(st.integers(0, 9)))
+    assert said is not None
+    assert said <= times[number] < said + 0.1 + 1e-9
+    assert Arrivals().of(3) is None
+
+
+def test_marks_and_events_are_bounded() -> None:
+    marks, events = Arrivals(), RecentEvents()
+    for number in range(3 * MAX_MARKS):
+        marks.note(number, float(number))
+    assert len(marks._rows) <= MAX_MARKS
+    assert marks.of(3 * MAX_MARKS) == 3 * MAX_MARKS - 1
+    for number in range(MAX_EVENTS + 5):
+        events.note(Happened(0.0, "written", "p", np.array([number]), b"", "", ()))
+    assert not events.of_row("p", 4)
+    assert events.of_row("p", 5)
+    events.note(Happened(0.0, "written", "p", np.arange(MAX_ROWS + 1), b"", "", ()))
+    assert not events.of_row("p", MAX_EVENTS)
+
+
+@pytest.mark.parametrize("each", [1, 2, 3, 7, 50])
+def test_a_map_has_the_share_of_each_run(each: int) -> None:
+    box = Box(reserved_rows=3)
+    rows = indexes(box.put(10, ["x"]))
+    box.put(rows[:5], ["y"])
+    fetch(box, ["x"], 4)
+    box.clear(rows[1:2])
+    fetch(box, ["x"], 2, task="u", lease_s=9.0)
+    found = box.handle(m.MapCells(1, "p", 0, each))
+    left = [number for number in rows if number != rows[1]]
+    runs = [left[first : first + each] for first in range(0, 9, each)]
+    assert (found.known, found.size, found.next, found.fields, found.tasks) == (True, 9, 0, ["x", "y"], ["t", "u"])
+    assert np.frombuffer(found.first_rows, np.int64).tolist() == [run[0] for run in runs]
+    assert list(found.written[0]) == [255] * len(runs)
+    for line, having in (
+        (found.written[1], rows[:5]), (found.consumed[0], rows[:4]), (found.consumed[1], []),
+        (found.leased[0], []), (found.leased[1], [rows[0], rows[2]]),
+    ):  # fmt: skip
+        shares = [sum(one in having for one in run) / len(run) for run in runs]
+        assert [value / 255 for value in line] == pytest.approx(shares, abs=2 / 255)
+        assert [(value == 0, value == 255) for value in line] == [(share == 0.0, share == 1.0) for share in shares]
+
+
+def test_a_map_of_a_large_partition_comes_in_slices_that_nobody_waits_long_for() -> None:
+    controller = Box().controller
+    fields = [schema(f"f{number}") for number in range(20)]
+    for block in range(1, 11):
+        commit = m.Commit(block, "p", 100_000, None, None, fields, block, b"", None, 0.0)
+        controller.handle(commit, None, b"s", 0.0)
+    start, slices, longest = 0, 0, 0.0
+    while start or not slices:
+        began = time.thread_time()
+        found: Any = controller.handle(m.MapCells(1, "p", start, 1000), None, b"s", 0.0)
+        longest = max(longest, time.thread_time() - began)
+        slices, start = slices + 1, found.next
+    assert found.size == 1_000_000
+    assert slices > 5
+    assert longest < 0.05  # seconds; alone on the machine 0.004
+
+
+def test_a_row_tells_what_became_of_it() -> None:
+    box = Box()
+    (made,) = box.made_by(3, fields=["x"])
+    box.announce(3)
+    box.announce(5)
+    box.now = 1.0
+    box.put([made], ["y"])
+    reply = fetch(box, ["x", "y"], 1, lease_s=5.0)
+    found = row(box, made)
+    assert (found.row, found.key, found.age, found.missing) == (made, None, 1, [])
+    assert [one.name for one in found.written] == ["x", "y"]
+    (task,) = found.tasks
+    assert (task.task, task.state, task.lease, task.attempts) == ("t", "leased", reply.lease, 0)
+    box.expire(20.0)
+    assert [(one.state, one.attempts, one.reason) for one in row(box, made).tasks] == [
+        ("ready", 1, "the lease was over")
+    ]
+    box.now = 21.0
+    reply = fetch(box, ["x", "y"], 1, lease_s=5.0)
+    box.handle(m.Ack(9, reply.lease, None))
+    found = row(box, made)
+    assert found.tasks[0].state == "consumed"
+    assert [(one.what, one.detail) for one in found.events] == [
+        ("written", "x"), ("written", "y"), ("taken", ""), ("returned", "the lease was over"), ("taken", ""),
+        ("acknowledged", ""),
+    ]  # fmt: skip
+    assert [one.ago_s for one in found.events] == [21.0, 20.0, 20.0, 1.0, 0.0, 0.0]
+    assert found.events[2].session == b"consumer"
+
+
+def test_a_row_names_the_steps_that_used_it() -> None:
+    box = Box()
+    (made,) = indexes(box.put(1, ["x"]))
+    box.mark(0)
+    fetch(box, ["x"], 1)
+    assert row(box, made).tasks[0].steps == [(-1, 0)]
+    box.mark(1)
+    assert row(box, made).tasks[0].steps == [(1, 0)]
+
+
+@pytest.mark.parametrize("state", ["waiting", "kept", "delayed", "dead"])
+def test_a_row_that_nobody_gets_says_why(state: str) -> None:
+    box = Box(max_deliver=1 if state == "dead" else None)
+    (made,) = indexes(box.put(1, ["x"]))
+    fields = ["x", "y"] if state == "waiting" else ["x"]
+    if state == "kept":
+        indexes(box.put(1, ["x"]))
+        fetch(box, fields, 1, dp_size=2, sampling={"dp_rank": 1, "batch_index": 0})
+    else:
+        reply = fetch(box, fields, 1, lease_s=9.0)
+    if state in ("delayed", "dead"):
+        box.handle(m.Nack(9, reply.lease, None, 30.0, "no"))
+    assert row(box, made).tasks[0].state == state
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.DescribeService(1, -1), m.DescribeService(1, 1 << 60), m.MapCells(1, "p", 0, 0), m.MapCells(1, "p", 3, 2),
+        m.MapCells(1, "p", -2, 2), m.InspectRow(1, "p", None, None), m.InspectRow(1, "p", "a", 0),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused(message: Any) -> None:
+    box = Box()
+    box.put(["a"], ["x"])
+    with pytest.raises(InvalidInput):
+        box.handle(message)
+
+
+def test_what_is_not_there_is_unknown() -> None:
+    box = Box()
+    box.put(["a"], ["x"])
+    assert not box.handle(m.MapCells(1, "q", 0, 1)).known
+    for partition, key, number in (("q", "a", None), ("p", "b", None), ("p", None, 7), ("p", None, -1)):
+        with pytest.raises(UnknownRows):
+            box.handle(m.InspectRow(1, partition, key, number))
