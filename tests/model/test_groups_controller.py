@@ -433,52 +433,6 @@ def test_a_loaded_pool_goes_on_with_what_nobody_had() -> None:
     assert indexes(reply.rows)[:2] == rows
 
 
-# ---- priorities, and a rate ----
-
-
-def test_a_group_that_is_selected_lets_in_the_producer_that_waited_before() -> None:
-    box = GroupBox(GroupPolicy.prioritized(9, samples_per_insert=1.0))
-    for number in range(2):
-        (ticket,) = box.ask(m.TakeTickets, 1, 0.0, session=b"worker").tickets
-        box.made(f"g{number}", ticket=ticket.number)
-    assert box.ask(m.TakeTickets, 1, 60.0, session=b"worker", asker="producer") is None
-    reply = box.select(1, 1)
-    assert [one.number for one in box.told()["producer"].tickets] == [2]
-    assert box.select(1, 1, 60.0, asker="trainer") is not None
-    assert box.select(1, 1, 60.0, asker="late") is None  # as many as were made
-    box.ask(m.ReleaseGroups, reply.lease, None)  # not used after all
-    assert len(box.told()["late"].groups) == 1
-
-
-def test_a_group_that_waits_behind_its_rate_comes_with_the_next_one_that_is_made() -> None:
-    box = GroupBox(GroupPolicy.prioritized(9, samples_per_insert=1.0, min_size_to_sample=2))
-    first, second, third = (
-        ticket.number for _ in range(3) for ticket in box.ask(m.TakeTickets, 1, 0.0, session=b"worker").tickets
-    )
-    box.made("x", ticket=first)
-    assert box.select(1, 1, 60.0, asker="trainer") is None
-    box.made("y", ticket=second)
-    assert len(box.told()["trainer"].groups) == 1
-    box.made("z", ticket=third)
-
-
-@pytest.mark.parametrize(("kind", "count"), [(m.SelectGroups, 8), (m.TakeTickets, 5)])
-def test_more_at_once_than_a_rate_ever_allows_is_refused(kind: Any, count: int) -> None:
-    box = GroupBox(GroupPolicy.prioritized(9, samples_per_insert=2.0, error_buffer=4.0))
-    with pytest.raises(InvalidInput, match="a larger error_buffer more"):
-        box.ask(kind, count, *((9, None, 10.0) if kind is m.SelectGroups else ()), 60.0)
-
-
-def test_priorities_are_set_for_all_groups_or_for_none() -> None:
-    box = GroupBox(GroupPolicy(order="priority"))
-    box.made("x")
-    box.made("y")
-    for names_, priorities in ((["y", "nobody"], [9.0, 1.0]), (["y", "x"], [9.0, -1.0]), (["y"], [9.0, 1.0])):
-        with pytest.raises(InvalidInput):
-            box.ask(m.PrioritizeGroups, names_, priorities)
-    assert names(box.select(1, 1)) == ["x"]  # both had 1: in order of arrival
-
-
 # ---- random histories ----
 
 POLICIES = [

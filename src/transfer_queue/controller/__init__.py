@@ -5,7 +5,6 @@
      ├─ table                   one partition: rows, keys, tags, schema, cells, their locations (numpy, dense by slot)
      │   ├─ readiness           what each task has consumed; the rows ready for a field set, kept up to date by commits
      │   ├─ row_versions        which version of the weights made each row
-     │   ├─ arrivals            when rows came to be
      │   └─ changes             which keys and tags changed since a listing
      ├─ fetch                   ready rows to tasks: the sampler is asked, what it cannot satisfy waits
      │   ├─ sampler_view        what a sampler is told of a partition
@@ -34,8 +33,8 @@
     queries, status             requests that change nothing
     overview                    all of it at one instant, a map of a partition, one row: for people
     locate                      from rows and fields to runs of blocks
-    commit_checks               what a commit may say
     expected_cells, lineage     writes that count only on what was read; whose row numbers mean the same rows
+    moving                      cells that lie elsewhere from now on
     hints, notices              what to remark on unknown names, and to those who have waited for long
     snapshot, saved_state       the whole state as bytes
     restore                     putting one back, step by step

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
-from transfer_queue.controller.commit_checks import NO_BLOCK, check_commit
 from transfer_queue.controller.expected_cells import check_expected
-from transfer_queue.controller.facts import CellsGathered, CellsMoved, UnitGivenUp
+from transfer_queue.controller.facts import UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
 from transfer_queue.controller.groups import REQUESTS as GROUP_REQUESTS
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
 from transfer_queue.controller.locks import Locks
+from transfer_queue.controller.moving import gather, relocate
 from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.overview import Overviews, wait_places
 from transfer_queue.controller.queries import Queries, known_slots
@@ -33,7 +33,6 @@ from transfer_queue.controller.unreceived import Grant, GroupGrant, InsertGrant,
 from transfer_queue.controller.watching import Watching
 from transfer_queue.errors import (
     InvalidInput,
-    ProtocolError,
     RowCleared,
     ServiceUnavailable,
     StoreFull,
@@ -46,6 +45,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages.staleness import Policy
 
+NO_BLOCK = -1
 MAX_NEW_ROWS = 1 << 24
 GIVEN_UP = "was given up when another process took its unit over: nothing of it is stored, put the rows again"
 
@@ -284,7 +284,7 @@ class Controller:
 
     def _commit(self, message: m.Commit) -> m.Reply:
         table = self.tables.get(message.partition)
-        check_commit(message, self.block_index)
+        self._check(message)
         fields = message.fields
         if message.shared:
             fields = [*fields, *shared_fields(message, table, self.block_index)]
@@ -321,6 +321,18 @@ class Controller:
             message.rid, rows, table.tags_of(slots) if keyed else None, table.common_fields(slots) if keyed else [],
             table.loads, note,
         )  # fmt: skip
+
+    def _check(self, message: m.Commit) -> None:
+        if message.count < 1 or (message.tags is not None and len(message.tags) != message.count):
+            raise InvalidInput(f"{message.count} rows with {len(message.tags or ())} tags")
+        if len({f.name for f in message.fields}) != len(message.fields):
+            raise InvalidInput("a field occurs twice")
+        if not all(0 <= position < len(message.tags or ()) for position in message.replaced):
+            raise InvalidInput("replaced tags that are not there")
+        if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
+            raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
+        if message.block in self.block_index.entries:
+            raise InvalidInput(f"block {message.block} is published already")
 
     def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
         """Slots of the rows to write; new ones are added only once nothing can be refused any more."""
@@ -505,22 +517,7 @@ class Controller:
 
         `block` is freed. False when none was left to move. `ProtocolError` when `target` cannot be that.
         """
-        entry = self.block_index.find(block)
-        if entry is None:
-            return False
-        between = (entry.first, entry.last)
-        is_other = self.block_index.find(target) is not None or target >> m.UNIT_SHIFT != block >> m.UNIT_SHIFT
-        if len(rows) and not is_other:
-            left, _ = entry.table.rows_in(entry.group, block, *between)
-            is_other = bool((rows[1:] <= rows[:-1]).any()) or not np.isin(left, rows).all()
-        if is_other:
-            raise ProtocolError(f"block {target} does not have what is left of block {block}")
-        if self.state.ledger is not None:
-            self.state.ledger.note(CellsMoved(block, target, rows_bytes(rows)))
-        entry.table.relocate(entry.group, block, target, rows, *between)
-        self.block_index.open(target, entry.live, entry.table, entry.group, *between)
-        self.block_index.release([(block, entry.live)])
-        return True
+        return relocate(self.state, block, target, rows)
 
     def gather(self, target: int, blocks: Slots, rows: Slots) -> bool:
         """What the first row of `blocks[i]` holds, which is that of the row with index `rows[i]`, now lies in row i of
@@ -529,23 +526,7 @@ class Controller:
         Only of rows that all of it still lay there. False when there are none. `ProtocolError` when `target` cannot be
         that.
         """
-        entry = next((found for block in blocks.tolist() if (found := self.block_index.find(block))), None)
-        if entry is None:
-            return False
-        units = {block >> m.UNIT_SHIFT for block in blocks.tolist()}
-        is_other = self.block_index.find(target) is not None or units != {target >> m.UNIT_SHIFT}
-        if is_other or len(rows) != len(blocks) or bool((rows[1:] <= rows[:-1]).any()):
-            raise ProtocolError(f"block {target} does not have what lies in {len(blocks)} blocks")
-        moved = entry.table.gather(entry.group, target, blocks, rows)
-        if not moved:
-            return False
-        if self.state.ledger is not None:
-            self.state.ledger.note(CellsGathered(target, rows_bytes(blocks), rows_bytes(rows)))
-        cells = len(entry.table.groups[entry.group].fields)
-        between = (int(rows[0]), int(rows[-1]))
-        self.block_index.open(target, cells * len(moved), entry.table, entry.group, *between)
-        self.block_index.release([(block, cells) for block in moved])
-        return True
+        return gather(self.state, target, blocks, rows)
 
     def refuse_commits(self, blocks: Slots) -> None:
         """A storage unit has given up these blocks: whatever still waits to put rows there fails."""

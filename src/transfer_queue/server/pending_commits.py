@@ -17,7 +17,6 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from transfer_queue.storage.blocks import Block, Unit
-from transfer_queue.wire import messages as m
 
 REMEMBERED = 4096  # commits that were carried out, perhaps
 
@@ -162,16 +161,3 @@ class PendingCommits:
             self.give_up(asked)
         for asked in [one for one in self.done if one[0] == session]:
             del self.done[asked]
-
-
-def blocks_of(message: m.Commit) -> list[int]:
-    """The blocks that are new with a commit, as it names them; 0: one of its payload."""
-    return [message.block] * (message.block >= 0) + [one.block for one in message.shared if one.is_new]
-
-
-def name_blocks(message: m.Commit, first: int) -> None:
-    """The first new block has this number; their layouts are for their unit alone."""
-    if message.block >= 0:
-        message.block, message.layout = first, b""
-    for one in message.shared:
-        one.layout = b""

@@ -15,11 +15,11 @@ from transfer_queue.server.block_requests import Answer, BlockRequests
 from transfer_queue.server.cell_digests import CellDigester
 from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
 from transfer_queue.server.late_answers import LateAnswers
-from transfer_queue.server.pending_commits import Filled, PendingCommits, blocks_of, name_blocks
+from transfer_queue.server.pending_commits import Filled, PendingCommits
 from transfer_queue.server.recycling import Recycler
 from transfer_queue.server.sessions import ServerSession, Sessions
 from transfer_queue.server.unit_registry import UnitRegistry
-from transfer_queue.storage.blocks import Block, Unit
+from transfer_queue.storage.blocks import Block, Unit, blocks_of, name_blocks
 from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of

@@ -18,6 +18,7 @@ from transfer_queue.wire.messages import (
     UNIT_SHIFT,
     Allocate,
     Allocated,
+    Commit,
     Failed,
     InArena,
     InEngine,
@@ -486,3 +487,16 @@ class Unit:
         assert all(not self._blocks[number].pins and self._blocks[number].published for number in self._resting)
         pins = self._pins.counts()
         assert all(block.pins == pins[block.number] for block in self._blocks.values())
+
+
+def blocks_of(message: Commit) -> list[int]:
+    """The blocks that are new with a commit, as it names them; 0: one of its payload."""
+    return [message.block] * (message.block >= 0) + [one.block for one in message.shared if one.is_new]
+
+
+def name_blocks(message: Commit, first: int) -> None:
+    """The first new block has this number; their layouts are for their unit alone."""
+    if message.block >= 0:
+        message.block, message.layout = first, b""
+    for one in message.shared:
+        one.layout = b""
