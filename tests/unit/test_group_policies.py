@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput, StaleAttempt
-from transfer_queue.groups import GroupPolicy, PoolCore, PoolState, Result
+from transfer_queue.groups import GroupPolicy, PoolCore, PoolState, Result, SiblingGroup
 
 # (name, version it was started at, version it is for, whether it is sealed), in order of arrival; the trainer is at 5.
 BUFFER = [
@@ -325,3 +325,18 @@ def test_a_group_is_opened_twice_in_the_same_way_only() -> None:
         opened(pool, "x", size=3)
     with pytest.raises(InvalidInput, match="1 <= min_size <= size"):
         opened(pool, "y", size=2, min_size=3)
+
+
+def test_a_claim_looks_only_at_groups_that_have_idle_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(GroupPolicy())
+    for number in range(300):
+        opened(pool, f"g{number}")
+    pool.start(pool.idle(299, None))
+    assert pool.idle(9, None) == [("g299", 0)]
+    looked: list[str] = []
+    idle = SiblingGroup.idle
+    monkeypatch.setattr(SiblingGroup, "idle", lambda group: looked.append(group.name) or idle(group))
+    assert pool.idle(9, None) == [("g299", 0)]
+    assert looked == ["g299"]
+    pool.fail("g7", 0, 0, "infra")
+    assert pool.idle(9, None) == [("g7", 0), ("g299", 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,8 +30,11 @@ class PoolCore:
         self.num_inserted = sum(one.sealed for one in state.sources.values())
         self.rate = SampleRate(state.policy)
         self._index = _index_of(state.policy)
+        self._work: list[tuple[int, str]] = []  # a heap of open groups that may have idle slots, by arrival
+        self._listed: set[int] = set()  # the numbers in it
         for group in state.groups.values():
             self._offer(group)
+            self._list_work(group)
 
     @property
     def policy(self) -> GroupPolicy:
@@ -155,19 +159,36 @@ class PoolCore:
         )  # fmt: skip
         self.state.next_number += 1
         self.groups[name] = group
+        self._list_work(group)
         self.num_open += 1
         self.source(source).opened += 1
         return group
 
     def idle(self, count: int, name: str | None) -> list[tuple[str, int]]:
         """Up to `count` idle slots, of one group or of all in order of arrival."""
+        if name is not None:
+            group = self.group(name)
+            return [(name, slot) for slot in group.idle()][:count] if group.state == "open" else []
         found: list[tuple[str, int]] = []
-        for group in [self.group(name)] if name is not None else self.groups.values():
-            if len(found) >= count:
-                break
-            if group.state == "open":
-                found += [(group.name, number) for number in group.idle()]
+        looked: list[tuple[int, str]] = []
+        while self._work and len(found) < count:
+            number, name = heapq.heappop(self._work)
+            known = self.groups.get(name)
+            slots = known.idle() if known is not None and known.state == "open" else []
+            if not slots:
+                self._listed.discard(number)
+                continue
+            looked.append((number, name))
+            found += [(name, slot) for slot in slots]
+        for one in looked:
+            heapq.heappush(self._work, one)
         return found[:count]
+
+    def _list_work(self, group: SiblingGroup) -> None:
+        """It may have idle slots: to claim one costs the groups that have, not all that there are."""
+        if group.state == "open" and group.number not in self._listed:
+            self._listed.add(group.number)
+            heapq.heappush(self._work, (group.number, group.name))
 
     def is_running(self, name: str, slot: int, attempt: int) -> bool:
         """Whether this attempt is under way."""
@@ -206,7 +227,9 @@ class PoolCore:
             self._evict(group, ["failed"])
         elif self.policy.retry == "group" and group.slot(slot).state == "idle":
             self._forget_rows(group.start_over())
+            self._list_work(group)
         else:
+            self._list_work(group)
             self._seal(group)
 
     def _seal(self, group: SiblingGroup) -> None:
@@ -468,6 +491,7 @@ class PoolCore:
         for group in self.groups.values():
             for slot in group.slots:
                 slot.state = "idle" if slot.state == "running" else slot.state
+            self._list_work(group)
         self.release(list(self.groups))
 
     def is_consistent(self) -> bool:
@@ -489,6 +513,7 @@ class PoolCore:
             and all(group.number < state.next_number for group in live)
             and self.num_inserted == sum(one.sealed for one in state.sources.values())
             and sum(group.times_sampled for group in live) <= state.sampled
+            and {group.number for group in live if group.state == "open" and group.idle()} <= self._listed
         )
 
 
