@@ -147,3 +147,25 @@ def test_vl_pipeline(run: Run) -> None:
     assert [re.findall(r"(\d+) MB of images in (\d+) MB", line) for line in lines[::3]] == [[("29", "15")]] * 2
     rows = [int(found) for line in lines for found in re.findall(r"(\d+) rows", line)]
     assert sum(rows) == 8
+
+
+@pytest.mark.parametrize(("mode", "lead"), [("sync", 0), ("async", 2)])
+def test_every_answer_is_trained_on_whatever_its_length(run: Run, mode: str, lead: int) -> None:
+    sizes = ("--steps", "8", "--groups", "4", "--slots", "8", "--lead", "2", "--token-us", "20", "--goal", "0.05")
+    done = run("async_lengths", "--mode", mode, *sizes)
+    assert done.returncode == 0, done.stderr
+    times, groups, lengths = done.stdout.splitlines()
+    assert re.match(rf"{mode}: 8 steps in [\d.]+ s, 5% right after [\d.]+ s \(step 1\), ", times)
+    found = re.fullmatch(
+        r"groups: 32 opened, 32 consumed, 0 evicted; weights [\d.]+ versions old, (\d) at most", groups
+    )
+    assert found, groups
+    assert int(found[1]) <= lead
+    seen = re.fullmatch(
+        r"lengths of 128 answers: mean ([\d.]+), of all ([\d.]+); "
+        r"KS distance 0\.0000 to all, ([\d.]+) to their distribution",
+        lengths,
+    )
+    assert seen, lengths
+    assert seen[1] == seen[2]
+    assert float(seen[3]) < 1.36 / 128**0.5  # 19 of 20 samples of this size are nearer

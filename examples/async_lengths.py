@@ -1,0 +1,250 @@
+"""An asynchronous run whose responses have a heavy tail: nobody waits for the longest, and no length is favoured.
+
+    python async_lengths.py [--mode async] [--steps 128] [--groups 16] [--engines 2] [--slots 32] [--lead 4]
+
+Engines answer prompts, a trainer takes whole groups of four answers. The policy learns to count: the answer to token i
+is i + 1, and a response's reward is its share of right tokens. Lengths are lognormal, median 200, and drawn before
+anybody answers. A slot of an engine waits `--token-us` for each token, as if another device decoded; a token takes as
+long however many slots are busy, which a real engine only comes near to. `--rate` is so low that answers of some
+versions ago teach as much as fresh ones; with a high one they do not, and `sync` needs fewer steps.
+
+sync   the groups of a version are opened once the trainer has that version (`in_order(0)`)
+async  they are opened `--lead` versions ahead, and each is trained on at the version it was opened for
+first  whatever is finished first; what is more than `--lead` versions old is dropped, and the lengths are biased
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import transfer_queue as tq
+
+VOCABULARY, SIBLINGS = 16, 4
+MEDIAN, SIGMA, SHORTEST, LONGEST = 200, 1.0, 8, 8192
+FIELDS = ("questions", "answers", "log_probs")
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.version = 0
+
+    def forward(self, questions: Tensor) -> Tensor:
+        """Log-probabilities of the answers to each question."""
+        chances: Tensor = self.head(self.words(questions)).log_softmax(-1)
+        return chances
+
+    def accuracy(self) -> float:
+        """The share of right answers, as an expectation over all questions."""
+        with torch.inference_mode():
+            return float(self(torch.arange(VOCABULARY)).exp().roll(1, 0).diagonal().mean())
+
+
+def draw(number: int) -> list[int]:
+    """How long the answers to a prompt will be."""
+    lengths = np.random.default_rng(number).lognormal(math.log(MEDIAN), SIGMA, SIBLINGS)
+    return [int(length) for length in np.clip(np.rint(lengths), SHORTEST, LONGEST)]
+
+
+def distance(lengths: list[int], others: list[int] | None = None) -> float:
+    """The Kolmogorov-Smirnov distance of lengths to others, or to what `draw` draws from."""
+    grid = np.arange(SHORTEST, LONGEST + 1)
+
+    def shares(sample: list[int]) -> Any:
+        return np.searchsorted(np.sort(sample), grid, side="right") / len(sample)
+
+    if others is not None:
+        return float(np.abs(shares(lengths) - shares(others)).max())
+    normal = [math.erf((math.log(length + 0.5) - math.log(MEDIAN)) / SIGMA / math.sqrt(2)) for length in grid[:-1]]
+    return float(np.abs(shares(lengths) - [*((1 + one) / 2 for one in normal), 1.0]).max())
+
+
+# an engine
+
+
+def answer(policy: Policy, number: int, length: int) -> tuple[dict[str, Tensor], float]:
+    """One response, and its reward."""
+    generator = torch.Generator().manual_seed(number)
+    questions = torch.randint(VOCABULARY, (length,), generator=generator)
+    with torch.no_grad():
+        chances = policy(questions)
+    answers = torch.multinomial(chances.exp(), 1, generator=generator)
+    row = {"questions": questions, "answers": answers[:, 0], "log_probs": chances.gather(1, answers)[:, 0]}
+    return row, float((row["answers"] == (questions + 1) % VOCABULARY).float().mean())
+
+
+def load(policy: Policy, row: Any) -> None:
+    """Give the policy the weights of that row."""
+    nn.utils.vector_to_parameters(row["weights"].unbind()[0], policy.parameters())
+    policy.version = int(row["version"][0])
+
+
+async def slot(pool: Any, policy: Policy, token_s: float) -> None:
+    """One response after the other, until no more prompts come."""
+    from transfer_queue.errors import GroupEnded
+
+    while attempts := await pool.async_claim():
+        attempt = attempts[0]
+        if policy.version < attempt.start_version:  # an older group may get newer weights
+            load(policy, await tq.async_kv_batch_get("policy", "weights"))
+        version, length = policy.version, attempt.prompt["lengths"][attempt.slot]
+        row, reward = answer(policy, attempt.prompt["number"] * SIBLINGS + attempt.slot, length)
+        await asyncio.sleep(token_s * length)
+        with contextlib.suppress(GroupEnded):  # with `first`: it was dropped meanwhile
+            rows = {name: column[None] for name, column in row.items()}
+            made_by = {"oldest_version": version, "newest_version": version}
+            await pool.async_finish(attempt, rows, reward=reward, tokens=length, **made_by)
+
+
+def engine(slots: int, token_s: float, ready: Any) -> None:
+    torch.set_num_threads(1)
+    tq.init()
+    pool, policy = tq.group_pool("train"), Policy()
+
+    async def work() -> None:
+        await asyncio.gather(*(slot(pool, policy, token_s) for _ in range(slots)))
+
+    ready.wait()
+    asyncio.run(work())
+    tq.close()
+
+
+# the trainer
+
+
+def loss_of(policy: Policy, rows: Any, rewards: Tensor) -> Tensor:
+    """The clipped surrogate, a mean over all tokens; each row is compared with its siblings."""
+    groups = rewards.view(-1, SIBLINGS)
+    advantage = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    columns = {name: rows[name].unbind() for name in FIELDS}
+    lengths = torch.tensor([len(row) for row in columns["answers"]])
+    questions, answers, before = (torch.cat(columns[name]) for name in FIELDS)
+    ratio = (policy(questions).gather(1, answers[:, None])[:, 0] - before).exp()
+    advantage = advantage.repeat_interleave(lengths)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+
+def publish(policy: Policy, version: int) -> None:
+    weights = nn.utils.parameters_to_vector(policy.parameters()).detach()
+    tq.kv_put("policy", "weights", {"weights": weights, "version": torch.tensor(version)})
+
+
+def train(pool: Any, policy: Policy, groups: int, rate: float, goal: float) -> dict[str, Any]:
+    """Take steps until no more groups come."""
+    optimizer = torch.optim.Adam(policy.parameters(), lr=rate)
+    began, waited, reached = time.monotonic(), 0.0, (math.nan, math.nan)
+    lengths: list[int] = []
+    ages: list[int] = []
+    step = 0
+    while True:
+        asked = time.monotonic()
+        batch = pool.select(groups)
+        waited += time.monotonic() - asked
+        if not batch.groups:
+            break
+        rows = tq.get_client().get_data(batch.metadata)
+        loss = loss_of(policy, rows, torch.tensor([reward for group in batch.groups for reward in group.rewards]))
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        lengths += [len(row) for row in rows["answers"].unbind()]
+        ages += [step - member.oldest_version for group in batch.groups for member in group.members]
+        pool.ack(batch, clear=True)
+        step += 1
+        publish(policy, step)
+        pool.advance(step)
+        if math.isnan(reached[0]) and policy.accuracy() >= goal:
+            reached = time.monotonic() - began, step
+    return {
+        "steps": step, "seconds": time.monotonic() - began, "waited_s": waited, "reached_s": reached[0],
+        "reached_step": reached[1], "accuracy": policy.accuracy(), "lengths": lengths,
+        "oldest": max(ages), "age": sum(ages) / len(ages),
+    }  # fmt: skip
+
+
+def prompts(pool: Any, count: int, asked: list[int]) -> None:
+    """Open a group for each prompt as soon as the policy lets it through."""
+    for number in range(count):
+        (ticket,) = pool.tickets(1)
+        lengths = draw(number)
+        asked += lengths
+        pool.open(f"prompt {number}", SIBLINGS, prompt={"number": number, "lengths": lengths}, ticket=ticket)
+    pool.end()
+
+
+def policy_of(mode: str, groups: int, lead: int) -> tq.GroupPolicy:
+    if mode == "first":
+        return tq.GroupPolicy(
+            serve="window", window=lead, stale="evict", aborts=True, gate=lead, groups_per_version=groups
+        )
+    return tq.GroupPolicy.in_order(0 if mode == "sync" else lead, groups)
+
+
+def run(
+    mode: str, steps: int, groups: int, engines: int, slots: int, lead: int, token_us: float, rate: float, goal: float
+) -> dict[str, Any]:
+    """What `train` tells, with the lengths of all answers that were asked for, and what became of the groups."""
+    torch.manual_seed(0)
+    pool, policy = tq.group_pool("train", policy_of(mode, groups, lead), version=0), Policy()
+    publish(policy, 0)
+    context = get_context("spawn")
+    ready = context.Barrier(engines + 1)
+    processes = [
+        context.Process(target=engine, args=(slots, token_us / 1e6, ready), daemon=True) for _ in range(engines)
+    ]
+    for process in processes:
+        process.start()
+    ready.wait(60)
+    asked: list[int] = []
+    asking = threading.Thread(target=prompts, args=(pool, steps * groups, asked))
+    asking.start()
+    found = train(pool, policy, groups, rate, goal)
+    asking.join()
+    for process in processes:
+        process.join()
+    counted = pool.status()["sources"][""]
+    return found | {"asked": asked, "groups": [counted[name] for name in ("opened", "consumed", "evicted")]}
+
+
+SETTINGS = {
+    "steps": 160, "groups": 16, "engines": 2, "slots": 32, "lead": 4, "token_us": 300.0, "rate": 0.003, "goal": 0.9,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("sync", "async", "first"), default="async")
+    for name, default in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    tq.init()
+    found = run(**vars(given))
+    print(f"{given.mode}: {found['steps']} steps in {found['seconds']:.1f} s, {given.goal:.0%} right after "
+          f"{found['reached_s']:.1f} s (step {found['reached_step']}), {found['accuracy']:.1%} at the end; "
+          f"the trainer waited {found['waited_s']:.1f} s")  # fmt: skip
+    opened, consumed, evicted = found["groups"]
+    print(f"groups: {opened} opened, {consumed} consumed, {evicted} evicted; "
+          f"weights {found['age']:.1f} versions old, {found['oldest']} at most")  # fmt: skip
+    lengths, asked = found["lengths"], found["asked"]
+    print(f"lengths of {len(lengths)} answers: mean {np.mean(lengths):.1f}, of all {np.mean(asked):.1f}; KS distance "
+          f"{distance(lengths, asked):.4f} to all, {distance(lengths):.4f} to their distribution")  # fmt: skip
+    tq.close()
+
+
+if __name__ == "__main__":
+    main()
