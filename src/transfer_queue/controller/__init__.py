@@ -23,7 +23,8 @@
      ├─ groups                  groups of siblings: who waits for them, works on them, has them
      │   ├─ group_checks        what requests may ask for
      │   ├─ group_holdings      what a session has of them
-     │   └─ group_reports       what is told of them
+     │   ├─ group_reports       what is told of them
+     │   └─ wait_lines          who waits for the same, one behind the other
      ├─ series                  partitions of which only so many may be open
      ├─ watching                those who wait until keys or tags change
      ├─ locks                   names that are held

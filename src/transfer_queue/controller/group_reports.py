@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transfer_queue.groups import PoolCore, SiblingGroup
@@ -48,3 +48,11 @@ def lent_group(pool: PoolCore, group: SiblingGroup, probability: float, held: li
         group.name, group.source, group.start, group.target, pool.age(group), group.prompt, members, group.priority,
         group.times_sampled, probability,
     )  # fmt: skip
+
+
+def rows_of(groups: Sequence[SiblingGroup], held: Sequence[list[int]]) -> list[int]:
+    """The rows of these groups, in order; of each without those of the slots that are withheld."""
+    return [
+        row for group, slots in zip(groups, held, strict=True) for number, slot in enumerate(group.slots)
+        if slot.result is not None and number not in slots for row in slot.result.rows
+    ]  # fmt: skip

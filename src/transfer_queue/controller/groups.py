@@ -17,12 +17,13 @@ from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.fetch import row_set
 from transfer_queue.controller.group_checks import MAX_VERSION, check_versions, check_waiting, versions_of
 from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
-from transfer_queue.controller.group_reports import described, lent_group, summary
+from transfer_queue.controller.group_reports import described, lent_group, rows_of, summary
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.notices import answer_waiting, too_late
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import GroupGrant, Unreceived
+from transfer_queue.controller.wait_lines import WaitLines
 from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import (
     DeadlineExceeded,
@@ -60,6 +61,7 @@ class GroupPools:
     ) -> None:
         self.pools: dict[str, PoolCore] = {}
         self.parked: WaitQueue[Any] = WaitQueue()
+        self._lines = WaitLines(self.parked)
         self.fields_awaited: set[str] = set()  # partitions where somebody waits for groups with certain fields
         self.clear: Callable[[m.Clear], m.Reply]
         self._tables = tables
@@ -277,28 +279,30 @@ class GroupPools:
         newer = getattr(message, "version", None)
         if newer is not None and newer > self.pools[message.partition].version:  # of a selection: it judges first
             self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, newer))
-        behind = any(self._is_behind(parked, one) for one in self.parked)
-        reply = None if behind else self._attempt(parked)
+        place = self._place(parked)
+        reply = None if self._lines.has(message.partition, place) else self._attempt(parked)
         if reply is not None and self._lets_in(message):
             self._changed(message.partition)
         if reply is None and message.timeout_s <= 0:
             raise DeadlineExceeded(too_late(message, "", self.reason))
         if reply is None:
             self.parked.add(parked)
+            self._lines.add(message.partition, place, parked)
             if getattr(message, "fields", None):
                 self.fields_awaited.add(message.partition)
         return reply
 
-    def _is_behind(self, late: Waiter[Any], early: Waiter[Any]) -> bool:
-        """Whether somebody who waits for the same has to be answered first."""
-        one, other = late.message, early.message
-        same = type(one) is type(other) and one.partition == other.partition
-        match one:
+    def _place(self, parked: Waiter[Any]) -> Hashable:
+        """What it waits for: who waits for the same is answered in order of arrival."""
+        message = parked.message
+        match message:
             case m.ClaimSlots(group=group):
-                return same and group == other.group
+                return type(message), group
             case m.SelectGroups(fields=fields):
-                return same and fields == other.fields
-        return same and not isinstance(one, m.AwaitGroups)
+                return type(message), *fields
+            case m.AwaitGroups():
+                return parked.ticket  # it takes nothing, so nobody waits behind it
+        return (type(message),)
 
     def _attempt(self, parked: Waiter[Any]) -> m.Reply | None:
         """The answer, if there is one now."""
@@ -352,10 +356,7 @@ class GroupPools:
             self.deadlines.add(lease.number)
             self._unreceived.add(session, message.rid, GroupGrant(message.partition, lease=lease.number))
         lent = [lent_group(pool, *one, held) for one, held in zip(found, kept, strict=True)]
-        rows = [
-            row for group, held in zip(groups, kept, strict=True) for number, slot in enumerate(group.slots)
-            if slot.result is not None and number not in held for row in slot.result.rows
-        ]  # fmt: skip
+        rows = rows_of(groups, kept)
         ended = pool.ends_with(groups)
         return m.GroupsLent(
             message.rid, lease.number, pool.version, lent, self._row_set(message, rows), ended, num_sealed
@@ -393,29 +394,28 @@ class GroupPools:
         if pool.discarded:
             rows, pool.discarded = pool.discarded, []
             self._clear_rows(partition, rows)
-        while self._answer(partition):
+        while self._answer_all(partition):
             pass
 
-    def _answer(self, partition: str) -> bool:
+    def _answer_all(self, partition: str) -> bool:
         """Answer whom it can. Whether that lets in others, who were asked before."""
-        stuck: list[Waiter[Any]] = []
-        again = False
-        for parked in self.parked:
-            if parked.message.partition != partition or not self.parked.holds(parked):
-                continue
-            if any(self._is_behind(parked, one) for one in stuck):
-                continue
+        lets_in = False
+
+        def answer(parked: Waiter[Any]) -> bool:
+            nonlocal lets_in
             try:
                 reply = self._attempt(parked)
             except TransferQueueError as error:
                 reply = m.Failed(parked.message.rid, error.code, str(error))
             if reply is None:
-                stuck.append(parked)
-            else:
-                self.parked.remove(parked)
-                self._outbox.append((parked.ticket, reply))
-                again |= self._lets_in(parked.message)
-        return again
+                return False
+            self.parked.remove(parked)
+            self._outbox.append((parked.ticket, reply))
+            lets_in |= self._lets_in(parked.message)
+            return True
+
+        self._lines.serve(partition, answer)
+        return lets_in
 
     def _lets_in(self, message: Any) -> bool:
         """Whether the answer to this lets producers go on: a policy may have a rate of samples for each insert."""
