@@ -11,6 +11,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
     utils, controller_actor   import paths of TransferQueue that programs use
     interface                 the functions of the package: this process's one connection to the service
     bundles                   what a task took for a step of its loop, as files that need no service
+    tables                    partitions as tables of Arrow: for data frames, SQL and Parquet
     dump                      chosen rows as files, and back
     launch                    finding the service of this job, or starting one
     config                    settings: `config.yaml`, merged and checked
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from transfer_queue.interface import async_set_weight_version as async_set_weight_version
     from transfer_queue.interface import close as close
     from transfer_queue.interface import dump_data_by_key as dump_data_by_key
+    from transfer_queue.interface import export_table as export_table
     from transfer_queue.interface import finish_partition as finish_partition
     from transfer_queue.interface import get_client as get_client
     from transfer_queue.interface import get_metrics_endpoint as get_metrics_endpoint
@@ -95,6 +97,8 @@ if TYPE_CHECKING:
     from transfer_queue.interface import save_step as save_step
     from transfer_queue.interface import series_status as series_status
     from transfer_queue.interface import set_weight_version as set_weight_version
+    from transfer_queue.interface import sql as sql
+    from transfer_queue.interface import table as table
     from transfer_queue.locks import async_kv_global_lock as async_kv_global_lock
     from transfer_queue.locks import async_kv_global_locked as async_kv_global_locked
     from transfer_queue.locks import async_kv_local_lock as async_kv_local_lock
@@ -123,7 +127,7 @@ _HOMES = {
         "read_row_index", "save_step",
         "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",
         "give_back", "async_give_back", "group_pool", "open_partition", "async_open_partition", "finish_partition",
-        "async_finish_partition", "series_status", "async_series_status",
+        "async_finish_partition", "series_status", "async_series_status", "table", "sql", "export_table",
     ),
     "transfer_queue.groups": ("GroupPolicy",),
     "transfer_queue.client.client": ("TransferQueueClient",),

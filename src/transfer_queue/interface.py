@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from transfer_queue import bundles, checkpoint, dump
 from transfer_queue import config as settings
@@ -24,7 +24,11 @@ from transfer_queue.errors import AccessDenied, DeadlineExceeded, NotInitialized
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.launch import choose, controller_actor, service_info
 from transfer_queue.launch.launcher import Launcher, RunningService
+from transfer_queue.tables import extras
 from transfer_queue.wire.address import Address, parse_address
+
+if TYPE_CHECKING:
+    from transfer_queue.tables.partition_table import PartitionTable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -392,3 +396,61 @@ def read_row_index(dump_dir: str | os.PathLike[str]) -> dict[str, Any]:
     No service is needed. Raises as `load_data_by_key`.
     """
     return dump.read_index(dump_dir)
+
+
+def table(
+    partition_id: str,
+    fields: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    tags: Sequence[str] | None = None,
+    as_bytes: Sequence[str] = (),
+    preview_chars: int | None = 1024,
+) -> PartitionTable:
+    """The rows of a partition as a table of Arrow, which pandas, polars, DuckDB and pyarrow read (docs/tables.md).
+
+    Columns: `global_index`, `key`, one for each of `fields`, `tag_NAME` for each of `tags` (None: all there are).
+    `keys`: only these rows. Numbers and tensors are numbers and lists; strings are text; of other objects, and of
+    fields with rows of several kinds, there is a text of at most `preview_chars` characters (None: all). Fields of
+    objects in `as_bytes` are bytes: bytes, strings, files of images. The rows are those of now, their cells are read
+    when the table is; nothing in the service changes. Needs the extra `arrow`.
+
+    Raises `UnknownRows` for a partition or key that does not exist, `InvalidInput` for a field that does not,
+    `NotSupported` where pyarrow is not installed, `NotInitialized`.
+    """
+    extras.require("arrow", "a table")
+    from transfer_queue.tables.partition_table import table as table_of
+
+    return table_of(_session(), partition_id, fields, keys, tags, as_bytes, preview_chars)
+
+
+def sql(query: str) -> Any:
+    """What a query of SQL gives, as a table of pyarrow. Every partition is a table of DuckDB with the columns of
+    `table`, under its name; of what the query does not name nothing is read. SQL reaches neither files nor network.
+
+    Needs the extra `sql`. Raises `InvalidInput` for a query that DuckDB refuses, and as `table`.
+    """
+    extras.require("sql", "SQL")
+    from transfer_queue.tables.queries import sql as result_of
+
+    return result_of(_session(), query)
+
+
+def export_table(
+    partition_id: str,
+    target: str | os.PathLike[str],
+    format: str = "parquet",
+    columns: Sequence[str] | None = None,
+    as_bytes: Sequence[str] = (),
+    preview_chars: int | None = None,
+    overwrite: bool = False,
+) -> dict[str, int]:
+    """Write the table of a partition, or some of its columns, as Parquet: to a file of that name, or to a new directory
+    of files; with `format="hf"` to a directory that `datasets.load_dataset` of Hugging Face reads.
+
+    Written beside its place and renamed, on disk when this returns. `overwrite` replaces a file, never a directory.
+    Returns `{"rows", "files", "bytes"}`. Raises `FileExistsError`, and as `table`; OSError.
+    """
+    extras.require("arrow", "an export")
+    from transfer_queue.tables.export import ExportForm, export
+
+    return export(_session(), partition_id, target, ExportForm(format, columns, as_bytes, preview_chars, overwrite))

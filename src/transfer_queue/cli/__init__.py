@@ -1,4 +1,8 @@
-"""The command `tq`: a service that outlives its starter, and a look into a running one."""
+"""The command `tq`: a service that outlives its starter, and a look into a running one.
+
+export    `tq export`: a partition as Parquet
+sql       `tq sql`: a query over partitions
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from transfer_queue import config as settings
+from transfer_queue.cli import export, sql
 from transfer_queue.errors import InvalidInput, NotInitialized, TransferQueueError
 from transfer_queue.launch import local
 from transfer_queue.server import host_registry
@@ -20,7 +25,9 @@ if TYPE_CHECKING:
     from transfer_queue.client.client import TransferQueueClient
 
 COMMAND_WIDTH = 80
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(__doc__ or "").partition("\n")[0]
+)
 
 RunDir = Annotated[str | None, typer.Option(help="Directory of the sockets (mode 0700); others attach by naming it.")]
 Address = Annotated[
@@ -268,6 +275,10 @@ def _merged(conf: Path | None) -> Any:
 
         given = OmegaConf.to_container(OmegaConf.load(conf))
     return settings.merged(given)
+
+
+sql.register(app, _attached, _printable)
+export.register(app, _attached)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@
      ├─ classes       enums, dataclasses and named tuples by name and fields
      ├─ images        PIL images without pickle
      ├─ registry      the user's own types
+     ├─ described     values to look at: nothing of the user's is called, no image opened
      └─ opaque        pickle, only where this process allows it
     packed            values in buffers of the caller's, without a block
     dtypes            torch's dtypes by name

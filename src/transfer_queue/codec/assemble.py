@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,9 +49,20 @@ from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, FieldSchema
 Located = Sequence[tuple[BlockBytes, int, int]]  # (block, first row, number of rows), in result order
 
 
+class Decoding(NamedTuple):
+    """What decodes the Python values of a column, and the arrays and images in them."""
+
+    lifting: type[Lifting]
+    reader: type[BufferReader]
+
+
+VALUES = Decoding(Lifting, BufferReader)  # as they were put
+
+
 class Assembler:
     """Turns runs into values; `out` maps fields to preallocated dense tensors (n, *row shape). `name_row` says what row
-    number so and so of the result is called. `plain`: rows of one shape become a plain tensor, (n, *row shape)."""
+    number so and so of the result is called. `plain`: rows of one shape become a plain tensor, (n, *row shape).
+    `decoding`: what Python values are made of."""
 
     def __init__(
         self,
@@ -60,12 +71,14 @@ class Assembler:
         out: Mapping[str, torch.Tensor] | None = None,
         name_row: Callable[[int], str] = "row {}".format,
         plain: bool = False,
+        decoding: Decoding = VALUES,
     ) -> None:
         self.copier = copier
         self.allow_pickle = allow_pickle
         self.out = out or {}
         self.name_row = name_row
         self.plain = plain
+        self.decoding = decoding
         self._offsets: dict[object, Offsets] = {}
 
     def scattered(self, schema: FieldSchema, block: BlockBytes, rows: Ints) -> Any:
@@ -180,11 +193,11 @@ class Assembler:
 
     def _lifting(self) -> Lifting:
         """Decodes values that refer to no buffer."""
-        return Lifting(BufferReader(_no_buffer).lift, self.allow_pickle)
+        return self.decoding.lifting(self.decoding.reader(_no_buffer).lift, self.allow_pickle)
 
     def _now(self) -> Assembler:
         """One whose values can be looked at before `Copies.run`."""
-        return Assembler(Copier(self.copier.allocate), self.allow_pickle)
+        return Assembler(Copier(self.copier.allocate), self.allow_pickle, decoding=self.decoding)
 
     def _mixed(self, name: str, runs: list[Run], inner: tuple[int, ...] | None) -> Any:
         """Rows that were put as columns of several kinds, as they are."""
@@ -304,7 +317,7 @@ class Assembler:
                 continue
             place = (id(block), column.name)
             if place not in readers:
-                readers[place] = BufferReader(self._span_of(block, column))
+                readers[place] = self.decoding.reader(self._span_of(block, column))
             buffers = block.buffers(column)
             first, last = buffers.ends[[start, start + count]].tolist()
             readers[place].fetch(buffers.refs[first:last].tolist())
@@ -316,7 +329,7 @@ class Assembler:
         """The values of a column that has buffers."""
         block, column, start, count = run
         spans = _messages(run)
-        unpack = Lifting(reader.lift, self.allow_pickle).unpack
+        unpack = self.decoding.lifting(reader.lift, self.allow_pickle).unpack
         buffers = block.buffers(column)
         ends = buffers.ends[start : start + count + 1].tolist()
         values = []

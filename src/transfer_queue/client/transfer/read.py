@@ -18,7 +18,7 @@ from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.located import LocatedBlock, LocatedRows
 from transfer_queue.client.transfer.parts import sliced_fields
 from transfer_queue.client.transfer.remote import received
-from transfer_queue.codec.assemble import Assembler
+from transfer_queue.codec.assemble import VALUES, Assembler, Decoding
 from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.rows import BlockBytes, Copier, row_numbers
 from transfer_queue.codec.select import NO_SLICES
@@ -46,6 +46,7 @@ def read(
     pad: Pad | None = None,
     slices: Mapping[str, Slice] = NO_SLICES,
     located: tuple[m.Located, memoryview] | None = None,
+    decoding: Decoding = VALUES,
 ) -> Operation[TensorDict]:
     """The rows of all requests, one after the other, as a TensorDict whose batch size is their number.
 
@@ -53,7 +54,7 @@ def read(
 
     Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the
     result goes. With `dense` or `pad` the result holds no nested tensors, see `to_dense`. Of fields in `slices` only
-    such parts of the rows are read.
+    such parts of the rows are read. `decoding`: what Python values are made of.
     """
     check_pad(pad)
     if slices and out and not slices.keys().isdisjoint(out):
@@ -68,7 +69,7 @@ def read(
     name_row = _names([(request, one.reply.count) for request, one in zip(requests, replies, strict=True)])
     plain = dense and pad is None
     spilled = [piece for one in replies for piece in session.spilled.unknown(one.reply.pieces)]
-    work = functools.partial(_assembled, session, replies, out, name_row, plain, spilled, slices)
+    work = functools.partial(_assembled, session, replies, out, name_row, plain, spilled, slices, decoding)
     found: TensorDict = yield Offload(work, nbytes if gathers or spilled else 0)
     if device is not None:
         found = found.to(device)
@@ -138,13 +139,14 @@ def _assembled(
     plain: bool,
     spilled: list[m.Piece],
     slices: Mapping[str, Slice],
+    decoding: Decoding,
 ) -> TensorDict:
     for piece in spilled:
         assert isinstance(piece.location, m.InArena)
         session.spilled.check(piece.block, piece.location, piece.nbytes)
     copies = Copies(session.mover)
     copier = Copier(session.pool.allocate, copies.copy, copies.take, copies.collect, copies.run)
-    assembler = Assembler(copier, session.allow_pickle, out, name_row, plain)
+    assembler = Assembler(copier, session.allow_pickle, out, name_row, plain, decoding)
     schema = {field.name: field for field in replies[0].reply.schema}
     if not schema:
         return TensorDict({}, batch_size=[0])

@@ -1,0 +1,113 @@
+"""`tq sql`: a query over live partitions."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from transfer_queue.client.client import TransferQueueClient
+
+Attached: TypeAlias = "Callable[[str | None], TransferQueueClient]"
+
+MAX_SHOWN = 1000  # rows of a table on a terminal
+STEP = 4096  # rows that become Python objects at once
+
+
+def register(app: typer.Typer, attached: Attached, printable: Callable[[str], Any]) -> None:
+    """Add the command. `attached` gives a client, `printable` a text that a terminal does not act on."""
+
+    @app.command()
+    def sql(
+        query: Annotated[
+            str, typer.Argument(help='SQL of DuckDB. A partition is a table: select * from "my partition".')
+        ],
+        as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False,
+        as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated, the names of the columns first.")] = False,
+        address: Annotated[str | None, typer.Option(help="As for `tq status`.")] = None,
+    ) -> None:
+        """Ask live partitions in SQL; only columns that the query names are read. Files and network are out of reach.
+
+        Columns: global_index, key, one for each field, tag_NAME for each tag (docs/tables.md). Needs the extra `sql`.
+        """
+        from transfer_queue.errors import InvalidInput
+        from transfer_queue.tables import extras
+
+        if as_json and as_csv:
+            raise InvalidInput("--json or --csv, not both")
+        extras.require("sql", "tq sql")
+        from transfer_queue.tables.queries import sql as result_of
+
+        with attached(address) as client:
+            found = result_of(client.session, query)
+        if as_json:
+            _print_json(found)
+        elif as_csv:
+            _print_csv(found)
+        else:
+            _print_table(found, printable)
+
+
+def _rows(found: Any) -> Iterator[tuple[Any, ...]]:
+    """The rows of a table of Arrow as Python values."""
+    for batch in found.to_batches(max_chunksize=STEP):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def _print_json(found: Any) -> None:
+    """One object a line, so that a long list is written as it is made. NaN and infinities are null: JSON has none."""
+    names = found.schema.names
+    separator = "["
+    for row in _rows(found):
+        told = {name: _plain(value) for name, value in zip(names, row, strict=True)}
+        print(separator + json.dumps(told, allow_nan=False), end="")
+        separator = ",\n "
+    print("[]" if separator == "[" else "]")
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def _print_csv(found: Any) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(found.schema.names)
+    for row in _rows(found):
+        writer.writerow("" if value is None else _text(value) for value in row)
+
+
+def _text(value: Any) -> str:
+    """A number or a text as it is, lists and structs as JSON."""
+    return (
+        json.dumps(_plain(value))
+        if isinstance(value, (list, dict))
+        else str(_plain(value) if isinstance(value, bytes) else value)
+    )
+
+
+def _print_table(found: Any, printable: Callable[[str], Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table()
+    for name in found.schema.names:
+        shown.add_column(printable(name))
+    for row in _rows(found.slice(0, MAX_SHOWN)):
+        shown.add_row(*("" if value is None else printable(_text(value)) for value in row))
+    Console().print(shown)
+    if found.num_rows > MAX_SHOWN:
+        print(f"{found.num_rows - MAX_SHOWN} more rows: --csv and --json print all", file=sys.stderr)

@@ -1,0 +1,184 @@
+"""A live partition as a table of Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from transfer_queue.client.session import Session
+from transfer_queue.errors import InvalidInput
+from transfer_queue.names import hint
+from transfer_queue.tables import columns, tag_columns, texts
+from transfer_queue.tables.cell_batches import CellBatch, CellBatches, FieldColumn
+from transfer_queue.tables.row_listing import RowListing
+
+INDEX, KEY, TAG = "global_index", "key", "tag_"
+ALL_TAGS = "tags"  # the one column where there are too many names
+
+
+class TableColumn(NamedTuple):
+    """A column: the global index, the key, a field, or values of tags, which are read already."""
+
+    about: pa.Field
+    field: FieldColumn | None = None
+    tags: pa.Array | None = None
+
+
+class PartitionTable:
+    """Rows of a partition, as they were listed when the table was made; their cells are read when the table is.
+
+    pandas, polars, DuckDB and pyarrow read it directly (`__arrow_c_stream__`), as often as they like. Batches have
+    about 32 MiB and at most 65536 rows. A cell that is not written is null. Rows cleared since the listing are left
+    out; cells written since are as they are now, and `SchemaConflict` is raised where they do not fit the column.
+    """
+
+    def __init__(self, session: Session, listing: RowListing, found: Sequence[TableColumn]) -> None:
+        self._session = session
+        self._listing = listing
+        self._columns = list(found)
+        self.schema: pa.Schema = pa.schema([one.about for one in self._columns])
+
+    @property
+    def partition_id(self) -> str:
+        """Whose rows they are."""
+        return self._listing.partition_id
+
+    def __len__(self) -> int:
+        return len(self._listing)
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.schema.names)
+        return f"PartitionTable({self.partition_id!r:.80}, {len(self)} rows: {names:.200})"
+
+    def select(self, names: Sequence[str]) -> PartitionTable:
+        """The table of these columns only; the others are not read. Raises `InvalidInput` for one that is not there."""
+        known = {one.about.name: one for one in self._columns}
+        for name in names:
+            if name not in known:
+                raise InvalidInput(f"no column {name!r:.200}{hint(name, known)}")
+        return PartitionTable(self._session, self._listing, [known[name] for name in names])
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The rows, some at a time. Each batch is read when it is asked for; blocks."""
+        fields = [one.field for one in self._columns if one.field is not None]
+        with_keys = any(one.about.name == KEY for one in self._columns)
+        for found in CellBatches(self._session, self._listing, fields, with_keys):
+            yield pa.record_batch(self._arrays(found), schema=self.schema)
+
+    def _arrays(self, found: CellBatch) -> list[pa.Array]:
+        cells = iter(found.arrays)
+        arrays = []
+        for about, field, tags in self._columns:
+            if field is not None:
+                arrays.append(next(cells))
+            elif tags is not None:
+                arrays.append(_rows_at(tags, found.positions))
+            elif about.name == KEY:
+                keys = [None if key is None else texts.clean(key) for key in found.keys or ()]
+                arrays.append(pa.array(keys, about.type))
+            else:
+                arrays.append(pa.array(self._listing.rows[found.positions]))
+        return arrays
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        """A reader of `batches`."""
+        return pa.RecordBatchReader.from_batches(self.schema, self.batches())
+
+    def to_arrow(self) -> pa.Table:
+        """All of the table in memory."""
+        return self.to_reader().read_all()
+
+    def to_pandas(self) -> Any:
+        """A DataFrame of pandas, which has to be installed."""
+        return self.to_arrow().to_pandas()
+
+    def __arrow_c_schema__(self) -> Any:
+        return self.schema.__arrow_c_schema__()
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return self.to_reader().__arrow_c_stream__(requested_schema)
+
+
+def _rows_at(values: pa.Array, positions: Any) -> pa.Array:
+    if len(positions) and positions[-1] - positions[0] == len(positions) - 1:
+        return values.slice(int(positions[0]), len(positions))
+    return values.take(pa.array(positions))
+
+
+def table(
+    session: Session,
+    partition_id: str,
+    fields: Sequence[str] | None = None,
+    keys: Sequence[str] | None = None,
+    tags: Sequence[str] | None = None,
+    as_bytes: Sequence[str] = (),
+    preview_chars: int | None = 1024,
+) -> PartitionTable:
+    """See `transfer_queue.table`."""
+    if preview_chars is not None and (type(preview_chars) is not int or preview_chars < 1):
+        raise InvalidInput(f"preview_chars is a number of characters from 1, or None, got {preview_chars!r}")
+    listing = RowListing(session, partition_id, keys)
+    wanted = _known("fields", fields, list(listing.fields))
+    for name in _known("as_bytes", as_bytes, wanted):
+        if columns.is_numeric(listing.fields[name]):
+            raise InvalidInput(f"as_bytes: field {name!r:.200} has numbers")
+    names = ColumnNames()
+    found = [
+        TableColumn(pa.field(names.new(INDEX), pa.int64(), nullable=False)),
+        TableColumn(pa.field(names.new(KEY), pa.large_string())),
+    ]
+    for name in wanted:
+        field = FieldColumn(listing.fields[name], name in as_bytes, preview_chars)
+        found.append(TableColumn(columns.described_as(names.new(name), field.schema, field.as_bytes), field))
+    return PartitionTable(session, listing, found + _tag_columns(listing, tags, names))
+
+
+def _known(what: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """Names that were given, all of `known` for None. Raises `InvalidInput` for others."""
+    if given is None:
+        return list(known)
+    if isinstance(given, str) or not all(type(name) is str for name in given):
+        raise InvalidInput(f"{what} is a list of strings")
+    for name in given:
+        if name not in known:
+            raise InvalidInput(f"{what}: no field {name!r:.200}{hint(name, known)}")
+    return list(dict.fromkeys(given))
+
+
+def _tag_columns(listing: RowListing, wanted: Sequence[str] | None, names: ColumnNames) -> list[TableColumn]:
+    """The tags of all rows. A name that no row has gives a column of nulls where it was asked for."""
+    tags, listing.tags = listing.tags, None  # as columns they are much smaller
+    if wanted is None:
+        if tags is None:
+            return []
+        wanted = tag_columns.names_of(tags)
+        if len(wanted) > tag_columns.MAX_NAMES:
+            found = tag_columns.together(tags)
+            return [TableColumn(pa.field(names.new(ALL_TAGS), found.type), tags=found)]
+    elif isinstance(wanted, str) or not all(type(name) is str for name in wanted):
+        raise InvalidInput("tags is a list of strings")
+    made = []
+    for name in dict.fromkeys(wanted):
+        values = pa.nulls(len(listing)) if tags is None else tag_columns.column(tags, name)
+        about = pa.field(names.new(TAG + name), values.type, metadata={"tq.tag": texts.clean(name)})
+        made.append(TableColumn(about, tags=values))
+    return made
+
+
+class ColumnNames:
+    """Gives every column a name of its own, also where upper and lower case are the same, as in SQL."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def new(self, wanted: str) -> str:
+        """`wanted`, with a number behind it where it is taken; what no C string or UTF-8 has is replaced in it."""
+        base = texts.clean(wanted).replace("\0", "␀") or "unnamed"
+        found, number = base, 1
+        while found.casefold() in self._taken:
+            number += 1
+            found = f"{base}_{number}"
+        self._taken.add(found.casefold())
+        return found

@@ -1,0 +1,117 @@
+"""SQL over live partitions, by DuckDB in this process.
+
+Each partition that a query names is a table there, which DuckDB asks for columns. It may neither open files nor load
+extensions nor change that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from transfer_queue.client.effects import Call
+from transfer_queue.client.session import Session
+from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.tables.partition_table import PartitionTable, table
+from transfer_queue.wire import messages as m
+
+CLOSED = {
+    "enable_external_access": "false", "autoload_known_extensions": "false", "autoinstall_known_extensions": "false",
+    "allow_community_extensions": "false", "temp_directory": "",
+}  # fmt: skip
+LOCKED = ("SET python_enable_replacements=false", "SET lock_configuration=true")
+
+
+def sql(session: Session, query: str) -> pa.Table:
+    """See `transfer_queue.sql`."""
+    if type(query) is not str:
+        raise InvalidInput(f"a query is a string, got {type(query).__qualname__}")
+    found: list[ScannedTable] = []
+    with duckdb.connect(":memory:", config=CLOSED) as connection:
+        try:
+            for setting in LOCKED:
+                connection.execute(setting)
+            for name, partition in _tables(session, connection.get_table_names(_sole(connection, query))).items():
+                found.append(ScannedTable(table(session, partition)))
+                connection.register(name, found[-1])
+            result = connection.sql(query)
+            return pa.table({}) if result is None else result.to_arrow_table()
+        except (duckdb.Error, UnicodeError) as error:
+            for one in found:
+                if one.failed is not None:
+                    raise one.failed from None
+            raise InvalidInput(f"SQL: {error}") from None
+
+
+def _sole(connection: Any, query: str) -> str:
+    """The one statement of a query. Raises `InvalidInput` for none, or several."""
+    statements = connection.extract_statements(query)
+    if len(statements) != 1:
+        raise InvalidInput(f"SQL: {len(statements)} statements, expected one")
+    return query
+
+
+def _tables(session: Session, names: Sequence[str]) -> dict[str, str]:
+    """The partition of each of these names, where there is one; as SQL has it, upper and lower case are the same.
+
+    Raises `InvalidInput` where that leaves several.
+    """
+    known: list[str] = session.call(Call(m.ListPartitions(session.next_rid())))[0].names
+    found: dict[str, str] = {}
+    for name in names:
+        alike = [one for one in known if one.casefold() == name.casefold()]
+        if name in alike:
+            alike = [name]
+        if len(alike) > 1:
+            raise InvalidInput(f"SQL: {name!r:.200} may be any of the partitions {alike[:8]!r:.400}")
+        found.update((name, one) for one in alike)
+    if len({one.casefold() for one in found.values()}) < len(set(found.values())):
+        raise InvalidInput(f"SQL: partitions whose names differ only in case: {sorted(found.values())[:8]!r:.400}")
+    return found
+
+
+class ScannedTable(ds.Dataset):  # the only kind of object that DuckDB asks for columns
+    """A table as a dataset of pyarrow. `failed` is what a scan raised: DuckDB gives only its text."""
+
+    def __init__(self, found: PartitionTable) -> None:
+        """Not that of a dataset, which refuses to be made."""
+        self._table = found
+        self.failed: TransferQueueError | None = None
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._table.schema
+
+    def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **_: Any) -> ds.Scanner:
+        """The rows that pass `filter`, `columns` of them. Columns that neither names are not read."""
+        wanted = self._table.schema.names if columns is None else list(columns)
+        read = wanted if filter is None else [*wanted, *self._filtered(filter, wanted)]
+        chosen = self._table.select(read)
+        reader = pa.RecordBatchReader.from_batches(chosen.schema, self._watched(chosen))
+        return ds.Scanner.from_batches(reader, columns=wanted, filter=filter)
+
+    def _watched(self, chosen: PartitionTable) -> Any:
+        try:
+            yield from chosen.batches()
+        except TransferQueueError as error:
+            self.failed = error
+            raise
+
+    def _filtered(self, condition: Any, wanted: Sequence[str]) -> list[str]:
+        """The columns that a condition needs beside those wanted: without one of them it cannot be bound."""
+        schema = self._table.schema
+        return [name for name in schema.names if name not in wanted and not _binds(condition, schema, name)]
+
+
+def _binds(condition: Any, schema: pa.Schema, without: str) -> bool:
+    rest = schema.remove(schema.get_field_index(without))
+    empty = pa.RecordBatchReader.from_batches(rest, [])
+    try:
+        ds.Scanner.from_batches(empty, columns=[], filter=condition).to_table()
+    except pa.ArrowInvalid:
+        return False
+    return True

@@ -1,0 +1,135 @@
+"""Partitions as files: whole or not at all, and what other libraries read of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import polars
+import pyarrow.parquet as pq
+import pytest
+import torch
+from test_tables_sql import command
+
+import transfer_queue as tq
+from transfer_queue.errors import DataLost, InvalidInput, NotSupported, UnknownRows
+from transfer_queue.tables import cell_batches, export
+
+pytestmark = pytest.mark.usefixtures("shared")
+
+
+@pytest.fixture
+def rows(request: pytest.FixtureRequest) -> str:
+    """A partition of 100 rows with columns of each kind, in several batches of 16 rows and more."""
+    partition: str = request.node.name
+    fields = {
+        "x": torch.arange(100.0), "m": torch.ones(100, 2, 3), "r": [torch.arange(n % 5) for n in range(100)],
+        "s": [f"text {n}" for n in range(100)], "e": torch.ones(100, 0),
+    }  # fmt: skip
+    tq.kv_batch_put([str(n) for n in range(100)], partition, fields, tags=[{"step": n} for n in range(100)])
+    tq.kv_put("bare", partition, {"x": torch.tensor(float("nan"))})
+    return partition
+
+
+def test_a_file_has_the_rows_and_types_of_the_table(rows: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    told = tq.export_table(rows, path)
+    found = pq.read_table(path)
+    assert found.schema == tq.table(rows).schema
+    assert found.drop_columns("x").equals(tq.table(rows).to_arrow().drop_columns("x"))
+    assert told == {"rows": 101, "files": 1, "bytes": path.stat().st_size}
+    assert pq.ParquetFile(path).num_row_groups > 1
+    assert duckdb.sql(f"select count(*), max(tag_step) from '{path}'").fetchall() == [(101, 99)]
+    assert polars.read_parquet(path)["r"][4].to_list() == [0, 1, 2, 3]
+    assert os.listdir(tmp_path) == ["a.parquet"]
+
+
+def test_what_is_there_is_kept_unless_it_is_a_file_to_overwrite(rows: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"a\.parquet exists"):
+        tq.export_table(rows, path)
+    with pytest.raises(FileExistsError, match="never replaced"):
+        tq.export_table(rows, tmp_path, overwrite=True)
+    assert path.read_text() == "mine"
+    tq.export_table(rows, path, overwrite=True)
+    assert pq.read_table(path).num_rows == 101
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "directory", "dataset"])
+def test_an_export_that_fails_leaves_nothing(
+    rows: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = cell_batches.CellBatches._read, []
+
+    def lost(self: Any, places: Any, names: list[str]) -> Any:
+        calls.append(names)
+        if len(calls) > 3:
+            raise DataLost("the host is gone")
+        return plain(self, places, names)
+
+    monkeypatch.setattr(cell_batches.CellBatches, "_read", lost)
+    with pytest.raises(DataLost):
+        tq.export_table(rows, tmp_path / name, "hf" if name == "dataset" else "parquet")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_has_files_of_bounded_size(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "SHARD_NBYTES", 1)
+    told = tq.export_table(rows, tmp_path / "d")
+    assert sorted(os.listdir(tmp_path / "d")) == [f"data-{n:05d}.parquet" for n in range(told["files"])]
+    assert told["files"] > 1
+    assert pq.read_table(tmp_path / "d")["key"].to_pylist() == [*map(str, range(100)), "bare"]
+    assert told["bytes"] == sum(path.stat().st_size for path in (tmp_path / "d").iterdir())
+
+
+def test_a_dataset_has_the_layout_that_hugging_face_reads(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SHARD_NBYTES", 1)
+    told = tq.export_table(rows, tmp_path / "d", format="hf")
+    names = sorted(os.listdir(tmp_path / "d" / "data"))
+    assert names == [f"train-{n:05d}-of-{told['files']:05d}.parquet" for n in range(told["files"])]
+    about = json.loads((tmp_path / "d" / "dataset_info.json").read_text())
+    assert about["splits"]["train"]["num_examples"] == 101
+    assert about["dataset_size"] == told["bytes"]
+
+
+def test_a_partition_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
+    tq.get_client().set_partition("nothing", size=4)
+    assert tq.export_table("nothing", tmp_path / "a.parquet")["rows"] == 0
+    assert pq.read_table(tmp_path / "a.parquet").num_rows == 0
+    assert tq.export_table("nothing", tmp_path / "d", format="hf")["files"] == 1
+
+
+def test_only_some_columns(rows: str, tmp_path: Path) -> None:
+    tq.export_table(rows, tmp_path / "a.parquet", columns=["key", "x"])
+    assert pq.read_table(tmp_path / "a.parquet").schema.names == ["key", "x"]
+
+
+def test_bad_input_is_refused_before_anything_is_written(rows: str, tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(UnknownRows):
+        tq.export_table("nowhere", tmp_path / "a.parquet")
+    with pytest.raises(InvalidInput, match="format 'csv'"):
+        tq.export_table(rows, tmp_path / "a.csv", format="csv")
+    with pytest.raises(InvalidInput, match="no column 'y'"):
+        tq.export_table(rows, tmp_path / "a.parquet", columns=["y"])
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(NotSupported, match=r"transfer-queue\[arrow\]"):
+        tq.export_table(rows, tmp_path / "a.parquet")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_command_writes_a_file_and_says_what(rows: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    done = command("export", rows, str(path), "--column", "key", "--column", "s", "--json")
+    assert json.loads(done.stdout) == {"rows": 101, "files": 1, "bytes": path.stat().st_size}
+    assert pq.read_table(path).schema.names == ["key", "s"]
+    again = command("export", rows, str(path))
+    assert (again.returncode, again.stderr.startswith("tq: ")) == (1, True)
+    assert "101 rows" in command("export", rows, str(path), "--overwrite").stdout
+    nowhere = command("export", rows, str(tmp_path / "no" / "a.parquet"))
+    assert (nowhere.returncode, "No such file" in nowhere.stderr) == (1, True)
