@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from transfer_queue.codec import images
+from transfer_queue.codec import images, lists
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.codec.layout import MAX_DIMS, checked_offsets
 from transfer_queue.codec.nested import Offsets, constructed, flattened, strided, trimmed
@@ -70,6 +70,9 @@ class BufferWriter:
         if images.is_image(value):
             return self._image(value)
         return NotImplemented
+
+    def exchange(self, value: Any, lower: Callable[[Any], Any]) -> Any:
+        return self._tensor(lists.exchanged(value), lower) if lists.is_exporter(value) else NotImplemented
 
     def _tensor(self, value: torch.Tensor, lower: Callable[[Any], Any]) -> Any:
         if value.is_nested:

@@ -1,4 +1,4 @@
-"""Plain Python lists and numpy arrays as tensor columns.
+"""Plain Python lists, numpy arrays, and arrays of other libraries (DLPack) as tensor columns.
 
 `struct.pack` converts a list of numbers several times faster than `torch.tensor` or `numpy.array` (docs/benchmarks.md),
 and refuses what does not fit instead of rounding it.
@@ -13,8 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from transfer_queue.codec.layout import offsets_of
+from transfer_queue.codec.registry import by_base, by_type
+from transfer_queue.errors import UnsupportedValue
 from transfer_queue.memory.bytes import Ints
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -29,6 +32,50 @@ def as_tensor(value: np.ndarray[Any, Any]) -> torch.Tensor | None:
         return torch.from_numpy(value if value.flags.writeable and value.flags.c_contiguous else value.copy())
     except TypeError:
         return None
+
+
+def is_exporter(value: Any) -> bool:
+    """Whether it is an array of another library, which says so by `__dlpack__`; not of a type that was registered."""
+    kind = type(value)
+    if not hasattr(kind, "__dlpack__") or isinstance(value, (torch.Tensor, np.ndarray)):
+        return False
+    return hasattr(kind, "__dlpack_device__") and by_type(kind) is None and by_base(kind) is None
+
+
+def exchanged(value: Any) -> torch.Tensor:
+    """A tensor over the memory of an exporter, on its device; nobody writes to it. What is read-only may be copied.
+
+    Raises `UnsupportedValue` where neither torch nor numpy takes it.
+    """
+    try:
+        return from_dlpack(value)
+    except BufferError as error:  # exporters of the first version of the protocol cannot say that memory is read-only
+        reason: Exception = error
+    except _REFUSALS as error:
+        raise _refused(value, error) from None
+    try:
+        found = np.from_dlpack(value)
+        tensor = torch.from_numpy(found if found.flags.writeable else found.copy())
+    except _REFUSALS:
+        raise _refused(value, reason) from None
+    return tensor
+
+
+_REFUSALS = (BufferError, RuntimeError, TypeError, ValueError, AttributeError)
+
+
+def _refused(value: Any, error: Exception) -> UnsupportedValue:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return UnsupportedValue(f"a {name} gives no tensor by DLPack ({error}): put a copy of it")
+
+
+def column_of(value: Any) -> Any:
+    """A column, of which arrays of other libraries are tensors; anything else as it is."""
+    if is_exporter(value):
+        return exchanged(value)
+    if type(value) in (list, tuple) and value and is_exporter(value[0]) and all(map(is_exporter, value)):
+        return list(map(exchanged, value))
+    return value
 
 
 def numbers(values: Sequence[Any]) -> torch.Tensor | tuple[torch.Tensor, Ints] | None:

@@ -33,13 +33,25 @@ JOIN_NBYTES = 1024  # shorter messages are joined first
 def plan_batch(batch: TensorDictBase | Mapping[str, Any], rows: int, allow_pickle: bool = False) -> BlockPlan:
     """Plan all columns of `batch`, each with `rows` rows.
 
-    In a mapping, lists of numbers become dense columns and lists of number lists ragged ones. Raises `InvalidInput`
+    In a mapping, lists of numbers become dense columns and lists of number lists ragged ones; arrays of other libraries
+    (DLPack) are tensors. Raises `InvalidInput`
     for a column of another length and `UnsupportedValue`, naming row, field and type of all that cannot be kept
     exactly.
     """
+    if not isinstance(batch, TensorDictBase):
+        batch = exchanged(batch)
     plan = BlockPlan(rows, allow_pickle, batch)
     _add_columns(plan, items_of(batch), not isinstance(batch, TensorDictBase))
     return plan
+
+
+def exchanged(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A mapping of columns with arrays of other libraries as tensors. Raises `UnsupportedValue`, naming the field."""
+    found = {}
+    for name, value in batch.items():
+        with _named(name):
+            found[name] = lists.column_of(value)
+    return found
 
 
 def _add_columns(plan: BlockPlan, items: Iterable[tuple[Any, Any]], numbers: bool) -> None:
@@ -82,6 +94,9 @@ def columns_of_row(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _column_of(name: str, value: Any) -> Any:
+    if lists.is_exporter(value):
+        with _named(name):
+            value = lists.exchanged(value)
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             raise InvalidInput(f"field {name!r}: a nested tensor is many rows; kv_put takes one")

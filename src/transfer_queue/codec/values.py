@@ -4,7 +4,8 @@ msgpack alone turns tuples and sets into lists, enums into their values and date
 value so that everything msgpack would change travels as a typed extension; `lift` is the decoder's hook that undoes
 it. Tensors and arrays leave the message: `Buffers` collects them and the message holds their number.
 
-One kind of value does not come back as it was: an exception comes back as its text.
+Two kinds of values do not come back as they were: an exception comes back as its text, an array of another library
+(DLPack) as a tensor.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class Buffers(Protocol):
 
     def lower(self, value: Any, lower: Callable[[Any], Any]) -> Any:
         """`value` as an extension, or NotImplemented when it is no array."""
+
+    def exchange(self, value: Any, lower: Callable[[Any], Any]) -> Any:
+        """An array of another library as a tensor, likewise."""
 
 
 def is_plain(value: Any) -> bool:
@@ -106,6 +110,10 @@ class Lowering:
             from transfer_queue.codec import opaque
 
             return Ext(PICKLE, opaque.dump(value))
+        if self.buffers is not None:
+            found = self.buffers.exchange(value, self.lower)
+            if found is not NotImplemented:
+                return found
         fields = classes.kind_of(kind)
         if fields is not None:
             place = f"{kind.__module__}:{kind.__qualname__}" if registration is None else registration.name

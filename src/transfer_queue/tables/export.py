@@ -32,7 +32,7 @@ SUFFIX = ".parquet"
 
 
 class ExportForm(NamedTuple):
-    """How to write; see `transfer_queue.export_table`. `progress` is told how many rows are written, and of how many."""
+    """How to write: see `transfer_queue.export_table`. `progress` is told how many rows are written and how many to."""
 
     format: str = PARQUET
     columns: Sequence[str] | None = None

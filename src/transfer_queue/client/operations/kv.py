@@ -38,8 +38,9 @@ def kv_put(
 ) -> Operation[KVBatchMeta]:
     """Write fields and tag of one row; other fields and tag names of the row stay.
 
-    In a dict, a tensor is the value of a cell; numbers, arrays and lists of numbers become tensors, as in the columns
-    of `kv_batch_put`, and everything else is one object. A TensorDict has batch size 1.
+    In a dict, a tensor is the value of a cell; numbers, arrays (also of libraries that export them by DLPack) and lists
+    of numbers become tensors, as in the columns of `kv_batch_put`, and everything else is one object. A TensorDict has
+    batch size 1.
     Rows of a field may differ: with another kind or rank a get of both gives a list, with another dtype it raises
     `SchemaConflict`, and the log of the put says so once. `strict_schema` refuses such a put (None: as
     `controller.strict_schema` of the service says).

@@ -19,9 +19,10 @@ from transfer_queue.client.transfer.allocation import committed_meta
 from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.share import store_shared
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, is_on, store
+from transfer_queue.codec import lists
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
-from transfer_queue.codec.plan import items_of, plan_batch
+from transfer_queue.codec.plan import exchanged, items_of, plan_batch
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
@@ -153,7 +154,11 @@ def num_rows(batch: Batch) -> int:
         size = list(batch.batch_size)
         count = size[0] if size else 0
     elif isinstance(batch, Mapping):
-        first: Any = next(iter(batch.values()), ())
+        name: str
+        first: Any
+        name, first = next(iter(batch.items()), ("", ()))
+        if not hasattr(first, "__len__"):
+            first = exchanged({name: first})[name]  # arrays of other libraries need not have a length
         try:
             nested = isinstance(first, torch.Tensor) and first.is_nested
             count = int(first.size(0)) if nested else len(first)  # a strided one has no len
@@ -255,7 +260,7 @@ def _rows_at(data: Batch, positions: list[int]) -> Batch:
             rows = rows_of(column)
             found[name] = [rows[p] for p in positions]
         else:
-            found[name] = column[positions]
+            found[name] = lists.column_of(column)[positions]
     return found
 
 
