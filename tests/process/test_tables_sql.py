@@ -63,6 +63,25 @@ def test_only_the_columns_that_a_query_needs_are_read(train: str, fields_read: l
     assert fields_read == []
 
 
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("select * from {} where key = 'k2'", 6), ("from {} where key = 'k2'", 6), ("select {} from {} limit 1", 1),
+        ("select columns('tag_.*') from {} limit 1", 1), ("select #6 from {} limit 1", 1),
+        ("select a.tag_step from {} a join {} b using (tag_step) where a.key = 'k2'", 1),
+        ("select a.tag_step from {} a natural join {} b where a.key = 'k2'", 1),
+        ("select count(*) from {} having max(TAG_step) = 3", 1), ("describe {}", 6),
+        ("with t as (select tag_step as s from {}) select s from t where s = 2", 1),
+    ],
+)  # fmt: skip
+def test_tags_are_there_however_they_are_meant(train: str, query: str, expected: int) -> None:
+    found = tq.sql(query.replace("{}", f'"{train}"'))
+    assert found.num_rows >= 1
+    assert found.num_columns == expected or query.startswith("describe")
+    if query.startswith("select {}"):
+        assert found.column(0)[0].as_py()["tag_step"] in range(4)
+
+
 @pytest.mark.parametrize("condition", ["s = 'c'", "s in ('c', 'z')", "x > 2.5 and g = 1 and s < 'd'", "s is not null"])
 def test_a_condition_on_a_column_that_is_not_shown(train: str, condition: str) -> None:
     expected = [row[0] for row in rows(f'select * from (select key, x, g, s from "{train}") where {condition}')]

@@ -119,7 +119,7 @@ def table(
     """See `transfer_queue.table`."""
     if preview_chars is not None and (type(preview_chars) is not int or preview_chars < 1):
         raise InvalidInput(f"preview_chars is a number of characters from 1, or None, got {preview_chars!r}")
-    listing = RowListing(session, partition_id, keys)
+    listing = RowListing(session, partition_id, keys, with_tags=tags is None or len(tags) > 0)
     wanted = _known("fields", fields, list(listing.fields))
     for name in _known("as_bytes", as_bytes, wanted):
         if columns.is_numeric(listing.fields[name]):

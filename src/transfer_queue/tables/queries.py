@@ -6,7 +6,8 @@ extensions nor change that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import duckdb
@@ -23,6 +24,7 @@ CLOSED = {
     "enable_external_access": "false", "autoload_known_extensions": "false", "autoinstall_known_extensions": "false",
     "allow_community_extensions": "false", "temp_directory": "",
 }  # fmt: skip
+UNNAMED = {"STAR", "POSITIONAL_REFERENCE", "SHOW_REF", "PIVOT"}  # of a parsed query: what names no columns
 LOCKED = ("SET python_enable_replacements=false", "SET lock_configuration=true")
 
 
@@ -35,8 +37,9 @@ def sql(session: Session, query: str) -> pa.Table:
         try:
             for setting in LOCKED:
                 connection.execute(setting)
-            for name, partition in _tables(session, connection.get_table_names(_sole(connection, query))).items():
-                found.append(ScannedTable(table(session, partition)))
+            named = _named(connection, _sole(connection, query))
+            for name, partition in _tables(session, named.tables).items():
+                found.append(ScannedTable(_table(session, partition, named)))
                 connection.register(name, found[-1])
             result = connection.sql(query)
             return pa.table({}) if result is None else result.to_arrow_table()
@@ -47,6 +50,50 @@ def sql(session: Session, query: str) -> pa.Table:
             raise InvalidInput(f"SQL: {error}") from None
 
 
+class Named:
+    """What a query names: tables, and columns in small letters. `is_all`: it means no others."""
+
+    def __init__(self) -> None:
+        self.tables: set[str] = set()
+        self.columns: set[str] = set()
+        self.is_all = True
+
+    def collect(self, node: Any) -> None:
+        """Take up a part of a parsed query."""
+        if isinstance(node, list):
+            for one in node:
+                self.collect(one)
+        elif isinstance(node, dict):
+            if node.get("type") in UNNAMED or node.get("ref_type") == "NATURAL" or node.get("using_columns"):
+                self.is_all = False
+            if node.get("type") == "BASE_TABLE":
+                self.tables.add(str(node["table_name"]))
+            elif node.get("class") == "COLUMN_REF":
+                self.columns.add(str(node["column_names"][-1]).casefold())
+            for one in node.values():
+                self.collect(one)
+
+
+def _named(connection: Any, query: str) -> Named:
+    ((text,),) = connection.execute("select json_serialize_sql(?)", [query]).fetchall()
+    parsed = json.loads(text)
+    found = Named()
+    if parsed.get("error", True):  # not a select
+        found.tables, found.is_all = set(connection.get_table_names(query)), False
+    else:
+        found.collect(parsed["statements"])
+    return found
+
+
+def _table(session: Session, partition: str, named: Named) -> PartitionTable:
+    """The table of a partition; without tags, the most costly columns, where every column that is named is another."""
+    if named.is_all:
+        bare = table(session, partition, tags=[])
+        if named.columns <= {name.casefold() for name in bare.schema.names}:
+            return bare
+    return table(session, partition)
+
+
 def _sole(connection: Any, query: str) -> str:
     """The one statement of a query. Raises `InvalidInput` for none, or several."""
     statements = connection.extract_statements(query)
@@ -55,7 +102,7 @@ def _sole(connection: Any, query: str) -> str:
     return query
 
 
-def _tables(session: Session, names: Sequence[str]) -> dict[str, str]:
+def _tables(session: Session, names: Iterable[str]) -> dict[str, str]:
     """The partition of each of these names, where there is one; as SQL has it, upper and lower case are the same.
 
     Raises `InvalidInput` where that leaves several.

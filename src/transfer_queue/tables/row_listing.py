@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
+from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.errors import InvalidInput, UnknownRows
 from transfer_queue.memory.bytes import Ints
@@ -27,8 +28,11 @@ class RowListing:
     `tags` is None where no row has any. Holds no cells. Later questions are about the rows as they are then.
     """
 
-    def __init__(self, session: Session, partition_id: str, keys: Sequence[str] | None = None) -> None:
-        """Raises `UnknownRows` for a partition or keys that do not exist, `InvalidInput` for what names neither."""
+    def __init__(
+        self, session: Session, partition_id: str, keys: Sequence[str] | None = None, with_tags: bool = True
+    ) -> None:
+        """`with_tags=False`: `tags` is None, for less time. Raises `UnknownRows` for a partition or keys that do not
+        exist, `InvalidInput` for what names neither."""
         if type(partition_id) is not str:
             raise InvalidInput(f"partition_id is a string, got {partition_id!r}")
         self._session = session
@@ -38,9 +42,15 @@ class RowListing:
             known = self._ask(m.ListPartitions(session.next_rid())).names
             raise UnknownRows(f"partition {partition_id!r:.200} does not exist{hint(partition_id, known)}")
         self.fields: dict[str, FieldSchema] = {field.name: field for field in info.schema}
-        found: m.RowSet = self._all_rows() if keys is None else self._rows_of(list(keys))
-        self.rows: Ints = numbers_of(found.rows)
-        self.tags = found.tags if any(found.tags or ()) else None
+        found = None if with_tags or keys is not None or not self.fields else self._status([next(iter(self.fields))])
+        if found is not None:
+            self.rows: Ints = found[0]
+            self.tags: list[m.Tags] | None = None
+        else:
+            with collector_pause:  # of a tag for each row
+                told: m.RowSet = self._all_rows() if keys is None else self._rows_of(list(keys))
+            self.rows = numbers_of(told.rows)
+            self.tags = told.tags if with_tags and any(told.tags or ()) else None
         if len(self.rows) > info.rows and keys is None:
             self._leave_out_reserved()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,15 @@ from transfer_queue.wire.messages import Tags
 
 MAX_NAMES = 1000  # a column each; of more names the tags of a row are one text
 EXACT = 1 << 53  # integers up to here are exact among floats
+TYPES: list[tuple[set[type], pa.DataType]] = [
+    ({bool}, pa.bool_()), ({int}, pa.int64()), ({int, float}, pa.float64()), ({str}, pa.large_string()),
+    ({bytes}, pa.large_binary()),
+]  # fmt: skip
 
 
 def names_of(tags: Sequence[Tags]) -> list[str]:
     """The names in these tags, in order of appearance."""
-    found: dict[str, None] = {}
-    for tag in tags:
-        if tag.keys() - found.keys():
-            found.update(dict.fromkeys(tag))
-    return list(found)
+    return list(dict.fromkeys(itertools.chain.from_iterable(tags)))
 
 
 def column(tags: Sequence[Tags], name: str) -> pa.Array:
@@ -35,18 +36,17 @@ def together(tags: Sequence[Tags]) -> pa.Array:
 
 def _array(values: list[Any]) -> pa.Array:
     kinds = set(map(type, values)) - {type(None)}
+    if kinds == {int, float} and any(type(value) is int and abs(value) > EXACT for value in values):
+        kinds = {object}
+    for wanted, found in TYPES:
+        if kinds and kinds <= wanted:
+            try:
+                return pa.array(values, found)
+            except (OverflowError, UnicodeEncodeError, pa.ArrowInvalid):
+                break  # an integer of more than 64 bits, a lone surrogate
     if kinds == {str}:
         return pa.array([value if value is None else texts.clean(value) for value in values], pa.large_string())
-    for wanted, found in (({bool}, pa.bool_()), ({int}, pa.int64()), ({bytes}, pa.large_binary())):
-        if kinds == wanted and (wanted != {int} or _fits(values)):
-            return pa.array(values, found)
-    if kinds in ({float}, {int, float}) and all(type(value) is not int or -EXACT <= value <= EXACT for value in values):
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
     return pa.array([_json(value) for value in values], pa.large_string())
-
-
-def _fits(values: list[Any]) -> bool:
-    return all(value is None or -(1 << 63) <= value < 1 << 63 for value in values)
 
 
 def _json(value: Any) -> str | None:
