@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transfer_queue import bundles, checkpoint, dump
 from transfer_queue import config as settings
@@ -26,9 +26,6 @@ from transfer_queue.launch import choose, controller_actor, service_info
 from transfer_queue.launch.launcher import Launcher, RunningService
 from transfer_queue.tables import extras
 from transfer_queue.wire.address import Address, parse_address
-
-if TYPE_CHECKING:
-    from transfer_queue.tables.partition_table import PartitionTable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -405,8 +402,9 @@ def table(
     tags: Sequence[str] | None = None,
     as_bytes: Sequence[str] = (),
     preview_chars: int | None = 1024,
-) -> PartitionTable:
-    """The rows of a partition as a table of Arrow, which pandas, polars, DuckDB and pyarrow read (docs/tables.md).
+) -> Any:
+    """The rows of a partition as a `PartitionTable` of Arrow, which pandas, polars, DuckDB and pyarrow read
+    (docs/tables.md).
 
     Columns: `global_index`, `key`, one for each of `fields`, `tag_NAME` for each of `tags` (None: all there are).
     `keys`: only these rows. Numbers and tensors are numbers and lists; strings are text; of other objects, and of
