@@ -29,6 +29,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
     errors, names             every error, as one tree; which name was probably meant
     claims, wait_queue        who has which names; requests that wait
     structs                   structs that are decoded on their own
+    trace                     what processes did and when, as files that join to one timeline
     background_call           a call that somebody else may never answer
 
 What stands above may import what stands below (`pyproject.toml` has the exact layers).
@@ -148,8 +149,8 @@ _HOMES = {
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = (
-    "client", "config", "controller", "dataloader", "errors", "interface", "metadata", "sampler", "storage", "utils",
-    "weights",
+    "client", "config", "controller", "dataloader", "errors", "interface", "metadata", "sampler", "storage", "trace",
+    "utils", "weights",
 )  # fmt: skip
 
 __all__ = list(_HOME_OF)

@@ -41,7 +41,9 @@ class Environment:
     setting of that name. `reserved_rows`: TQ_PRE_ALLOC_SAMPLE_NUM, rows a partition has from the start.
     `copy_threads`: TQ_NUM_THREADS, for `client.copy_threads` (None: not set). `logging_level`: TQ_LOGGING_LEVEL, of the
     server's log and of the logger "transfer_queue" ("": not set). `allow_pickle`: TQ_ALLOW_PICKLE, whether this process
-    pickles and unpickles where its own `client.allow_pickle` is null."""
+    pickles and unpickles where its own `client.allow_pickle` is null. `trace`: TQ_TRACE, the folder that the processes
+    of the job record their spans to ("": none). `otel`: TQ_OTEL, whether operations of clients are spans of
+    OpenTelemetry, where its API is installed."""
 
     address: str
     run_dir: str
@@ -49,6 +51,8 @@ class Environment:
     copy_threads: int | None
     logging_level: str
     allow_pickle: bool
+    trace: str
+    otel: bool
 
 
 def from_env() -> Environment:
@@ -62,6 +66,8 @@ def from_env() -> Environment:
         copy_threads=_whole("TQ_NUM_THREADS", None),
         logging_level=level,
         allow_pickle=_switch("TQ_ALLOW_PICKLE"),
+        trace=os.environ.get("TQ_TRACE", ""),
+        otel=_switch("TQ_OTEL"),
     )
 
 

@@ -277,7 +277,8 @@ def _plain(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
     @functools.wraps(operation)
     def function(*args: P.args, **kwargs: P.kwargs) -> T:
         session = _session()
-        return run(session, traced(operation(session, *args, **kwargs), operation.__name__))
+        made = operation(session, *args, **kwargs)
+        return run(session, traced(session, made, operation.__name__, args, kwargs))
 
     function.__module__ = __name__  # where pickle finds it
     show_as_public(function, operation)
@@ -288,7 +289,8 @@ def _async(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
     @functools.wraps(operation)
     async def function(*args: P.args, **kwargs: P.kwargs) -> T:
         session = _session()
-        return await run_async(session, traced(operation(session, *args, **kwargs), operation.__name__))
+        made = operation(session, *args, **kwargs)
+        return await run_async(session, traced(session, made, operation.__name__, args, kwargs))
 
     function.__module__ = __name__
     function.__name__ = function.__qualname__ = f"async_{operation.__name__}"

@@ -137,7 +137,7 @@ def kv_global_lock(
     _refuse_loop("kv_global_lock")
     wanted = _checked_global(keys, partition_id, lease_s)
     session = interface._session()
-    lease = run(session, traced(taking(session, partition_id, wanted, timeout, lease_s), "kv_global_lock"))
+    lease = run(session, traced(session, taking(session, partition_id, wanted, timeout, lease_s), "kv_global_lock"))
     raised = True
     try:
         keeper.add(lease)
@@ -157,7 +157,7 @@ async def async_kv_global_lock(
     """As `kv_global_lock`, for tasks; a cancelled task takes nothing."""
     wanted = _checked_global(keys, partition_id, lease_s)
     session = interface._session()
-    operation = traced(taking(session, partition_id, wanted, timeout, lease_s), "async_kv_global_lock")
+    operation = traced(session, taking(session, partition_id, wanted, timeout, lease_s), "async_kv_global_lock")
     lease = await run_async(session, operation)
     raised = True
     try:
@@ -243,10 +243,10 @@ def kv_lock_list(partition_id: str | None = None) -> dict[str, Any]:
     Raises RuntimeError when there is no service.
     """
     session = interface._session()
-    return run(session, traced(listing(session, partition_id), "kv_lock_list"))
+    return run(session, traced(session, listing(session, partition_id), "kv_lock_list"))
 
 
 async def async_kv_lock_list(partition_id: str | None = None) -> dict[str, Any]:
     """As `kv_lock_list`."""
     session = interface._session()
-    return await run_async(session, traced(listing(session, partition_id), "async_kv_lock_list"))
+    return await run_async(session, traced(session, listing(session, partition_id), "async_kv_lock_list"))

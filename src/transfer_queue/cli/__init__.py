@@ -2,6 +2,7 @@
 
 export    `tq export`: a partition as Parquet
 sql       `tq sql`: a query over partitions
+trace     `tq trace`: one timeline of what the processes of a job recorded
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import typer
 
 from transfer_queue import config as settings
 from transfer_queue.cli import export, sql
+from transfer_queue.cli.trace import trace
 from transfer_queue.errors import InvalidInput, NotInitialized, TransferQueueError
 from transfer_queue.launch import local
 from transfer_queue.server import host_registry
@@ -28,6 +30,7 @@ COMMAND_WIDTH = 80
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(__doc__ or "").partition("\n")[0]
 )
+app.command()(trace)
 
 RunDir = Annotated[str | None, typer.Option(help="Directory of the sockets (mode 0700); others attach by naming it.")]
 Address = Annotated[

@@ -4,6 +4,7 @@
      └─ operations              every operation once, as a generator that yields effects
          ├─ effects             what it may ask for: Call, Notify, Offload, Together
          ├─ tracing             a line of the debug log for each
+         ├─ recording           a span of a trace for each
          └─ drivers             run it: blocking, or on an asyncio event loop
              ├─ session         connections, arenas, memory; one server, many threads and event loops
              │   ├─ connection  one blocking connection: one request at a time

@@ -32,6 +32,7 @@ from transfer_queue.client.transfer.write import checked_tags
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import AccessDenied, ConfigError, InvalidInput, ServiceUnavailable, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.trace.switch import start_as_told
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.server_info import ZMQServerInfo, addresses_of
@@ -421,6 +422,7 @@ class TransferQueueClient:
     def _attach(self, client_id: str, session: Session) -> None:
         self.client_id = client_id
         self._session = session
+        start_as_told()
         self._renewing = threading.Lock()
 
     def initialize_storage_manager(self, manager_type: str, config: Mapping[str, Any]) -> None:

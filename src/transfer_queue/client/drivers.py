@@ -141,7 +141,8 @@ def blocking(operation: Callable[Concatenate[Any, P], Operation[T]]) -> Callable
 
     @functools.wraps(operation)
     def method(self: HasSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return run(self.session, traced(operation(self, *args, **kwargs), operation.__name__))
+        session = self.session
+        return run(session, traced(session, operation(self, *args, **kwargs), operation.__name__, args, kwargs))
 
     show_as_public(method, operation)
     method.__name__ = operation.__name__.removeprefix("_")
@@ -155,7 +156,8 @@ def awaitable(
 
     @functools.wraps(operation)
     async def method(self: HasSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await run_async(self.session, traced(operation(self, *args, **kwargs), operation.__name__))
+        session, name = self.session, operation.__name__
+        return await run_async(session, traced(session, operation(self, *args, **kwargs), name, args, kwargs))
 
     show_as_public(method, operation)
     method.__name__ = f"async_{operation.__name__.removeprefix('_')}"

@@ -1,15 +1,18 @@
-"""One line of the debug log for every operation: what it did and how long it took."""
+"""One line of the debug log for every operation: what it did and how long it took; and its span in a trace."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from tensordict import TensorDictBase
 
 from transfer_queue.client.effects import Call, Effect, Operation
+from transfer_queue.client.recording import NOTHING, nbytes_of, recorded
+from transfer_queue.client.session import Session
+from transfer_queue.trace import switch
 from transfer_queue.wire import messages as m
 
 T = TypeVar("T")
@@ -17,8 +20,13 @@ log = logging.getLogger("transfer_queue")
 LISTED = 8
 
 
-def traced(operation: Operation[T], name: str) -> Operation[T]:
-    """`operation`, which is logged at its end where anybody wants that; else as it is."""
+def traced(
+    session: Session, operation: Operation[T], name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = NOTHING
+) -> Operation[T]:
+    """`operation`, called with `args` and `kwargs`, which is logged and recorded at its end where anybody wants that;
+    else as it is."""
+    if switch.is_on:
+        operation = recorded(session, operation, name, args, kwargs)
     return _traced(operation, name.strip("_")) if log.isEnabledFor(logging.DEBUG) else operation
 
 
@@ -104,12 +112,6 @@ class Seen:
 
     def what(self, result: Any) -> str:
         """Rows, fields and bytes (of a put those of its block, of a get those of its tensors), as far as there were."""
-        nbytes = _nbytes(result) if isinstance(result, TensorDictBase) else self.nbytes
+        nbytes = nbytes_of(result) if isinstance(result, TensorDictBase) else self.nbytes
         names = f" x {list(self.fields)[:LISTED]}" if self.fields else ""
         return f"{self.rows} rows{names}, {nbytes} bytes, " if self.counts else ""
-
-
-def _nbytes(found: TensorDictBase) -> int:
-    """Of the tensors; objects are not counted."""
-    columns = [column for column in found.values() if isinstance(column, torch.Tensor)]
-    return sum((column.values() if column.layout == torch.jagged else column).nbytes for column in columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.dense import Pad, check_pad, to_dense
 from transfer_queue.client.drivers import run_async
 from transfer_queue.client.effects import Call
+from transfer_queue.client.recording import acknowledged, recorded
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.plan import items_of
 from transfer_queue.dataloader.acks import Receipt, with_receipts
@@ -280,7 +282,8 @@ async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | 
     while True:
         session = client.session
         request = terms.request(session, key, WAIT_S, waited_s)
-        found = await run_async(session, taking(session, request, terms.skipped(key)))
+        operation = recorded(session, taking(session, request, terms.skipped(key)), "stream")
+        found = await run_async(session, operation)
         if found is not None:
             return found
         waited_s += WAIT_S
@@ -291,4 +294,6 @@ async def _acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
     session = client.session
     ack = receipt.ack(session)
     if ack is not None:
+        began_ns = time.monotonic_ns()
         await session.call_async(Call(ack))
+        acknowledged(session, ack, began_ns)

@@ -31,12 +31,14 @@ from transfer_queue.errors import (
     WrongEpoch,
     error_from_code,
 )
+from transfer_queue.trace.activity import activity
+from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.receive.update_session import Phase, UpdateEnd, run_of
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.fetching import TrainerLink
-from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
+from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, describe, key_of, parse
 from transfer_queue.weights.transport.protocol import address_of
 from transfer_queue.weights.version.manifest import Manifest, expand, root_of
 
@@ -59,6 +61,7 @@ class Engine(ABC):
     update_form: ClassVar[type[UpdateInfo]] = UpdateInfo
 
     def __init__(self, receiver: Receiver, *, rank: int = 0, on_fault: Literal["raise", "record"] = "raise") -> None:
+        start_as_told()
         self.receiver = receiver
         self.rank = rank
         self._records = on_fault == "record"
@@ -123,8 +126,10 @@ class Engine(ABC):
             if session is None:
                 raise self._not_open()
             self.outcome = replace(self._blank, version=info.version, run_id=info.run_id, key=info.key)
-            with session.interrupting(self._interrupt):
+            with session.interrupting(self._interrupt), activity("fetch_weights") as about:
                 self._receive(info, Deadline(info.timeout_s))
+                if session.manifest is not None:
+                    describe(about, session.manifest)
         if not self.outcome.code:
             self._report(Deadline(5 * REPORT_S))
 
@@ -207,8 +212,10 @@ class Engine(ABC):
     def _install(self, find: Callable[[Deadline], Manifest], deadline: Deadline) -> VersionInfo:
         self._drop("joining")
         try:
-            manifest = find(deadline)
-            self._stage(manifest, deadline)
+            with activity("fetch_weights") as about:
+                manifest = find(deadline)
+                describe(about, manifest)
+                self._stage(manifest, deadline)
             self._commit(manifest)
         except BaseException:  # an interrupt must not leave it open
             self._drop("joining failed")
@@ -245,7 +252,9 @@ class Engine(ABC):
         deadline.left()
 
     def _commit(self, manifest: Manifest) -> None:
-        self.receiver.commit()
+        with activity("commit_weights") as about:
+            describe(about, manifest)
+            self.receiver.commit()
         version, key = manifest.version, key_of(manifest)
         self.outcome = replace(self._blank, version=version, run_id=manifest.epoch, key=key, installed=True)
         self._whole = whole_of(self._whole, manifest)

@@ -10,6 +10,7 @@ import msgspec
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.structs import decodable
+from transfer_queue.trace.activity import Activity
 from transfer_queue.weights.version.manifest import Manifest
 
 INIT_TIMEOUT_S = 60.0
@@ -78,3 +79,9 @@ def parse(info: object, form: type[S]) -> S:
 def key_of(manifest: Manifest) -> str:
     """Names the manifest: the content, its packing and what it is called."""
     return manifest.key
+
+
+def describe(about: Activity, manifest: Manifest) -> None:
+    """Say in a trace which version an update is about, and how many bytes it has."""
+    about.version = f"{manifest.label} {manifest.version} of {manifest.epoch}".lstrip()
+    about.nbytes = manifest.nbytes

@@ -26,10 +26,12 @@ from transfer_queue.errors import (
     VersionGone,
     WrongEpoch,
 )
+from transfer_queue.trace.activity import activity
+from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport.clients import Client, Partial
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import system_faults
-from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, key_of, parse
+from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, describe, key_of, parse
 from transfer_queue.weights.transport.pending import PendingAdapter, PendingBase, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
 from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
@@ -82,6 +84,7 @@ class TrainerEngine(ABC):
     def __init__(self, info: Any, client: Client, source: WeightSource) -> None:
         if info.anchor_every < 1:
             raise InvalidInput(f"a full version every {info.anchor_every}")
+        start_as_told()
         self.info = info
         self.run_id: str = info.run_id or secrets.token_hex(8)
         self._begun = time.time()
@@ -321,6 +324,12 @@ class TrainerEngine(ABC):
 
     @system_faults()
     def _send(self, draft: PendingVersion, deadline: Deadline) -> tuple[SyncReport, Manifest]:
+        with activity("send_weights") as about:
+            report, manifest = self._update(draft, deadline)
+            describe(about, manifest)
+            return report, manifest
+
+    def _update(self, draft: PendingVersion, deadline: Deadline) -> tuple[SyncReport, Manifest]:
         times = [time.monotonic()]
         number = draft.version
         self._allow(deadline)
@@ -330,7 +339,9 @@ class TrainerEngine(ABC):
             self._hear(None, deadline)
             self._estranged = False
         self.reports.forget("")
-        manifest = self._publish(draft, deadline)
+        with activity("pack_weights") as about:
+            manifest = self._publish(draft, deadline)
+            describe(about, manifest)
         self._numbers[draft.label] = max(number, self._numbers.get(draft.label, 0))
         times.append(time.monotonic())
         earlier, self._base = self._base, (self._base if draft.adapter else None)  # until all have it
