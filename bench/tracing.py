@@ -1,9 +1,10 @@
-"""What a trace costs the operations it records: single rows, with and without `TQ_TRACE`, in turn in one process.
+"""What a trace costs the operations it records: single rows, with and without a trace, in turn in one process.
 
-    python -m bench.tracing [--rounds 40] [--calls 250]
+    python -m bench.tracing [--rounds 100] [--calls 20]
 
-Each round does every operation `calls` times without a trace and as often with one, in an order that changes from round
-to round. Beside the medians stand the means, which have the work of the thread that writes, and the 95th percentiles.
+Each round does every operation `calls` times without a trace, as often with one, and as often without one again, in an
+order that changes from round to round: what the two without differ by is what the machine did meanwhile. `writer` is
+the processor time that the thread which writes takes for each operation, beside it.
 """
 
 from __future__ import annotations
@@ -72,42 +73,51 @@ def timed(acts: list[Act]) -> list[float]:
     return found
 
 
-def measured(prepared: Prepared, calls: int, folder: str | None) -> list[float]:
+def in_turn(prepared: Prepared, rounds: int, calls: int) -> dict[str, list[float]]:
+    """Microseconds of each call: without a trace, with one, and without one again."""
+    found: dict[str, list[float]] = {"off": [], "on": [], "again": []}
+    arms = list(found)
+    for number in range(rounds + 1):
+        tq.get_client().clear_partition(PARTITION)
+        acts = prepared(3 * calls)
+        for place, arm in enumerate(arms[number % 3 :] + arms[: number % 3]):
+            switch.is_on = arm == "on"
+            took = timed(acts[place * calls : (place + 1) * calls])
+            found[arm] += took if number else []  # the first round warms up
+    return found
+
+
+def writer_us(prepared: Prepared, calls: int, folder: str) -> float:
+    """Of processor time for each call, in other threads than the caller's."""
     tq.get_client().clear_partition(PARTITION)
     acts = prepared(calls)
-    gc.collect()
-    if folder is None:
-        return timed(acts)
+    before = time.process_time() - time.thread_time()
     with tq.trace.start(folder):
-        assert switch.recorder is not None
-        return timed(acts)
+        timed(acts)
+    return 1e6 * (time.process_time() - time.thread_time() - before) / calls
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--calls", type=int, default=250)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--calls", type=int, default=20)
     options = parser.parse_args()
     tq.init()
+    gc.disable()
+    print(f"{'operation':<22}{'off us':>9}{'on us':>9}{'on':>9}{'again':>9}{'p95 off':>9}{'p95 on':>9}{'writer':>9}")
     with tempfile.TemporaryDirectory() as folder:
-        print(f"{'operation':<22}{'off us':>9}{'on us':>9}{'median':>9}{'mean':>9}{'p95 off':>9}{'p95 on':>9}")
         for name, prepared in CASES.items():
-            off: list[float] = []
-            on: list[float] = []
-            for number in range(options.rounds + 1):
-                both = [(off, None), (on, folder)]
-                for into, where in both if number % 2 else both[::-1]:
-                    found = measured(prepared, options.calls, where)
-                    into += found if number else []  # the first round warms up
-            print(line(name, off, on), flush=True)
+            with tq.trace.start(folder):
+                found = in_turn(prepared, options.rounds, options.calls)
+            print(line(name, found, writer_us(prepared, 1000, folder)), flush=True)
     tq.close()
 
 
-def line(name: str, off: list[float], on: list[float]) -> str:
-    median, mean = (f"{100 * (kind(on) / kind(off) - 1):+.1f} %" for kind in (statistics.median, statistics.fmean))
-    p95 = [statistics.quantiles(one, n=20)[-1] for one in (off, on)]
-    medians = f"{statistics.median(off):9.1f}{statistics.median(on):9.1f}"
-    return f"{name:<22}{medians}{median:>9}{mean:>9}{p95[0]:9.1f}{p95[1]:9.1f}"
+def line(name: str, found: dict[str, list[float]], writer: float) -> str:
+    off, on, again = (statistics.median(one) for one in found.values())
+    p95 = [statistics.quantiles(found[arm], n=20)[-1] for arm in ("off", "on")]
+    changes = "".join(f"{100 * (one / off - 1):+7.1f} %" for one in (on, again))
+    return f"{name:<22}{off:9.1f}{on:9.1f}{changes}{p95[0]:9.1f}{p95[1]:9.1f}{writer:9.1f}"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from transfer_queue.client.drivers import run, run_async, show_as_public
 from transfer_queue.client.effects import Operation
 from transfer_queue.client.groups import GroupPool, open_pool
 from transfer_queue.client.operations import kv, partitions, staleness, update
+from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
@@ -25,6 +26,7 @@ from transfer_queue.groups import GroupPolicy
 from transfer_queue.launch import choose, controller_actor, service_info
 from transfer_queue.launch.launcher import Launcher, RunningService
 from transfer_queue.tables import extras
+from transfer_queue.trace import switch
 from transfer_queue.wire.address import Address, parse_address
 
 P = ParamSpec("P")
@@ -277,8 +279,8 @@ def _plain(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
     @functools.wraps(operation)
     def function(*args: P.args, **kwargs: P.kwargs) -> T:
         session = _session()
-        made = operation(session, *args, **kwargs)
-        return run(session, traced(session, made, operation.__name__, args, kwargs))
+        note = OperationNote(session, operation.__name__, args, kwargs) if switch.is_on else None
+        return run(session, traced(operation(session, *args, **kwargs), operation.__name__), note)
 
     function.__module__ = __name__  # where pickle finds it
     show_as_public(function, operation)
@@ -289,8 +291,8 @@ def _async(operation: Callable[Concatenate[Session, P], Operation[T]]) -> Callab
     @functools.wraps(operation)
     async def function(*args: P.args, **kwargs: P.kwargs) -> T:
         session = _session()
-        made = operation(session, *args, **kwargs)
-        return await run_async(session, traced(session, made, operation.__name__, args, kwargs))
+        note = OperationNote(session, operation.__name__, args, kwargs) if switch.is_on else None
+        return await run_async(session, traced(operation(session, *args, **kwargs), operation.__name__), note)
 
     function.__module__ = __name__
     function.__name__ = function.__qualname__ = f"async_{operation.__name__}"

@@ -22,6 +22,7 @@ from transfer_queue import interface
 from transfer_queue.client.drivers import run, run_async
 from transfer_queue.client.local_locks import LoopWaiter, ThreadWaiter, local
 from transfer_queue.client.locks import GlobalLease, keeper, listing, taking
+from transfer_queue.client.recording import noting
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import InvalidInput, LockLostError, LockNotAllowed, UnsupportedValue
 
@@ -137,7 +138,8 @@ def kv_global_lock(
     _refuse_loop("kv_global_lock")
     wanted = _checked_global(keys, partition_id, lease_s)
     session = interface._session()
-    lease = run(session, traced(session, taking(session, partition_id, wanted, timeout, lease_s), "kv_global_lock"))
+    operation = traced(taking(session, partition_id, wanted, timeout, lease_s), "kv_global_lock")
+    lease = run(session, operation, noting(session, "kv_global_lock"))
     raised = True
     try:
         keeper.add(lease)
@@ -157,8 +159,8 @@ async def async_kv_global_lock(
     """As `kv_global_lock`, for tasks; a cancelled task takes nothing."""
     wanted = _checked_global(keys, partition_id, lease_s)
     session = interface._session()
-    operation = traced(session, taking(session, partition_id, wanted, timeout, lease_s), "async_kv_global_lock")
-    lease = await run_async(session, operation)
+    operation = traced(taking(session, partition_id, wanted, timeout, lease_s), "async_kv_global_lock")
+    lease = await run_async(session, operation, noting(session, "kv_global_lock"))
     raised = True
     try:
         keeper.add(lease)
@@ -243,10 +245,11 @@ def kv_lock_list(partition_id: str | None = None) -> dict[str, Any]:
     Raises RuntimeError when there is no service.
     """
     session = interface._session()
-    return run(session, traced(session, listing(session, partition_id), "kv_lock_list"))
+    return run(session, traced(listing(session, partition_id), "kv_lock_list"), noting(session, "kv_lock_list"))
 
 
 async def async_kv_lock_list(partition_id: str | None = None) -> dict[str, Any]:
     """As `kv_lock_list`."""
     session = interface._session()
-    return await run_async(session, traced(session, listing(session, partition_id), "async_kv_lock_list"))
+    operation = traced(listing(session, partition_id), "async_kv_lock_list")
+    return await run_async(session, operation, noting(session, "kv_lock_list"))

@@ -278,7 +278,7 @@ def test_only_the_last_seconds_are_kept(folder: Path, client: tq.TransferQueueCl
 def test_nobody_looks_at_an_operation_without_a_trace(
     client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transfer_queue.client.recording._recorded", None)
+    monkeypatch.setattr("transfer_queue.client.recording.OperationNote.__init__", None)
     client.put({"x": [1]}, partition_id="p")
     assert [len(data) for data in tq.stream("p", ["x"], task="t", batch_size=1)] == [1]
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation, Together
+from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
+from transfer_queue.trace import switch
 from transfer_queue.wire import messages as m
 
 P = ParamSpec("P")
@@ -32,30 +34,34 @@ class HasSession(Protocol):
 Given: TypeAlias = "list[Call]"  # what an operation asked for so far, and may have been given: rows, blocks, pins
 
 
-def run(session: Session, operation: Operation[T]) -> T:
-    """Carry out `operation` in this thread.
+def run(session: Session, operation: Operation[T], note: OperationNote | None = None) -> T:
+    """Carry out `operation` in this thread; `note` hears what it asks, and that it ended.
 
     When it ends with an exception, wherever that strikes (KeyboardInterrupt included), all that it was given is given
     back. When it returns, the service is told that the rows are in their asker's hands.
     """
     given: Given = []
     try:
-        result = _carry_out(session, operation, given)
+        result = _carry_out(session, operation, given, note)
         for call in given:
             if type(call.request) in TAKING:
                 session.confirm(call.request.rid, call.to)
+        if note is not None:
+            note.ended(result)
         return result
     except BaseException as error:
+        if note is not None:
+            note.ended(None, error)
         session.give_up(given, error)
         raise
 
 
-def _carry_out(session: Session, operation: Operation[T], given: Given) -> T:
+def _carry_out(session: Session, operation: Operation[T], given: Given, note: OperationNote | None) -> T:
     try:
         effect = next(operation)
         while True:
             try:
-                result = _perform(session, effect, given)
+                result = _perform(session, effect, given, note)
             except BaseException as error:  # noqa: BLE001  the operation decides what becomes of it
                 effect = operation.throw(error)
             else:
@@ -64,10 +70,14 @@ def _carry_out(session: Session, operation: Operation[T], given: Given) -> T:
         return stop.value
 
 
-def _perform(session: Session, effect: Effect, given: Given) -> Any:
+def _perform(session: Session, effect: Effect, given: Given, note: OperationNote | None) -> Any:
     if type(effect) is Call:
         given.append(effect)
+        if note is not None:
+            note.asking(effect)
         found = session.call(effect)
+        if note is not None:
+            note.heard(effect, *found)
         if type(found[0]) not in GIVING:
             given.pop()
         return found
@@ -80,27 +90,31 @@ def _perform(session: Session, effect: Effect, given: Given) -> Any:
     return session.notify(effect.message, effect.to)
 
 
-async def run_async(session: Session, operation: Operation[T]) -> T:
+async def run_async(session: Session, operation: Operation[T], note: OperationNote | None = None) -> T:
     """As `run`, on the running loop; work on many bytes goes to a thread, so the loop stays free."""
     given: Given = []
     try:
-        result = await _carry_out_async(session, operation, given)
+        result = await _carry_out_async(session, operation, given, note)
         for call in given:
             if type(call.request) in TAKING:
                 session.confirm_on_loop(call.request.rid, call.to)
+        if note is not None:
+            note.ended(result)
         return result
-    except BaseException:
+    except BaseException as error:
+        if note is not None:
+            note.ended(None, error)
         for call in given:
             session.notify_on_loop(m.Cancel(call.request.rid), call.to)
         raise
 
 
-async def _carry_out_async(session: Session, operation: Operation[T], given: Given) -> T:
+async def _carry_out_async(session: Session, operation: Operation[T], given: Given, note: OperationNote | None) -> T:
     try:
         effect = next(operation)
         while True:
             try:
-                result = await _perform_async(session, effect, given)
+                result = await _perform_async(session, effect, given, note)
             except BaseException as error:  # noqa: BLE001  the operation decides what becomes of it
                 effect = operation.throw(error)
             else:
@@ -109,10 +123,14 @@ async def _carry_out_async(session: Session, operation: Operation[T], given: Giv
         return stop.value
 
 
-async def _perform_async(session: Session, effect: Effect, given: Given) -> Any:
+async def _perform_async(session: Session, effect: Effect, given: Given, note: OperationNote | None) -> Any:
     if type(effect) is Call:
         given.append(effect)
+        if note is not None:
+            note.asking(effect)
         found = await session.call_async(effect)
+        if note is not None:
+            note.heard(effect, *found)
         if type(found[0]) not in GIVING:
             given.remove(effect)
         return found
@@ -141,8 +159,9 @@ def blocking(operation: Callable[Concatenate[Any, P], Operation[T]]) -> Callable
 
     @functools.wraps(operation)
     def method(self: HasSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        session = self.session
-        return run(session, traced(session, operation(self, *args, **kwargs), operation.__name__, args, kwargs))
+        session, name = self.session, operation.__name__
+        note = OperationNote(session, name, args, kwargs) if switch.is_on else None
+        return run(session, traced(operation(self, *args, **kwargs), name), note)
 
     show_as_public(method, operation)
     method.__name__ = operation.__name__.removeprefix("_")
@@ -157,7 +176,8 @@ def awaitable(
     @functools.wraps(operation)
     async def method(self: HasSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
         session, name = self.session, operation.__name__
-        return await run_async(session, traced(session, operation(self, *args, **kwargs), name, args, kwargs))
+        note = OperationNote(session, name, args, kwargs) if switch.is_on else None
+        return await run_async(session, traced(operation(self, *args, **kwargs), name), note)
 
     show_as_public(method, operation)
     method.__name__ = f"async_{operation.__name__.removeprefix('_')}"

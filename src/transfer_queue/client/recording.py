@@ -7,22 +7,21 @@ import functools
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from transfer_queue.client.effects import Call, Effect, Operation
+from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
 from transfer_queue.metadata import BatchMeta, KVBatchMeta
 from transfer_queue.trace import switch
 from transfer_queue.trace.lines import READ, USED, WROTE, TraceSpan
 from transfer_queue.trace.rows import Indexes, named, runs_of
-from transfer_queue.trace.telemetry import OPERATION_TYPES, TAG
+from transfer_queue.trace.telemetry import OPERATION_TYPES, TAG, Telemetry
 from transfer_queue.wire import messages as m
 
-T = TypeVar("T")
 ACTIONS: Mapping[type, str] = {
     m.Commit: WROTE, m.Fetch: READ, m.Get: READ, m.SelectGroups: READ, m.Ack: USED, m.AckGroups: USED, m.MarkStep: USED,
 }  # fmt: skip
@@ -31,80 +30,112 @@ BY_NAME = {  # what a span of OpenTelemetry has to know when it begins
     **dict.fromkeys(("get_meta", "get_data", "take", "stream", "select", "kv_batch_get", "kv_batch_get_by_meta"), READ),
 }
 NOTHING: Mapping[str, Any] = {}
-METADATA = (BatchMeta, KVBatchMeta)
-Asked = tuple[Any, Any]  # a request, and its reply; None where an error came instead
-Given = BatchMeta | KVBatchMeta | None
+Rows = tuple[str | list[str], Indexes]  # with their partitions
 
 
-def recorded(
-    session: Session, operation: Operation[T], name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = NOTHING
-) -> Operation[T]:
-    """`operation`, of which a span is made at its end where this process records any; else as it is.
+class OperationNote:
+    """Notes what an operation asks and hears while it is carried out; its driver says when. What that means is found
+    out later, by the thread that writes.
 
-    `args` and `kwargs` are what it was called with: where cells came with their metadata only that names the rows.
+    `args` and `kwargs` are what it was called with: where cells came with their metadata, only that names the rows.
     """
-    if not switch.is_on:
-        return operation
-    given = args[0] if args else kwargs.get("metadata", kwargs.get("meta"))
-    return _recorded(session, operation, name.strip("_"), given if isinstance(given, METADATA) else None)
 
+    __slots__ = (
+        "_asked", "_began", "_call", "_ended", "_error", "_given", "_is_async", "_life", "_moved", "_name", "_span",
+        "_started", "_telemetry", "_unasked", "_waited", "thread",
+    )  # fmt: skip
 
-def _recorded(session: Session, operation: Operation[T], name: str, given: Given) -> Operation[T]:
-    """The operation. What it asks and hears is noted; what that means is found out later, by the thread that writes."""
-    telemetry = switch.telemetry
-    span = None if telemetry is None else telemetry.span(name, BY_NAME.get(name, ""))
-    asked: list[Asked] = []
-    result: Any = None
-    failed = ""
-    moved = waited = 0
-    started = began = time.monotonic_ns()
-    try:
-        effect: Effect = next(operation)
-        while True:
-            call = effect if type(effect) is Call else None
-            if call is not None:
-                if telemetry is not None:
-                    _tag(call.request, telemetry.parent_of(span))
-                began = time.monotonic_ns()
-            try:
-                answer = yield effect
-            except GeneratorExit:
-                operation.close()
-                raise
-            except BaseException as error:  # noqa: BLE001  the operation decides what becomes of it
-                if call is not None:
-                    waited += time.monotonic_ns() - began if call.wait_s else 0
-                    asked.append((call.request, None))
-                effect = operation.throw(error)
-            else:
-                if call is not None:
-                    if call.wait_s and type(call.request) is not m.Commit:  # that waits for room alone
-                        waited += time.monotonic_ns() - began
-                    asked.append((call.request, answer[0]))
-                    moved += len(call.payload or answer[1])
-                effect = operation.send(answer)
-    except StopIteration as stop:
-        result = stop.value
-        return result
-    except BaseException as error:
-        failed = type(error).__name__
-        if telemetry is not None:
-            telemetry.fail(span, error)
-        raise
-    finally:
-        unasked = (given._parts, given.indexes) if not asked and type(given) is BatchMeta else None
-        about = (
-            _span, name, started, time.monotonic_ns(), threading.get_ident(), asyncio._get_running_loop() is not None,
-            asked, waited, unasked, moved or _nbytes(result), failed, session.life.service,
-        )  # fmt: skip
+    def __init__(
+        self, session: Session, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = NOTHING
+    ) -> None:
+        self._name = name
+        self._life = session.life
+        self._given = args[0] if args else kwargs.get("metadata", kwargs.get("meta"))
+        self._asked: list[tuple[Any, Any]] = []  # requests, and their replies; None where an error came instead
+        self._unasked: Rows | None = None
+        self._call: Call | None = None
+        self._moved = self._waited = 0
+        self._telemetry = switch.telemetry
+        if self._telemetry is not None:
+            self._span = self._telemetry.span(name.strip("_"), BY_NAME.get(name.strip("_"), ""))
+        self._started = time.monotonic_ns()
+
+    def asking(self, call: Call) -> None:
+        """The call is sent now."""
+        if self._telemetry is not None:
+            _tag(call.request, self._telemetry.parent_of(self._span))
+        self._call = call
+        self._began = time.monotonic_ns()
+
+    def heard(self, call: Call, reply: m.Reply, payload: memoryview) -> None:
+        """It has its answer."""
+        self._call = None
+        self._asked.append((call.request, reply))
+        self._moved += len(call.payload or payload)
+        if call.wait_s and type(call.request) is not m.Commit:  # that waits for room alone
+            self._waited += time.monotonic_ns() - self._began
+
+    def ended(self, result: object, error: BaseException | None = None) -> None:
+        """The operation has ended, with a result or an error."""
+        self._ended, self._error = time.monotonic_ns(), None if error is None else type(error)
+        self.thread, self._is_async = threading.get_ident(), asyncio._get_running_loop() is not None
+        call, self._call = self._call, None  # it holds the bytes
+        if call is not None:
+            self._asked.append((call.request, None))
+            self._waited += self._ended - self._began if call.wait_s else 0
+        if not self._moved:
+            self._moved = _nbytes(result)
+        if not self._asked and type(self._given) is BatchMeta:
+            self._unasked = self._given._parts, self._given.indexes
+        if self._telemetry is not None:
+            self._tell(self._telemetry, error)
+        self._given = None
         if switch.recorder is not None:
-            switch.recorder.add(about)
-        if telemetry is not None:
-            telemetry.link(span, _tags(given, asked))
-            telemetry.end(span, _attributes(_span(*about[1:])))
+            switch.recorder.add(self)
+
+    def posted(self, request: m.Request) -> None:
+        """The request was sent past the drivers, and nobody waits for its answer."""
+        self._asked.append((request, None))
+        self.ended(None)
+
+    def _tell(self, telemetry: Telemetry, error: BaseException | None) -> None:
+        if error is not None:
+            telemetry.fail(self._span, error)
+        telemetry.link(self._span, _tags(self._given, self._asked))
+        telemetry.end(self._span, _attributes(self.span()))
+
+    def span(self) -> TraceSpan:
+        """What it was about."""
+        made = TraceSpan(
+            self._started, self._ended - self._started, self.thread, self._name.strip("_"), "", "",
+            _action(self._asked), _shown(self._life.service), 0, self._moved, [], {}, 0, self._waited,
+            "" if self._error is None else self._error.__name__, "", self._is_async,
+        )  # fmt: skip
+        found: list[bytes] = []
+        for request, reply in self._asked:
+            made.partition = made.partition or _text(request, "partition")
+            made.task = made.task or _text(request, "task")
+            if type(request) is m.Allocate:
+                made.nbytes += request.nbytes
+            elif ACTIONS.get(type(request), "") == made.action:
+                _name_rows(made, found, request, reply)
+        if self._unasked is not None:
+            parts, rows = self._unasked
+            made.action, made.partition = READ, parts if type(parts) is str else ""
+            made.num_rows, made.rows = len(rows), runs_of(rows)
+        elif len(found) == 1 and len(found[0]) == 8:
+            made.rows = [int.from_bytes(found[0], "little"), 1]
+        elif found:
+            made.rows = runs_of(np.frombuffer(b"".join(found), np.int64))
+        return made
 
 
-def _nbytes(result: Any) -> int:
+def noting(session: Session, name: str) -> OperationNote | None:
+    """The note of an operation that begins, where this process records any."""
+    return OperationNote(session, name) if switch.is_on else None
+
+
+def _nbytes(result: object) -> int:
     """Of the tensors in a result."""
     if type(result) is TensorDict:
         return nbytes_of(result)
@@ -117,35 +148,7 @@ def nbytes_of(found: TensorDictBase) -> int:
     return sum((one if type(one) is torch.Tensor else getattr(one, "_values", one)).nbytes for one in columns)
 
 
-def _span(
-    name: str, started: int, ended: int, thread: int, is_async: bool, asked: Sequence[Asked], waited: int,
-    unasked: tuple[Any, Indexes] | None, nbytes: int, error: str, service_id: bytes,
-) -> TraceSpan:  # fmt: skip
-    """`unasked`: (partitions, rows) of metadata whose cells came with it: nobody was asked for them."""
-    made = TraceSpan(
-        started, ended - started, thread, name, "", "", _action(asked), _shown(service_id), 0, nbytes, [], {}, 0,
-        waited, error, "", is_async,
-    )  # fmt: skip
-    found: list[bytes] = []
-    for request, reply in asked:
-        made.partition = made.partition or _text(request, "partition")
-        made.task = made.task or _text(request, "task")
-        if type(request) is m.Allocate:
-            made.nbytes += request.nbytes
-        elif ACTIONS.get(type(request), "") == made.action:
-            _name_rows(made, found, request, reply)
-    if unasked is not None:
-        parts, rows = unasked
-        made.action, made.partition = READ, parts if type(parts) is str else ""
-        made.num_rows, made.rows = len(rows), runs_of(rows)
-    elif len(found) == 1 and len(found[0]) == 8:
-        made.rows = [int.from_bytes(found[0], "little"), 1]
-    elif found:
-        made.rows = runs_of(np.frombuffer(b"".join(found), np.int64))
-    return made
-
-
-def _action(asked: Sequence[Asked]) -> str:
+def _action(asked: Sequence[tuple[Any, Any]]) -> str:
     """What an operation did to rows; one that reads them to write them has written them."""
     if len(asked) == 1:
         return ACTIONS.get(type(asked[0][0]), "")
@@ -194,7 +197,7 @@ def _tag(request: Any, parent: str) -> None:
         request.tags = [{TAG: parent, **tag} for tag in request.tags or [{}] * request.count]
 
 
-def _tags(given: Given, asked: Sequence[Asked]) -> list[Mapping[str, Any]]:
+def _tags(given: object, asked: Sequence[tuple[Any, Any]]) -> list[Mapping[str, Any]]:
     """The tags of the rows that were read, as far as they are known here."""
     found: list[Mapping[str, Any]] = []
     for request, reply in asked:
@@ -202,8 +205,10 @@ def _tags(given: Given, asked: Sequence[Asked]) -> list[Mapping[str, Any]]:
         if type(request) in (m.Fetch, m.SelectGroups) and type(answer) is m.RowSet:
             found += answer.tags or []
     reads = not asked or any(type(request) is m.Get for request, _ in asked)
-    if reads and not found and given is not None:
-        found += given.custom_meta if isinstance(given, BatchMeta) else given.tags or []
+    if reads and not found and isinstance(given, BatchMeta):
+        found += given.custom_meta
+    elif reads and not found and isinstance(given, KVBatchMeta):
+        found += given.tags or []
     return found
 
 
@@ -218,13 +223,3 @@ def _attributes(made: TraceSpan) -> dict[str, Any]:
         "tq.waited_s": made.waited_ns / 1e9,
     }
     return {name: value for name, value in told.items() if value != ""}
-
-
-def acknowledged(session: Session, ack: m.Ack, began_ns: int) -> None:
-    """Record an acknowledgement that was sent past the drivers."""
-    if switch.recorder is not None:
-        is_async = asyncio._get_running_loop() is not None
-        switch.recorder.add((
-            _span, "ack", began_ns, time.monotonic_ns(), threading.get_ident(), is_async, [(ack, None)], 0, None, 0, "",
-            session.life.service,
-        ))  # fmt: skip

@@ -1,18 +1,15 @@
-"""One line of the debug log for every operation: what it did and how long it took; and its span in a trace."""
+"""One line of the debug log for every operation: what it did and how long it took."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 
 from transfer_queue.client.effects import Call, Effect, Operation
-from transfer_queue.client.recording import NOTHING, nbytes_of, recorded
-from transfer_queue.client.session import Session
-from transfer_queue.trace import switch
+from transfer_queue.client.recording import nbytes_of
 from transfer_queue.wire import messages as m
 
 T = TypeVar("T")
@@ -20,13 +17,8 @@ log = logging.getLogger("transfer_queue")
 LISTED = 8
 
 
-def traced(
-    session: Session, operation: Operation[T], name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = NOTHING
-) -> Operation[T]:
-    """`operation`, called with `args` and `kwargs`, which is logged and recorded at its end where anybody wants that;
-    else as it is."""
-    if switch.is_on:
-        operation = recorded(session, operation, name, args, kwargs)
+def traced(operation: Operation[T], name: str) -> Operation[T]:
+    """`operation`, which is logged at its end where anybody wants that; else as it is."""
     return _traced(operation, name.strip("_")) if log.isEnabledFor(logging.DEBUG) else operation
 
 

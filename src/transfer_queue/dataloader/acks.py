@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.describing import warn_repeated
 from transfer_queue.client.effects import Call
-from transfer_queue.client.recording import acknowledged
+from transfer_queue.client.recording import noting
 from transfer_queue.client.session import Session
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch
@@ -85,9 +84,10 @@ def acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
     session = client.session
     ack = receipt.ack(session)
     if ack is not None:
-        began_ns = time.monotonic_ns()
+        note = noting(session, "ack")
         session.call(Call(ack))
-        acknowledged(session, ack, began_ns)
+        if note is not None:
+            note.posted(ack)
 
 
 class Acks:
@@ -109,9 +109,10 @@ class Acks:
         with contextlib.suppress(ServiceUnavailable):  # `confirm_pending` sends it again
             if self._connection is None:
                 self._connection = session.connect()
-            began_ns = time.monotonic_ns()
+            note = noting(session, "ack")
             self._connection.post(self._sent, None, session.timeout_s)
-            acknowledged(session, self._sent, began_ns)
+            if note is not None:
+                note.posted(self._sent)
 
     def confirm_pending(self) -> None:
         """Wait for the answer to the last one. Raises `LeaseExpired` when its rows went to somebody else."""

@@ -20,7 +20,7 @@ from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.tasks import handed
-from transfer_queue.client.recording import recorded
+from transfer_queue.client.recording import noting
 from transfer_queue.client.session import Interrupted, Session
 from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
@@ -99,7 +99,7 @@ def take(
     session.pin_connection()
     request = terms.request(session, key, wait_s, waited_s)
     asking(session, request.rid)
-    return run(session, recorded(session, taking(session, request, terms.skipped(key)), "stream"))
+    return run(session, taking(session, request, terms.skipped(key)), noting(session, "stream"))
 
 
 def taking(session: Session, request: m.Fetch, skip: frozenset[int]) -> Operation[Batch | End | None]:

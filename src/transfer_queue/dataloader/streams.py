@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +13,7 @@ from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.dense import Pad, check_pad, to_dense
 from transfer_queue.client.drivers import run_async
 from transfer_queue.client.effects import Call
-from transfer_queue.client.recording import acknowledged, recorded
+from transfer_queue.client.recording import noting
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.plan import items_of
 from transfer_queue.dataloader.acks import Receipt, with_receipts
@@ -282,8 +281,8 @@ async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | 
     while True:
         session = client.session
         request = terms.request(session, key, WAIT_S, waited_s)
-        operation = recorded(session, taking(session, request, terms.skipped(key)), "stream")
-        found = await run_async(session, operation)
+        operation = taking(session, request, terms.skipped(key))
+        found = await run_async(session, operation, noting(session, "stream"))
         if found is not None:
             return found
         waited_s += WAIT_S
@@ -294,6 +293,7 @@ async def _acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
     session = client.session
     ack = receipt.ack(session)
     if ack is not None:
-        began_ns = time.monotonic_ns()
+        note = noting(session, "ack")
         await session.call_async(Call(ack))
-        acknowledged(session, ack, began_ns)
+        if note is not None:
+            note.posted(ack)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing import process as processes
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transfer_queue.trace import lines
 
@@ -26,8 +26,14 @@ PENDING = 1 << 16  # spans that wait to be written
 CHUNK = 64  # spans that are made into lines before others may run
 MAX_NBYTES = 64 << 20
 CLOSE_S = 5.0
-Pending = tuple[Any, ...]  # a function that makes a span, and what it is called with: name, start, end, thread, ...
-THREAD = 4  # where the thread stands in it
+
+
+class SpanSource(Protocol):
+    """Something that was done in a `thread`; `span` is called once, in the thread that writes."""
+
+    thread: int
+
+    def span(self) -> lines.TraceSpan: ...
 
 
 class SpanRecorder:
@@ -40,7 +46,7 @@ class SpanRecorder:
 
     def __init__(self, folder: str, name: str, max_nbytes: int, failed: Callable[[SpanRecorder], None]) -> None:
         self.folder, self.name, self.max_nbytes, self.failed = folder, name, max_nbytes, failed
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[SpanSource] = deque()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._starting = threading.Lock()
@@ -52,14 +58,14 @@ class SpanRecorder:
         self._names: dict[int, str] = {}  # of threads
         self._named: set[int] = set()  # of those, the ones that the file names
 
-    def add(self, pending: Pending) -> None:
-        """Write a span soon, which is made in the thread that writes."""
+    def add(self, noted: SpanSource) -> None:
+        """Write its span soon."""
         if self._thread is None:
             self._begin()
-        if pending[THREAD] not in self._names:  # it may have ended when this is written
-            self._names[pending[THREAD]] = threading.current_thread().name
+        if noted.thread not in self._names:  # it may have ended when this is written
+            self._names[noted.thread] = threading.current_thread().name
         if len(self._pending) < PENDING:
-            self._pending.append(pending)
+            self._pending.append(noted)
         else:
             self._lost += 1
 
@@ -112,7 +118,7 @@ class SpanRecorder:
         """Write what waits, a few spans at a time: the job's threads run in between."""
         while self._pending:
             chunk = [self._pending.popleft() for _ in range(min(CHUNK, len(self._pending)))]
-            spans = [made(*given) for made, *given in chunk]
+            spans = [noted.span() for noted in chunk]
             self._write([*self._new_threads(spans), *spans])
             self._spans += len(spans)
             if self._nbytes > self.max_nbytes // 2:
