@@ -89,6 +89,15 @@ def test_rows_are_followed_by_their_keys(folder: Path, client: tq.TransferQueueC
     assert found.named("kv_batch_get")[0]["args"]["keys"] == ["a", "b"]
 
 
+def test_groups_are_followed_to_the_ack_of_their_lease(folder: Path, client: tq.TransferQueueClient) -> None:
+    pool = tq.group_pool("train", tq.GroupPolicy.windowed(1))
+    pool.open("prompt-7", 2)
+    for attempt in pool.claim(max_slots=2):
+        pool.finish(attempt, {"tokens": torch.zeros(1, 2)}, reward=1.0, tokens=2)
+    pool.ack(pool.select(min_groups=1))
+    assert joined(folder).ways() == {f"row {row}": ["finish", "select", "ack"] for row in (0, 1)}
+
+
 def test_a_wait_is_seen_with_how_long_it_was(folder: Path, client: tq.TransferQueueClient, child: Start) -> None:
     waiting = child("""
         import transfer_queue as tq

@@ -165,7 +165,7 @@ def _name_rows(made: TraceSpan, found: list[bytes], request: Any, reply: Any) ->
         rows: Any = b"".join(some or b"" for _, some in request.used)
     else:
         rows = answer.rows if type(answer) in (m.RowSet, m.Committed) else getattr(request, "rows", None)
-    lease = answer.lease if type(answer) is m.RowSet else getattr(request, "lease", 0)
+    lease = getattr(reply, "lease", 0) or getattr(answer, "lease", 0) or getattr(request, "lease", 0)
     if lease > 0:
         made.lease = -lease if type(request) in (m.SelectGroups, m.AckGroups) else lease
     keys = getattr(request, "keys", None)
