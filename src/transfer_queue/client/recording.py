@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
-import time
+from asyncio import _get_running_loop
 from collections.abc import Mapping, Sequence
+from threading import get_ident
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -58,14 +58,14 @@ class OperationNote:
         self._telemetry = switch.telemetry
         if self._telemetry is not None:
             self._span = self._telemetry.span(name.strip("_"), BY_NAME.get(name.strip("_"), ""))
-        self._started = time.monotonic_ns()
+        self._started = monotonic_ns()
 
     def asking(self, call: Call) -> None:
         """The call is sent now."""
         if self._telemetry is not None:
             _tag(call.request, self._telemetry.parent_of(self._span))
         self._call = call
-        self._began = time.monotonic_ns()
+        self._began = monotonic_ns()
 
     def heard(self, call: Call, reply: m.Reply, payload: memoryview) -> None:
         """It has its answer."""
@@ -73,12 +73,12 @@ class OperationNote:
         self._asked.append((call.request, reply))
         self._moved += len(call.payload or payload)
         if call.wait_s and type(call.request) is not m.Commit:  # that waits for room alone
-            self._waited += time.monotonic_ns() - self._began
+            self._waited += monotonic_ns() - self._began
 
     def ended(self, result: object, error: BaseException | None = None) -> None:
         """The operation has ended, with a result or an error."""
-        self._ended, self._error = time.monotonic_ns(), None if error is None else type(error)
-        self.thread, self._is_async = threading.get_ident(), asyncio._get_running_loop() is not None
+        self._ended, self._error = monotonic_ns(), None if error is None else type(error)
+        self.thread, self._is_async = get_ident(), _get_running_loop() is not None
         call, self._call = self._call, None  # it holds the bytes
         if call is not None:
             self._asked.append((call.request, None))
