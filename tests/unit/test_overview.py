@@ -105,8 +105,9 @@ def test_groups_series_and_versions_are_in_the_overview() -> None:
     assert row(box, made).group == "g"
 
 
-def test_the_oldest_ready_row_has_an_age() -> None:
-    box = Box()
+@pytest.mark.parametrize("reserved", [0, 2])
+def test_the_oldest_ready_row_has_an_age(reserved: int) -> None:
+    box = Box(reserved_rows=reserved)
     for box.now in (10.0, 20.0, 30.0):
         box.put(2, ["x"])
     fetch(box, ["x"], 2)

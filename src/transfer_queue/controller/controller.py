@@ -386,6 +386,7 @@ class Controller:
         self._check_room(count)
         table = self.tables[name] = Table(name, self.lineage.loads, self.state.ledger, self.state.units_away)
         if self.reserved_rows:
+            table.arrivals.note(self.state.next_index, self._leases.now)
             table.reserve(self.state.next_index, self.reserved_rows)
             self.state.next_index += self.reserved_rows
         self._fetching.opened(table)
