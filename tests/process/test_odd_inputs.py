@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
 import datetime
@@ -20,7 +21,7 @@ from PIL import Image
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from transfer_queue.errors import UnsupportedValue
+from transfer_queue.errors import InvalidInput, UnsupportedValue
 
 
 @pytest.fixture
@@ -143,6 +144,34 @@ def test_value_comes_back_exactly(part: str, name: str) -> None:
     first, second = list(tq.kv_batch_get(["b", "c"], part)["m"])
     assert_same(first, {"v": value})
     assert_same(second, (value, "other"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda part: tq.kv_put("\ud800", part, {"x": torch.ones(2)}),
+        lambda part: tq.kv_put("a", part, {"\ud800": 1.0}),
+        lambda part: tq.kv_put("a", f"{part}\ud800", {"x": 1.0}),
+        lambda part: tq.kv_put("a", part, {"x": 1.0}, {"\ud800": 1}),
+        lambda part: tq.kv_put("a", part, {"x": torch.ones(1 << 18)}, {"note": "\ud800"}),
+        lambda part: tq.get_client().get_meta(["\ud800"], 1, part, task_name="t", timeout_s=0),
+        lambda part: tq.group_pool(part, tq.GroupPolicy()).open("\ud800", 1),
+    ],
+)  # fmt: skip
+def test_a_name_that_utf_8_does_not_have_is_refused_and_nothing_is_stored(part: str, call: Any) -> None:
+    with pytest.raises(InvalidInput, match="lone surrogate"):
+        call(part)
+    assert part not in tq.kv_list(part)
+
+
+def test_a_call_that_cannot_be_sent_leaves_the_event_loop_as_it_was(part: str) -> None:
+    async def calls() -> None:
+        with pytest.raises(InvalidInput, match="lone surrogate"):
+            await tq.async_kv_put("\ud800", part, {"x": torch.ones(2)})
+        await tq.async_kv_put("a", part, {"x": torch.ones(2)})
+
+    asyncio.run(calls())
+    assert list(tq.kv_list(part)[part]) == ["a"]
 
 
 def assert_same(got: Any, expected: Any) -> None:

@@ -61,6 +61,10 @@ def _add_columns(plan: BlockPlan, items: Iterable[tuple[Any, Any]], numbers: boo
         if type(name) is not str:
             raise InvalidInput(f"field names are strings, got {name!r}")
         try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidInput(f"field name {name!r} has a lone surrogate, which UTF-8 does not have") from None
+        try:
             plan.add_column(_column(plan, name, value, numbers))
         except UnsupportedValue as error:
             refused.append(error)

@@ -147,12 +147,12 @@ class AsyncConnection(asyncio.BufferedProtocol):
         """
         if self.error is not None:
             raise self.error
+        header = m.encode(request)
         future: asyncio.Future[Found] = self.loop.create_future()
         deadline = self.loop.time() + timeout_s
         self._waiting[request.rid] = PendingCall(future, deadline, request, timeout_s, into)
         if deadline < self._next_check:
             self._check_at(deadline)
-        header = m.encode(request)
         if payload is None:
             self._write(frame(header))
         else:
