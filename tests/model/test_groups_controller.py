@@ -284,6 +284,26 @@ def test_a_group_whose_rows_were_cleared_is_gone_as_a_whole() -> None:
     assert box.report()["sources"][""]["evicted_for"] == {"cleared": 2}
 
 
+def test_rows_of_a_result_are_named_by_their_keys() -> None:
+    box = GroupBox()
+    rows = indexes(box.put(["a", "b"]))
+    box.open("x", 2)
+    box.claim()
+    one = m.FinishedSlot("x", 0, 0, 1.0, None, None, 5, {})
+    with pytest.raises(RowCleared):
+        box.ask(m.FinishSlot, one, b"", keys=["a", "nobody"], session=b"worker")
+    box.ask(m.FinishSlot, one, b"", keys=["a"], session=b"worker")
+    other = m.FinishedSlot("x", 1, 0, 1.0, None, None, 5, {})
+    box.ask(m.FinishSlot, other, b"", keys=["b"], session=b"worker")
+    assert indexes(box.select().rows) == rows
+    late = m.FinishedSlot("x", 0, 0, 1.0, None, None, 5, {})
+    box.ask(m.AckGroups, 1, None, False)
+    indexes(box.put(["c"]))
+    with pytest.raises(GroupEnded):
+        box.ask(m.FinishSlot, late, b"", keys=["c"], session=b"worker")
+    assert box.rows() == rows  # what came too late is cleared
+
+
 def test_rows_that_are_not_there_are_no_result() -> None:
     box = GroupBox()
     box.open("x")

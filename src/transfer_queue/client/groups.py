@@ -19,7 +19,7 @@ from transfer_queue.client.transfer.allocation import committed_meta
 from transfer_queue.client.transfer.write import TargetRows, store
 from transfer_queue.errors import InvalidInput
 from transfer_queue.groups import GroupPolicy
-from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata import BatchMeta, KVBatchMeta
 from transfer_queue.wire import messages as m
 
 LEASE_S = 300.0
@@ -173,16 +173,16 @@ class GroupOperations:
     def finish(
         self,
         attempt: SlotAttempt,
-        data: TensorDict | Mapping[str, Any] | BatchMeta,
+        data: TensorDict | Mapping[str, Any] | BatchMeta | KVBatchMeta,
         *,
         reward: float | None = None,
         oldest_version: int | None = None,
         newest_version: int | None = None,
         tokens: int = 0,
         info: Mapping[str, Any] | None = None,
-    ) -> Operation[BatchMeta]:
+    ) -> Operation[BatchMeta | KVBatchMeta]:
         """The result of an attempt: new rows of any number, which are put with it in one step, or the metadata of rows
-        that are in the partition already.
+        that are in the partition already, by index or by key.
 
         The versions are those that made its tokens (default: the group's `start_version`). Saying the same result twice
         changes nothing. The result of the last sibling seals the group and wakes who waits for it. Returns the rows'
@@ -193,6 +193,11 @@ class GroupOperations:
             attempt.group_id, attempt.slot, attempt.attempt, reward, oldest_version, newest_version, tokens,
             dict(info or {}),
         )  # fmt: skip
+        if isinstance(data, KVBatchMeta):
+            if data.partition_id != self.partition_id:
+                raise InvalidInput(f"the rows are in {data.partition_id!r}, not in {self.partition_id!r}")
+            yield _call(self, m.FinishSlot, result, b"", b"", list(data.keys))
+            return data
         if not isinstance(data, BatchMeta):
             plan = ops.planned(self.session, data, None)
             rows = TargetRows(self.partition_id, plan.rows, finishes=result)

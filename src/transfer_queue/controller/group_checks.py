@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from transfer_queue.controller.leases import check_lease
+from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput
 from transfer_queue.groups import PoolCore, SiblingGroup
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import indexes_of
 
 MAX_COUNT = 1 << 20
 MAX_VERSION, MAX_TOKENS = 1 << 40, 1 << 40
@@ -53,3 +58,14 @@ def versions_of(one: m.FinishedSlot, group: SiblingGroup) -> tuple[int, int]:
     if newest < oldest or not 0 <= one.tokens < MAX_TOKENS:
         raise InvalidInput(f"versions {oldest} to {newest}, {one.tokens} tokens")
     return oldest, newest
+
+
+def named_rows(message: m.FinishSlot, table: Table | None) -> Slots | None:
+    """The rows that a result names, by index or by key; None where one of them is not there."""
+    if table is None:
+        return None
+    if message.keys is None:
+        rows = indexes_of(message.rows)
+        return None if bool((table.slots_of(rows) < 0).any()) else rows
+    slots = [table.keys.get(key, -1) for key in message.keys]
+    return None if -1 in slots else table.index[np.array(slots, np.int64)]

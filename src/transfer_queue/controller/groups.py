@@ -15,7 +15,7 @@ import numpy as np
 
 from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.fetch import row_set
-from transfer_queue.controller.group_checks import MAX_VERSION, check_versions, check_waiting, versions_of
+from transfer_queue.controller.group_checks import MAX_VERSION, check_versions, check_waiting, named_rows, versions_of
 from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
 from transfer_queue.controller.group_reports import described, lent_group, rows_of, summary
 from transfer_queue.controller.leases import check_lease
@@ -156,12 +156,11 @@ class GroupPools:
         return m.SlotsClaimed(message.rid, claimed, False)
 
     def _finish(self, message: m.FinishSlot) -> m.Reply:
-        rows = indexes_of(message.rows)
-        table = self._tables.get(message.partition)
-        if table is None or bool((table.slots_of(rows) < 0).any()):
+        rows = named_rows(message, self._tables.get(message.partition))
+        if rows is None:
             one = message.finished
             raise RowCleared(f"rows of slot {one.slot} of group {one.group!r} are not in the partition")
-        self.finish(message.partition, message.finished, message.rows)
+        self.finish(message.partition, message.finished, rows_bytes(rows))
         return m.Done(message.rid)
 
     def check_finish(self, partition: str, one: m.FinishedSlot) -> None:
@@ -428,8 +427,8 @@ class GroupPools:
             (self.rules[m.Clear] if lasting else self.clear)(message)
 
     def _unowned(self, message: m.FinishSlot) -> list[int]:
-        owners = self._pool(message.partition).owners
-        return [row for row in indexes_of(message.rows).tolist() if row not in owners]
+        owners, rows = self._pool(message.partition).owners, named_rows(message, self._tables.get(message.partition))
+        return [] if rows is None else [row for row in rows.tolist() if row not in owners]
 
     # who has what
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import transfer_queue as tq
 from transfer_queue.client.groups import GroupBatch, GroupPool, GroupTicket, SelectedGroup, SlotAttempt
-from transfer_queue.errors import DeadlineExceeded, GroupEnded, InvalidInput, StaleAttempt
+from transfer_queue.errors import DeadlineExceeded, GroupEnded, InvalidInput, RowCleared, StaleAttempt
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.integrations.nemo_rl.payload import (
     ROUTED_EXPERTS,
@@ -207,15 +207,14 @@ class TQReplayBuffer:
         attempt = self._attempts.get(name)
         if attempt is None:
             return
-        ids = values["sample_ids"]
-        rows = await tq.get_client().async_kv_retrieve_meta(ids, self.partition_id)
-        if len(rows) != len(ids):
-            raise InvalidInput(f"{len(rows)} of {len(ids)} rows of group {name!r} are at the service of this process")
+        rows = tq.KVBatchMeta(keys=values["sample_ids"], tags=values["tags"], partition_id=self.partition_id)
         tokens = sum(values["sequence_lengths"])
         try:
             await self.pool.async_finish(
                 attempt, rows, oldest_version=start, newest_version=max(start, end), tokens=tokens, info=values
             )
+        except RowCleared as error:
+            raise InvalidInput(f"not all rows of group {name!r} are at the service of this process") from error
         except (GroupEnded, StaleAttempt) as error:
             raise InvalidInput(f"group {name!r} ended during the write; its rows are cleared: {error}") from error
 

@@ -85,13 +85,14 @@ class StartSlots(Request):
 
 
 class FinishSlot(Request):
-    """An attempt has its result: `rows` are in the partition. Refused, and `rows` are cleared, where another attempt
-    took its place or the group has ended."""
+    """An attempt has its result: `rows` are in the partition, or those with these `keys`. Refused, and they are
+    cleared, where another attempt took its place or the group has ended."""
 
     partition: str
     finished: FinishedSlot
     rows: bytes
     service: bytes = b""
+    keys: list[str] | None = None
 
 
 class FailSlots(Request):
