@@ -5,52 +5,44 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from transfer_queue.client.client import TransferQueueClient
-
-Attached: TypeAlias = "Callable[[str | None], TransferQueueClient]"
+from transfer_queue.cli.attaching import Address, attached
+from transfer_queue.cli.tables import printable
 
 MAX_SHOWN = 1000  # rows of a table on a terminal
 STEP = 4096  # rows that become Python objects at once
 
 
-def register(app: typer.Typer, attached: Attached, printable: Callable[[str], Any]) -> None:
-    """Add the command. `attached` gives a client, `printable` a text that a terminal does not act on."""
+def sql(
+    query: Annotated[str, typer.Argument(help='SQL of DuckDB. A partition is a table: select * from "my partition".')],
+    as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated, the names of the columns first.")] = False,
+    address: Address = None,
+) -> None:
+    """Ask live partitions in SQL; only columns that the query names are read. Files and network are out of reach.
 
-    @app.command()
-    def sql(
-        query: Annotated[
-            str, typer.Argument(help='SQL of DuckDB. A partition is a table: select * from "my partition".')
-        ],
-        as_json: Annotated[bool, typer.Option("--json", help="A list of objects.")] = False,
-        as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated, the names of the columns first.")] = False,
-        address: Annotated[str | None, typer.Option(help="As for `tq status`.")] = None,
-    ) -> None:
-        """Ask live partitions in SQL; only columns that the query names are read. Files and network are out of reach.
+    Columns: global_index, key, one for each field, tag_NAME for each tag (docs/tables.md). Needs the extra `sql`.
+    """
+    from transfer_queue.errors import InvalidInput
+    from transfer_queue.tables import extras
 
-        Columns: global_index, key, one for each field, tag_NAME for each tag (docs/tables.md). Needs the extra `sql`.
-        """
-        from transfer_queue.errors import InvalidInput
-        from transfer_queue.tables import extras
+    if as_json and as_csv:
+        raise InvalidInput("--json or --csv, not both")
+    extras.require("sql", "tq sql")
+    from transfer_queue.tables.queries import sql as result_of
 
-        if as_json and as_csv:
-            raise InvalidInput("--json or --csv, not both")
-        extras.require("sql", "tq sql")
-        from transfer_queue.tables.queries import sql as result_of
-
-        with attached(address) as client:
-            found = result_of(client.session, query)
-        if as_json:
-            _print_json(found)
-        elif as_csv:
-            _print_csv(found)
-        else:
-            _print_table(found, printable)
+    with attached(address) as client:
+        found = result_of(client.session, query)
+    if as_json:
+        _print_json(found)
+    elif as_csv:
+        _print_csv(found)
+    else:
+        _print_table(found)
 
 
 def _rows(found: Any) -> Iterator[tuple[Any, ...]]:
@@ -99,7 +91,7 @@ def _text(value: Any) -> str:
     )
 
 
-def _print_table(found: Any, printable: Callable[[str], Any]) -> None:
+def _print_table(found: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from transfer_queue.cli.tables import harmless
 from transfer_queue.errors import InvalidInput
 
 
@@ -27,7 +28,7 @@ def trace(
         raise InvalidInput("--since and --max-flows are numbers from 0")
     processes, remarks = read_folder(recorded)
     for remark in remarks:
-        print(_plain(remark), file=sys.stderr)
+        print(harmless(remark), file=sys.stderr)
     part = output.with_name(f"{output.name}.part")
     try:
         with part.open("wb") as into:
@@ -39,8 +40,3 @@ def trace(
         raise InvalidInput(f"{output} cannot be written: {error}") from None
     lost = f", {counts.lost} lost" if counts.lost else ""
     print(f"{output}: {counts.processes} processes, {counts.spans} spans{lost}, {counts.flows} flows")
-
-
-def _plain(text: str) -> str:
-    """Names of files are anybody's: without what a terminal would act on."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)

@@ -1,0 +1,92 @@
+"""`tq serve`, a service in the foreground, and `tq doctor`, whether this installation and an engine work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+RunDir = Annotated[str | None, typer.Option(help="Directory of the sockets (mode 0700); others attach by naming it.")]
+
+
+def serve(
+    run_dir: RunDir = None,
+    conf: Annotated[Path | None, typer.Option("--config", help="YAML over the defaults of config.yaml.")] = None,
+    host: Annotated[str | None, typer.Option(help="Serve TCP on this address too; needs a token.")] = None,
+    port: Annotated[int, typer.Option(help="TCP port; 0 takes any free one.")] = 0,
+    journal: Annotated[
+        str | None,
+        typer.Option(help="Directory of a journal: the rows outlive the machine, and those that are in it come back."),
+    ] = None,
+    join: Annotated[
+        str | None, typer.Option(help="Be a storage unit of the service at tcp:HOST:PORT; needs both tokens.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token; or TQ_TOKEN, TQ_TOKEN_FILE.")] = None,
+    unit_token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the token of units, for those that join; or TQ_UNIT_TOKEN, TQ_UNIT_TOKEN_FILE."),
+    ] = None,
+) -> None:
+    """Run a service in the foreground until SIGTERM or Ctrl-C.
+
+    Prints its addresses as one line of JSON.
+    """
+    from transfer_queue import config as settings
+    from transfer_queue.launch import local
+
+    full = _merged(conf)
+    if host is not None or join is not None:
+        full.server.host, full.server.port, full.server.join = host, port, join
+        full.server.token_file = None if token_file is None else str(token_file)
+    if journal is not None:
+        full.server.journal_dir = journal
+    if unit_token_file is not None:
+        full.server.unit_token_file = str(unit_token_file)
+    config = settings.server_config(full, run_dir or full.run_dir or local.new_run_dir(), owner_pid=0)
+    from transfer_queue.server.process import serve as serve_here
+
+    serve_here(config, announce=1)
+
+
+def doctor(
+    backend: Annotated[
+        str | None, typer.Option(help="Also whether this storage engine works here; start it on every host of a job.")
+    ] = None,
+    conf: Annotated[Path | None, typer.Option("--config", help="YAML with its settings, as for `tq serve`.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="How long each call of the engine may take.")] = 30.0,
+) -> None:
+    """Whether another distribution lies over this one.
+
+    Says by which command that is mended.
+    """
+    from transfer_queue_doctor import report
+
+    code = report()
+    if backend is not None and not code:
+        from transfer_queue import config as settings
+        from transfer_queue.storage.engines.probe import probe
+        from transfer_queue.storage.transports.probe import probe as probe_transport
+
+        full = _merged(conf)
+        full.backend.storage_backend = backend
+        told = settings.transport(full)
+        lines = (
+            probe_transport(told["name"], told["settings"], timeout_s)
+            if told
+            else probe(backend, settings.engine_settings(full, backend), timeout_s)
+        )
+        for line in lines:
+            print(f"{backend}: {line}", flush=True)
+    raise typer.Exit(code)
+
+
+def _merged(conf: Path | None) -> Any:
+    from transfer_queue import config as settings
+
+    given: dict[str, Any] = {}
+    if conf is not None:
+        from omegaconf import OmegaConf
+
+        given = OmegaConf.to_container(OmegaConf.load(conf))
+    return settings.merged(given)

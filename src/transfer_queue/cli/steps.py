@@ -1,0 +1,94 @@
+"""`tq dead-letters`, the rows that a task gave up, and `tq replay`, what it took in a step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from transfer_queue.cli.attaching import Address, AsJson, attached
+from transfer_queue.cli.progress import bar
+from transfer_queue.cli.tables import print_json, print_table
+from transfer_queue.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from transfer_queue.bundles.bundle import SavedRow
+
+
+def dead_letters(
+    partition: str,
+    task: str,
+    requeue: Annotated[bool, typer.Option(help="Offer them to the task again, as if it had never had them.")] = False,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rows that a task tried as often as it may, and why in vain."""
+    with attached(address) as client:
+        found = client.list_dead_letters(partition, task)
+        if requeue:
+            client.requeue_dead_letters(partition, task, found)
+    rows = [
+        {"row": row, "attempts": one.attempts, "reason": one.reason, "tags": tag}
+        for (row, one), tag in zip(found.redelivered.items(), found.custom_meta, strict=True)
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(("row", "attempts", "reason", "tags"), [list(row.values()) for row in rows])
+        if requeue:
+            print(f"{len(rows)} queued again")
+
+
+def replay(
+    step: int,
+    task: str = typer.Option(help="Whose step."),
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A directory that --save wrote; no service then.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the step to this new directory.")] = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a task took in a step of its loop.
+
+    Batches, rows in order, keys, versions of the weights.
+    """
+    found = _taken(step, task, save, address) if source is None else _saved(source, step, task)
+    rows = [
+        {"batch": row.batch, "partition": row.partition, "row": row.global_index, "key": row.key, "tags": row.tags}
+        for row in found
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(("batch", "partition", "row", "key", "tags"), [list(row.values()) for row in rows])
+
+
+def _saved(source: Path, step: int, task: str) -> list[SavedRow]:
+    """The rows of a bundle, all of which is verified. Raises `InvalidInput` for that of another step."""
+    from transfer_queue.bundles import Bundle
+
+    bundle = Bundle(source)
+    if (bundle.step, bundle.task) != (step, task):
+        raise InvalidInput(f"{source} has step {bundle.step} of task {bundle.task!r}")
+    for number in range(len(bundle)):
+        with bar(f"batch {number} of {len(bundle)}"):
+            bundle.verify(number)
+        print(f"batch {number}: xxh3-128 {bundle.digest(number)}, verified", file=sys.stderr)
+    return bundle.rows
+
+
+def _taken(step: int, task: str, save: Path | None, address: str | None) -> list[SavedRow]:
+    """The rows of a running service that were not cleared; saved where they are to be."""
+    from transfer_queue import bundles
+
+    with attached(address) as client:
+        rows = bundles.rows_taken(client.session, step, task)
+        if save is not None:
+            with bar(f"saving {len(rows)} rows"):
+                written = bundles.save(client.session, save, step, task)
+            text = f"{written['batches']} batches, {written['rows']} rows, {written['bytes']:,} bytes"
+            print(f"{save}: {text}", file=sys.stderr)
+    return rows

@@ -1,0 +1,132 @@
+"""What is printed: tables, texts that are anybody's, JSON.
+
+On a terminal a table is as wide as that and its cells wrap; where the output goes into a pipe or a file it is as wide
+as it needs, a row a line. Every text in a table is made harmless: nothing in a key or a tag acts on a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+NUMBERS = (int, float)
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+MAX_CELL = 1000  # characters
+MAX_DEPTH = 64
+
+
+def harmless(text: str) -> str:
+    """`text`, which may be anybody's, without what a terminal would act on."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def printable(text: str) -> Text:
+    """`harmless` for rich, which would take brackets for styles."""
+    from rich.text import Text
+
+    return Text(harmless(text), overflow="fold")
+
+
+def shown(value: Any, longest: int = MAX_CELL) -> str:
+    """A value of a cell, on one line of at most so many characters."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
+        text = value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False) if value else ""
+        return harmless(text if len(text) <= longest else f"{text[: longest - 1]}…")
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    power = min(len(UNITS) - 1, int(math.log(max(1.0, nbytes), 1024)))
+    return f"{nbytes / 1024**power:.{1 if power else 0}f} {UNITS[power]}"
+
+
+def seconds(value: float | None) -> str:
+    """A length of time for people: 3.1 s, 4:07, 2:04:07; "" for None."""
+    if value is None:
+        return ""
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(int(value), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def console() -> Console:
+    """Of standard output."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table of values; columns of numbers stand to the right."""
+    lines = [list(row) for row in rows]
+    right = [is_numeric([line[number] for line in lines]) for number in range(len(columns))]
+    cells = [[shown(value) for value in line] for line in lines]
+    if not sys.stdout.isatty():
+        print("\n".join(aligned([columns, *cells], right)))
+        return
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name, is_right in zip(columns, right, strict=True):
+        made.add_column(name, justify="right" if is_right else "left", overflow="fold")
+    for line in cells:
+        made.add_row(*map(printable, line))
+    console().print(made)
+
+
+def is_numeric(column: Iterable[Any]) -> bool:
+    there = [one for one in column if one is not None]
+    return bool(there) and all(isinstance(one, NUMBERS) and not isinstance(one, bool) for one in there)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
+    """The rows as lines, each column as wide as its widest cell."""
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(_filled, row, widths, right)).rstrip() for row in rows]
+
+
+def _filled(cell: str, width: int, is_right: bool) -> str:
+    from rich.cells import cell_len
+
+    space = " " * (width - cell_len(cell))
+    return space + cell if is_right else cell + space
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON, for anybody to read (`plain`)."""
+    print(json.dumps(plain(value), allow_nan=False))
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """A value as JSON has it: messages by the names of their fields, bytes as hex, numbers that JSON lacks as texts,
+    values of other types as what `str` says. What lies deeper than `MAX_DEPTH` is cut off."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value).hex()
+    if depth >= MAX_DEPTH:
+        return "..."
+    fields = getattr(type(value), "__struct_fields__", None)
+    if fields is not None:
+        return {name: plain(getattr(value, name), depth + 1) for name in fields if name != "rid"}
+    if isinstance(value, Mapping):
+        return {str(plain(name, depth + 1)): plain(one, depth + 1) for name, one in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(one, depth + 1) for one in value]
+    return str(value)
