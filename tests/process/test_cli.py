@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import commands
 import pytest
-from paths import SOURCES
+from commands import ENVIRONMENT, tq
 from zygote import CHILDREN
-
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")} | {
-    "PYTHONPATH": SOURCES
-}
-
-
-def tq(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return CHILDREN.run(["-c", "from transfer_queue.cli import main; main()", *arguments], ENVIRONMENT)
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
     """The run directory of a standalone service, ended by SIGTERM."""
     run_dir = str(tmp_path / "run")
-    command = [sys.executable, "-c", "from transfer_queue.cli import main; main()", "serve", "--run-dir", run_dir]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert json.loads(server.stdout.readline())["unix"] == f"{run_dir}/tq.sock"
+    with commands.served(run_dir) as server:
         yield run_dir
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+    assert server.returncode == 0
     assert not os.path.exists(run_dir)
 
 

@@ -11,6 +11,7 @@ from paths import ROOT
 import transfer_queue as tq
 from tools import settings as page
 from transfer_queue import config, errors, weights
+from transfer_queue.cli import COMMANDS
 from transfer_queue.errors import TransferQueueError
 
 PACKAGE = Path(tq.__file__).parent
@@ -90,6 +91,12 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert "::: transfer_queue.errors" in pages
     assert "::: transfer_queue.weights\n" in pages  # all of its names
     assert weights.__all__
+
+
+def test_every_command_is_on_its_page() -> None:
+    text = of_docs("cli.md")
+    sections = re.findall(r"^## `tq ([\w-]+)`", text, re.MULTILINE)
+    assert sorted([*sections, "dead"]) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("place", ["CONTRIBUTING.md", "docs/architecture.md"])

@@ -4,11 +4,18 @@ attaching     which service is meant, and a session or client of it
 tables        what is printed: tables, texts that are anybody's, JSON
 progress      bars on long work, where a person sits before a terminal
 serving       `serve`, `doctor`
-looking       `status`
+looking       `status`, `tasks`, `leases`, `groups`, `waits`
+listing       `ls`, `tail`: partitions, keys and tags, as they are and as they change
+inspecting    `inspect`: what is known of one row
+previews      values, shortened to a line
+top           `top`: what happens now, once a second
+observing     what `top` sees of a service that may stop, end and come back
+frames        what `top` shows
 steps         `dead-letters`, `replay`
 sql           `sql`
 export        `export`
 trace         `trace`
+checkpoints   `checkpoint save`, `checkpoint load`
 """
 
 from __future__ import annotations
@@ -30,11 +37,21 @@ from transfer_queue.errors import TransferQueueError
 COMMANDS = {
     "serve": "serving.serve",
     "status": "looking.status",
+    "top": "top.top",
+    "ls": "listing.ls",
+    "tail": "listing.tail",
+    "inspect": "inspecting.inspect",
+    "tasks": "looking.tasks",
+    "leases": "looking.leases",
+    "groups": "looking.groups",
+    "waits": "looking.waits",
     "dead-letters": "steps.dead_letters",
+    "dead": "steps.dead_letters",
     "replay": "steps.replay",
     "sql": "sql.sql",
     "export": "export.export",
     "trace": "trace.trace",
+    "checkpoint": "checkpoints.app",
     "doctor": "serving.doctor",
 }
 

@@ -1,14 +1,23 @@
-"""A service at one instant: `tq status`."""
+"""A service at one instant: `tq status`, `tasks`, `leases`, `groups`, `waits`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from transfer_queue.cli.attaching import Address, AsJson, answer, session
-from transfer_queue.cli.tables import print_json, print_table
+from transfer_queue.cli.tables import print_json, print_table, seconds
 
 if TYPE_CHECKING:
     from transfer_queue.wire import messages as m
+
+TASK = (
+    "partition", "task", "ready", "oldest", "leased", "kept", "consumed", "returned", "dead", "stale", "max_age",
+)  # fmt: skip
+POOL = ("pool", "version", "open", "sealed", "lent", "eligible", "tickets_out", "owed", "waiting", "ended", "sampled")
+Limit = Annotated[int, typer.Option(min=0, max=16384, help="How many to show.")]
 
 
 def overview_of(address: str | None, most: int = 0) -> m.ServiceOverview:
@@ -41,3 +50,103 @@ def status(address: Address = None, as_json: AsJson = False) -> None:
 
 def _count(value: Any) -> Any:
     return f"{value:,}" if isinstance(value, int) else value  # as a text: it stands in a column with others
+
+
+def tasks(address: Address = None, as_json: AsJson = False) -> None:
+    """What each task may take, has on lease, used and gave up."""
+    seen = overview_of(address)
+    found = [{"partition": part.name, **_task(task)} for part in seen.partitions for task in part.tasks]
+    if as_json:
+        print_json(found)
+        return
+    lines = [
+        {**one, "ready": ready_of(one["views"]), "oldest": seconds(one["views"][0]["oldest_s"]) if one["views"] else ""}
+        for one in found
+    ]
+    print_table(TASK, [[line[name] for name in TASK] for line in lines])
+
+
+def _task(task: m.TaskOverview) -> dict[str, Any]:
+    views = [{"fields": view.fields, "ready": view.ready, "oldest_s": view.oldest_s} for view in task.views]
+    values = {name: getattr(task, name) for name in task.__struct_fields__ if name not in ("name", "views")}
+    return {"task": task.name, **values, "views": views}
+
+
+def ready_of(views: Iterable[Mapping[str, Any]]) -> int | None:
+    """Rows that a task may take: with the most fields that it ever asked for. None where it never asked."""
+    return next((one["ready"] for one in views), None)
+
+
+def leases(limit: Limit = 256, address: Address = None, as_json: AsJson = False) -> None:
+    """Rows and groups that are lent: to whom, for how long."""
+    seen = overview_of(address, limit)
+    if as_json:
+        print_json({"num_leases": seen.num_leases, "leases": seen.leases})
+        return
+    whose = names_of(seen)
+    lines = [
+        (
+            one.number, one.partition, one.task, one.rows, one.groups or "",
+            ", ".join(map(whose, one.holders)), seconds(one.left_s),
+        )
+        for one in seen.leases
+    ]  # fmt: skip
+    print_table(("lease", "partition", "task", "rows", "groups", "held by", "left"), lines)
+    _tell_of_more(len(seen.leases), seen.num_leases)
+
+
+def waits(limit: Limit = 256, address: Address = None, as_json: AsJson = False) -> None:
+    """Who waits for what, and what each request lacks."""
+    seen = overview_of(address, limit)
+    if as_json:
+        print_json({"num_waits": seen.num_waits, "waits": seen.waits})
+        return
+    whose = names_of(seen)
+    lines = [
+        (one.call, one.partition, one.task, whose(one.session), seconds(one.waited_s), seconds(one.left_s), one.lacks)
+        for one in seen.waits
+    ]
+    print_table(("call", "partition", "task", "of", "waited", "left", "lacks"), lines)
+    _tell_of_more(len(seen.waits), seen.num_waits)
+
+
+def names_of(seen: m.ServiceOverview) -> Any:
+    """What to call a session: its process where that is known, else the beginning of its name."""
+    pids = {one.session: one.pid for one in seen.sessions if one.pid}
+
+    def name(one: bytes) -> str:
+        return f"pid {pids[one]}" if one in pids else one.hex()[:8]
+
+    return name
+
+
+def _tell_of_more(shown: int, there: int) -> None:
+    if shown < there:
+        print(f"{shown:,} of {there:,}; --limit shows more")
+
+
+def groups(address: Address = None, as_json: AsJson = False) -> None:
+    """Pools of groups, their sources, and series of partitions."""
+    seen = overview_of(address)
+    if as_json:
+        print_json({"pools": seen.groups, "series": seen.series})
+        return
+    print_table(POOL, [(name, *(pool.get(one) for one in POOL[1:])) for name, pool in seen.groups.items()])
+    sources = [(name, source, one) for name, pool in seen.groups.items() for source, one in pool["sources"].items()]
+    if sources:
+        fields = [field for field in sources[0][2] if field != "starved_s"]
+        lines = [
+            (name, source, *(one[field] for field in fields), seconds(one["starved_s"]))
+            for name, source, one in sources
+        ]
+        print_table(("pool", "source", *fields, "starved"), lines)
+    open_ones = [
+        (series, name, ", ".join(one["consumers"]), ", ".join(one["left"]), "yes" if one["clears"] else "no")
+        for series, found in seen.series.items()
+        for name, one in found["open"].items()
+    ]
+    waiting = [
+        (series, name, "waits to open", "", "") for series, found in seen.series.items() for name in found["waiting"]
+    ]
+    if seen.series:
+        print_table(("series", "partition", "consumers", "not finished by", "clears"), open_ones + waiting)
