@@ -3,6 +3,7 @@
 Everything public is reachable from here and loaded on first use, so that a server process never loads torch.
 
     cli                       the command `tq`
+    page                      a page in a browser that shows a running service
     integrations              parts of other frameworks that run ours
     bridge                    batches of rollouts to data-parallel ranks, and back
     dataloader                torch datasets over a partition that others are still filling

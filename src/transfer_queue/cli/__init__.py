@@ -15,6 +15,7 @@ steps         `dead-letters`, `replay`
 sql           `sql`
 export        `export`
 trace         `trace`
+page          `page`
 checkpoints   `checkpoint save`, `checkpoint load`
 """
 
@@ -48,6 +49,7 @@ COMMANDS = {
     "dead-letters": "steps.dead_letters",
     "dead": "steps.dead_letters",
     "replay": "steps.replay",
+    "page": "page.page",
     "sql": "sql.sql",
     "export": "export.export",
     "trace": "trace.trace",

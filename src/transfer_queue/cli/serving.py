@@ -27,6 +27,9 @@ def serve(
         Path | None,
         typer.Option(help="File with the token of units, for those that join; or TQ_UNIT_TOKEN, TQ_UNIT_TOKEN_FILE."),
     ] = None,
+    page_port: Annotated[
+        int | None, typer.Option("--page", help="Show it in a browser at this port of this host; 0 takes any free one.")
+    ] = None,
 ) -> None:
     """Run a service in the foreground until SIGTERM or Ctrl-C.
 
@@ -46,7 +49,16 @@ def serve(
     config = settings.server_config(full, run_dir or full.run_dir or local.new_run_dir(), owner_pid=0)
     from transfer_queue.server.process import serve as serve_here
 
-    serve_here(config, announce=1)
+    if page_port is None:
+        serve_here(config, announce=1)
+        return
+    import msgspec
+
+    from transfer_queue.page.beside import beside
+    from transfer_queue.server.settings import SOCKET_NAME
+
+    with beside(f"unix:{config.run_dir}/{SOCKET_NAME}", page_port) as life:
+        serve_here(msgspec.structs.replace(config, life=life), announce=1)
 
 
 def doctor(

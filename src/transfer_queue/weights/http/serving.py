@@ -41,7 +41,7 @@ class HttpServer:
         shown = advertised(bound[0])
         self.url = f"http://[{shown}]:{bound[1]}" if ":" in shown else f"http://{shown}:{bound[1]}"
         config = uvicorn.Config(
-            app, http=_PatientHttp, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            app, http=PatientHttp, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
             headers=[("Connection", "close")],
         )  # fmt: skip
@@ -89,7 +89,7 @@ def serve(
     return HttpServer(control_app(control, token, **limits), host, port, token)
 
 
-class _PatientHttp(H11Protocol):
+class PatientHttp(H11Protocol):
     """uvicorn waits for a request's head for ever; here it has `HEAD_TIMEOUT_S`. One request per connection."""
 
     def connection_made(self, transport: Any) -> None:

@@ -1,0 +1,43 @@
+"""`tq page`: a page in a browser that shows a running service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transfer_queue.cli.attaching import Address, attached
+
+LOOPBACK = "127.0.0.1"
+
+
+def page(
+    address: Address = None,
+    port: Annotated[int, typer.Option(help="Port of the page; 0 takes any free one.")] = 0,
+    host: Annotated[str, typer.Option(help="Where to listen; not on loopback, it needs a token.")] = LOOPBACK,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with a token that every visitor of the page needs.")
+    ] = None,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in your browser.")] = False,
+) -> None:
+    """Show a running service in a browser, until Ctrl-C.
+
+    Prints where. Needs the extra `http`.
+    """
+    from transfer_queue.page import beside
+    from transfer_queue.wire.token import token_from_file
+
+    beside.check_installed()
+    token = "" if token_file is None else token_from_file(str(token_file), "--token-file")
+    attached(address).close()  # raises at once where there is none
+    with beside.listen(host, port, token) as listener:
+        url = beside.url_of(listener)
+        print(url, flush=True)
+        from transfer_queue.page.serving import serve
+
+        if open_browser:
+            import webbrowser
+
+            webbrowser.open(url)
+        serve(lambda: attached(address), listener, token)

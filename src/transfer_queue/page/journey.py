@@ -1,0 +1,100 @@
+"""What became of one row, as the page gets it: who wrote what when, who had it, and the beginnings of its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.codec.slices import Slice
+from transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError, UnknownRows
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.page import shown
+from transfer_queue.page.png import is_picture, picture
+from transfer_queue.page.previews import preview
+from transfer_queue.page.printable import ident, printable
+from transfer_queue.schema import DENSE, RAGGED, FieldSchema
+from transfer_queue.wire.messages.overview import RowEvent, RowInspected, RowOfTask
+
+MAX_EVENTS, MAX_READ = 100, 32
+MAX_ITEMS = 1 << 20  # along the first dimension of a tensor
+
+
+def journey(client: TransferQueueClient, partition: str, key: str | None, row: int | None) -> dict[str, Any]:
+    """All that is known of the row, and previews of its first fields. Blocks for as many reads as it has fields, of at
+    most `MAX_READ`. Raises `UnknownRows` where it was cleared, as the client otherwise."""
+    found = client.inspect_row(partition, key, row)
+    pids = shown.pids(client.overview(0))
+    return {
+        "row": found.row, "key": None if found.key is None else printable(found.key), "partition": printable(partition),
+        "tags": shown.tags(found.tags), "age": found.age,
+        "group": None if found.group is None else printable(found.group),
+        "tasks": [_task(one) for one in found.tasks[: shown.MAX_TASKS]],
+        "events": [_event(one, pids) for one in found.events[-MAX_EVENTS:]],
+        "fields": _fields(client, partition, found), "num_written": len(found.written),
+        "missing": [printable(name) for name in found.missing[: shown.MAX_FIELDS]],
+    }  # fmt: skip
+
+
+def image_of(client: TransferQueueClient, partition: str, row: int, field_id: str) -> bytes | None:
+    """A PNG of one value, None where that is no picture. Raises `UnknownRows`, as the client otherwise."""
+    found = client.inspect_row(partition, None, row)
+    field = next((one for one in found.written if ident(one.name) == field_id), None)
+    value = None if field is None or _is_large(field) else _value(client, partition, row, field)
+    return picture(value) if is_picture(value) else None
+
+
+def _task(one: RowOfTask) -> dict[str, Any]:
+    return {
+        "name": printable(one.task), "state": one.state, "lease": one.lease, "attempts": one.attempts,
+        "reason": printable(one.reason, 300), "steps": one.steps[-8:],
+    }  # fmt: skip
+
+
+def _event(one: RowEvent, pids: dict[bytes, int]) -> dict[str, Any]:
+    return {
+        "ago_s": one.ago_s, "what": one.what, "who": shown.who(one.session, pids), "task": printable(one.task),
+        "detail": printable(one.detail, 600),
+    }  # fmt: skip
+
+
+def _fields(client: TransferQueueClient, partition: str, found: RowInspected) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": ident(field.name), "name": printable(field.name), "schema": shown.type_of(field),
+            **(_previewed(client, partition, found.row, field) if number < MAX_READ else _unread("not read: too many")),
+        }
+        for number, field in enumerate(found.written[: shown.MAX_FIELDS])
+    ]  # fmt: skip
+
+
+def _previewed(client: TransferQueueClient, partition: str, row: int, field: FieldSchema) -> dict[str, Any]:
+    """One that cannot be read says why; the others are shown."""
+    if _is_large(field):
+        return _unread("not read: too large")
+    try:
+        return preview(_value(client, partition, row, field))
+    except (UnknownRows, StorageKeyNotFoundError):
+        return _unread("cleared meanwhile")
+    except TransferQueueError as error:  # pickled, lost with its host, no decoder here
+        return _unread(printable(str(error), 300))
+
+
+def _unread(why: str) -> dict[str, Any]:
+    return {"kind": "none", "type": "", "text": why}
+
+
+def _is_large(field: FieldSchema) -> bool:
+    """Tensors whose first dimension cannot be cut to a length that is read in a moment."""
+    size = 1
+    for number, length in enumerate(field.shape):
+        size *= min(length, MAX_ITEMS) if number == 0 else max(1, length)
+    return size > 64 * MAX_ITEMS
+
+
+def _value(client: TransferQueueClient, partition: str, row: int, field: FieldSchema) -> Any:
+    """The value itself; of a long tensor its beginning."""
+    meta = BatchMeta([row], [partition], {field.name: {}}, [1])
+    can_cut = field.kind in (DENSE, RAGGED) and field.shape and -1 not in field.shape[1:]
+    part = {field.name: Slice(0, MAX_ITEMS)} if can_cut else None
+    column = client.get_data(meta, slices=part)[field.name]
+    return column[0]

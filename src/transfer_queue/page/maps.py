@@ -1,0 +1,36 @@
+"""How often the map of a partition may be asked for: its cost grows with rows times fields."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transfer_queue.client.operations.overview import PartitionMap
+from transfer_queue.wire.messages.overview import PartitionOverview
+
+MAX_RUNS = 512
+SHARE = 0.004  # of one core of the server, while the partition changes
+LATEST_S = 10.0  # rows may be cleared and others come while all counts stay
+
+
+class MapSeen(NamedTuple):
+    """A map, how long it took, when it came, and what its partition looked like. `number`: of the look."""
+
+    map: PartitionMap
+    took_s: float
+    at: float
+    state: object
+    number: int
+
+
+def state_of(partition: PartitionOverview) -> object:
+    """Changes whenever its counts do."""
+    tasks = [(one.name, one.consumed, one.leased) for one in partition.tasks]
+    return partition.rows, partition.written, tasks
+
+
+def is_due(seen: MapSeen | None, partition: PartitionOverview, now: float) -> bool:
+    """Whether to ask again."""
+    if seen is None:
+        return True
+    pause_s = seen.took_s / SHARE
+    return now - seen.at >= (pause_s if seen.state != state_of(partition) else max(pause_s, LATEST_S))

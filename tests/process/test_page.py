@@ -1,0 +1,451 @@
+"""The page of a service, as a browser asks for it: over HTTP, of a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import Child, freeze, until
+from pages import RunningPage, page_of, served
+from paths import SOURCES
+from PIL import Image
+from zygote import CHILDREN
+
+import transfer_queue as tq
+from transfer_queue.page import beside
+from transfer_queue.page.printable import ident
+
+TOKEN = "0123456789abcdef-page"
+HOSTILE = "<script>alert(1)</script>\"'&\n\x1b[31m\u202e"
+
+
+@pytest.fixture
+def page(client: tq.TransferQueueClient) -> Iterator[RunningPage]:
+    """The page of the test's service."""
+    with page_of(str(client.address)) as found:
+        yield found
+
+
+@pytest.fixture
+def guarded(client: tq.TransferQueueClient, tmp_path: Path) -> Iterator[RunningPage]:
+    """As `page`, with a token."""
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o600)
+    with page_of(str(client.address), "--token-file", str(file)) as found:
+        yield found
+
+
+# ---- what it shows ----
+
+
+def test_the_page_and_its_files_come_from_it_alone(page: RunningPage) -> None:
+    status, headers, body = page.ask("/")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    for path in ("/static/page.js", "/static/page.css", "/static/icon.svg"):
+        status, _, more = page.ask(path)
+        assert status == 200
+        body += more
+    assert b"innerHTML" not in body
+    assert [part for part in body.split(b"http")[1:] if not part.startswith(b"://www.w3.org/2000/svg")] == []
+
+
+def test_a_viewer_sees_the_partition_fill(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    client.set_partition("p", size=4, metadata={"step": 3})
+    tq.kv_batch_put(["a", "b"], "p", {"prompt": torch.ones(2, 3)})
+    with page.look("p") as viewer:
+        seen = viewer.next("look")
+        assert (seen["trouble"], seen["server"]["rows"], seen["num_partitions"]) == ("", 2, 1)
+        assert (seen["shown"]["rows"], seen["shown"]["declared"]) == (2, 4)
+        assert [(one["name"], one["written"], one["type"]) for one in seen["shown"]["fields"]] == [
+            ("prompt", 2, "float32 [3]")
+        ]
+        assert viewer.next("map")["runs"] == 2
+        put_at = time.monotonic()
+        tq.kv_batch_put(["c", "d"], "p", {"prompt": torch.ones(2, 3)})
+        viewer.until("look", lambda seen: seen["shown"]["rows"] == 4)
+        behind_s = time.monotonic() - put_at
+        found = viewer.until("map", lambda found: found["size"] == 4)
+        assert found["first_rows"] == [0, 1, 2, 3]
+        assert behind_s < 5  # 0.5 s on a machine that has nothing else to do
+
+
+def test_a_waiting_task_says_what_it_lacks(
+    page: RunningPage, client: tq.TransferQueueClient, child: Callable[[str], Child]
+) -> None:
+    tq.kv_batch_put([str(number) for number in range(16)], "p", {"prompt": torch.ones(16, 1)})
+    tq.kv_batch_put(["0", "1", "2", "3"], "p", {"reward": torch.ones(4)})
+    waiter = child(
+        "import transfer_queue as tq; tq.init(); print('in', flush=True)\n"
+        "tq.get_client().get_meta(['prompt', 'reward'], 8, 'p', task_name='actor', timeout_s=60)"
+    )
+    assert waiter.line() == "in"
+    with page.look("p") as viewer:
+        seen = viewer.until("look", lambda seen: seen["waits"])
+    wait = seen["waits"][0]
+    assert wait["short"] == "actor waits for 12 × reward"
+    assert wait["who"] == f"pid {waiter.pid}"
+    assert "'reward' written on 4" in wait["lacks"]
+    assert (seen["shown"]["tasks"][0]["name"], seen["shown"]["tasks"][0]["ready"]) == ("actor", 4)
+
+
+def test_leases_and_sessions_are_told_by_their_processes(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    tq.kv_batch_put(["a", "b"], "p", {"x": torch.ones(2)})
+    client.get_meta(["x"], 2, "p", task_name="t", lease_s=60)
+    with page.look("p") as viewer:
+        seen = viewer.next("look")
+    (lease,) = seen["leases"]
+    assert (lease["task"], lease["rows"], lease["holders"]) == ("t", 2, [f"pid {os.getpid()}"])
+    assert 50 < lease["left_s"] <= 60
+    assert {one["pid"]: one["own"] for one in seen["sessions"]} == {os.getpid(): False, page.process.pid: True}
+
+
+def test_groups_and_series_are_shown(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    pool = tq.group_pool("g", tq.GroupPolicy.windowed(1))
+    pool.open("one", 2, source="math")
+    tq.open_partition("step-1", "steps", consumers=["actor"], max_open=2)
+    with page.look() as viewer:
+        seen = viewer.next("look")
+    assert [(one["partition"], one["open"], one["sources"][0]["name"]) for one in seen["groups"]] == [("g", 1, "math")]
+    assert seen["series"] == [{"name": "steps", "open": [{"name": "step-1", "left": ["actor"]}], "waiting": []}]
+
+
+def test_rates_come_from_what_changed(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    tq.kv_put("first", "p", {"x": torch.ones(1)})
+    with page.look("p") as viewer:
+        viewer.next("look")
+        tq.kv_batch_put([str(number) for number in range(100)], "p", {"x": torch.ones(100, 1)})
+        seen = viewer.until("look", lambda seen: seen["shown"]["rows"] == 101)
+    assert seen["shown"]["fields"][0]["per_s"] > 0
+
+
+# ---- one row ----
+
+
+def test_the_journey_of_a_row(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    tq.set_weight_version(4)
+    tq.kv_put("a", "p", {"prompt": "2 + 2 ="}, tag={"weight_version": 4, "source": "math"})
+    tq.kv_put("a", "p", {"reward": torch.ones(())})
+    client.checkpoint(0, ["actor"])
+    client.nack(client.get_meta(["prompt", "reward"], 1, "p", task_name="actor", lease_s=60), reason="nan")
+    client.ack(client.get_meta(["prompt", "reward"], 1, "p", task_name="actor", lease_s=60))
+    client.checkpoint(1, ["actor"])
+    status, found = page.row("p", key="a")
+    assert (status, found["row"], found["key"], found["age"]) == (200, 0, "a", 0)
+    assert ["source", "math"] in found["tags"]
+    assert [(one["what"], one["detail"]) for one in found["events"][:2]] == [
+        ("written", "prompt"),
+        ("written", "reward"),
+    ]
+    assert [one["what"] for one in found["events"][2:]] == ["taken", "returned", "taken", "acknowledged"]
+    assert found["events"][3]["detail"] == "nan"
+    assert {one["who"] for one in found["events"]} == {f"pid {os.getpid()}"}
+    (task,) = found["tasks"]
+    assert (task["name"], task["state"]) == ("actor", "consumed")
+    assert task["steps"] == [[1, 1]]
+    assert page.row("p", row=0)[1]["key"] == "a"
+
+
+def test_previews_are_short_and_nothing_in_them_is_run(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    values: dict[str, Any] = {
+        "text": "x" * 100_000, "numbers": torch.arange(1000), "bytes": bytes(range(256)) * 100,
+        "object": {"a": [1, (2, None)], "deep": [[[[[["gone"]]]]]]}, "many": list(range(100_000)),
+    }  # fmt: skip
+    tq.kv_put("a", "p", values)
+    status, found = page.row("p", key="a")
+    shown = {one["name"]: one for one in found["fields"]}
+    assert status == 200
+    assert all(len(one["text"]) < 2200 for one in shown.values())
+    assert shown["text"]["type"] == "text, 100,000 characters"
+    assert shown["numbers"]["text"].startswith("0, 1, 2, 3")
+    assert "mean 499.5" in shown["numbers"]["about"]
+    assert shown["bytes"]["type"] == "25,600 bytes"
+    assert shown["bytes"]["text"].startswith("00 01 02 03")
+    assert shown["object"]["text"].startswith("{'a': [1, (2, None)], 'deep': [[[")
+    assert shown["many"]["text"].startswith("0, 1, 2")
+
+
+def test_an_image_is_a_small_png(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    tall = torch.zeros(3, 600, 300, dtype=torch.uint8)
+    tq.kv_put("a", "p", {"picture": Image.new("RGB", (900, 300), (9, 99, 199)), "tensor": tall, "text": "no"})
+    kinds = {one["name"]: (one["kind"], one["id"]) for one in page.row("p", key="a")[1]["fields"]}
+    for name, size in (("picture", (256, 85)), ("tensor", (100, 200))):
+        assert kinds[name][0] == "image"
+        status, headers, body = page.ask(f"/image?partition={ident('p')}&row=0&field={kinds[name][1]}")
+        assert (status, headers["content-type"], body[:8]) == (200, "image/png", b"\x89PNG\r\n\x1a\n")
+        assert struct.unpack(">II", body[16:24]) == size
+    assert page.ask(f"/image?partition={ident('p')}&row=0&field={kinds['text'][1]}")[0] == 404
+
+
+def test_a_row_that_was_cleared_before_the_click_says_so(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    tq.kv_batch_put(["a", "b"], "p", {"x": torch.ones(2)})
+    with page.look("p") as viewer:
+        viewer.next("map")
+        tq.kv_clear(["a"], "p")
+        status, found = page.row("p", row=0)
+        assert (status, "was cleared" in found["error"]) == (404, True)
+    assert page.row("p", key="nobody")[0] == 404
+    assert page.row("gone", key="a")[0] == 404
+    assert page.row("p")[0] == page.row("p", key="a", row=1)[0] == 400
+
+
+def test_a_value_that_cannot_be_read_does_not_hide_the_others(
+    service: Callable[..., tq.TransferQueueClient],
+) -> None:
+    os.environ["TQ_ALLOW_PICKLE"] = "1"
+    try:
+        client = service()
+    finally:
+        del os.environ["TQ_ALLOW_PICKLE"]
+    tq.kv_put("a", "p", {"pickled": threading.Thread, "plain": "good"})
+    with page_of(str(client.address)) as page:
+        shown = {one["name"]: one for one in page.row("p", key="a")[1]["fields"]}
+    assert shown["plain"]["text"] == "good"
+    assert shown["pickled"]["kind"] == "none"
+
+
+# ---- hostile names and visitors ----
+
+
+def test_hostile_names_and_texts_stay_texts_and_short(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    long = "n" * 10_000
+    tq.kv_put(HOSTILE, HOSTILE, {HOSTILE: HOSTILE, long: long}, tag={HOSTILE: HOSTILE})
+    with page.look(HOSTILE) as viewer:
+        seen = viewer.next("look")
+    assert len(json.dumps(seen)) < 8000
+    status, found = page.row(HOSTILE, key=HOSTILE)
+    assert status == 200
+    for text in json.dumps([seen, found]), seen["shown"]["name"], found["key"], found["fields"][0]["name"]:
+        assert not {"\x1b", "\u202e", "\\u001b", "\\u202e"} & {part for part in ("\x1b", "\u202e") if part in text}
+    assert seen["shown"]["name"].startswith("<script>")  # shown as text: see the browser's test
+    assert len(found["fields"][1]["name"]) < 200
+
+
+def test_every_answer_has_the_headers_that_keep_scripts_out(page: RunningPage) -> None:
+    for path in ("/", "/static/page.js", "/row", "/nowhere", "/login"):
+        headers = page.ask(path)[1]
+        policy = headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cache-control"] == "no-store"
+    with page.look() as viewer:
+        assert viewer.next("look")["trouble"] == ""
+
+
+def test_a_foreign_host_name_or_origin_is_refused(page: RunningPage) -> None:
+    assert page.ask("/", Host="evil.example")[0] == 403
+    assert page.ask("/events", Host="evil.example:80")[0] == 403
+    assert page.ask("/", Origin="http://evil.example")[0] == 403
+    assert page.ask("/", Host="localhost:1")[0] == 200
+    assert page.ask("/", Origin=f"http://{page.host}")[0] == 200
+
+
+def test_nothing_can_be_changed_through_it(page: RunningPage) -> None:
+    for path in ("/", "/row", "/events", "/image"):
+        for method in ("POST", "PUT", "DELETE"):
+            assert page.ask(path, method)[0] == 405
+    assert page.ask("/static/../serving.py")[0] == page.ask("/static/%2e%2e/serving.py")[0] == 404
+
+
+def test_with_a_token_every_request_needs_it(guarded: RunningPage) -> None:
+    assert guarded.ask("/")[:2][0] == 303
+    assert guarded.ask("/")[1]["location"] == "login"
+    for path in ("/events", "/row", "/image", "/static/page.js", "/?token=wrong-wrong-wrong"):
+        assert guarded.ask(path)[0] in (401, 303)
+    assert guarded.ask("/events")[0] == 401
+    assert guarded.ask("/login")[0] == guarded.ask("/static/page.css")[0] == 200
+    status, headers, _ = guarded.ask("/login", "POST", b"token=guess-guess-guess")
+    assert (status, headers["location"], "set-cookie" in headers) == (303, "login#wrong", False)
+    assert guarded.ask("/login", "POST", b"token=" + b"x" * 100_000)[1]["location"] == "login#wrong"
+    for answer in (guarded.ask("/login", "POST", b"token=" + TOKEN.encode()), guarded.ask(f"/?token={TOKEN}")):
+        status, headers, _ = answer
+        assert (status, headers["location"]) == (303, ".")
+        cookie = headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert TOKEN not in cookie
+        assert guarded.ask("/", Cookie=cookie.partition(";")[0])[0] == 200
+        with guarded.look(Cookie=cookie.partition(";")[0]) as viewer:
+            text = json.dumps(viewer.next("look"))
+        assert TOKEN not in text
+
+
+def test_without_a_token_it_listens_on_loopback_only(client: tq.TransferQueueClient) -> None:
+    with pytest.raises(tq.errors.ConfigError, match="--token-file"):
+        beside.listen("0.0.0.0", 0, "")
+    with pytest.raises(tq.errors.ConfigError, match="70000 is no port"):
+        beside.listen("127.0.0.1", 70_000, "")
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(tq.errors.NotSupported, match=r"pip install 'transfer-queue\[http\]'"):
+        beside.check_installed()
+
+
+def test_no_service_is_an_error_at_once() -> None:
+    told = CHILDREN.run(
+        ["-c", "from transfer_queue.cli import main; main()", "page", "--address", "unix:/nowhere/tq.sock"],
+        {**os.environ, "PYTHONPATH": SOURCES},
+    )
+    assert (told.returncode, told.stdout) == (1, "")
+    assert told.stderr.startswith("tq: no server at unix:/nowhere/tq.sock")
+
+
+# ---- trouble ----
+
+
+def test_a_service_that_is_killed_and_started_again_comes_back(tmp_path: Path) -> None:
+    run_dir, alone = str(tmp_path / "run"), _without_standby(tmp_path)
+    with contextlib.ExitStack() as kept:
+        with served(run_dir, *alone) as (server, _):
+            page = kept.enter_context(page_of(f"unix:{run_dir}/tq.sock"))
+            viewer = kept.enter_context(page.look())
+            assert viewer.next("look")["server"]["pid"] == server.pid
+            server.kill()
+            server.wait()
+            assert viewer.until("look", lambda seen: seen["trouble"])["trouble"]
+        with served(run_dir, *alone) as (server, _):
+            seen = viewer.until("look", lambda seen: not seen["trouble"])
+            assert seen["server"]["pid"] == server.pid
+
+
+def _without_standby(folder: Path) -> tuple[str, str]:
+    config = folder / "alone.yaml"
+    config.write_text("server: {durability: none}\n")
+    return "--config", str(config)
+
+
+def test_a_frozen_service_is_told_and_goes_on(tmp_path: Path) -> None:
+    run_dir = str(tmp_path / "run")
+    with served(run_dir) as (server, _), page_of(f"unix:{run_dir}/tq.sock") as page, page.look() as viewer:
+        viewer.next("look")
+        freeze(server.pid)
+        try:
+            assert viewer.next("silent") >= 1.5
+            assert page.ask("/")[0] == 200
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert viewer.next("look")["trouble"] == ""
+
+
+def test_fifty_viewers_cost_the_service_as_one(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    tq.kv_put("a", "p", {"x": torch.ones(1)})
+    with contextlib.ExitStack() as viewers:
+        streams = [viewers.enter_context(page.look("p")) for _ in range(50)]
+        for stream in streams:
+            stream.next("look")
+        before, began = client.stats()["requests"], time.monotonic()
+        for _ in range(3):
+            for stream in streams:
+                assert stream.next("look")["shown"]["rows"] == 1
+        asked, passed_s = client.stats()["requests"] - before, time.monotonic() - began
+    # three looks and their maps, however many may see them: an overview and two requests for a map each half second
+    assert asked <= 3 * (passed_s / 0.5 + 2)
+
+
+def test_it_detaches_when_nobody_looks_any_more(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    assert client.stats()["clients"] == 1
+    with page.look() as viewer:
+        viewer.next("look")
+        assert client.stats()["clients"] == 2
+    until(lambda: client.stats()["clients"] == 1, "the page's end as a client")
+
+
+def test_a_slow_viewer_gets_the_latest_and_the_page_stays_small(
+    page: RunningPage, client: tq.TransferQueueClient
+) -> None:
+    for number in range(150):
+        tq.kv_put("a", f"{number}-{'p' * 300}", {"x": torch.ones(1)})
+    process = psutil.Process(page.process.pid)
+    with page.look() as fast, page.look() as slow:
+        fast.next("look")
+        slow.next("look")
+        before = process.memory_info().rss
+        for _ in range(12):  # each of more bytes than a page of memory
+            fast.next("look")
+        assert process.memory_info().rss - before < 32 << 20
+        tq.kv_put("a", "last", {"x": torch.ones(1)})
+        fast.until("look", lambda seen: seen["num_partitions"] == 151)
+        slow.until("look", lambda seen: seen["num_partitions"] == 151)
+
+
+def test_a_million_rows(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    for _ in range(10):
+        client.put({"x": torch.zeros(100_000, dtype=torch.int8)}, partition_id="p")
+    client.get_meta(["x"], 1000, "p", task_name="t")
+    with page.look("p") as viewer:
+        found = viewer.next("map")
+        assert (found["size"], found["runs"], found["each"]) == (1_000_000, 512, 1954)
+        server = psutil.Process(client.stats()["pid"])
+        before = sum(server.cpu_times()[:2])
+        for _ in range(10):
+            assert viewer.next("look")["shown"]["rows"] == 1_000_000
+        assert sum(server.cpu_times()[:2]) - before < 0.5  # of 5 s
+    assert page.row("p", row=999_999)[1]["fields"][0]["text"] == "0"
+
+
+# ---- beside a server ----
+
+
+def test_serve_starts_a_page_that_ends_with_it(tmp_path: Path) -> None:
+    with served(str(tmp_path / "run"), "--page", "0") as (server, _):
+        assert server.stderr is not None
+        line = server.stderr.readline()
+        assert line.startswith("page: http://127.0.0.1:")
+        pid = _page_of(server.pid).pid
+        page = RunningPage(line.split()[1], None)
+        with page.look() as viewer:
+            assert viewer.until("look", lambda seen: not seen["trouble"])["server"]["pid"] == server.pid
+        server.terminate()
+        assert server.wait(20) == 0
+        assert not psutil.pid_exists(pid)
+
+
+def test_a_page_ends_also_when_its_server_is_killed(tmp_path: Path) -> None:
+    with served(str(tmp_path / "run"), "--page", "0", *_without_standby(tmp_path)) as (server, _):
+        page = _page_of(server.pid)
+        server.kill()
+        server.wait()
+        until(lambda: not page.is_running() or page.status() == psutil.STATUS_ZOMBIE, "the end of the page")
+
+
+def test_a_page_goes_on_with_the_standby_of_its_server(tmp_path: Path) -> None:
+    with served(str(tmp_path / "run"), "--page", "0") as (server, _):
+        assert server.stderr is not None
+        page = RunningPage(server.stderr.readline().split()[1], None)
+        process = _page_of(server.pid)
+        with page.look() as viewer:
+            standby = viewer.until("look", lambda seen: not seen["trouble"] and seen["server"]["standby"])["server"]
+            server.kill()
+            server.wait()
+            seen = viewer.until("look", lambda seen: not seen["trouble"] and seen["server"]["takeovers"])
+            assert seen["server"]["pid"] == standby["standby"]
+            os.kill(seen["server"]["pid"], signal.SIGTERM)
+        until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the end of the page")
+
+
+def _page_of(server: int) -> psutil.Process:
+    (found,) = [one for one in psutil.Process(server).children() if "transfer_queue.page" in one.cmdline()]
+    return found
+
+
+def test_the_server_of_a_page_imports_neither_starlette_nor_torch(fresh_child: Callable[[str], Child]) -> None:
+    code = (
+        "import sys, transfer_queue.cli, transfer_queue.server.process\n"
+        "from transfer_queue.page import beside; beside.check_installed()\n"
+        "print(sorted({'starlette', 'uvicorn', 'torch'} & sys.modules.keys()))"
+    )
+    assert fresh_child(code).finish() == "[]"
