@@ -1,0 +1,186 @@
+"""The page in a real browser: what it draws, by keyboard too, and that nobody's text becomes markup."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import freeze, until
+from pages import RunningPage, page_of, served
+
+import transfer_queue as tq
+from tools import browser
+
+pytestmark = pytest.mark.skipif(browser.found() is None, reason="no chromium is installed here")
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>'\"&"
+SCRIPT = "document.querySelectorAll('script').length"
+
+
+@pytest.fixture
+def tab() -> Iterator[browser.Tab]:
+    path = browser.found()
+    assert path is not None
+    with browser.browser(path) as found:
+        yield found
+
+
+@pytest.fixture
+def page(client: tq.TransferQueueClient) -> Iterator[RunningPage]:
+    with page_of(str(client.address)) as found:
+        yield found
+
+
+def text(tab: browser.Tab, selector: str) -> str:
+    """What a person reads there."""
+    return str(tab.evaluate(f"document.querySelector({selector!r})?.innerText ?? ''"))
+
+
+def shows(tab: browser.Tab, selector: str, part: str) -> None:
+    """Wait until it is there."""
+    until(lambda: part in text(tab, selector), f"{part!r} in {selector}", 20)
+
+
+def is_wider(tab: browser.Tab) -> bool:
+    """Whether the page has to be scrolled sideways."""
+    return bool(tab.evaluate("document.documentElement.scrollWidth > innerWidth"))
+
+
+def test_the_map_fills_while_somebody_looks(page: RunningPage, tab: browser.Tab) -> None:
+    tq.kv_batch_put([str(number) for number in range(8)], "p", {"prompt": torch.ones(8, 1)})
+    tab.open(page.url)
+    shows(tab, "#status", "live")
+    shows(tab, "#lanes", "prompt\n8")
+    paint = "document.querySelector('#cells').getContext('2d').getImageData(20, 18 + 36 * {}, 1, 1).data.join()"
+    tq.kv_batch_put(["0", "1", "2", "3"], "p", {"reward": torch.ones(4)})
+    shows(tab, "#lanes", "reward\n4")
+    until(lambda: tab.evaluate(paint.format(1)) == tab.evaluate(paint.format(0)), "reward as written as prompt", 20)
+    assert [one for one in tab.remarks if "getImageData" not in one] == []
+
+
+def test_the_keyboard_moves_on_the_map_opens_a_row_and_closes_it(page: RunningPage, tab: browser.Tab) -> None:
+    tq.kv_batch_put([f"key-{number}" for number in range(8)], "p", {"prompt": ["hello"] * 8})
+    tab.open(page.url)
+    shows(tab, "#lanes", "prompt")
+    tab.evaluate("document.querySelector('#theme').focus()")
+    for _ in range(10):
+        tab.press("Tab")
+        if tab.evaluate("document.activeElement.id") == "cells":
+            break
+    assert tab.evaluate("document.activeElement.id") == "cells"
+    tab.press("ArrowRight")
+    tab.press("ArrowRight")
+    assert tab.evaluate("document.activeElement.getAttribute('aria-valuetext')") == "row #2: prompt written"
+    tab.press("Enter")
+    shows(tab, "#row-title", "Row #2 · key-2")
+    shows(tab, "#row-body", "hello")
+    assert f"pid {os.getpid()} wrote prompt" in text(tab, "#row-body")
+    tab.press("Escape")
+    assert tab.evaluate("document.querySelector('#row').open") is False
+    assert tab.evaluate("document.activeElement.id") == "cells"
+
+
+def test_a_row_is_found_by_its_key_and_a_cleared_one_says_so(page: RunningPage, tab: browser.Tab) -> None:
+    tq.kv_batch_put(["a", "b"], "p", {"picture": torch.zeros(2, 3, 40, 40, dtype=torch.uint8)})
+    tab.open(page.url)
+    shows(tab, "#lanes", "picture")
+    find = "document.querySelector('#wanted').value = {!r}; document.querySelector('#find').requestSubmit()"
+    tab.evaluate(find.format("b"))
+    shows(tab, "#row-title", "Row #1 · b")
+    until(lambda: tab.evaluate("document.querySelector('#row-body img')?.naturalWidth") == 40, "the picture", 20)
+    tq.kv_clear(["a"], "p")
+    tab.evaluate(find.format("#0"))
+    shows(tab, "#row-body", "it was cleared")
+
+
+def test_hostile_names_and_texts_are_text(page: RunningPage, tab: browser.Tab) -> None:
+    tq.kv_put(HOSTILE, HOSTILE, {HOSTILE: HOSTILE, "n" * 10_000: "x" * 10_000}, tag={HOSTILE: HOSTILE})
+    tq.get_client().get_meta([HOSTILE], 1, HOSTILE, task_name=HOSTILE, lease_s=60)
+    tab.open(page.url)
+    shows(tab, "#leases", "<script>")
+    shows(tab, "#lanes", "<img src=x")
+    tab.evaluate("openRow({row: 0}, 'Row')")
+    shows(tab, "#row-body", "onerror=")
+    assert tab.evaluate("document.title") == "transfer_queue"
+    assert tab.evaluate(SCRIPT) == 1
+    assert not is_wider(tab)
+    assert tab.remarks == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_a_desk_and_a_phone_light_and_dark(
+    page: RunningPage, tab: browser.Tab, width: int, height: int, dark: bool
+) -> None:
+    tq.kv_batch_put(["a", "b"], "a-partition-of-a-long-name/" * 4, {"a_field_of_a_long_name" * 3: torch.ones(2)})
+    tab.open(page.url, width, height, dark)
+    shows(tab, "#lanes", "a_field")
+    assert not is_wider(tab)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    first = tab.evaluate(ground)
+    assert (sum(int(one) for one in first[4:-1].split(", ")) < 200) is dark
+    tab.evaluate("document.querySelector('#theme').click()")
+    assert tab.evaluate(ground) != first
+
+
+def test_everything_a_person_uses_has_a_name(page: RunningPage, tab: browser.Tab) -> None:
+    tab.open(page.url)
+    shows(tab, "#status", "live")
+    unnamed = tab.evaluate(
+        "[...document.querySelectorAll('button, input, select, [tabindex], section, dialog')].filter(one => !("
+        "one.innerText.trim() || one.ariaLabel || one.labels?.length || one.getAttribute('aria-labelledby')))"
+        ".map(one => one.id)"
+    )
+    assert unnamed == []
+
+
+def test_it_is_painted_at_once(page: RunningPage, tab: browser.Tab) -> None:
+    tab.open(page.url)
+    shows(tab, "#status", "live")
+    paint_ms = tab.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? -1")
+    assert 0 < paint_ms < 5000  # 0.1 s where nobody else uses the machine
+
+
+def test_a_service_that_stands_still_or_is_gone_is_told_and_comes_back(tab: browser.Tab, tmp_path: Path) -> None:
+    run_dir, alone = str(tmp_path / "run"), tmp_path / "alone.yaml"
+    alone.write_text("server: {durability: none}\n")
+    with served(run_dir, "--config", str(alone)) as (server, _), page_of(f"unix:{run_dir}/tq.sock") as page:
+        tab.open(page.url)
+        shows(tab, "#status", "live")
+        freeze(server.pid)
+        try:
+            shows(tab, "#trouble", "has not answered for")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        shows(tab, "#status", "live")
+        server.kill()
+        server.wait()
+        shows(tab, "#status", "no service")
+        with served(run_dir, "--config", str(alone)) as (again, _):
+            shows(tab, "#status", "live")
+            shows(tab, "#facts", f"pid {again.pid}")
+
+
+def test_a_page_that_ends_is_told(client: tq.TransferQueueClient, tab: browser.Tab) -> None:
+    with page_of(str(client.address)) as page:
+        tab.open(page.url)
+        shows(tab, "#status", "live")
+    shows(tab, "#status", "no page")
+
+
+def test_the_login_lets_in_who_has_the_token(client: tq.TransferQueueClient, tab: browser.Tab, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef-page")
+    file.chmod(0o600)
+    log_in = "document.querySelector('#token').value = {!r}; document.querySelector('form').requestSubmit()"
+    with page_of(str(client.address), "--token-file", str(file)) as page:
+        tab.open(page.url)
+        shows(tab, "form", "Token")
+        tab.evaluate(log_in.format("a wrong one"))
+        shows(tab, "#wrong", "not the token")
+        tab.evaluate(log_in.format("0123456789abcdef-page"))
+        shows(tab, "#status", "live")
+        assert "0123456789abcdef" not in tab.evaluate("location.href + document.cookie + document.body.innerHTML")
