@@ -8,7 +8,7 @@ from transfer_queue.client.operations.overview import PartitionMap
 from transfer_queue.wire.messages.overview import PartitionOverview
 
 MAX_RUNS = 512
-SHARE = 0.004  # of one core of the server, while the partition changes
+SHARE = 0.006  # of one core of the server, while the partition changes
 LATEST_S = 10.0  # rows may be cleared and others come while all counts stay
 
 
