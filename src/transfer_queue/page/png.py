@@ -20,17 +20,15 @@ Pixels = NDArray[np.uint8]  # (height, width) or (height, width, 3 or 4)
 def is_picture(value: Any) -> bool:
     """Whether there is a picture of it: a PIL image, or a uint8 tensor of one image's shape."""
     pil = sys.modules.get("PIL.Image")
-    if pil is not None and isinstance(value, pil.Image):
+    if pil is not None and issubclass(type(value), pil.Image):
         return bool(0 < value.width * value.height <= MAX_PIXELS)
-    return (
-        isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and _channels_at(tuple(value.shape)) is not None
-    )
+    return type(value) is torch.Tensor and value.dtype == torch.uint8 and _channels_at(tuple(value.shape)) is not None
 
 
 def picture(value: Any) -> bytes | None:
     """A PNG of at most 256 by 256 pixels; None where it cannot be decoded. `value` is one that `is_picture`."""
     try:
-        return _png(_of_tensor(value) if isinstance(value, torch.Tensor) else _of_image(value))
+        return _png(_of_tensor(value) if type(value) is torch.Tensor else _of_image(value))
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError):  # Pillow's, for damaged files
         return None
 

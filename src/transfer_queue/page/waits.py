@@ -16,7 +16,7 @@ def short(wait: WaitOverview, partitions: Mapping[str, PartitionOverview]) -> st
         return f"{who} waits for partition {printable(wait.partition)}"
     task = None if partition is None else next((one for one in partition.tasks if one.name == wait.task), None)
     if partition is None or task is None or wait.call != "get_meta":
-        return f"{who} waits in {printable(wait.call)}"
+        return f"{who} waits in {printable(wait.call)}" if wait.task else f"{who} waits"
     return f"{who} waits for {_lacking(partition, task)}"
 
 

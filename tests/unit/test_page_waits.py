@@ -1,0 +1,102 @@
+"""Waits in few words, values as short texts, and what a second brought: the parts of the page without a service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from transfer_queue.page.previews import preview
+from transfer_queue.page.printable import ident, printable
+from transfer_queue.page.rates import Rates
+from transfer_queue.page.waits import short
+from transfer_queue.schema import FieldSchema
+from transfer_queue.wire.messages.overview import PartitionOverview, TaskOverview, ViewOverview, WaitOverview
+
+
+def wait(call: str = "get_meta", partition: str = "p", task: str = "actor") -> WaitOverview:
+    return WaitOverview(call, partition, task, b"", 1.0, 1.0, "")
+
+
+def partition(rows: int, declared: int | None = None, **written: int) -> dict[str, PartitionOverview]:
+    fields = [FieldSchema(name, "dense", "float32", ()) for name in written]
+    view = ViewOverview(["prompt", "reward"], 0, None)
+    task = TaskOverview("actor", 0, 0, 0, 0, 0, None, 0, [view])
+    return {"p": PartitionOverview("p", rows, declared, {}, fields, list(written.values()), [task], 0)}
+
+
+@pytest.mark.parametrize(
+    ("told", "known", "text"),
+    [
+        (wait(), partition(16, prompt=16, reward=4), "actor waits for 12 × reward"),
+        (wait(), partition(16, prompt=16), "actor waits for 16 × reward"),
+        (wait(), partition(4, 16, prompt=4, reward=4), "actor waits for 12 more rows"),
+        (wait(), partition(4, prompt=4, reward=4), "actor waits for more rows"),
+        (wait(), {}, "actor waits for partition p"),
+        (wait("admit", ""), {}, "actor waits in admit"),
+        (wait("put", "", ""), {}, "put waits"),
+    ],
+)
+def test_a_wait_names_what_is_missing(told: WaitOverview, known: dict[str, PartitionOverview], text: str) -> None:
+    assert short(told, known) == text
+
+
+class Trap:
+    """Whoever asks it anything runs code of its own."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def __repr__(self) -> str:
+        raise AssertionError("repr")
+
+    __str__ = __len__ = __repr__  # type: ignore[assignment]
+
+
+class Texts(str):
+    def __getitem__(self, at: Any) -> str:
+        raise AssertionError("getitem")
+
+
+def test_no_code_of_a_value_runs() -> None:
+    for value in Trap(), [Trap()], {"a": Trap()}, [[[[[[Trap()]]]]]]:
+        assert len(preview(value)["text"]) < 200
+    assert preview(Texts("x"))["text"].endswith("Texts>")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2**10_000, "\x00" * 10_000, b"\xff" * 10_000, [10**300] * 10_000, {str(at): "x" * 5000 for at in range(100)},
+        torch.full((3,), float("nan")), torch.zeros(0), torch.zeros(2, 2, dtype=torch.complex64), np.array(["a", "b"]),
+        torch.zeros((), dtype=torch.bool), torch.zeros(10, dtype=torch.bfloat16), set(range(10_000)), None,
+    ],
+)  # fmt: skip
+def test_any_value_has_a_short_preview(value: Any) -> None:
+    found = preview(value)
+    assert len(found["type"]) < 200
+    assert len(found["text"]) < 9000  # a character that is written out takes four
+
+
+def test_a_list_of_itself_ends() -> None:
+    value: list[Any] = []
+    value.append(value)
+    assert preview(value)["text"] == "[[[[[1 items]]]]]"
+
+
+def test_names_are_cut_and_written_out() -> None:
+    assert printable("a\x1b[0m\u202eb") == "a\\x1b[0m\\u202eb"
+    assert printable("x" * 121) == "x" * 120 + "… (121 characters)"
+    assert len({ident("a"), ident("b"), ident("a" * 10_000)}) == 3
+
+
+def test_rates_count_what_came_and_not_what_was_cleared() -> None:
+    rates = Rates()
+    assert rates.per_s("x") == 0
+    for at, count in enumerate([10, 20, 0, 10]):
+        rates.add(float(at), {"x": count})
+    assert rates.per_s("x") == 20 / 3
+    rates.forget()
+    assert rates.per_s("x") == 0
