@@ -10,7 +10,7 @@ import torch
 
 from transfer_queue.page.previews import preview
 from transfer_queue.page.printable import ident, printable
-from transfer_queue.page.rates import Rates
+from transfer_queue.page.rates import RateWindow
 from transfer_queue.page.waits import short
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire.messages.overview import PartitionOverview, TaskOverview, ViewOverview, WaitOverview
@@ -93,7 +93,7 @@ def test_names_are_cut_and_written_out() -> None:
 
 
 def test_rates_count_what_came_and_not_what_was_cleared() -> None:
-    rates = Rates()
+    rates = RateWindow()
     assert rates.per_s("x") == 0
     for at, count in enumerate([10, 20, 0, 10]):
         rates.add(float(at), {"x": count})

@@ -11,7 +11,7 @@ WINDOW = 10  # looks
 Moment: TypeAlias = tuple[float, dict[Hashable, int]]  # seconds, and sums of all that was added
 
 
-class Rates:
+class RateWindow:
     """Of counts by key. Keys that are gone are forgotten."""
 
     def __init__(self) -> None:

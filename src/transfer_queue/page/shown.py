@@ -7,7 +7,7 @@ from typing import Any
 
 from transfer_queue.client.operations.overview import PartitionMap
 from transfer_queue.page.printable import ident, printable
-from transfer_queue.page.rates import Rates
+from transfer_queue.page.rates import RateWindow
 from transfer_queue.page.waits import short
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire.messages.overview import (
@@ -33,7 +33,7 @@ def counts_of(overview: ServiceOverview) -> dict[Hashable, int]:
     return counts
 
 
-def service(overview: ServiceOverview, rates: Rates, own_pid: int) -> Values:
+def service(overview: ServiceOverview, rates: RateWindow, own_pid: int) -> Values:
     """All of it but what belongs to one partition."""
     known = {one.name: one for one in overview.partitions}
     return {
@@ -51,7 +51,7 @@ def service(overview: ServiceOverview, rates: Rates, own_pid: int) -> Values:
     }
 
 
-def _server(overview: ServiceOverview, rates: Rates) -> Values:
+def _server(overview: ServiceOverview, rates: RateWindow) -> Values:
     """Of the server's counts those that are named here: nobody knows what a later one may hold."""
     server = overview.server
     names = (
@@ -89,7 +89,7 @@ def _partitions(overview: ServiceOverview) -> list[Values]:
     ]  # fmt: skip
 
 
-def partition(found: PartitionOverview, rates: Rates) -> Values:
+def partition(found: PartitionOverview, rates: RateWindow) -> Values:
     """One partition: its fields, and its tasks as lanes."""
     fields = list(zip(found.fields, found.written, strict=True))[:MAX_FIELDS]
     return {
@@ -107,7 +107,7 @@ def partition(found: PartitionOverview, rates: Rates) -> Values:
     }  # fmt: skip
 
 
-def _task(found: PartitionOverview, task: TaskOverview, rates: Rates) -> Values:
+def _task(found: PartitionOverview, task: TaskOverview, rates: RateWindow) -> Values:
     views = task.views
     oldest = [view.oldest_s for view in views if view.oldest_s is not None]
     return {

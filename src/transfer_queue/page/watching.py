@@ -17,7 +17,7 @@ from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, Transfer
 from transfer_queue.page import shown
 from transfer_queue.page.maps import MAX_RUNS, MapSeen, is_due, state_of
 from transfer_queue.page.printable import ident, printable
-from transfer_queue.page.rates import Rates
+from transfer_queue.page.rates import RateWindow
 from transfer_queue.wire.messages.overview import PartitionOverview, ServiceOverview
 
 INTERVAL_S = 0.5
@@ -27,7 +27,7 @@ IDLE_S = 5.0  # so long the page stays attached when nobody looks any more
 class Look:
     """What was seen of the service at one moment, and, where it did not answer, why. Encoded once for all viewers."""
 
-    def __init__(self, number: int, overview: ServiceOverview | None, trouble: str, rates: Rates) -> None:
+    def __init__(self, number: int, overview: ServiceOverview | None, trouble: str, rates: RateWindow) -> None:
         self.number = number
         self.overview = overview
         self.trouble = trouble
@@ -47,7 +47,7 @@ class Look:
         return found
 
 
-NOTHING = Look(0, None, "", Rates())
+NOTHING = Look(0, None, "", RateWindow())
 
 
 class ServiceWatch:
@@ -67,7 +67,7 @@ class ServiceWatch:
         self._changed = threading.Condition()
         self._attaching = threading.Lock()
         self._client: TransferQueueClient | None = None
-        self._rates = Rates()
+        self._rates = RateWindow()
         self._asked_at: float | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tq-page-watch", daemon=True)

@@ -14,7 +14,7 @@ from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavai
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, tune
-from transfer_queue.wire.framing import FrameReader, frame
+from transfer_queue.wire.framing import FrameReader, frame, unsendable
 from transfer_queue.wire.peer import check_peer
 
 log = logging.getLogger("transfer_queue")
@@ -147,7 +147,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
         """
         if self.error is not None:
             raise self.error
-        header = m.encode(request)
+        try:
+            header = m.encode(request)
+        except UnicodeEncodeError as error:
+            raise unsendable(request, error) from None
         future: asyncio.Future[Found] = self.loop.create_future()
         deadline = self.loop.time() + timeout_s
         self._waiting[request.rid] = PendingCall(future, deadline, request, timeout_s, into)

@@ -14,7 +14,7 @@ from typing import Generic, TypeAlias
 
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable
 from transfer_queue.wire.address import TIMEVAL, Address, timeval
-from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, M, frame
+from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, M, frame, unsendable
 
 JOIN_NBYTES = 256 << 10  # a payload up to this size is copied behind its header: that costs less than one more call
 MAX_IN_VAIN, LOOK_AGAIN = 4, 16
@@ -63,8 +63,9 @@ class FrameSocket(Generic[M]):
         self, message: M, timeout_s: float | None, payload: memoryview | bytes | None = None, fd: int | None = None
     ) -> None:
         """Takes at most `timeout_s` (None: as long as the call before might have)."""
-        header, nbytes = self._encode(message), 0 if payload is None else len(payload)
+        nbytes = 0 if payload is None else len(payload)
         try:
+            header = self._encode(message)
             if timeout_s is not None:
                 self._limit(timeout_s)
             if fd is not None:
@@ -80,6 +81,8 @@ class FrameSocket(Generic[M]):
             raise DeadlineExceeded(f"{self.peer} does not read") from None
         except OSError as error:
             raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
+        except UnicodeEncodeError as error:
+            raise unsendable(message, error) from None
 
     def _send_long(self, payload: memoryview | bytes) -> None:
         """With Python's deadline, which holds for the whole: the kernel's starts anew with every piece."""

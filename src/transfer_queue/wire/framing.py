@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from transfer_queue.errors import ProtocolError
+from transfer_queue.errors import InvalidInput, ProtocolError
 
 PREFIX = struct.Struct("<IQ")
 CHUNK_NBYTES = 256 << 10
@@ -162,3 +162,9 @@ class FrameReader(Generic[M]):
 
 def _nowhere(_message: object, nbytes: int) -> memoryview:
     raise ProtocolError(f"a payload of {nbytes} bytes after the end of the stream")
+
+
+def unsendable(message: object, error: UnicodeEncodeError) -> InvalidInput:
+    """What the caller is told whose name, key or tag UTF-8 does not have."""
+    text = f"{error.object[:80]!r} has a lone surrogate, which no name, key or tag can hold"
+    return InvalidInput(f"{type(message).__name__}: {text}")

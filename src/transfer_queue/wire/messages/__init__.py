@@ -225,18 +225,7 @@ ServerMessage: TypeAlias = (
     | ServiceOverview | CellMap | RowInspected
 )  # fmt: skip
 
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def encode(message: Message) -> bytes:
-    """The header of a message. `InvalidInput` for a text that UTF-8 does not have: a caller's name, key or tag."""
-    try:
-        return _encode(message)
-    except UnicodeEncodeError as error:
-        text = f"{error.object[:80]!r} has a lone surrogate, which no name, key or tag can hold"
-        raise InvalidInput(f"{type(message).__name__}: {text}") from None
-
-
+encode = msgspec.msgpack.Encoder().encode
 decode_client = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
