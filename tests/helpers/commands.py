@@ -21,9 +21,11 @@ from paths import SOURCES
 from zygote import CHILDREN
 
 CODE = "from transfer_queue.cli import main; main()"
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")} | {
-    "PYTHONPATH": SOURCES
-}
+# Whoever imports readline has LINES and COLUMNS of its own terminal in its environment.
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items()
+    if not name.startswith("TQ_") and name not in ("LINES", "COLUMNS")
+} | {"PYTHONPATH": SOURCES}  # fmt: skip
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 HOME = "\x1b[H"  # a frame of `tq top` begins with it
 

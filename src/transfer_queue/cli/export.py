@@ -31,7 +31,10 @@ def export(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a partition as Parquet: whole and on disk, or not at all. Needs the extra `arrow` (docs/tables.md)."""
+    """Write a partition as Parquet.
+
+    Whole and on disk, or not at all. Needs the extra `arrow` (docs/tables.md).
+    """
     from transfer_queue.errors import InvalidInput, TransferQueueError
     from transfer_queue.tables import extras
 

@@ -23,9 +23,10 @@ def sql(
     as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated, the names of the columns first.")] = False,
     address: Address = None,
 ) -> None:
-    """Ask live partitions in SQL; only columns that the query names are read. Files and network are out of reach.
+    """Ask live partitions in SQL.
 
-    Columns: global_index, key, one for each field, tag_NAME for each tag (docs/tables.md). Needs the extra `sql`.
+    Only columns that the query names are read; files and network are out of reach. Columns: global_index, key, one for
+    each field, tag_NAME for each tag (docs/tables.md). Needs the extra `sql`.
     """
     from transfer_queue.errors import InvalidInput
     from transfer_queue.tables import extras

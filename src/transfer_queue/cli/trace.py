@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from transfer_queue.cli.tables import harmless
+from transfer_queue.cli.attaching import AsJson
+from transfer_queue.cli.tables import harmless, print_json
 from transfer_queue.errors import InvalidInput
 
 
@@ -19,8 +20,12 @@ def trace(
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")] = Path("timeline.json"),
     since: Annotated[float | None, typer.Option(help="Only the last so many seconds.")] = None,
     max_flows: Annotated[int, typer.Option(help="How many rows have arrows from their put to their ack.")] = 200,
+    as_json: AsJson = False,
 ) -> None:
-    """Join what the processes of a job recorded (TQ_TRACE) to one timeline, for ui.perfetto.dev or chrome://tracing."""
+    """Make one timeline of a recorded job.
+
+    What its processes recorded (TQ_TRACE) is joined, for ui.perfetto.dev or chrome://tracing.
+    """
     from transfer_queue.trace.recordings import read_folder
     from transfer_queue.trace.timeline import write_timeline
 
@@ -38,5 +43,8 @@ def trace(
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise InvalidInput(f"{output} cannot be written: {error}") from None
+    if as_json:
+        print_json({"file": str(output), **counts._asdict()})
+        return
     lost = f", {counts.lost} lost" if counts.lost else ""
     print(f"{output}: {counts.processes} processes, {counts.spans} spans{lost}, {counts.flows} flows")
