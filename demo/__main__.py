@@ -24,6 +24,8 @@ def main(
     kill_service: Annotated[
         float | None, typer.Option(min=0.1, help="Kill -9 the service every so many seconds.", show_default="never")
     ] = None,
+    page: Annotated[bool, typer.Option("--page", help="Show the queue in a browser; the run prints where.")] = False,
+    page_port: Annotated[int, typer.Option(help="Of the page; 0 takes any free one.")] = 0,
 ) -> None:
     """GRPO on one machine, in processes that share nothing but a transfer_queue."""
     if backend != "local":
@@ -35,7 +37,14 @@ def main(
         from demo.settings import choose
 
         settings = choose(
-            short=short, steps=steps, workers=workers, seed=seed, out=out, kill=kill, kill_service_s=kill_service
+            short=short,
+            steps=steps,
+            workers=workers,
+            seed=seed,
+            out=out,
+            kill=kill,
+            kill_service_s=kill_service,
+            page_port=page_port if page else None,
         )
         sys.exit(run(settings, interrupts))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from demo.settings import Settings
 from demo.supervisor import Supervisor
 from demo.view import View
 from transfer_queue.errors import ServiceUnavailable
+from transfer_queue.page.beside import beside
 
 _REFRESH_S = 0.25
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
@@ -29,7 +31,8 @@ def run(settings: Settings, interrupts: Interrupts) -> int:
     try:
         tq.init({"controller": {"sampler": sampler}})
         board = Board(settings)
-        _watch(settings, board, interrupts)
+        with _page(settings):
+            _watch(settings, board, interrupts)
         print(report.summary(board))
         print(f"curves and timeline: {report.draw(board, settings.folder / 'run.png')}")
     except (WorkerFailed, ServiceUnavailable) as failure:
@@ -41,6 +44,14 @@ def run(settings: Settings, interrupts: Interrupts) -> int:
         print("interrupted: every process has been ended", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _page(settings: Settings) -> AbstractContextManager[object]:
+    """A page in a browser for as long as the run lasts, where it is wanted; it prints where."""
+    address = tq.address()
+    if settings.page_port is None or address is None:
+        return nullcontext()
+    return beside(str(address), settings.page_port)
 
 
 def _watch(settings: Settings, board: Board, interrupts: Interrupts) -> None:

@@ -67,6 +67,8 @@ class Settings:
     """What is to happen by itself; of each worker the first one that is left."""
     kill_service_s: float | None = None
     """The service, too, is killed every so many seconds."""
+    page_port: int | None = None
+    """Of a page in a browser that shows the service; 0 takes any free one, None: no page."""
     folder: Path = Path("demo-out")
     """For the picture, the trainer's checkpoint and what the workers print."""
 
@@ -152,9 +154,10 @@ def choose(
     out: Path,
     kill: bool,
     kill_service_s: float | None,
+    page_port: int | None = None,
 ) -> Settings:
     """What the command line asks for."""
     settings = smoke(seed, workers) if short else Settings(seed=seed, num_rollout_workers=workers)
     steps = settings.steps if steps is None else steps
-    settings = replace(settings, folder=out, steps=steps, kill_service_s=kill_service_s)
+    settings = replace(settings, folder=out, steps=steps, kill_service_s=kill_service_s, page_port=page_port)
     return replace(settings, kills=chaos(settings)) if kill else settings
