@@ -180,6 +180,8 @@ def test_the_login_lets_in_who_has_the_token(client: tq.TransferQueueClient, tab
         tab.open(page.url)
         shows(tab, "form", "Token")
         tab.evaluate(log_in.format("a wrong one"))
+        loaded = "location.hash === '#wrong' && document.readyState === 'complete'"
+        until(lambda: tab.evaluate(loaded) is True, "the form once more")  # the answer is a page of its own
         shows(tab, "#wrong", "not the token")
         tab.evaluate(log_in.format("0123456789abcdef-page"))
         shows(tab, "#status", "live")

@@ -313,8 +313,8 @@ def test_status_and_metrics_show_pools_and_series(service: Any) -> None:
     assert client.stats()["groups"] == {"train": {"open": 1, "sealed": 1, "lent": 0}}
     assert client.stats()["series"] == {"steps": {"open": 1, "waiting": 0}}
     shown = " ".join(tq_run("status", "--address", str(client.address)).stdout.split())
-    assert "groups of ┃ open ┃ sealed ┃ lent" in shown
-    assert "steps │ 1 │ 0" in shown
+    assert "groups of open sealed lent train 1 1 0" in shown
+    assert "series open waiting steps 1 0" in shown
     scrape = Scrape(tq.get_metrics_endpoint() or "")
     assert scrape.value("tq_groups", partition_id="train", state="open") == 1
     assert scrape.value("tq_group_fates_total", partition_id="train", source="math", fate="sealed") == 1
