@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -341,7 +342,8 @@ class GroupPools:
 
     def _select(self, pool: PoolCore, message: m.SelectGroups, session: bytes) -> m.Reply | None:
         needed = pool.needed(message.least)
-        found, refused = pool.offered(needed, message.most, lambda group: self._is_ready(message, group))
+        accepts = partial(self._is_ready, message) if message.fields else None
+        found, refused = pool.offered(needed, message.most, accepts)
         over = pool.nothing_comes and not refused and (bool(found) or not pool.num_lent)
         if len(found) < needed and not over:
             return None
@@ -363,8 +365,6 @@ class GroupPools:
 
     def _is_ready(self, message: m.SelectGroups, group: SiblingGroup) -> bool:
         """Whether every row of the group has the fields that were asked for."""
-        if not message.fields:
-            return True
         table = self._tables.get(message.partition)
         rows = np.array(group.rows, np.int64)
         ready = None if table is None else table.ready(table.slots_of(rows), message.fields)

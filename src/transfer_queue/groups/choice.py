@@ -22,8 +22,10 @@ def eligible(policy: GroupPolicy, version: int, groups: Iterable[SiblingGroup]) 
             within = [group for group in live if _is_within(policy, version, group) and group.state != "lent"]
             oldest = min((group.judged_by(policy.judge) for group in within), default=0)
             sealed = [g for g in sealed if _is_within(policy, version, g) and g.judged_by(policy.judge) == oldest]
+        case "window" if policy.stale != "withhold":
+            sealed = [group for group in sealed if _is_within(policy, version, group)]
         case _:
-            sealed = [group for group in sealed if is_eligible(policy, version, group)]
+            sealed = [group for group in sealed if group.judged_by(policy.judge) <= version]
     if policy.order == "oldest":
         sealed.sort(key=lambda group: group.judged_by(policy.judge))
     elif policy.order == "freshest":

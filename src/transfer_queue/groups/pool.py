@@ -366,11 +366,11 @@ class PoolCore:
         return eligible(self.policy, self.version, self.groups.values())
 
     def offered(
-        self, least: int, most: int, accepts: Callable[[SiblingGroup], bool]
+        self, least: int, most: int, accepts: Callable[[SiblingGroup], bool] | None
     ) -> tuple[list[tuple[SiblingGroup, float]], bool]:
         """`least` to `most` groups that may be handed out now and are accepted, best first, each with the probability
         of its draw (1 where nothing is drawn); none where there are fewer, unless no more will come. And whether there
-        were some that are not accepted yet."""
+        were some that are not accepted yet. `accepts` None: all are."""
         left = self._samples_left()
         if self.num_sealed < min(least, 1) or (left < least and not self.nothing_comes):
             return [], False
@@ -391,14 +391,16 @@ class PoolCore:
         return self.rate.samples_left(len(self.groups) - self.num_open, self.num_inserted, self.state.sampled)
 
     def _pick(
-        self, most: int, accepts: Callable[[SiblingGroup], bool], refused: list[str]
+        self, most: int, accepts: Callable[[SiblingGroup], bool] | None, refused: list[str]
     ) -> list[tuple[SiblingGroup, float]]:
         def is_accepted(group: SiblingGroup) -> bool:
-            if not accepts(group):
+            if accepts is not None and not accepts(group):
                 refused.append(group.name)
                 return False
             return True
 
+        if self._index is None and accepts is None:
+            return [(group, 1.0) for group in self.eligible()[:most]]
         if self._index is None:
             return [(group, 1.0) for group in self.eligible() if is_accepted(group)][:most]
 
