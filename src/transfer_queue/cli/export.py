@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from transfer_queue.cli.attaching import Address, AsJson, attached
+from transfer_queue.cli.progress import counted
 
 
 def export(
@@ -42,7 +40,7 @@ def export(
     from transfer_queue.tables.export import ExportForm
     from transfer_queue.tables.export import export as write
 
-    with attached(address) as client, _progress() as told:
+    with attached(address) as client, counted("rows") as told:
         wanted = ExportForm(layout, column or None, as_bytes or (), preview_chars, overwrite, told)
         try:
             written = write(client.session, partition, target, wanted)
@@ -54,17 +52,3 @@ def export(
         print(json.dumps(written))
     else:
         print(f"{target}: {written['rows']:,} rows, {written['files']} files, {written['bytes']:,} bytes")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("rows")
-        yield lambda done, rows: bar.update(task, completed=done, total=rows)

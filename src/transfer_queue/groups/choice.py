@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from transfer_queue.groups.group import SiblingGroup
@@ -20,12 +21,11 @@ def eligible(policy: GroupPolicy, version: int, groups: Iterable[SiblingGroup]) 
                 return []
         case "cohort":
             within = [group for group in live if _is_within(policy, version, group) and group.state != "lent"]
-            oldest = min((group.judged_by(policy.judge) for group in within), default=0)
-            sealed = [g for g in sealed if _is_within(policy, version, g) and g.judged_by(policy.judge) == oldest]
-        case "window" if policy.stale != "withhold":
-            sealed = [group for group in sealed if _is_within(policy, version, group)]
+            first = min((group.judged_by(policy.judge) for group in within), default=0)
+            sealed = [g for g in sealed if _is_within(policy, version, g) and g.judged_by(policy.judge) == first]
         case _:
-            sealed = [group for group in sealed if group.judged_by(policy.judge) <= version]
+            oldest, newest = _bounds(policy, version)
+            sealed = [group for group in sealed if oldest <= group.judged_by(policy.judge) <= newest]
     if policy.order == "oldest":
         sealed.sort(key=lambda group: group.judged_by(policy.judge))
     elif policy.order == "freshest":
@@ -35,9 +35,8 @@ def eligible(policy: GroupPolicy, version: int, groups: Iterable[SiblingGroup]) 
 
 def is_eligible(policy: GroupPolicy, version: int, group: SiblingGroup) -> bool:
     """Whether a sealed group of a policy that goes by priority may be handed out now."""
-    if policy.serve == "window" and policy.stale != "withhold":
-        return _is_within(policy, version, group)
-    return group.judged_by(policy.judge) <= version
+    oldest, newest = _bounds(policy, version)
+    return oldest <= group.judged_by(policy.judge) <= newest
 
 
 def is_stale(policy: GroupPolicy, version: int, group: SiblingGroup) -> bool:
@@ -57,6 +56,12 @@ def withheld(policy: GroupPolicy, version: int, group: SiblingGroup) -> list[int
         return []
     edge = version - _window(policy)
     return [number for number, slot in enumerate(group.slots) if slot.result is not None and slot.result.oldest < edge]
+
+
+def _bounds(policy: GroupPolicy, version: int) -> tuple[float, int]:
+    """The oldest and the newest version that a group may be judged by."""
+    has_edge = policy.serve == "window" and policy.stale != "withhold"
+    return version - _window(policy) if has_edge else -math.inf, version
 
 
 def _window(policy: GroupPolicy) -> int:

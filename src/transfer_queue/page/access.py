@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from hmac import compare_digest
@@ -12,6 +11,8 @@ from urllib.parse import parse_qsl
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
+
+from transfer_queue.wire.address import is_loopback_header
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -65,7 +66,7 @@ class Access:
         """For requests that no page of ours makes."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if self._is_local and not is_loopback(host):
+        if self._is_local and not is_loopback_header(host):
             return PlainTextResponse("for this host only\n", 403)  # a foreign name means DNS rebinding
         origin = headers.get("origin")
         is_form = scope["path"] == "/login" and origin == "null"  # as browsers send a form of a page without referrer
@@ -108,12 +109,3 @@ async def _body(request: Request) -> bytes:
         if len(found) > MAX_FORM_NBYTES:
             return b""
     return found
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, with or without a port, names this machine to itself."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    try:
-        return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

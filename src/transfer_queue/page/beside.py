@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from transfer_queue.errors import ConfigError, NotSupported
+from transfer_queue.wire.address import is_loopback
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 128
@@ -30,7 +31,7 @@ def check_installed() -> None:
 def listen(host: str, port: int, token: str) -> socket.socket:
     """A socket that listens there (port 0: any free one). `ConfigError` when it cannot, or when others could look
     without a token."""
-    if not token and not _is_local(host):
+    if not token and not is_loopback(host):
         raise ConfigError(f"{host} can be reached by others: a page there needs --token-file")
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port: {port} is no port")
@@ -74,10 +75,3 @@ def beside(address: str, port: int) -> Iterator[int]:
         if process.returncode is None:
             process.kill()
             process.wait()
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

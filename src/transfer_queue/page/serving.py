@@ -13,9 +13,10 @@ from collections.abc import Callable
 import uvicorn
 
 from transfer_queue.client.client import TransferQueueClient
-from transfer_queue.page.access import Access, is_loopback
+from transfer_queue.page.access import Access
 from transfer_queue.page.app import Page
 from transfer_queue.weights.http.serving import PatientHttp
+from transfer_queue.wire.address import is_loopback
 
 MAX_CONNECTIONS = 512
 STOP_S = 1
@@ -36,7 +37,7 @@ async def _serve(
     host, port = listener.getsockname()[:2]
     page = Page(attach)
     config = uvicorn.Config(
-        Access(page.app, token, is_loopback(f"[{host}]" if ":" in host else host), port), http=PatientHttp, ws="none",
+        Access(page.app, token, is_loopback(host), port), http=PatientHttp, ws="none",
         lifespan="off", log_config=None, access_log=False, server_header=False, limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=STOP_S,
     )  # fmt: skip

@@ -102,6 +102,13 @@ def is_loopback(host: str) -> bool:
     return False
 
 
+def is_loopback_header(host: str) -> bool:
+    """Whether a Host header, with or without a port, names this machine to itself (a foreign name means DNS
+    rebinding)."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return is_loopback(name.lower())
+
+
 def is_here(host: str) -> bool:
     """Whether an address is one of this host. Nothing is sent (bind(2))."""
     try:

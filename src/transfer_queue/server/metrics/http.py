@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from transfer_queue.errors import ConfigError
+from transfer_queue.wire.address import is_loopback_header
 
 TIMEOUT_S = 5.0  # for a visitor to ask, and again to take the answer
 HEAD_NBYTES = 16 << 10
@@ -75,7 +76,7 @@ class Endpoint:
         lines = head.decode("latin-1").split("\r\n")
         method, _, rest = lines[0].partition(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-        if "origin" in headers or (self._loopback and not _is_loopback(headers.get("host", ""))):
+        if "origin" in headers or (self._loopback and not is_loopback_header(headers.get("host", ""))):
             return _response("403 Forbidden", b"for this host only\n")  # a page in a browser, not a scraper
         if method != "GET":
             return _response("405 Method Not Allowed", b"GET only\n", "Allow: GET\r\n")
@@ -103,15 +104,6 @@ class _Only(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield self._family
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine to itself (a foreign name means DNS rebinding)."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    try:
-        return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _response(status: str, body: bytes, more: str = "", kind: str = "text/plain; charset=utf-8") -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
 import socket
 import threading
@@ -16,7 +15,7 @@ from transfer_queue.weights.control.control import Control
 from transfer_queue.weights.control.control_async import AsyncControl
 from transfer_queue.weights.http.extra import lacking
 from transfer_queue.weights.http.server import control_app
-from transfer_queue.wire.address import advertised
+from transfer_queue.wire.address import advertised, is_loopback
 from transfer_queue.wire.token import token_from_environment
 
 try:
@@ -84,7 +83,7 @@ def serve(
     """
     if token is None:
         token = token_from_environment() or secrets.token_urlsafe(32)
-    if not token and not _is_loopback(host):
+    if not token and not is_loopback(host):
         raise ConfigError(f"{host} can be reached by others: serving there needs a token")
     return HttpServer(control_app(control, token, **limits), host, port, token)
 
@@ -112,10 +111,3 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
