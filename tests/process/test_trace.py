@@ -178,6 +178,28 @@ def test_a_forked_process_writes_a_file_of_its_own(
     assert puts["parent"] == parent.pid != puts["forked"]
 
 
+def test_the_writing_thread_imports_nothing_that_a_fork_could_cut_off(
+    folder: Path, client: tq.TransferQueueClient, child: Start
+) -> None:
+    writer = child("""
+        import sys, threading, transfer_queue as tq
+        tq.init()
+        tq.get_client().get_partition("p")
+        imported = []
+        class Finder:
+            def find_spec(name, path=None, target=None):
+                if threading.current_thread().name == "tq-trace":
+                    imported.append(name)
+        sys.meta_path.insert(0, Finder)
+        tq.get_client().put({"x": [1]}, partition_id="p")
+        tq.trace.stop()
+        print(imported)
+        tq.close()
+    """)  # fmt: skip
+    assert writer.line() == "[]"
+    assert len(joined(folder).named("put")) == 1
+
+
 def test_a_folder_that_cannot_be_written_is_one_warning(folder: Path, child: Start) -> None:
     folder.write_text("a file")
     (folder.parent / "trace.d").write_text("a file, too")

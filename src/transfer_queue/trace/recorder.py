@@ -91,6 +91,7 @@ class SpanRecorder:
                     util.Finalize(None, self.close, exitpriority=0)
 
     def _run(self) -> None:
+        """Imports nothing: a child that is forked in the middle of an import never gets that module."""
         self._ident = secrets.token_hex(8)
         self._path = Path(self.folder, f"{platform.node()}-{os.getpid()}-{self._ident}{lines.SUFFIX}")
         try:
@@ -153,8 +154,8 @@ class SpanRecorder:
 
 def _header(ident: str, name: str) -> lines.TraceHeader:
     boot = ""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    with contextlib.suppress(OSError):  # bytes: the codec "ascii" would be imported, see `SpanRecorder._run`
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().decode("utf-8").strip()
     command = " ".join(sys.argv).encode("utf-8", "replace").decode()[:1024]
     now = time.monotonic_ns(), time.time_ns()
     return lines.TraceHeader(lines.FORMAT, ident, os.getpid(), platform.node(), boot, name or _name(), command, *now)

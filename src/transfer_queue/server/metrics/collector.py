@@ -257,7 +257,7 @@ def _consumption(tables: list[Table]) -> Rows:
 
 def resident_nbytes() -> int:
     """Memory of this process, from the second number of /proc/self/statm (proc(5))."""
-    with open("/proc/self/statm", encoding="ascii") as file:
+    with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
