@@ -1,11 +1,10 @@
-"""Which tensors a model's loader takes: by the headers of its checkpoint, or by a rehearsal without memory.
+"""Which tensors a model's loader takes: by the headers of its checkpoint, or by a rehearsal (`rehearsal`).
 
 vLLM's loaders find out in the middle what does not fit, and some take a part of a larger tensor without a word.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,10 @@ import torch
 
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.errors import Incomplete, InvalidInput, ShapeMismatch, UnknownTensor
+from transfer_queue.integrations.vllm.rehearsal import Rehearsal
+from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.version.manifest import Contents
+from transfer_queue.weights.version.pieces import Wants
 from transfer_queue.weights.version.sources import INDEX, SafetensorsSource, TensorMeta
 
 log = logging.getLogger("transfer_queue.weights")
@@ -32,8 +34,7 @@ class Checkpoint:
         self._known = {meta.name: meta for meta in self.source.specs()} if self.source else None
         self._loaded = str(getattr(vllm_config.load_config, "load_format", "auto")) != "dummy"
         self._tied = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
-        self._twin = None if self.source else _twin(vllm_config, model_config)
-        self._rehearsed: set[tuple[object, ...]] = set()
+        self._rehearsal = _rehearsal(vllm_config, model_config, self.source is not None)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]] | None:
         """What was loaded at the start, if that is known."""
@@ -44,8 +45,18 @@ class Checkpoint:
         self._check_head(contents)
         if self._known is not None:
             self._compare(contents, self._known)
-        else:
-            self._rehearse(contents)
+        elif self._rehearsal is not None:
+            self._rehearsal.wants({name: entry[:2] for name, entry in contents.items()})
+
+    def wanted(self, metas: Metas) -> Wants | None:
+        """The boxes of tensors like these that this worker's loader takes; None (all) when that cannot be found out."""
+        if self._rehearsal is None:
+            return None
+        try:
+            return self._rehearsal.wants(metas)
+        except (UnknownTensor, ShapeMismatch, Incomplete) as error:
+            log.warning("which parts of a version are needed here could not be found out, all are fetched: %s", error)
+            return None
 
     def _check_head(self, contents: Contents) -> None:
         """A tied head is loaded from the embeddings, whatever its own values are."""
@@ -74,33 +85,20 @@ class Checkpoint:
         if missing:
             raise Incomplete(f"the version lacks {len(missing)} tensors of the checkpoint, such as {min(missing)!r}")
 
-    def _rehearse(self, contents: Contents) -> None:
-        """Load tensors without memory into a model without memory."""
-        assert self._twin is not None
-        shown = tuple(sorted((name, entry.dtype, entry.shape) for name, entry in contents.items()))
-        if shown in self._rehearsed:
-            return
-        metas = [
-            (name, torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta"))
-            for name, entry in contents.items()
-        ]
-        try:
-            loaded = self._twin.load_weights(iter(metas))
-        except (KeyError, AttributeError) as error:
-            raise UnknownTensor(f"the model's loader does not know {error}") from error
-        except ValueError as error:
-            kind = UnknownTensor if "no module or parameter" in str(error) else ShapeMismatch
-            raise kind(f"the model's loader does not take it: {error}") from error
-        except Exception as error:  # loaders raise whatever they run into
-            raise ShapeMismatch(f"the model's loader does not take it: {error!r}") from error
-        missing = set(dict(self._twin.named_parameters())) - loaded if isinstance(loaded, set) else set()
-        if missing:
-            raise Incomplete(f"the version leaves {len(missing)} parameters as they were, such as {min(missing)!r}")
-        self._rehearsed = {shown}
-
 
 def _is_plain(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _rehearsal(vllm_config: Any, model_config: Any, is_known: bool) -> Rehearsal | None:
+    """None when the model's twin cannot be made: then only the headers of a checkpoint tell what fits."""
+    try:
+        return Rehearsal(vllm_config, model_config)
+    except Exception as error:  # whatever a model's constructor runs into
+        if not is_known:
+            raise
+        log.warning("this model cannot be made without memory, whole versions are fetched: %r", error)
+        return None
 
 
 def _source(model_config: Any) -> SafetensorsSource | None:
@@ -123,19 +121,3 @@ def _source(model_config: Any) -> SafetensorsSource | None:
     except Exception as error:  # noqa: BLE001 a hub that is not there, or not installed
         log.info("no checkpoint of %s on this host, updates will be rehearsed: %r", model_config.model, error)
     return None
-
-
-def _twin(vllm_config: Any, model_config: Any) -> Any:
-    """The same model, with nothing in it."""
-    from vllm.model_executor.model_loader.utils import initialize_model
-
-    config = copy.copy(vllm_config)  # attention layers enter themselves there by name, once
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(model_config.dtype)
-    try:
-        with torch.device("meta"):
-            return initialize_model(vllm_config=config, model_config=model_config)
-    finally:
-        torch.set_default_dtype(before)

@@ -20,7 +20,7 @@ from transfer_queue.errors import CommitFailed, DeadlineExceeded
 from transfer_queue.integrations.vllm.model import LoadedModel
 from transfer_queue.integrations.vllm.ranks import Ranks
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
-from transfer_queue.weights.receive.update_session import UpdateEnd, begun_of, run_of, timeout_of
+from transfer_queue.weights.receive.update_session import begun_of, run_of, timeout_of
 from transfer_queue.weights.transport.registry import engine
 
 log = logging.getLogger("transfer_queue.weights")
@@ -115,6 +115,7 @@ class WorkerEngine:
         self._engine.confine()  # a worker cannot tell who calls: vLLM's routes, or the process that made it
         self._lane = Lane()
         self._patience_s = FINISH_S
+        self._is_sent = False  # a version, and nothing has ended its update; by the calls, which all workers get alike
         end_sessions_with_init()
 
     def installed(self) -> VersionInfo:
@@ -137,7 +138,7 @@ class WorkerEngine:
 
     @_silent
     def start_weight_update(self) -> None:
-        self._patience_s = FINISH_S
+        self._patience_s, self._is_sent = FINISH_S, False
         self._receiver.end("another update started")
         self._receiver.begin()
         self._lane.add(self._engine.start_weight_update)
@@ -149,7 +150,7 @@ class WorkerEngine:
         if isinstance(update_info, Mapping) and update_info.get("abort"):
             self._give_up("the trainer gave it up")
             return
-        self._patience_s = timeout_of(update_info, FINISH_S)
+        self._patience_s, self._is_sent = timeout_of(update_info, FINISH_S), True
         self._lane.add(self._engine.update_weights, update_info)
 
     def receive_weights(self, update_info: Any) -> None:
@@ -158,10 +159,11 @@ class WorkerEngine:
     @_silent
     def finish_weight_update(self) -> None:
         """Commit, if every worker of this server can; otherwise none does. All of them had the same calls: where one of
-        these ended the update, nobody has anything to do, and nobody asks the others."""
-        last = self._receiver.last_session
-        if last is None or last.end in (UpdateEnd.ABORTED, UpdateEnd.TAKEN_OVER, UpdateEnd.COMMITTED):
+        these ended the update, nobody has anything to do, and nobody asks the others. A fault that a worker met by
+        itself is no such end: the others ask it."""
+        if not self._is_sent:
             return
+        self._is_sent = False
         done = self._lane.ended(self._patience_s)
         if not self._ranks.same(_number(self._engine.ready) if done else 0):
             self._give_up("not every worker of this server can take it")
@@ -180,6 +182,7 @@ class WorkerEngine:
 
     @_silent
     def shutdown(self) -> None:
+        self._is_sent = False
         self._receiver.end("shut down")
         self._lane.add(self._engine.shutdown)
         self._lane.close(LEAVE_S)
@@ -195,6 +198,7 @@ class WorkerEngine:
 
     def _give_up(self, why: str) -> None:
         """Drop the open update, also one that is being received."""
+        self._is_sent = False
         self._receiver.end(why)
         self._lane.add(self._engine.update_weights, {"abort": True})
 

@@ -10,31 +10,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from transfer_queue.errors import CommitFailed, NotSupported, StaleBase
 from transfer_queue.integrations.vllm.checkpoint import Checkpoint
-from transfer_queue.weights.receive.targets import Broken, Live, Pause, Target, Tensors
+from transfer_queue.weights.receive.lazy import Supplied, supplied
+from transfer_queue.weights.receive.targets import Broken, Live, Metas, Pause, Target, Tensors
 from transfer_queue.weights.version.manifest import Contents
+from transfer_queue.weights.version.pieces import Pieces, Wants
 
 log = logging.getLogger("transfer_queue.weights")
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class Loading(NamedTuple):
-    """What is to be loaded, and the same on the host (the very same tensors where they came there)."""
+    """What is to be loaded, as far as this worker has it, and the same on the host (the very same tensors where they
+    came there). `metas`: every tensor of the version, in the order of loading."""
 
-    tensors: dict[str, torch.Tensor]
-    copies: dict[str, torch.Tensor]
+    tensors: dict[str, Supplied]
+    copies: dict[str, Supplied]
+    metas: Metas
 
 
 class LoadedModel(Target):
     """`agree` tells whether the other workers of this server took the version too: all commit, or all go back. It is
     called once in every commit (`voted`). Commits run in the thread that runs the forward passes."""
+
+    takes_pieces = True
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, agree: Callable[[bool], bool]) -> None:
         self._model = model
@@ -42,42 +48,51 @@ class LoadedModel(Target):
         self._model_config = vllm_config.model_config
         self._agree = agree
         self._checkpoint = Checkpoint(vllm_config, self._model_config)
-        self._held: dict[str, torch.Tensor] | None = None  # what is installed
-        self._names: list[str] = []
+        self._held: dict[str, Supplied] | None = None  # what is installed, as far as it was wanted here
+        self._held_metas: Metas = {}
+        self._metas: Metas = {}  # of the version that was checked last
         self.voted = False
+
+    def wanted(self, tensors: Metas) -> Wants | None:
+        return self._checkpoint.wanted(tensors)
 
     def check(self, contents: Contents) -> None:
         self._checkpoint.check(contents)
-        self._names = list(contents)
+        self._metas = {name: contents[name][:2] for name in in_layers(list(contents))}
 
     def bases(self) -> Tensors:
         if self._held is None:
             raise StaleBase("nothing was installed here yet: send a full version")
-        return self._held
+        if any(isinstance(tensor, Pieces) for tensor in self._held.values()):
+            raise StaleBase("only parts of the tensors are here: send a full version")
+        return cast(Tensors, self._held)
 
-    def prepare(self, staged: Tensors) -> Loading:
+    def prepare(self, staged: Mapping[str, Supplied]) -> Loading:
         held = self._held or {}
-        new = {name: staged[name] if name in staged else held[name] for name in in_layers(self._names)}
-        return Loading(new, {name: tensor.cpu() for name, tensor in new.items()})
+        new = {name: staged.get(name, held.get(name)) for name in self._metas}
+        there = {name: tensor for name, tensor in new.items() if tensor is not None}
+        return Loading(there, {name: tensor.cpu() for name, tensor in there.items()}, self._metas)
 
     def commit(self, prepared: Loading, tag: Any, timeout_s: float) -> Pause:
         start = time.monotonic()
         fault: Exception | None = None
         try:
-            self._load(prepared.tensors.items())
+            self._load(supplied(prepared.tensors, prepared.metas))
         except Exception as error:  # loaders raise whatever they run into
             log.exception("loading failed")
             fault = error
         self.voted = True
         if not self._agree(fault is None):
             self._go_back(repr(fault) if fault else "another worker of this server could not load it")
-        self._held, self.tag, self.broken = prepared.copies, tag, False
+        self._held, self._held_metas, self.tag, self.broken = prepared.copies, prepared.metas, tag, False
         return Pause(time.monotonic() - start, 0.0)
 
     def _go_back(self, why: str) -> None:
         """Load what was there before, and raise."""
         self.broken = True
-        before: Named | None = self._held.items() if self._held is not None else self._checkpoint.tensors()
+        before: Named | None = self._checkpoint.tensors() if self._held is None else None
+        if self._held is not None:
+            before = supplied(self._held, self._held_metas)
         if before is None:
             raise Broken(f"loading failed, and there is no copy of what was there before: {why}")
         try:

@@ -37,10 +37,11 @@ from transfer_queue.errors import (
     UpdateInProgress,
     WrongEpoch,
 )
-from transfer_queue.weights.receive.targets import READ_TIMEOUT_S, Broken, Live, Pause, Target
+from transfer_queue.weights.receive.targets import READ_TIMEOUT_S, Broken, Live, Metas, Pause, Target
 from transfer_queue.weights.receive.update_session import OpenVersion, Phase, SessionKey, UpdateEnd, UpdateSession
 from transfer_queue.weights.version.digest import Buffer
 from transfer_queue.weights.version.manifest import Contents, Manifest, root_of
+from transfer_queue.weights.version.pieces import Wants, wanted_buckets
 from transfer_queue.weights.version.sources import named_weights
 
 ORDERED_S = 3600.0
@@ -264,16 +265,18 @@ class Receiver:
             session = self._open_session()
             if session is None or session.opened is None:
                 repeated = self._is_repeated(manifest)
-                opened = OpenVersion(manifest, self._contents if repeated else self._result(manifest), repeated)
+                contents = self._contents if repeated else self._result(manifest)
+                wanted = None if repeated else self._wanted(manifest)
+                opened = OpenVersion(manifest, contents, repeated, wanted)
                 session = session or self._new_session(manifest.epoch, timeout_s)
                 session.opened = opened
                 session.limit(timeout_s)
             opened = session.opened
             if opened.manifest != manifest:
                 raise UpdateInProgress(f"version {opened.manifest.version} is {opened.phase.value}")
-            wanted = [] if opened.repeated else opened.staging.missing
+            missing = [] if opened.repeated else opened.staging.missing
         _call(woken)
-        return wanted
+        return missing
 
     def stage(self, bucket: int, data: Buffer, lend: bool = False, vouched: bool = False) -> None:
         """Take the bytes of a bucket: in any order, from any thread; one that is here already is ignored.
@@ -359,7 +362,18 @@ class Receiver:
         with self._target.inspecting(timeout_s) as module:
             yield module
 
+    def wants(self, tensors: Metas) -> Wants | None:
+        """What of these this target would take (`Target.wanted`)."""
+        return self._target.wanted(tensors)
+
     # what may be installed
+
+    def _wanted(self, m: Manifest) -> list[int] | None:
+        """The buckets of the version that are needed here; None: all."""
+        if m.kind != "full":
+            return None
+        wants = self._target.wanted({name: entry[:2] for name, entry in m.contents().items()})
+        return None if wants is None else wanted_buckets(m, wants)
 
     def _is_repeated(self, m: Manifest) -> bool:
         """Whether it is installed already. Raises when its run or version is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -11,17 +12,19 @@ from transfer_queue.errors import DigestMismatch, InvalidInput, StaleBase
 from transfer_queue.weights.receive.targets import Staged, Target, Tensors
 from transfer_queue.weights.version import delta, device
 from transfer_queue.weights.version.digest import ALGO, Buffer, copy_and_digest, digest_of, host_bytes
-from transfer_queue.weights.version.manifest import Manifest, TensorSpec
-from transfer_queue.weights.version.packing import NUM_THREADS, unpack
+from transfer_queue.weights.version.manifest import Manifest, Part, TensorSpec
+from transfer_queue.weights.version.packing import NUM_THREADS, views
+from transfer_queue.weights.version.pieces import Pieces
 from transfer_queue.weights.version.tensor_memory import room
 
 
 class Staging:
-    """The buckets of one manifest. Thread-safe: several threads may stage at once."""
+    """The buckets of one manifest that are `wanted` (None: all). Thread-safe: several threads may stage at once."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, wanted: Iterable[int] | None = None) -> None:
         self.manifest = manifest
-        self._specs = manifest.by_bucket
+        self._parts = manifest.by_bucket
+        self._wanted = list(range(len(self._parts)) if wanted is None else wanted)
         self._lock = threading.Lock()
         self._buckets: dict[int, torch.Tensor] = {}
 
@@ -32,18 +35,18 @@ class Staging:
     @property
     def missing(self) -> list[int]:
         with self._lock:
-            return [index for index in range(len(self._specs)) if index not in self._buckets]
+            return [index for index in self._wanted if index not in self._buckets]
 
     def stage(self, index: int, data: Buffer, lend: bool, vouched: bool) -> None:
         """Take a bucket; one that is here already is ignored. `DigestMismatch` when a byte of a tensor is wrong."""
-        if not 0 <= index < len(self._specs):
-            raise InvalidInput(f"bucket {index} of {len(self._specs)}")
+        if not 0 <= index < len(self._parts):
+            raise InvalidInput(f"bucket {index} of {len(self._parts)}")
         with self._lock:
             if index in self._buckets:
                 return
         nbytes, algo = self.manifest.buckets[index], self.manifest.algo
         if algo != ALGO or (isinstance(data, torch.Tensor) and data.device.type != "cpu"):
-            there = device.staged(data, nbytes, self._specs[index], algo, lend)
+            there = device.staged(data, nbytes, self._parts[index], algo, lend)
             with self._lock:
                 self._buckets.setdefault(index, there)
             return
@@ -52,38 +55,55 @@ class Staging:
             raise DigestMismatch(f"bucket {index} came with {source.nbytes} bytes instead of {nbytes}")
         place = torch.from_numpy(source) if lend else room(nbytes)
         into = place.numpy()
-        for spec in () if lend and vouched else self._specs[index]:
-            span = slice(spec.offset, spec.offset + spec.stored.nbytes)
+        for part in () if lend and vouched else self._parts[index]:
+            span = slice(part.offset, part.offset + part.nbytes)
             found = digest_of(into[span]) if lend else copy_and_digest(into[span], source[span])
-            if found != spec.stored.digest:
-                raise DigestMismatch(f"bucket {index}: the bytes of {spec.name!r} are not those of the manifest")
+            if found != part.digest:
+                raise DigestMismatch(f"bucket {index}: the bytes of {part.name!r} are not those of the manifest")
         with self._lock:
             self._buckets.setdefault(index, place)
 
-    def tensors(self, target: Target) -> dict[str, Staged]:
-        """Every name of the manifest, aliases too, with its new value; differences are applied to copies of what lives,
-        or, where the target takes them, only checked.
+    def tensors(self, target: Target) -> dict[str, Staged | Pieces]:
+        """What was wanted, by every name, aliases too; differences are applied to copies of what lives, or, where the
+        target takes them, only checked. What is in pieces is put together, or, where the target takes them, left.
 
         `StaleBase` when the result is not the described one: the live weights were changed by somebody else.
         """
-        bases = target.bases() if self.has_differences else {}
         places = [
-            (spec, part)
-            for index, specs in enumerate(self._specs)
-            for spec, part in zip(specs, unpack(self._buckets[index], specs).values(), strict=True)
+            (part, view)
+            for index, bucket in sorted(self._buckets.items())
+            for part, view in zip(self._parts[index], views(bucket, self._parts[index]), strict=True)
         ]
-        if not self.has_differences:
-            found: dict[str, Staged] = {spec.name: self._value(spec, part, bases, target) for spec, part in places}
+        found: dict[str, Staged | Pieces] = {}
+        if self.manifest.kind == "delta":
+            found.update(self._results(places, target))
         else:
-            with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-stage") as helpers:
-                values = helpers.map(lambda one: self._value(one[0], one[1], bases, target), places)
-                found = {spec.name: value for (spec, _), value in zip(places, values, strict=True)}
-        found.update({alias: found[name] for alias, name in self.manifest.aliases.items()})
-        return found
+            found = {part.name: view for part, view in places if part.piece is None}
+            found |= self._pieces(places, target.takes_pieces)
+        aliases = self.manifest.aliases.items()
+        return found | {alias: found[name] for alias, name in aliases if name in found}
 
-    def _value(self, spec: TensorSpec, part: torch.Tensor, bases: Tensors, target: Target) -> Staged:
-        if self.manifest.kind != "delta":
-            return part
+    def _pieces(self, places: list[tuple[Part, torch.Tensor]], takes_pieces: bool) -> dict[str, Staged | Pieces]:
+        found: dict[str, Pieces] = {}
+        for part, view in places:
+            if part.piece is not None:
+                held = found.setdefault(part.name, Pieces(view.dtype, part.spec.shape, []))
+                held.parts.append((part.box, view))
+        if takes_pieces:
+            return dict(found)
+        return {name: pieces.whole() for name, pieces in found.items()}
+
+    def _results(self, places: list[tuple[Part, torch.Tensor]], target: Target) -> dict[str, Staged]:
+        """What a delta leads to. A target that has not all of the model has no use for what it lacks."""
+        bases: Tensors = {}
+        if self.has_differences:
+            bases = target.bases()
+            places = [(part, view) for part, view in places if part.name in bases]
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-stage") as helpers:
+            values = helpers.map(lambda one: self._result(one[0].spec, one[1], bases, target), places)
+            return {part.name: value for (part, _), value in zip(places, values, strict=True)}
+
+    def _result(self, spec: TensorSpec, part: torch.Tensor, bases: Tensors, target: Target) -> Staged:
         if spec.delta is None:
             return part.clone()  # a small tensor would keep its bucket in memory
         live = bases[spec.name].detach()

@@ -30,12 +30,14 @@ from transfer_queue.weights.receive.lock import SharedLock
 from transfer_queue.weights.receive.stand_ins import Exchange
 from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.manifest import Contents
+from transfer_queue.weights.version.pieces import Wants
 from transfer_queue.weights.version.sources import named_weights, ties
 from transfer_queue.weights.version.tensor_memory import copies, write
 
 READ_TIMEOUT_S = 60.0
 Tensors = Mapping[str, torch.Tensor]
 Staged: TypeAlias = "torch.Tensor | Patch"
+Metas: TypeAlias = "Mapping[str, tuple[str, tuple[int, ...]]]"  # by name: dtype and shape
 
 
 class Live(NamedTuple):
@@ -61,7 +63,16 @@ class Target(ABC):
 
     tag: Any = None
     takes_patches = False  # `prepare` may be given differences for tensors on the CPU
+    takes_pieces = False  # `prepare` may be given tensors in pieces
     broken = False  # the live weights are a mixture
+
+    def wanted(self, tensors: Metas) -> Wants | None:
+        """Which boxes of a version's tensors are taken here; None for all of them. `check` has passed, or is to come.
+
+        May be called by another thread than the readers', and changes nothing live.
+        """
+        del tensors
+        return None
 
     @abstractmethod
     def check(self, contents: Contents) -> None:

@@ -42,13 +42,14 @@ class SessionKey(NamedTuple):
 
 
 class OpenVersion:
-    """The version of a session. `contents` is what the model will hold; `repeated` when it holds that already."""
+    """The version of a session. `contents` is what the model will hold; `repeated` when it holds that already.
+    `wanted`: the buckets that are taken here (None: all)."""
 
-    def __init__(self, manifest: Manifest, contents: Contents, repeated: bool) -> None:
+    def __init__(self, manifest: Manifest, contents: Contents, repeated: bool, wanted: list[int] | None = None) -> None:
         self.manifest = manifest
         self.contents = contents
         self.repeated = repeated
-        self.staging = Staging(manifest)
+        self.staging = Staging(manifest, wanted)
         self.verifying = threading.Lock()
         self.prepared: Any = None
         self.committing = False

@@ -21,12 +21,16 @@ from transfer_queue.errors import (
     TransferQueueError,
     WrongEpoch,
 )
+from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.receive.update_session import UpdateSession
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.info import Outcome, key_of
 from transfer_queue.weights.transport.protocol import Peer
+from transfer_queue.weights.transport.wants import MAX_NBYTES as MAX_SPECS_NBYTES
+from transfer_queue.weights.transport.wants import Specs, WantsReport
 from transfer_queue.weights.version.manifest import MAX_NBYTES, Manifest
+from transfer_queue.weights.version.pieces import Wants
 from transfer_queue.weights.version.tensor_memory import room
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.blocking import at_most
@@ -44,18 +48,18 @@ class TrainerLink:
         self._peer: Peer | None = None
         self._lock = threading.RLock()
 
-    def ask(self, message: Any, deadline: Deadline, limit: int = 0) -> memoryview:
+    def ask(self, message: Any, deadline: Deadline, limit: int = 0, body: bytes | None = None) -> memoryview:
         with self._lock:
-            return self._ask(message, deadline, limit)
+            return self._ask(message, deadline, limit, body)
 
-    def _ask(self, message: Any, deadline: Deadline, limit: int) -> memoryview:
+    def _ask(self, message: Any, deadline: Deadline, limit: int, body: bytes | None) -> memoryview:
         if self.address is None:
             raise NotOpen("the trainer's address is not known: init_transfer_engine first")
         for last in (False, True):
             fresh = self._peer is None
             try:
                 self._peer = self._peer or p.Peer(self.address, deadline.left())
-                return self._peer.ask(message, deadline.left(), at_most(limit))
+                return self._peer.ask(message, deadline.left(), at_most(limit), body)
             except (ServiceUnavailable, DeadlineExceeded, ProtocolError) as error:
                 self.close()
                 if fresh or last or not isinstance(error, ServiceUnavailable):
@@ -64,6 +68,16 @@ class TrainerLink:
 
     def manifest(self, key: str, deadline: Deadline) -> Manifest:
         return Manifest.decode(bytes(self.ask(p.GetManifest(key), deadline, MAX_NBYTES)))
+
+    def tell_wants(
+        self, key: str, wants_of: Callable[[Metas], Wants | None], who: str, rank: int, due: Deadline
+    ) -> None:
+        """Say which parts are needed of the tensors to come (`key`), if it is not all of them."""
+        specs = msgspec.json.decode(self.ask(p.GetSpecs(), due, MAX_SPECS_NBYTES), type=Specs)
+        wants = wants_of(specs.named())
+        if wants is not None:
+            report = WantsReport(who, rank, key, {name: tuple(boxes) for name, boxes in wants.items()})
+            self.ask(p.WantsMessage(), due, body=msgspec.json.encode(report))
 
     def tell(self, outcome: Outcome, deadline: Deadline) -> None:
         if self.address is not None:

@@ -69,6 +69,7 @@ class PendingVersion:
         self.adapter = adapter
         self.read = source  # what the version was read from
         self.label = adapter.label if adapter else ""
+        self.is_whole = base is None and adapter is None
         self._base = base
         self._delta = DeltaSource(base.weights, base.manifest.root, source, base.digests) if base else None
         self.source: WeightSource = self._delta or source

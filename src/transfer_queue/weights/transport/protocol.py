@@ -40,6 +40,14 @@ class GetMemory(m.Message):
     key: str
 
 
+class GetSpecs(m.Message):
+    """What is to come (`wants.Specs`), as the payload."""
+
+
+class WantsMessage(m.Message):
+    """What a receiver needs of that: a `wants.WantsReport` as the payload."""
+
+
 class OutcomeMessage(m.Message):
     """How an update went: an `Outcome` as JSON."""
 
@@ -51,7 +59,9 @@ class Sent(m.Message):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_client = msgspec.msgpack.Decoder(m.Hello | m.Proof | GetManifest | GetBucket | GetMemory | OutcomeMessage).decode
+decode_client = msgspec.msgpack.Decoder(
+    m.Hello | m.Proof | GetManifest | GetBucket | GetMemory | GetSpecs | WantsMessage | OutcomeMessage
+).decode
 decode_server = msgspec.msgpack.Decoder(m.Challenge | m.Welcome | m.Failed | Sent).decode
 
 
@@ -85,9 +95,12 @@ class Peer:
         self.stream.send(message, timeout_s)
         return self.stream.receive(timeout_s)[0]
 
-    def ask(self, message: m.Message, timeout_s: float, into: Into | None = None) -> memoryview:
-        """The payload of the answer. Raises what the server answers instead."""
-        self.stream.send(message, timeout_s)
+    def ask(
+        self, message: m.Message, timeout_s: float, into: Into | None = None, body: bytes | None = None
+    ) -> memoryview:
+        """The payload of the answer to a message, which may have one itself (`body`). Raises what the server answers
+        instead."""
+        self.stream.send(message, timeout_s, body)
         reply, payload = self.stream.receive(timeout_s, into)
         if isinstance(reply, m.Failed):
             raise error_from_code(reply.code, f"{_shown(self.address)}: {reply.text}")

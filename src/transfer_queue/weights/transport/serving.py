@@ -16,11 +16,12 @@ from transfer_queue.errors import AccessDenied, InvalidInput, ProtocolError, Tra
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.faults import as_typed
 from transfer_queue.weights.transport.info import Outcome
+from transfer_queue.weights.transport.wants import MAX_NBYTES, WantTables
 from transfer_queue.weights.version.digest import Buffer, host_bytes
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, advertised, tune
-from transfer_queue.wire.blocking import FrameSocket
+from transfer_queue.wire.blocking import FrameSocket, at_most
 from transfer_queue.wire.peer import peer_uid
 
 log = logging.getLogger("transfer_queue.weights")
@@ -55,14 +56,18 @@ class Empty:
 
 
 class WeightServer:
-    """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`."""
+    """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`. `wants`: whom receivers tell
+    which parts of the tensors they need."""
 
-    def __init__(self, listening: socket.socket, token: str, store: VersionSource) -> None:
+    def __init__(
+        self, listening: socket.socket, token: str, store: VersionSource, wants: WantTables | None = None
+    ) -> None:
         if not token:
             raise InvalidInput("a server of weights needs a token")
         self._listening = listening
         self._token = token
         self._store = store
+        self._wants = wants
         self._lock = threading.Lock()
         self._noted = threading.Condition()
         self._peers: dict[threading.Thread, socket.socket] = {}
@@ -112,7 +117,7 @@ class WeightServer:
                 thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
-        visit = _Visit(p.stream_over(sock, p.decode_client, "a peer"), self._store)
+        visit = _Visit(p.stream_over(sock, p.decode_client, "a peer"), self._store, self._wants)
         try:
             if sock.family == socket.AF_UNIX:
                 if peer_uid(sock) not in (os.getuid(), 0):
@@ -121,10 +126,10 @@ class WeightServer:
                 tune(sock)
             visit.greet(self._token)
             while True:
-                message, _ = visit.stream.receive(None)
+                message, payload = visit.stream.receive(None, at_most(MAX_NBYTES if self._wants else 0))
                 if isinstance(message, p.OutcomeMessage):
                     self._note(message)
-                visit.answer(message)
+                visit.answer(message, payload)
         except (TransferQueueError, OSError) as error:
             log.debug("a peer left: %s", error)
         finally:
@@ -145,9 +150,10 @@ class WeightServer:
 class _Visit:
     """One connection, and what its peer borrowed."""
 
-    def __init__(self, stream: FrameSocket[m.Message], store: VersionSource) -> None:
+    def __init__(self, stream: FrameSocket[m.Message], store: VersionSource, wants: WantTables | None) -> None:
         self.stream = stream
         self._store = store
+        self._wants = wants
         self._give_back: list[Callable[[], None]] = []
 
     def greet(self, token: str) -> None:
@@ -165,7 +171,7 @@ class _Visit:
             raise
         self.stream.send(m.Welcome(os.getpid(), "", b""), HELLO_TIMEOUT_S)
 
-    def answer(self, message: m.Message) -> None:
+    def answer(self, message: m.Message, came: memoryview) -> None:
         payload: memoryview | bytes = b""
         fd = None
         try:
@@ -176,6 +182,10 @@ class _Visit:
             elif isinstance(message, p.GetMemory):
                 fd, give_back = self._store.lend(message.key)
                 self._give_back.append(give_back)
+            elif isinstance(message, p.GetSpecs) and self._wants is not None:
+                payload = self._wants.body
+            elif isinstance(message, p.WantsMessage) and self._wants is not None:
+                self._wants.note(came)
             elif not isinstance(message, p.OutcomeMessage):
                 raise ProtocolError(f"{type(message).__name__} is no request")
         except ProtocolError:

@@ -25,9 +25,11 @@ from transfer_queue.weights.transport.pending import PendingVersion
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.transport.version_store import VersionStore, newest_key
-from transfer_queue.weights.version.digest import byte_view, copy_and_digest
+from transfer_queue.weights.transport.wants import Specs, WantTables
+from transfer_queue.weights.version.boxes import whole
 from transfer_queue.weights.version.manifest import Count, Manifest
 from transfer_queue.weights.version.packing import pack_into, plan
+from transfer_queue.weights.version.pieces import Wants, copy_box, pack_shards, plan_pieces, seal_pieces, shards_of
 from transfer_queue.weights.version.sources import WeightSource, weights_called
 from transfer_queue.weights.version.tensor_memory import room, warm
 from transfer_queue.wire.address import Address
@@ -49,13 +51,15 @@ class TcpTrainerInfo(TrainerInfo, kw_only=True):
 
 class TcpInfo(InitInfo, kw_only=True):
     """`address` may be empty for a replica that only joins through peers. A bucket that stalls for `stall_s` is asked
-    for again, elsewhere if there is another peer. `buckets`: sizes to have memory ready for."""
+    for again, elsewhere if there is another peer. `buckets`: sizes to have memory ready for. `specs` names the tensors
+    that are to come, where the trainer can be asked for them ("": it cannot)."""
 
     address: str = ""
     token: str
     streams: int = NUM_STREAMS
     stall_s: float = STALL_S
     buckets: tuple[Count, ...] = ()
+    specs: str = ""
 
 
 class TensorStore(VersionStore[list[torch.Tensor]]):
@@ -78,21 +82,36 @@ class TcpTrainer(TrainerEngine):
         super().__init__(info, client, source)
         self.token = info.token or secrets.token_urlsafe(24)
         self.store = TensorStore(info.keep)
+        self._wants = WantTables(Specs.of(source.specs(), source.aliases()))
         listening, self.address = listen_tcp(info.host, info.port)
-        self._server = WeightServer(listening, self.token, self.store)
+        self._server = WeightServer(listening, self.token, self.store, self._wants)
         self.reports.come_to(self._server)
         self._expected = plan(source.specs(), info.bucket_nbytes).buckets if info.warm else ()
         warm(self._expected, info.keep + 1)
 
     def receivers_info(self) -> dict[str, Any]:
-        return {"address": self.address, "token": self.token, "buckets": list(self._expected)}
+        found = {"address": self.address, "token": self.token, "buckets": list(self._expected)}
+        return {**found, "specs": self._wants.key} if self.info.anchor_every == 1 else found
 
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
-        where = plan(draft.source.specs(), self.info.bucket_nbytes)
-        buckets = [room(nbytes) for nbytes in where.buckets]
-        manifest = draft.seal(where, pack_into(draft.source, where, buckets))
+        wants = self._wants.tables() if draft.is_whole else []
+        manifest, buckets = self._packed_for(draft, wants) if wants else self._packed(draft)
         self.store.add(manifest, buckets)
         return manifest
+
+    def _packed(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
+        where = plan(draft.source.specs(), self.info.bucket_nbytes)
+        buckets = [room(nbytes) for nbytes in where.buckets]
+        return draft.seal(where, pack_into(draft.source, where, buckets)), buckets
+
+    def _packed_for(self, draft: PendingVersion, wants: list[Wants]) -> tuple[Manifest, list[torch.Tensor]]:
+        """Cut along what receivers want."""
+        table = shards_of(draft.source.specs())
+        (where,) = plan_pieces([table], wants, self.info.bucket_nbytes)
+        buckets = [room(nbytes) for nbytes in where.buckets]
+        digests = pack_shards(table, iter(draft.source.tensors()), where, buckets)
+        named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
+        return seal_pieces([table], [where], [digests], **named), buckets
 
     def _decide(self, manifest: Manifest) -> None:
         self.store.decide(manifest)
@@ -126,6 +145,9 @@ class TcpEngine(Engine):
         self._control.address = p.address_of(info.address, info.token) if info.address else None
         if info.address:
             p.Peer(p.address_of(info.address, info.token), info.timeout_s).close()
+        if info.address and info.specs:
+            due = Deadline(info.timeout_s)
+            self._control.tell_wants(info.specs, self.receiver.wants, self._blank.who, self.rank, due)
 
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         manifest = self._control.manifest(info.key, deadline)
@@ -207,11 +229,12 @@ class Installed:
             if live.tag.root != manifest.root:
                 raise gone(key)
             weights = weights_called(live.module, [spec.name for spec in manifest.in_bucket(index)])
-            for spec in manifest.in_bucket(index):
-                source = byte_view(weights[spec.name].detach().contiguous().cpu()).numpy()
-                into = place[spec.offset : spec.offset + spec.nbytes].numpy()
-                if source.nbytes != spec.nbytes or copy_and_digest(into, source) != spec.digest:
-                    raise DigestMismatch(f"{spec.name!r} is not what was installed any more")
+            for part in manifest.in_bucket(index):
+                source = weights[part.name].detach().contiguous().cpu()
+                into = place[part.offset : part.offset + part.nbytes].numpy()
+                is_same = source.nbytes == part.spec.nbytes and tuple(source.shape) == part.spec.shape
+                if not is_same or copy_box(source, whole(part.spec.shape), part.box, into) != part.digest:
+                    raise DigestMismatch(f"{part.name!r} is not what was installed any more")
         return place
 
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:

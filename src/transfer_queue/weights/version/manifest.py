@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -18,11 +18,14 @@ from xxhash import xxh3_128_hexdigest
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.errors import BadManifest, ProtocolError
 from transfer_queue.structs import decodable
+from transfer_queue.weights.version.boxes import Box, do_tile, whole
 from transfer_queue.weights.version.digest import ALGO, DEVICE_ALGO
 
 FORMAT = 1
+PIECES = 2  # the format of versions with tensors in pieces; all others are written in the first
 MAX_NBYTES = 64 << 20  # of the JSON: a million tensors' worth
 ADAPTER_CONFIG = "adapter_config"  # in an adapter's `meta`: its configuration, as JSON text (there may be floats)
+MAX_DIMS = 8  # of a tensor in pieces: a piece has two to that power of corners
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -48,8 +51,26 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest
 
 
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A box of a tensor (`start`, `lengths`), in C order, where it lies, and the digest of its bytes."""
+
+    start: tuple[Count, ...]
+    lengths: tuple[Count, ...]
+    nbytes: Count
+    digest: Digest
+    bucket: Count
+    offset: Count
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.lengths)
+
+
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor (`nbytes` and `digest` are those of the whole tensor) and where it lies."""
+    """A tensor (`nbytes` and `digest` are those of the whole tensor) and where it lies, or its `pieces` do.
+
+    The digest of one that came in several shards is that of their boxes and digests (`sharded_digest`).
+    """
 
     name: Name
     dtype: str
@@ -59,6 +80,14 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bucket: Count
     offset: Count
     delta: Stored | None = None
+    pieces: tuple[Piece, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What lies in buckets."""
+        if self.pieces is msgspec.UNSET:
+            return (Part(self, None, self.bucket, self.offset, *msgspec.structs.astuple(self.stored)),)
+        return tuple(Part(self, one, one.bucket, one.offset, one.nbytes, one.digest) for one in self.pieces)
 
     @property
     def stored(self) -> Stored:
@@ -70,6 +99,25 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Entry(self.dtype, self.shape, self.digest)
 
 
+class Part(NamedTuple):
+    """What lies in one place of a bucket: a tensor, its difference, or a piece of it."""
+
+    spec: TensorSpec
+    piece: Piece | None
+    bucket: int
+    offset: int
+    nbytes: int
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def box(self) -> Box:
+        return self.piece.box if self.piece is not None else whole(self.spec.shape)
+
+
 @decodable
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """A version. `BadManifest` when made of parts that do not fit together.
@@ -77,6 +125,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     full: all of it. delta: the tensors that differ from version `base` with root `base_root`; `root` is the result's.
     adapter: tensors of an adapter called `label`, for any weights, or for those with root `base_root`.
     `aliases` are further names of tensors here (tied weights), `buckets` sizes in bytes, `meta` JSON without floats.
+    Format 2 is a full version of which some tensors are in pieces; `holders` says which of the trainer's ranks has each
+    bucket.
     """
 
     format: int = FORMAT
@@ -92,6 +142,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     buckets: tuple[Count, ...]
     root: Digest
     meta: dict[str, Any] = {}
+    holders: tuple[Count, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         try:
@@ -114,15 +165,20 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return xxh3_128_hexdigest(self.encode())
 
     @functools.cached_property
-    def by_bucket(self) -> list[list[TensorSpec]]:
-        """The tensors in each bucket, in their order."""
-        found: list[list[TensorSpec]] = [[] for _ in self.buckets]
+    def by_bucket(self) -> list[list[Part]]:
+        """What each bucket has, in the order of the tensors."""
+        found: list[list[Part]] = [[] for _ in self.buckets]
         for spec in self.tensors:
-            found[spec.bucket].append(spec)
+            for part in spec.parts:
+                found[part.bucket].append(part)
         return found
 
-    def in_bucket(self, index: int) -> list[TensorSpec]:
+    def in_bucket(self, index: int) -> list[Part]:
         return self.by_bucket[index]
+
+    def holder(self, bucket: int) -> int:
+        """The trainer's rank that has it."""
+        return 0 if self.holders is msgspec.UNSET else self.holders[bucket]
 
     def encode(self) -> bytes:
         """Canonical JSON."""
@@ -138,8 +194,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise BadManifest(f"a manifest of {len(data)} bytes, at most {MAX_NBYTES}")
         try:
             found = msgspec.json.decode(data, type=_Head).format
-            if found != FORMAT:
-                raise BadManifest(f"manifest format {found}: this release reads format {FORMAT}")
+            if found not in (FORMAT, PIECES):
+                raise BadManifest(f"manifest format {found}: this release reads {FORMAT} and {PIECES}")
             manifest = msgspec.json.decode(data, type=Manifest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadManifest(str(error)) from None
@@ -163,11 +219,21 @@ def root_of(contents: Contents) -> str:
     return xxh3_128_hexdigest(msgspec.json.encode([(name, *contents[name]) for name in sorted(contents)]))
 
 
+def sharded_digest(shards: Iterable[tuple[Box, str]]) -> str:
+    """The digest of a tensor that came in several boxes, each with the digest of its bytes in C order."""
+    return xxh3_128_hexdigest(msgspec.json.encode(sorted((*box, digest) for box, digest in shards)))
+
+
 def _check(m: Manifest) -> None:
-    if m.format != FORMAT or m.algo not in (ALGO, DEVICE_ALGO):
+    if m.format not in (FORMAT, PIECES) or m.algo not in (ALGO, DEVICE_ALGO):
         raise BadManifest(
-            f"format {m.format} with digests {m.algo!r}: this release reads {FORMAT}, {ALGO}, {DEVICE_ALGO}"
+            f"format {m.format} with digests {m.algo!r}: this release reads {FORMAT}, {PIECES}, {ALGO}, {DEVICE_ALGO}"
         )
+    if m.format == FORMAT:
+        if m.holders is not msgspec.UNSET or any(spec.pieces is not msgspec.UNSET for spec in m.tensors):
+            raise BadManifest(f"tensors in pieces, in format {FORMAT}")
+    elif m.kind != "full" or m.holders is msgspec.UNSET or len(m.holders) != len(m.buckets):
+        raise BadManifest(f"format {PIECES} is for full versions, and names the holder of each bucket")
     if m.kind == "delta" and m.algo != ALGO:
         raise BadManifest(f"a delta has digests {ALGO}, not {m.algo}")
     if m.kind == "delta" and (m.base is None or m.base_root is None or m.base >= m.version):
@@ -191,6 +257,19 @@ def _check_spec(m: Manifest, spec: TensorSpec) -> None:
         raise BadManifest(f"{spec.name!r}: {spec.nbytes} bytes for {spec.dtype} {list(spec.shape)}")
     if spec.delta is not None and m.kind != "delta":
         raise BadManifest(f"{spec.name!r} is stored as a difference, in a version of kind {m.kind}")
+    if spec.pieces is not msgspec.UNSET:
+        _check_pieces(spec, spec.pieces)
+
+
+def _check_pieces(spec: TensorSpec, pieces: tuple[Piece, ...]) -> None:
+    if not spec.nbytes or spec.bucket or spec.offset:
+        raise BadManifest(f"{spec.name!r} is in pieces, and in a place of its own")
+    if len(spec.shape) > MAX_DIMS or not do_tile(spec.shape, [piece.box for piece in pieces]):
+        raise BadManifest(f"the pieces of {spec.name!r} are not its elements, each of them once")
+    itemsize = torch_dtype(spec.dtype).itemsize
+    for piece in pieces:
+        if piece.nbytes != piece.box.size * itemsize:
+            raise BadManifest(f"{spec.name!r} has a piece {list(piece.lengths)} of {piece.nbytes} bytes")
 
 
 def _check_names(m: Manifest) -> None:
@@ -204,12 +283,14 @@ def _check_names(m: Manifest) -> None:
 
 def _check_places(m: Manifest) -> None:
     ends = [0] * len(m.buckets)
-    for spec in sorted(m.tensors, key=lambda spec: (spec.bucket, spec.offset, spec.stored.nbytes)):
-        if spec.bucket >= len(ends):
-            raise BadManifest(f"{spec.name!r} is in bucket {spec.bucket} of {len(ends)}")
-        if spec.offset < ends[spec.bucket]:
-            raise BadManifest(f"{spec.name!r} overlaps another tensor in bucket {spec.bucket}")
-        ends[spec.bucket] = spec.offset + spec.stored.nbytes
+    parts = [part for spec in m.tensors for part in spec.parts]
+    for part in sorted(parts, key=lambda part: (part.bucket, part.offset, part.nbytes)):
+        name, bucket = part.name, part.bucket
+        if bucket >= len(ends):
+            raise BadManifest(f"{name!r} is in bucket {bucket} of {len(ends)}")
+        if part.offset < ends[bucket]:
+            raise BadManifest(f"{name!r} overlaps another tensor in bucket {bucket}")
+        ends[bucket] = part.offset + part.nbytes
     for index, (end, nbytes) in enumerate(zip(ends, m.buckets, strict=True)):
         if end > nbytes:
             raise BadManifest(f"bucket {index} has {nbytes} bytes, its tensors end at {end}")

@@ -17,7 +17,7 @@ from transfer_queue.errors import InvalidInput, ShapeMismatch
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.weights.version.device import ready
 from transfer_queue.weights.version.digest import ALGO, byte_view, copy_and_digest, digest_of, digest_tensor
-from transfer_queue.weights.version.manifest import Entry, Kind, Manifest, TensorSpec, expand, root_of
+from transfer_queue.weights.version.manifest import Entry, Kind, Manifest, Part, TensorSpec, expand, root_of
 from transfer_queue.weights.version.sources import TensorMeta, WeightSource
 
 BUCKET_NBYTES = 256 << 20
@@ -197,22 +197,28 @@ def seal(
     )  # fmt: skip
 
 
-def unpack(bucket: torch.Tensor, specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, as views of it where their offsets permit that dtype. What is stored as a difference
-    comes as its flat uint8 bytes."""
-    found = {}
-    for spec in specs:
-        flat = bucket[spec.offset : spec.offset + spec.stored.nbytes]
-        if spec.delta is not None:
-            found[spec.name] = flat
-            continue
-        dtype = torch_dtype(spec.dtype)
-        if not spec.nbytes:
-            found[spec.name] = torch.empty(spec.shape, dtype=dtype, device=bucket.device)
-            continue
-        if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
-            flat = flat.clone()
-        found[spec.name] = flat.view(dtype).reshape(spec.shape)
+def unpack(bucket: torch.Tensor, parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket (`Manifest.in_bucket`) of a version whose tensors are not in pieces, as `views` has
+    them."""
+    parts = list(parts)
+    return dict(zip((part.name for part in parts), views(bucket, parts), strict=True))
+
+
+def views(bucket: torch.Tensor, parts: Iterable[Part]) -> list[torch.Tensor]:
+    """What a bucket has, in the order of `parts`, as views of it where offsets permit that dtype. What is stored as a
+    difference comes as its flat uint8 bytes, a piece with the shape of its box."""
+    found = []
+    for part in parts:
+        flat = bucket[part.offset : part.offset + part.nbytes]
+        dtype, shape = torch_dtype(part.spec.dtype), part.box.lengths
+        if part.spec.delta is not None:
+            found.append(flat)
+        elif not part.nbytes:
+            found.append(torch.empty(shape, dtype=dtype, device=bucket.device))
+        else:
+            if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
+                flat = flat.clone()
+            found.append(flat.view(dtype).reshape(shape))
     return found
 
 

@@ -1,0 +1,158 @@
+"""Tensors that are not there: what a model's loader takes of a checkpoint, and loading from just that.
+
+A loader is given a `Lazy` for each tensor of the checkpoint. Views of one are views of nothing, so shape, strides and
+offset of a view say what it covers. In a rehearsal, on a model without memory, that is only noted (`Notes`); later the
+same loader is served from the parts that have come (`Supply`). All is caught where torch's operators are called: a
+loader may use whatever it likes, and one that computes before it copies just takes a larger part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from transfer_queue.codec.dtypes import torch_dtype
+from transfer_queue.weights.receive.targets import Metas
+from transfer_queue.weights.version.boxes import Box, box_of_view, strides_within, whole
+from transfer_queue.weights.version.pieces import Pieces, Wants
+
+aten: Any = torch.ops.aten
+Supplied: TypeAlias = "torch.Tensor | Pieces"
+
+
+class Taking(Protocol):
+    def __call__(self, name: str, view: torch.Tensor) -> torch.Tensor:
+        """The data of a view (on meta) of the tensor called so; or, where there is none, the view."""
+
+
+class Lazy(torch.Tensor):
+    """A tensor of the checkpoint, or a view of one. `take` is called when something needs its data."""
+
+    _name: str
+    _view: torch.Tensor  # on meta
+    _take: Taking
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, name: str, view: torch.Tensor, take: Taking) -> Lazy:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        self: Lazy = make(
+            cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype,
+            device="cpu", requires_grad=False,
+        )  # fmt: skip
+        self._name, self._view, self._take = name, view, take
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Lazy({self._name!r}, {list(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first: Any = args[0] if args else None
+        if getattr(func, "is_view", False) and isinstance(first, Lazy):
+            made = func(first._view, *args[1:], **(kwargs or {}))
+            return [first._at(one) for one in made] if isinstance(made, (list, tuple)) else first._at(made)
+        if func is aten.copy_.default and isinstance(args[1], Lazy) and not isinstance(first, Lazy):
+            return _copied(func, first, args[1])
+        if func is aten._local_scalar_dense.default and isinstance(first, Lazy):
+            found = first._data()
+            return 0 if found.is_meta else func(found)
+        tree_map: Any = torch.utils._pytree.tree_map
+        given = tree_map(lambda one: one._data() if isinstance(one, Lazy) else one, (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+    def _at(self, view: torch.Tensor) -> Lazy:
+        return Lazy(self._name, view, self._take)
+
+    def _data(self) -> torch.Tensor:
+        return self._take(self._name, self._view)
+
+
+def _copied(func: Any, into: torch.Tensor, source: Lazy) -> torch.Tensor:
+    """A rehearsal writes nothing: a twin may have tensors with memory, some of them the live model's."""
+    if into.is_meta:
+        Notes.note(source._take, source._name, source._view)
+        func(into, source._view)
+        return into
+    found = source._data()
+    if not found.is_meta:
+        func(into, found)
+    return into
+
+
+def lazies(metas: Metas, take: Taking) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, (dtype, shape) in metas.items():
+        yield name, Lazy(name, torch.empty(shape, dtype=torch_dtype(dtype), device="meta"), take)
+
+
+class Notes:
+    """What a loader took in a rehearsal. A part that is no box counts as the whole tensor: more bytes, never wrong
+    ones."""
+
+    def __init__(self, metas: Metas) -> None:
+        self._metas = metas
+        self._boxes: dict[str, dict[Box, None]] = {}
+
+    def __call__(self, name: str, view: torch.Tensor) -> torch.Tensor:
+        shape = self._metas[name][1]
+        if view.numel():
+            box = box_of_view(shape, view.shape, view.stride(), int(view.storage_offset())) or whole(shape)
+            self._boxes.setdefault(name, {})[box] = None
+        return view
+
+    @staticmethod
+    def note(take: Taking, name: str, view: torch.Tensor) -> None:
+        """A loader counts what it gets before it loads: that is a rehearsal, too, and takes nothing of a `Supply`."""
+        if isinstance(take, Notes):
+            take(name, view)
+
+    def wants(self) -> Wants:
+        return {name: _outermost(list(boxes)) for name, boxes in self._boxes.items()}
+
+
+def _outermost(boxes: list[Box]) -> tuple[Box, ...]:
+    """Without those that lie in another."""
+    kept: list[Box] = []
+    for box in sorted(boxes, key=lambda one: -one.size):
+        if not any(_holds(other, box) for other in kept):
+            kept.append(box)
+    return tuple(sorted(kept))
+
+
+def _holds(one: Box, other: Box) -> bool:
+    return all(
+        a <= b and b + m <= a + n for a, n, b, m in zip(one.start, one.lengths, other.start, other.lengths, strict=True)
+    )
+
+
+class Supply:
+    """Loads from what came. `LookupError` for what did not: the loader took another way than in the rehearsal."""
+
+    def __init__(self, tensors: Mapping[str, Supplied]) -> None:
+        self._tensors = tensors
+
+    def __call__(self, name: str, view: torch.Tensor) -> torch.Tensor:
+        if not view.numel():
+            return torch.empty(view.shape, dtype=view.dtype)
+        held = self._tensors.get(name)
+        if held is None:
+            raise LookupError(f"nothing of {name!r} is here")
+        if isinstance(held, torch.Tensor):
+            return held.as_strided(view.shape, view.stride(), held.storage_offset() + view.storage_offset())
+        box = box_of_view(held.shape, view.shape, view.stride(), int(view.storage_offset()))
+        if box is None:
+            return held.whole().as_strided(view.shape, view.stride(), view.storage_offset())
+        part = held.of(box).contiguous()
+        strides = strides_within(box.lengths, held.shape, view.shape, view.stride())
+        return part.as_strided(view.shape, strides, part.storage_offset())
+
+
+def supplied(tensors: Mapping[str, Supplied], metas: Metas) -> Iterator[tuple[str, torch.Tensor]]:
+    """For a loader: those that are whole as they are, the others, also those of which nothing came, as `Lazy`."""
+    supply = Supply(tensors)
+    for name, meta in metas.items():
+        held = tensors.get(name)
+        yield (name, held) if isinstance(held, torch.Tensor) else next(lazies({name: meta}, supply))

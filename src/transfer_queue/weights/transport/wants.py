@@ -1,0 +1,98 @@
+"""What receivers want of the tensors that a trainer is going to send.
+
+A trainer says what there is to come (`Specs`). A receiver that needs parts of it rehearses, and reports them when it is
+introduced; the trainer cuts along them and puts together what the same receivers take. Who has reported nothing, or
+comes later, fetches the buckets that have something of what it needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import msgspec
+from xxhash import xxh3_128_hexdigest
+
+from transfer_queue.codec.dtypes import dtype_name
+from transfer_queue.errors import InvalidInput, ProtocolError
+from transfer_queue.structs import decodable
+from transfer_queue.weights.version.boxes import Box
+from transfer_queue.weights.version.pieces import Wants, by_name
+from transfer_queue.weights.version.sources import TensorMeta
+
+MAX_NBYTES = 256 << 20  # of a report, or of what there is
+MAX_TABLES = 16  # that differ; the newest ones
+MAX_RECEIVERS = 4096
+
+
+@decodable
+class Specs(msgspec.Struct, frozen=True):
+    """Names, dtypes and shapes of the tensors to come, and their further names."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    aliases: dict[str, str] = {}
+
+    @staticmethod
+    def of(metas: list[TensorMeta], aliases: Mapping[str, str]) -> Specs:
+        return Specs({name: (dtype_name(dtype), shape) for name, dtype, shape in metas}, dict(aliases))
+
+    def named(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """By every name."""
+        return {**self.tensors, **{alias: self.tensors[name] for alias, name in self.aliases.items()}}
+
+
+@decodable
+class WantsReport(msgspec.Struct, frozen=True):
+    """Of one receiver (`Outcome.who`, `Outcome.rank`). `specs`: which ones it has rehearsed."""
+
+    who: str
+    rank: int
+    specs: str
+    wants: dict[str, tuple[Box, ...]]
+
+
+class WantTables:
+    """The tables that receivers have reported. Thread-safe."""
+
+    def __init__(self, specs: Specs) -> None:
+        self._specs = specs
+        self.body = msgspec.json.encode(specs)
+        self.key = xxh3_128_hexdigest(self.body) if specs.tensors else ""
+        self._lock = threading.Lock()
+        self._tables: dict[tuple[str, int], tuple[str, Wants]] = {}  # the newest is the last
+
+    def note(self, body: bytes | memoryview) -> None:
+        """Take a report, in place of an earlier one of the same receiver. `ProtocolError`, `InvalidInput`."""
+        try:
+            found = msgspec.json.decode(body, type=WantsReport)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"not a report of wants: {error}") from None
+        if found.specs != self.key:
+            return  # of other tensors than there are by now
+        named = self._specs.named()
+        for name, boxes in found.wants.items():
+            for box in boxes:
+                _check(name, box, named)
+        wants = by_name(found.wants, self._specs.aliases)
+        digest = xxh3_128_hexdigest(msgspec.json.encode(sorted(wants.items())))
+        with self._lock:
+            self._tables.pop((found.who, found.rank), None)
+            self._tables[found.who, found.rank] = (digest, wants)
+            while len(self._tables) > MAX_RECEIVERS:
+                del self._tables[next(iter(self._tables))]
+
+    def tables(self) -> list[Wants]:
+        """Those that differ, in an order that does not depend on who reported first."""
+        with self._lock:
+            newest = dict(reversed(self._tables.values()))
+        return [newest[digest] for digest in sorted(list(newest)[:MAX_TABLES])]
+
+
+def _check(name: str, box: Box, named: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    shape = named[name][1] if name in named else None
+    if shape is None or not len(box.start) == len(box.lengths) == len(shape):
+        raise InvalidInput(
+            f"a receiver wants {box} of {name!r}, which is {list(shape) if shape is not None else 'not'}"
+        )
+    if any(at < 0 or n < 1 or at + n > size for at, n, size in zip(*box, shape, strict=True)):
+        raise InvalidInput(f"a receiver wants {box} of {name!r}, which is {list(shape)}")
