@@ -25,14 +25,14 @@ from transfer_queue.weights.version.packing import digests, plan
 from transfer_queue.weights.version.pieces import (
     MAX_TAKERS,
     Pieces,
-    Shard,
     Wants,
     pack_shards,
     plan_pieces,
     seal_pieces,
-    shards_of,
     wanted_buckets,
 )
+from transfer_queue.weights.version.sharded import Shard
+from transfer_queue.weights.version.sources import shards_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex128, torch.bool]
 Tensors = dict[str, torch.Tensor]

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,13 @@ SLOWEST = 20e6
 MAX_FAULTS = 3  # of one peer in one fetch
 
 
+class Source(NamedTuple):
+    """Who has a version's buckets: all of them, or those of one rank of the trainer (`Manifest.holder`)."""
+
+    address: Address
+    holder: int | None = None
+
+
 class TrainerLink:
     """The connection to the trainer for what is small; made anew after it broke. Thread-safe."""
 
@@ -69,15 +76,28 @@ class TrainerLink:
     def manifest(self, key: str, deadline: Deadline) -> Manifest:
         return Manifest.decode(bytes(self.ask(p.GetManifest(key), deadline, MAX_NBYTES)))
 
+    def holders(self, manifest: Manifest, token: str, deadline: Deadline) -> list[Source]:
+        """Who has its buckets. Rank 0 is where it was met, whatever it calls itself."""
+        assert self.address is not None
+        if manifest.holders is msgspec.UNSET or not any(manifest.holders):
+            return [Source(self.address)]
+        body = self.ask(p.GetHolders(key_of(manifest)), deadline, MAX_NBYTES)
+        found = msgspec.json.decode(body, type=list[str])
+        if max(manifest.holders) >= len(found):
+            raise ProtocolError(f"{len(found)} holders, and buckets of rank {max(manifest.holders)}")
+        others = [Source(p.address_of(one, token), rank) for rank, one in enumerate(found)]
+        return [Source(self.address, 0), *others[1:]]
+
     def tell_wants(
         self, key: str, wants_of: Callable[[Metas], Wants | None], who: str, rank: int, due: Deadline
-    ) -> None:
-        """Say which parts are needed of the tensors to come (`key`), if it is not all of them."""
+    ) -> Wants | None:
+        """Say which parts are needed of the tensors to come (`key`), if it is not all of them; they are returned."""
         specs = msgspec.json.decode(self.ask(p.GetSpecs(), due, MAX_SPECS_NBYTES), type=Specs)
         wants = wants_of(specs.named())
         if wants is not None:
             report = WantsReport(who, rank, key, {name: tuple(boxes) for name, boxes in wants.items()})
             self.ask(p.WantsMessage(), due, body=msgspec.json.encode(report))
+        return wants
 
     def tell(self, outcome: Outcome, deadline: Deadline) -> None:
         if self.address is not None:
@@ -126,21 +146,25 @@ def newest_of(peers: list[Address], deadline: Deadline, stall_s: float) -> tuple
 def fetch(
     manifest: Manifest,
     wanted: list[int],
-    sources: Sequence[Address],
+    sources: Sequence[Source],
     stage: Callable[..., None],
     deadline: Deadline,
     stall_s: float = STALL_S,
     session: UpdateSession | None = None,
 ) -> None:
-    """Every wanted bucket, from any of the sources (one connection each), into `stage`. Ends with `session`.
+    """Every wanted bucket, from any of the sources that have it (one connection each), into `stage`. Ends with
+    `session`.
 
-    Raises the last fault when no source is left that has not failed too often.
+    Raises the last fault when no source is left for a bucket that has not failed too often.
     """
-    work = _Work(manifest, wanted, stage, deadline, stall_s)
-    threads = [
-        threading.Thread(target=work.run, args=(address,), name="tq-weights-fetch", daemon=True)
-        for address in sources[: max(1, len(wanted))]
-    ]
+    num_each = Counter(manifest.holder(index) for index in wanted)
+    begun: Counter[int | None] = Counter()
+    threads = []
+    work = _Work(manifest, wanted, sources, stage, deadline, stall_s)
+    for source in sources:
+        begun[source.holder] += 1
+        if begun[source.holder] <= (len(wanted) if source.holder is None else num_each[source.holder]):
+            threads.append(threading.Thread(target=work.run, args=(source,), name="tq-weights-fetch", daemon=True))
     with session.interrupting(work.stop) if session is not None else nullcontext():
         for thread in threads:
             thread.start()
@@ -156,8 +180,15 @@ class _Work:
     """The buckets that are still to be fetched, which connections take in turn."""
 
     def __init__(
-        self, manifest: Manifest, wanted: list[int], stage: Callable[..., None], deadline: Deadline, stall_s: float
+        self,
+        manifest: Manifest,
+        wanted: list[int],
+        sources: Sequence[Source],
+        stage: Callable[..., None],
+        deadline: Deadline,
+        stall_s: float,
     ) -> None:
+        self._sources = sources
         self._stall_s = stall_s
         self._manifest = manifest
         self._key = key_of(manifest)
@@ -171,17 +202,17 @@ class _Work:
         self.last: TransferQueueError | None = None
         self.stopped: TransferQueueError | None = None
 
-    def run(self, address: Address) -> None:
+    def run(self, source: Source) -> None:
         """Fetch from one source until nothing is left to do, or it failed too often."""
         peer: Peer | None = None
-        while (index := self._take(address)) is not None:
+        while (index := self._take(source)) is not None:
             try:
-                peer = peer or self._met(address)
+                peer = peer or self._met(source.address)
                 self._bring(peer, index)
             except (TransferQueueError, OSError) as error:
                 self._leave(peer)
                 peer = None
-                self._failed(address, index, error)
+                self._failed(source.address, index, error)
         self._leave(peer)
 
     def stop(self) -> None:
@@ -204,14 +235,19 @@ class _Work:
                 self._peers.remove(peer)
             peer.close()
 
-    def _take(self, address: Address) -> int | None:
+    def _take(self, source: Source) -> int | None:
         """A bucket to fetch; waits while others fetch the last ones, which may fail."""
         with self._changed:
-            while self.num_left and not self._todo and self.stopped is None and self._faults[address] < MAX_FAULTS:
+            while self.num_left and self.stopped is None and self._faults[source.address] < MAX_FAULTS:
+                index = next((index for index in self._todo if self._has(source, index)), None)
+                if index is not None:
+                    self._todo.remove(index)
+                    return index
                 self._changed.wait()
-            if not self._todo or self.stopped is not None or self._faults[address] >= MAX_FAULTS:
-                return None
-            return self._todo.pop(0)
+            return None
+
+    def _has(self, source: Source, index: int) -> bool:
+        return source.holder is None or source.holder == self._manifest.holder(index)
 
     def _bring(self, peer: Peer, index: int) -> None:
         nbytes = self._manifest.buckets[index]
@@ -231,6 +267,9 @@ class _Work:
             self._todo.append(index)
             self._faults[address] += 1
             self.last = typed
+            able = [one for one in self._sources if self._has(one, index) and self._faults[one.address] < MAX_FAULTS]
+            if not able:
+                self.stopped = typed  # nobody is left who has it
             if isinstance(typed, (NotOpen, WrongEpoch)):
                 self.stopped = typed  # the update is over, whoever ended it
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,7 @@ from transfer_queue.wire.blocking import FrameSocket, Into, dial
 
 PROTOCOL = 1
 MAX_HEADER_NBYTES = 64 << 10
+Step: TypeAlias = Literal["offer", "packed", "served", "failed"]
 
 
 class GetManifest(m.Message):
@@ -48,6 +49,21 @@ class WantsMessage(m.Message):
     """What a receiver needs of that: a `wants.WantsReport` as the payload."""
 
 
+class GetHolders(m.Message):
+    """The addresses of the servers that have a version's buckets, by the trainer's rank: JSON, as the payload."""
+
+    key: str
+
+
+class RankMessage(m.Message):
+    """What a rank of the trainer brings to rank 0 (`ranks`), as the payload; it waits for `timeout_s`."""
+
+    rank: int
+    step: Step
+    turn: str
+    timeout_s: float
+
+
 class OutcomeMessage(m.Message):
     """How an update went: an `Outcome` as JSON."""
 
@@ -60,7 +76,16 @@ class Sent(m.Message):
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_client = msgspec.msgpack.Decoder(
-    m.Hello | m.Proof | GetManifest | GetBucket | GetMemory | GetSpecs | WantsMessage | OutcomeMessage
+    m.Hello
+    | m.Proof
+    | GetManifest
+    | GetBucket
+    | GetMemory
+    | GetSpecs
+    | WantsMessage
+    | GetHolders
+    | RankMessage
+    | OutcomeMessage
 ).decode
 decode_server = msgspec.msgpack.Decoder(m.Challenge | m.Welcome | m.Failed | Sent).decode
 

@@ -16,6 +16,8 @@ from transfer_queue.errors import AccessDenied, InvalidInput, ProtocolError, Tra
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.faults import as_typed
 from transfer_queue.weights.transport.info import Outcome
+from transfer_queue.weights.transport.ranks import MAX_NBYTES as MAX_TABLE_NBYTES
+from transfer_queue.weights.transport.ranks import Ranks
 from transfer_queue.weights.transport.wants import MAX_NBYTES, WantTables
 from transfer_queue.weights.version.digest import Buffer, host_bytes
 from transfer_queue.wire import handshake
@@ -38,6 +40,9 @@ class VersionSource(Protocol):
 
     def bucket(self, key: str, index: int) -> Buffer: ...
 
+    def holders(self, key: str) -> list[str]:
+        """The addresses of those that have the buckets of a version that several ranks give, by rank."""
+
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:
         """A descriptor of the memory with all buckets, and what to call once the borrower has left."""
 
@@ -51,23 +56,32 @@ class Empty:
     def bucket(self, key: str, index: int) -> Buffer:
         raise gone(key)
 
+    def holders(self, key: str) -> list[str]:
+        raise gone(key)
+
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:
         raise gone(key)
 
 
 class WeightServer:
     """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`. `wants`: whom receivers tell
-    which parts of the tensors they need."""
+    which parts of the tensors they need. `ranks`: where other ranks of the trainer come to."""
 
     def __init__(
-        self, listening: socket.socket, token: str, store: VersionSource, wants: WantTables | None = None
+        self,
+        listening: socket.socket,
+        token: str,
+        store: VersionSource,
+        wants: WantTables | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not token:
             raise InvalidInput("a server of weights needs a token")
         self._listening = listening
         self._token = token
         self._store = store
-        self._wants = wants
+        self._wants, self._ranks = wants, ranks
+        self._max_nbytes = max(MAX_NBYTES if wants else 0, MAX_TABLE_NBYTES if ranks else 0)  # that a peer may bring
         self._lock = threading.Lock()
         self._noted = threading.Condition()
         self._peers: dict[threading.Thread, socket.socket] = {}
@@ -117,7 +131,7 @@ class WeightServer:
                 thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
-        visit = _Visit(p.stream_over(sock, p.decode_client, "a peer"), self._store, self._wants)
+        visit = _Visit(p.stream_over(sock, p.decode_client, "a peer"), self._store, self._wants, self._ranks)
         try:
             if sock.family == socket.AF_UNIX:
                 if peer_uid(sock) not in (os.getuid(), 0):
@@ -126,7 +140,7 @@ class WeightServer:
                 tune(sock)
             visit.greet(self._token)
             while True:
-                message, payload = visit.stream.receive(None, at_most(MAX_NBYTES if self._wants else 0))
+                message, payload = visit.stream.receive(None, at_most(self._max_nbytes))
                 if isinstance(message, p.OutcomeMessage):
                     self._note(message)
                 visit.answer(message, payload)
@@ -150,10 +164,13 @@ class WeightServer:
 class _Visit:
     """One connection, and what its peer borrowed."""
 
-    def __init__(self, stream: FrameSocket[m.Message], store: VersionSource, wants: WantTables | None) -> None:
+    def __init__(
+        self, stream: FrameSocket[m.Message], store: VersionSource, wants: WantTables | None, ranks: Ranks | None
+    ) -> None:
         self.stream = stream
         self._store = store
-        self._wants = wants
+        self._wants, self._ranks = wants, ranks
+        self._rank: int | None = None  # of the trainer, if that is who came
         self._give_back: list[Callable[[], None]] = []
 
     def greet(self, token: str) -> None:
@@ -182,6 +199,11 @@ class _Visit:
             elif isinstance(message, p.GetMemory):
                 fd, give_back = self._store.lend(message.key)
                 self._give_back.append(give_back)
+            elif isinstance(message, p.GetHolders):
+                payload = msgspec.json.encode(self._store.holders(message.key))
+            elif isinstance(message, p.RankMessage) and self._ranks is not None:
+                self._rank = message.rank
+                payload = self._ranks.bring(message, bytes(came), self)
             elif isinstance(message, p.GetSpecs) and self._wants is not None:
                 payload = self._wants.body
             elif isinstance(message, p.WantsMessage) and self._wants is not None:
@@ -198,6 +220,8 @@ class _Visit:
 
     def end(self) -> None:
         self.stream.close()
+        if self._rank is not None and self._ranks is not None:
+            self._ranks.left(self._rank, self)
         for give_back in self._give_back:
             give_back()
 

@@ -7,21 +7,26 @@ late buckets are asked for elsewhere. Nobody has to trust a peer's bytes, but wh
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
-from transfer_queue.errors import DigestMismatch, InvalidInput
+from transfer_queue.errors import Aborted, DigestMismatch, InvalidInput
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
 from transfer_queue.weights.transport.deadline import Deadline
-from transfer_queue.weights.transport.fetching import STALL_S, TrainerLink, fetch, newest_of
-from transfer_queue.weights.transport.info import InitInfo, Outcome, UpdateInfo, key_of
-from transfer_queue.weights.transport.pending import PendingVersion
+from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, newest_of
+from transfer_queue.weights.transport.holder import Holder
+from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
+from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
+from transfer_queue.weights.transport.ranks import Offer, PackedDigests, Planned, Ranks, Sealed, meeting_place
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.transport.version_store import VersionStore, newest_key
@@ -29,10 +34,9 @@ from transfer_queue.weights.transport.wants import Specs, WantTables
 from transfer_queue.weights.version.boxes import whole
 from transfer_queue.weights.version.manifest import Count, Manifest
 from transfer_queue.weights.version.packing import pack_into, plan
-from transfer_queue.weights.version.pieces import Wants, copy_box, pack_shards, plan_pieces, seal_pieces, shards_of
-from transfer_queue.weights.version.sources import WeightSource, weights_called
+from transfer_queue.weights.version.pieces import Wants, copy_box, pack_shards, plan_pieces, seal_pieces
+from transfer_queue.weights.version.sources import WeightSource, parts_of, shards_of, table_of, weights_called
 from transfer_queue.weights.version.tensor_memory import room, warm
-from transfer_queue.wire.address import Address
 
 NUM_STREAMS = 2
 
@@ -40,13 +44,20 @@ NUM_STREAMS = 2
 class TcpTrainerInfo(TrainerInfo, kw_only=True):
     """`keep`: versions held in memory. `token`: made up when empty; the control plane brings it to the receivers.
 
-    `warm`: memory is touched when the two meet, up to 1 GiB on each side, not by the first updates."""
+    `warm`: memory is touched when the two meet, up to 1 GiB on each side, not by the first updates.
+
+    `rank` of `world`: every rank of the trainer is to call `trainer_init` and `send_weights`, and gives what it holds;
+    rank 0 leads, and only its client is used. `meet` and `token` are the address and the token of rank 0, over torch's
+    process group when they are left out."""
 
     host: str = "127.0.0.1"
     port: int = 0
     token: str = ""
     keep: int = 2
     warm: bool = True
+    rank: int = 0
+    world: int = 1
+    meet: str = ""
 
 
 class TcpInfo(InitInfo, kw_only=True):
@@ -77,23 +88,68 @@ class TensorStore(VersionStore[list[torch.Tensor]]):
 
 class TcpTrainer(TrainerEngine):
     init_form = TcpTrainerInfo
+    _have_met = False  # the other ranks
 
     def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
+        if info.world > 1 and info.anchor_every > 1:
+            raise InvalidInput("versions of several ranks are full ones: anchor_every=1")
         self.token = info.token or secrets.token_urlsafe(24)
         self.store = TensorStore(info.keep)
+        self._ranks = Ranks(info.world) if info.world > 1 else None
         self._wants = WantTables(Specs.of(source.specs(), source.aliases()))
         listening, self.address = listen_tcp(info.host, info.port)
-        self._server = WeightServer(listening, self.token, self.store, self._wants)
+        self._server = WeightServer(listening, self.token, self.store, self._wants, self._ranks)
         self.reports.come_to(self._server)
-        self._expected = plan(source.specs(), info.bucket_nbytes).buckets if info.warm else ()
+        is_warm = info.warm and info.world == 1
+        self._expected = plan(source.specs(), info.bucket_nbytes).buckets if is_warm else ()
         warm(self._expected, info.keep + 1)
+
+    @classmethod
+    @system_faults()
+    def trainer_init(cls, init_info: Info, *, client: Client | None, source: WeightSource) -> Any:
+        """Of rank 0 (or the only one): see `TrainerEngine`. Of another rank: a `Holder`, once rank 0 is there; its
+        `send_weights` takes part in those of rank 0, its `client` is not used."""
+        info = parse(init_info, cls.init_form)
+        if not 0 <= info.rank < info.world:
+            raise InvalidInput(f"rank {info.rank} of {info.world}")
+        if info.rank:
+            meet, token = info.meet, info.token
+            if not (meet and token):
+                meet, token = meeting_place(info.rank, info.world, "", "")
+            holder = Holder(info, meet, token, source)
+            holder.meet()
+            return holder
+        if client is None:
+            raise InvalidInput("rank 0 needs a client for the receivers")
+        return super().trainer_init(init_info, client=client, source=source)
 
     def receivers_info(self) -> dict[str, Any]:
         found = {"address": self.address, "token": self.token, "buckets": list(self._expected)}
         return {**found, "specs": self._wants.key} if self.info.anchor_every == 1 else found
 
+    def _meet(self, deadline: Deadline) -> None:
+        if self._ranks is not None and not self._have_met and not (self.info.meet and self.info.token):
+            meeting_place(0, self.info.world, self.address, self.token)
+        self._have_met = True
+        super()._meet(deadline)
+
+    def send_weights(self, version: int | None = None, *, deadline_s: float, full: bool = False) -> SyncReport:
+        if self._ranks is None:
+            return super().send_weights(version, deadline_s=deadline_s, full=full)
+        self._ranks.begin()
+        try:
+            report = super().send_weights(version, deadline_s=deadline_s, full=full)
+        except BaseException as error:
+            self._ranks.end(as_typed(error) if isinstance(error, Exception) else Aborted("rank 0 was interrupted"))
+            raise
+        self._ranks.answer([msgspec.json.encode(report)] * (self.info.world - 1))
+        self._ranks.end()
+        return report
+
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        if self._ranks is not None and draft.is_whole:
+            return self._publish_ranks(self._ranks, draft, deadline)
         wants = self._wants.tables() if draft.is_whole else []
         manifest, buckets = self._packed_for(draft, wants) if wants else self._packed(draft)
         self.store.add(manifest, buckets)
@@ -112,6 +168,27 @@ class TcpTrainer(TrainerEngine):
         digests = pack_shards(table, iter(draft.source.tensors()), where, buckets)
         named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
         return seal_pieces([table], [where], [digests], **named), buckets
+
+    def _publish_ranks(self, ranks: Ranks, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        """Lead the ranks through `ranks`' steps until all of them have what they give where it can be fetched."""
+        offers = [msgspec.json.decode(body, type=Offer) for body in ranks.gather("offer", deadline)]
+        for rank, offer in enumerate(offers, 1):
+            if offer.version not in (None, draft.version):
+                raise InvalidInput(f"rank {rank} sends version {offer.version}, rank 0 {draft.version}")
+        mine = table_of(draft.source)
+        tables = [mine, *(ranks.table(rank, offer) for rank, offer in enumerate(offers, 1))]
+        plans = plan_pieces(tables, self._wants.tables(), self.info.bucket_nbytes)
+        ranks.answer([msgspec.json.encode(Planned(ranks.turn, draft.version, one)) for one in plans[1:]])
+        buckets = [room(nbytes) for nbytes in plans[0].buckets]
+        packed = pack_shards(mine, parts_of(draft.source), plans[0], buckets)
+        others = [msgspec.json.decode(body, type=PackedDigests) for body in ranks.gather("packed", deadline)]
+        named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
+        manifest = seal_pieces(tables, plans, [packed, *(one.digests for one in others)], **named)
+        firsts = itertools.accumulate(len(one.buckets) for one in plans[:-1])
+        ranks.answer([msgspec.json.encode(Sealed(key_of(manifest), first)) for first in firsts])
+        ranks.gather("served", deadline)
+        self.store.add(manifest, buckets, [self.address, *(offer.address for offer in offers)])
+        return manifest
 
     def _decide(self, manifest: Manifest) -> None:
         self.store.decide(manifest)
@@ -132,33 +209,33 @@ class TcpEngine(Engine):
         self._control = TrainerLink()
         self._token = ""
         self._streams, self._stall_s = NUM_STREAMS, STALL_S
-        self._sources: list[Address] = []
+        self._sources: list[Source] = []
         self._expected: tuple[int, ...] = ()  # sizes of buckets that memory was made ready for
         self._serving: WeightServer | None = None
 
     def _connect(self, info: TcpInfo) -> None:
         self._control.close()
         self._token, self._streams, self._stall_s = info.token, info.streams, info.stall_s
-        if info.buckets != self._expected:
-            self._expected = info.buckets
-            warm(info.buckets, 2)  # one that is live and one that comes
         self._control.address = p.address_of(info.address, info.token) if info.address else None
         if info.address:
             p.Peer(p.address_of(info.address, info.token), info.timeout_s).close()
         if info.address and info.specs:
             due = Deadline(info.timeout_s)
-            self._control.tell_wants(info.specs, self.receiver.wants, self._blank.who, self.rank, due)
+            wants = self._control.tell_wants(info.specs, self.receiver.wants, self._blank.who, self.rank, due)
+            if wants is not None:
+                return  # what comes is smaller than all of it, in buckets of other sizes
+        if info.buckets != self._expected:
+            self._expected = info.buckets
+            warm(info.buckets, 2)  # one that is live and one that comes
 
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         manifest = self._control.manifest(info.key, deadline)
-        assert self._control.address is not None
-        self._sources = [self._control.address]
+        self._sources = self._control.holders(manifest, self._token, deadline)
         return manifest
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
         manifest = self._control.manifest(newest_key(label), deadline)
-        assert self._control.address is not None
-        self._sources = [self._control.address]
+        self._sources = self._control.holders(manifest, self._token, deadline)
         return manifest
 
     def join_peers(self, peers: Sequence[str], *, timeout_s: float) -> VersionInfo:
@@ -168,7 +245,8 @@ class TcpEngine(Engine):
         addresses = [p.address_of(one, self._token) for one in peers]
 
         def find(deadline: Deadline) -> Manifest:
-            manifest, self._sources = newest_of(addresses, deadline, self._stall_s)
+            manifest, have_it = newest_of(addresses, deadline, self._stall_s)
+            self._sources = [Source(one) for one in have_it]
             return manifest
 
         with self._busy:
@@ -203,7 +281,7 @@ class TcpEngine(Engine):
 
 
 class Installed:
-    """The live weights of an engine, packed when asked for."""
+    """The live weights of an engine, packed when asked for: all buckets, whichever ranks they came from."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -236,6 +314,9 @@ class Installed:
                 if not is_same or copy_box(source, whole(part.spec.shape), part.box, into) != part.digest:
                     raise DigestMismatch(f"{part.name!r} is not what was installed any more")
         return place
+
+    def holders(self, key: str) -> list[str]:
+        return []
 
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:
         raise InvalidInput("memory is not lent over TCP")

@@ -22,6 +22,7 @@ from transfer_queue.errors import (
     StaleBase,
     StaleVersion,
     TransferQueueError,
+    UnsupportedValue,
     UpdateInProgress,
     VersionGone,
     WrongEpoch,
@@ -36,7 +37,7 @@ from transfer_queue.weights.transport.pending import PendingAdapter, PendingBase
 from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
 from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
 from transfer_queue.weights.version.packing import BUCKET_NBYTES
-from transfer_queue.weights.version.sources import Once, StateDictSource, WeightSource
+from transfer_queue.weights.version.sources import SHARDED, Once, StateDictSource, WeightSource
 
 log = logging.getLogger("transfer_queue.weights")
 MAX_LABEL = 80  # characters: labels become file names, percent-encoded
@@ -84,6 +85,8 @@ class TrainerEngine(ABC):
     def __init__(self, info: Any, client: Client, source: WeightSource) -> None:
         if info.anchor_every < 1:
             raise InvalidInput(f"a full version every {info.anchor_every}")
+        if getattr(source, "is_sharded", False) and getattr(info, "world", 1) == 1:
+            raise UnsupportedValue(f"only parts of the tensors are here: {SHARDED}")
         start_as_told()
         self.info = info
         self.run_id: str = info.run_id or secrets.token_hex(8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from transfer_queue.errors import InvalidInput
@@ -32,9 +33,13 @@ class VersionStore(Generic[T]):
         self._lock = threading.Lock()
         self._held: dict[str, dict[str, tuple[bytes, T]]] = {}  # by `newest_key`, then by key, oldest first
         self._newest: dict[str, str] = {}  # by `newest_key`
+        self._holders: dict[str, list[str]] = {}  # by key, of versions that several ranks give
 
-    def add(self, manifest: Manifest, content: T) -> None:
+    def add(self, manifest: Manifest, content: T, holders: Sequence[str] = ()) -> None:
+        """`holders`: the addresses of those that have its buckets, by rank, where that are several."""
         with self._lock:
+            if holders:
+                self._holders[key_of(manifest)] = list(holders)
             held = self._held.setdefault(newest_key(label_of(manifest)), {})
             held[key_of(manifest)] = (manifest.encode(), content)
 
@@ -44,16 +49,24 @@ class VersionStore(Generic[T]):
         with self._lock:
             self._newest[name] = key_of(manifest)
             held = self._held[name]
-            return [held.pop(key)[1] for key in list(held)[: -self._keep]]
+            past = list(held)[: -self._keep]
+            for key in past:
+                self._holders.pop(key, None)
+            return [held.pop(key)[1] for key in past]
 
     def withdraw(self, manifest: Manifest) -> list[T]:
         """Nobody is to have it. Returns its content, if it was there."""
         with self._lock:
+            self._holders.pop(key_of(manifest), None)
             found = self._held[newest_key(label_of(manifest))].pop(key_of(manifest), None)
         return [] if found is None else [found[1]]
 
     def manifest(self, key: str) -> bytes:
         return self._find(key)[0]
+
+    def holders(self, key: str) -> list[str]:
+        with self._lock:
+            return self._holders.get(key, [])
 
     def content(self, key: str) -> T:
         return self._find(key)[1]

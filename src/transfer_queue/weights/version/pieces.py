@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,19 +39,10 @@ from transfer_queue.weights.version.manifest import (
     sharded_digest,
 )
 from transfer_queue.weights.version.packing import AHEAD_NBYTES, BUCKET_NBYTES, NUM_THREADS
-from transfer_queue.weights.version.sources import TensorMeta
+from transfer_queue.weights.version.sharded import Shard
 
 _NUMPY: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 Wants: TypeAlias = "Mapping[str, tuple[Box, ...]]"  # by name; a tensor that is not there is not wanted
-
-
-class Shard(NamedTuple):
-    """A box of a tensor of `shape` that a rank holds."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    box: Box
 
 
 class Place(NamedTuple):
@@ -76,11 +67,6 @@ class ShardDigests(NamedTuple):
 
     shards: list[str]
     cells: list[list[str]]
-
-
-def shards_of(specs: Iterable[TensorMeta]) -> list[Shard]:
-    """Of whole tensors."""
-    return [Shard(name, dtype, shape, whole(shape)) for name, dtype, shape in specs]
 
 
 def plan_pieces(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from transfer_queue.errors import InvalidInput, UnknownTensor, UnsupportedValue
+from transfer_queue.weights.version.boxes import whole
+from transfer_queue.weights.version.sharded import Held, Shard, held_of, is_sharded, local_of
 
+SHARDED = "have every rank send its own (tcp, with `rank`, `world` and `meet`), or give full_tensor()"
 EXTRA_STATE = "_extra_state"  # what torch's `Module.get_extra_state` gives; not weights
 COMPILED = "_orig_mod"  # what torch.compile calls the module within
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
@@ -52,27 +56,58 @@ class WeightSource(Protocol):
         """Further names of the tensors (tied weights): alias -> name."""
 
 
+@runtime_checkable
+class ShardSource(WeightSource, Protocol):
+    """A source that gives what this rank holds, where it may be one of several."""
+
+    def shards(self) -> list[Shard]:
+        """What `parts` gives, without loading it."""
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `tensors`, but each one just a box of the tensor called so; a name may come several times."""
+
+
 class StateDictSource:
     """The tensors of a mapping, in its order. Those that share all their memory are given once, under their first name.
 
-    `rename` says what they are to be called (see `new_names`). Raises `UnsupportedValue` for what is no plain dense
-    tensor with memory: a sharded, quantized, sparse or meta one.
+    `rename` says what they are to be called (see `new_names`). Of DTensors (FSDP2, HSDP, tensor parallelism) it gives
+    the parts that are here (`shards`, `parts`), and no tensors (`is_sharded`). Raises `UnsupportedValue` for what is no
+    dense tensor with memory: a quantized, sparse or meta one, or a DTensor of summands.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, rename: Rename | None = None) -> None:
         for name, tensor in tensors.items():
-            _check_plain(name, tensor)
+            _check_plain(name, local_of(tensor) if is_sharded(tensor) else tensor)
         called = new_names(list(tensors), rename)
         tensors = {called[name]: tensor for name, tensor in tensors.items()}
         self._aliases = ties(tensors)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in self._aliases}
+        self.is_sharded = any(map(is_sharded, self._tensors.values()))
+        for name, tensor in self._tensors.items():
+            if is_sharded(tensor):
+                held_of(name, tensor)  # raises for what cannot be given
+
+    @functools.cached_property
+    def _held(self) -> list[Held]:
+        return [one for name, tensor in self._tensors.items() for one in held_of(name, tensor)]
 
     def specs(self) -> list[TensorMeta]:
         return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors.items():
+            if is_sharded(tensor):
+                raise UnsupportedValue(f"only a part of {name!r} is here, it is a DTensor: {SHARDED}")
             yield name, tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+    def shards(self) -> list[Shard]:
+        return [held.shard for held in self._held]
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for shard, local in self._held:
+            tensor = self._tensors[shard.name]
+            here = local_of(tensor) if is_sharded(tensor) else tensor.detach()
+            yield shard.name, here[local].resolve_conj().resolve_neg().contiguous()
 
     def aliases(self) -> dict[str, str]:
         return dict(self._aliases)
@@ -149,6 +184,20 @@ class SafetensorsSource:
         return {}
 
 
+def shards_of(specs: Iterable[TensorMeta]) -> list[Shard]:
+    """Of whole tensors."""
+    return [Shard(name, dtype, shape, whole(shape)) for name, dtype, shape in specs]
+
+
+def table_of(source: WeightSource) -> list[Shard]:
+    """What it gives here (`parts_of`)."""
+    return source.shards() if isinstance(source, ShardSource) else shards_of(source.specs())
+
+
+def parts_of(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    return source.parts() if isinstance(source, ShardSource) else iter(source.tensors())
+
+
 def named_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name; tied ones under each of their names. They are the module's own.
 
@@ -222,10 +271,14 @@ def weights_called(module: torch.nn.Module, names: Sequence[str]) -> Mapping[str
 
 def ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """alias -> first name, for tensors that are the same memory seen the same way. Empty tensors are never tied."""
-    first: dict[tuple[object, ...], str] = {}
+    first: dict[object, str] = {}
     found = {}
     for name, tensor in tensors.items():
-        if tensor.numel():
+        key: object
+        if is_sharded(tensor):  # by identity: an empty part has no address, so ranks would disagree
+            if first.setdefault(id(tensor), name) != name:
+                found[name] = first[id(tensor)]
+        elif tensor.numel():
             key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
             if first.setdefault(key, name) != name:
                 found[name] = first[key]

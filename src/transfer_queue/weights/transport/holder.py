@@ -1,0 +1,146 @@
+"""A rank of a trainer that does not lead: it packs what it holds, and gives it to receivers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.trace.switch import start_as_told
+from transfer_queue.weights.transport import protocol as p
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.pending import SyncReport
+from transfer_queue.weights.transport.ranks import (
+    Offer,
+    PackedDigests,
+    Planned,
+    RankFault,
+    RankLink,
+    Sealed,
+    name_of,
+    rows_of,
+)
+from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
+from transfer_queue.weights.version.pieces import pack_shards
+from transfer_queue.weights.version.sources import WeightSource, parts_of, table_of
+from transfer_queue.weights.version.tensor_memory import room
+
+
+class HeldBuckets:
+    """This rank's buckets of the newest versions, by the numbers that manifests give them. Thread-safe."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[int, list[torch.Tensor]]] = {}  # by key, oldest first
+
+    def add(self, key: str, first: int, buckets: list[torch.Tensor]) -> None:
+        with self._lock:
+            self._held[key] = (first, buckets)
+
+    def retain(self) -> None:
+        """The last one that was added was committed: let go of what is beyond as much as is kept."""
+        with self._lock:
+            for key in list(self._held)[: -self._keep]:
+                del self._held[key]
+
+    def withdraw(self, key: str) -> None:
+        with self._lock:
+            self._held.pop(key, None)
+
+    def manifest(self, key: str) -> bytes:
+        raise gone(key)
+
+    def holders(self, key: str) -> list[str]:
+        raise gone(key)
+
+    def bucket(self, key: str, index: int) -> torch.Tensor:
+        with self._lock:
+            if key not in self._held:
+                raise gone(key)
+            first, buckets = self._held[key]
+        if not first <= index < first + len(buckets):
+            raise InvalidInput(f"bucket {index} is not held here: {first} to {first + len(buckets) - 1} are")
+        return buckets[index - first]
+
+    def lend(self, key: str) -> tuple[int, Callable[[], None]]:
+        raise InvalidInput("memory is not lent over TCP")
+
+
+class Holder:
+    """Takes part in the updates that rank 0 leads, by one thread at a time.
+
+    `info` is that of a `TcpTrainerInfo` with a rank other than 0; `meet` and `token` are known.
+    """
+
+    def __init__(self, info: Any, meet: str, token: str, source: WeightSource) -> None:
+        start_as_told()
+        self.info = info
+        self._source = source
+        self._busy = threading.Lock()
+        self.store = HeldBuckets(info.keep)
+        self._link = RankLink(p.address_of(meet, token), info.rank)
+        listening, self.address = listen_tcp(info.host, info.port)
+        self._server = WeightServer(listening, token, self.store)
+
+    @system_faults()
+    def meet(self) -> None:
+        """Make sure that rank 0 is there."""
+        try:
+            self._link.meet(self.info.timeout_s)
+        except BaseException:  # an interrupt must not leave the server
+            self.shutdown()
+            raise
+
+    def send_weights(self, version: int | None = None, *, deadline_s: float, full: bool = True) -> SyncReport:
+        """This rank's part of the update that rank 0 leads, and its report. Every rank has to call it.
+
+        Raises what ended the update, on every rank, at most 2 s after `deadline_s` (packing is not interrupted). What
+        was packed may be fetched until the version is given up, or followed by `keep` others.
+        """
+        del full  # all are
+        with self._busy:
+            return self._send(version, Deadline(deadline_s))
+
+    @system_faults()
+    def _send(self, version: int | None, deadline: Deadline) -> SyncReport:
+        table = table_of(self._source)
+        key = name_of(table)
+        self._link.meet(deadline.left())
+        rows = None if self._link.known == key else rows_of(table)
+        offer = Offer(version, self.address, key, rows)
+        planned = msgspec.json.decode(self._link.bring("offer", "", msgspec.json.encode(offer), deadline), type=Planned)
+        self._link.known = key
+        try:
+            buckets = [room(nbytes) for nbytes in planned.plan.buckets]
+            packed = PackedDigests(pack_shards(table, parts_of(self._source), planned.plan, buckets))
+        except Exception as error:  # the others are waiting
+            self._tell(planned.turn, as_typed(error), deadline)
+            raise
+        body = self._link.bring("packed", planned.turn, msgspec.json.encode(packed), deadline)
+        sealed = msgspec.json.decode(body, type=Sealed)
+        self.store.add(sealed.key, sealed.first, buckets)
+        try:
+            report = self._link.bring("served", planned.turn, b"", deadline)
+        except BaseException:  # nobody is to have it; an interrupt must not keep its memory
+            self.store.withdraw(sealed.key)
+            raise
+        self.store.retain()
+        return msgspec.json.decode(report, type=SyncReport)
+
+    def _tell(self, turn: str, error: TransferQueueError, deadline: Deadline) -> None:
+        fault = msgspec.json.encode(RankFault(error.code, str(error)))
+        try:
+            self._link.bring("failed", turn, fault, deadline)
+        except TransferQueueError:
+            self._link.close()  # says it too
+
+    def shutdown(self) -> None:
+        """Leave. Receivers keep their weights. Repeatable."""
+        self._link.close()
+        self._server.close()

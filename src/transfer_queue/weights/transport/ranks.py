@@ -1,0 +1,291 @@
+"""The ranks of one trainer: each packs what it holds, rank 0 leads, the others hold (`holder`).
+
+In an update every rank brings something to rank 0 three times, and waits for what it is told then:
+
+    offer    its shards                  ->  the version's number, and where each cell is to lie
+    packed   digests of what it packed   ->  the manifest's key, once it is made
+    served   (it may be fetched)         ->  the report of the update
+
+Connections are ours, with deadlines, no process group: of a rank that is dead, or late, all others are told in time.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from xxhash import xxh3_128_hexdigest
+
+from transfer_queue.codec.dtypes import dtype_name, torch_dtype
+from transfer_queue.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidInput,
+    ProtocolError,
+    ServiceUnavailable,
+    TransferQueueError,
+    error_from_code,
+)
+from transfer_queue.structs import decodable
+from transfer_queue.weights.transport import protocol as p
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.version.boxes import Box
+from transfer_queue.weights.version.pieces import ShardDigests, ShardPlan
+from transfer_queue.weights.version.sharded import Shard
+from transfer_queue.wire.address import Address
+from transfer_queue.wire.blocking import at_most
+
+MAX_NBYTES = 1 << 30  # of a table, or a plan
+BEYOND_S = 1.0  # that a rank waits longer than it says: for the reason
+
+
+class ShardRow(NamedTuple):
+    """A `Shard` as JSON."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+@decodable
+class Offer(msgspec.Struct, frozen=True):
+    """What a rank comes with. `table` is left out when it is the one that was sent over this connection before."""
+
+    version: int | None
+    address: str
+    key: str
+    table: list[ShardRow] | None = None
+
+
+@decodable
+class Planned(msgspec.Struct, frozen=True):
+    """What rank 0 answers: `turn` names this update."""
+
+    turn: str
+    version: int
+    plan: ShardPlan
+
+
+@decodable
+class PackedDigests(msgspec.Struct, frozen=True):
+    digests: ShardDigests
+
+
+@decodable
+class Sealed(msgspec.Struct, frozen=True):
+    """The manifest's key, and the number that it gives to this rank's first bucket."""
+
+    key: str
+    first: int
+
+
+@decodable
+class RankFault(msgspec.Struct, frozen=True):
+    code: str
+    text: str
+
+
+def rows_of(table: Sequence[Shard]) -> list[ShardRow]:
+    return [ShardRow(name, dtype_name(dtype), shape, box) for name, dtype, shape, box in table]
+
+
+def table_from(rows: Sequence[ShardRow]) -> list[Shard]:
+    """`ProtocolError` for boxes that are none."""
+    found = []
+    for name, dtype, shape, box in rows:
+        if not len(shape) == len(box.start) == len(box.lengths) or min((*box.start, *box.lengths), default=0) < 0:
+            raise ProtocolError(f"a rank has {box} of {name!r}, which is {list(shape)}")
+        found.append(Shard(name, torch_dtype(dtype), shape, box))
+    return found
+
+
+def name_of(table: Sequence[Shard]) -> str:
+    return xxh3_128_hexdigest(msgspec.json.encode(rows_of(table)))
+
+
+class _Brought:
+    """What a rank has brought to a step, and what it is told."""
+
+    def __init__(self, step: str, body: bytes) -> None:
+        self.step, self.body = step, body
+        self.answer: bytes | None = None
+        self.error: TransferQueueError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.answer is None and self.error is None
+
+
+class Ranks:
+    """At rank 0: who has brought what. Connections call `bring` and `left`, the thread that sends calls the rest.
+
+    An update is named by its `turn`, from `begin` to `end`. Who brings something to another one is told so.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.turn = ""
+        self._changed = threading.Condition()
+        self._brought: dict[int, _Brought] = {}
+        self._taking: set[int] = set()  # ranks whose offers this turn has
+        self._visits: dict[int, object] = {}  # the connection over which a rank came last
+        self._fault: TransferQueueError | None = None  # why this turn cannot end well
+        self._tables: dict[int, tuple[str, list[Shard]]] = {}
+
+    # for connections
+
+    def bring(self, asked: p.RankMessage, body: bytes, visit: object) -> bytes:
+        """What the rank is told, once that is known. Blocks, the rank's `timeout_s` at most."""
+        rank, step, turn = asked.rank, asked.step, asked.turn
+        if not 0 < rank < self.world:
+            raise InvalidInput(f"rank {rank} of {self.world}: others than 0 come here")
+        mine = _Brought(step, body)
+        with self._changed:
+            self._visits[rank] = visit
+            if step != "offer" and turn != self.turn:
+                raise Aborted("that update is over")
+            if step == "failed":
+                found = msgspec.json.decode(body, type=RankFault)
+                self._spoil(error_from_code(found.code, f"rank {rank}: {found.text}"))
+                return b""
+            before = self._brought.get(rank)
+            if before is not None and before.is_open:
+                before.error = Aborted("the rank has come again")
+            self._brought[rank] = mine
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not mine.is_open, asked.timeout_s)
+            if self._brought.get(rank) is mine:
+                del self._brought[rank]
+            if mine.error is not None:
+                raise mine.error
+            if mine.answer is None:
+                raise DeadlineExceeded(f"rank 0 or another one did not come to the update ({step})")
+            return mine.answer
+
+    def left(self, rank: int, visit: object) -> None:
+        """This connection of it is lost; it may have come over another one since."""
+        with self._changed:
+            if self._visits.get(rank) is not visit:
+                return
+            self._tables.pop(rank, None)
+            if rank in self._taking:
+                self._spoil(ServiceUnavailable(f"rank {rank} has left in the update"))
+
+    # for the thread that sends
+
+    def begin(self) -> None:
+        with self._changed:
+            self.turn = secrets.token_hex(8)
+            self._taking, self._fault = set(), None
+
+    def gather(self, step: p.Step, deadline: Deadline) -> list[bytes]:
+        """What the other ranks bring to this step, in their order, once all have. Raises what one of them reports."""
+        others = range(1, self.world)
+
+        def have_come() -> bool:
+            return self._fault is not None or all(self._is_at(rank, step) for rank in others)
+
+        with self._changed:
+            came = self._changed.wait_for(have_come, deadline.left(f"waiting for the ranks ({step})"))
+            if self._fault is not None:
+                raise self._fault
+            if not came:
+                late = [rank for rank in others if not self._is_at(rank, step)]
+                raise DeadlineExceeded(f"rank {late[0]} did not come to the update ({step}); {len(late)} such ranks")
+            self._taking |= set(others)
+            return [self._brought[rank].body for rank in others]
+
+    def answer(self, bodies: Sequence[bytes]) -> None:
+        """Tell the ranks, in their order."""
+        with self._changed:
+            for rank, body in enumerate(bodies, 1):
+                if rank in self._brought:
+                    self._brought[rank].answer = body
+            self._changed.notify_all()
+
+    def end(self, error: TransferQueueError | None = None) -> None:
+        """The update is over; who waits is told why."""
+        with self._changed:
+            self.turn, self._taking = "", set()
+            for one in self._brought.values():
+                if one.is_open and error is not None:
+                    one.error = error
+            self._changed.notify_all()
+
+    def table(self, rank: int, offer: Offer) -> list[Shard]:
+        """The shards of a rank, which sends them when they change."""
+        if offer.table is not None:
+            found = table_from(offer.table)
+            with self._changed:
+                self._tables[rank] = (offer.key, found)
+            return found
+        key, found = self._tables.get(rank, ("", []))
+        if key != offer.key:
+            raise ServiceUnavailable(f"the shards of rank {rank} are not known here: it has to come again")
+        return found
+
+    def _is_at(self, rank: int, step: p.Step) -> bool:
+        found = self._brought.get(rank)
+        return found is not None and found.is_open and found.step == step
+
+    def _spoil(self, error: TransferQueueError) -> None:
+        self._fault = self._fault or error
+        self._changed.notify_all()
+
+
+class RankLink:
+    """The connection of another rank to rank 0; made anew after it broke."""
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self._address, self._rank = address, rank
+        self._peer: p.Peer | None = None
+        self.known = ""  # the table that rank 0 has had over this connection
+
+    def meet(self, timeout_s: float) -> None:
+        if self._peer is None:
+            self._peer, self.known = p.Peer(self._address, timeout_s), ""
+
+    def bring(self, step: p.Step, turn: str, body: bytes, deadline: Deadline) -> bytes:
+        """See `Ranks.bring`. `ServiceUnavailable` when rank 0 is gone."""
+        left_s = deadline.left(step)
+        self.meet(left_s)
+        assert self._peer is not None
+        message = p.RankMessage(self._rank, step, turn, left_s)
+        try:
+            return bytes(self._peer.ask(message, left_s + BEYOND_S, at_most(MAX_NBYTES), body))
+        except (ServiceUnavailable, DeadlineExceeded, ProtocolError) as error:
+            self.close()
+            raise type(error)(f"rank {self._rank}: {error}") from error
+
+    def close(self) -> None:
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+
+def meeting_place(rank: int, world: int, address: str, token: str) -> tuple[str, str]:
+    """The address and the token of rank 0, over torch's process group of all ranks. Blocks until all have called it.
+
+    `InvalidInput` when there is no group of `world` ranks: then these are to be given.
+    """
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized() and group.get_world_size() == world):
+        raise InvalidInput(f"no process group of {world} ranks: give `meet`, the address of rank 0, and a `token`")
+    if group.get_rank() != rank:
+        raise InvalidInput(f"rank {rank} is rank {group.get_rank()} of the process group")
+    device = "cpu" if group.get_backend() in ("gloo", "mpi") else torch.accelerator.current_accelerator() or "cpu"
+    text = f"{address} {token}".encode()
+    if len(text) > 1024:
+        raise InvalidInput(f"an address and a token of {len(text)} bytes")
+    told = torch.zeros(1024, dtype=torch.uint8)
+    told[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    told = told.to(device)
+    group.broadcast(told, 0)
+    found = bytes(told.cpu().tolist()).rstrip(b"\0").decode()
+    at, _, secret = found.partition(" ")
+    return at, secret
