@@ -164,7 +164,10 @@ class Ranks:
             if mine.error is not None:
                 raise mine.error
             if mine.answer is None:
-                raise DeadlineExceeded(f"rank 0 or another one did not come to the update ({step})")
+                late = self._late(step, besides=rank)
+                if self.turn:  # the others would wait for this one in vain
+                    self._spoil(late)
+                raise late
             return mine.answer
 
     def left(self, rank: int, visit: object) -> None:
@@ -195,8 +198,7 @@ class Ranks:
             if self._fault is not None:
                 raise self._fault
             if not came:
-                late = [rank for rank in others if not self._is_at(rank, step)]
-                raise DeadlineExceeded(f"rank {late[0]} did not come to the update ({step}); {len(late)} such ranks")
+                raise self._late(step)
             self._taking |= set(others)
             return [self._brought[rank].body for rank in others]
 
@@ -229,7 +231,14 @@ class Ranks:
             raise ServiceUnavailable(f"the shards of rank {rank} are not known here: it has to come again")
         return found
 
-    def _is_at(self, rank: int, step: p.Step) -> bool:
+    def _late(self, step: str, besides: int = 0) -> DeadlineExceeded:
+        """Whom the others waited for."""
+        late = [rank for rank in range(1, self.world) if rank != besides and not self._is_at(rank, step)]
+        if not late or (not self.turn and besides):
+            return DeadlineExceeded(f"rank 0 did not go on with the update in time ({step})")
+        return DeadlineExceeded(f"rank {late[0]} did not come to the update in time ({step}); {len(late)} such ranks")
+
+    def _is_at(self, rank: int, step: str) -> bool:
         found = self._brought.get(rank)
         return found is not None and found.is_open and found.step == step
 

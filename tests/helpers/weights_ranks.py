@@ -1,0 +1,153 @@
+"""Ranks of a trainer, each in a process of its own, that do as a test says, line by line.
+
+    python -c "... weights_ranks.run(RANK)"   reads what it is from its first line (`Setting`)
+
+Then each line is a command: `send SECONDS` prints the report or the error, `train SEED` changes the weights, `drift`
+changes those of this rank alone, `hang STEP` and `die STEP` stop it in that step of the next update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from transfer_queue.errors import TransferQueueError
+from transfer_queue.weights import ModuleSource
+from transfer_queue.weights.http import WeightSyncClient
+from transfer_queue.weights.transport import registry
+
+WORLD = 4
+CODE = "import sys; sys.path.insert(0, 'tests/helpers'); import weights_ranks; weights_ranks.run({})"
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width)
+
+
+class Model(nn.Module):
+    """Dimensions that four ranks do not divide, a buffer without dimensions, and a head tied to the embeddings."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.norm = nn.LayerNorm(width, dtype=torch.bfloat16)
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+
+def drawn(seed: int) -> Model:
+    torch.manual_seed(seed)
+    model = Model()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(torch.randn(tensor.shape))
+        model.steps.fill_(seed)
+    return model
+
+
+def sharded(model: Model, kind: str) -> Model:
+    """As FSDP2, HSDP and tensor parallelism leave it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    more: dict[str, Any] = {}
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    elif kind == "fsdp_tp":
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for layer in model.layers:
+            parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = both["dp"]
+    else:
+        mesh = init_device_mesh("cpu", (WORLD,))
+        if kind == "dim1":
+            more = {"shard_placement_fn": lambda one: Shard(1) if one.ndim > 1 and one.shape[1] % WORLD == 0 else None}
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **more)
+    fully_shard(model, mesh=mesh, **more)
+    return model
+
+
+def set_weights(model: Model, seed: int) -> None:
+    """Those of `drawn(seed)`, each rank its part."""
+    from transfer_queue.weights.version.boxes import whole, within
+    from transfer_queue.weights.version.sharded import held_of, is_sharded, local_of
+
+    new = dict(drawn(seed).state_dict())
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            local = local_of(tensor) if is_sharded(tensor) else tensor.detach()
+            for held in held_of(name, tensor):
+                local[held.local] = new[name][within(held.shard.box, whole(held.shard.shape))]
+
+
+def run(rank: int) -> None:
+    setting = json.loads(input())
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(setting["port"]))
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    model = sharded(drawn(0), setting["mesh"])
+    client = WeightSyncClient(setting["urls"], setting["token"], timeout_s=20) if rank == 0 else None
+    info = {"rank": rank, "world": WORLD, "timeout_s": 20.0, **setting.get("info", {})}
+    trainer = registry.trainer("tcp").trainer_init(info, client=client, source=ModuleSource(model))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        what, _, how = line.strip().partition(" ")
+        if what == "train":
+            set_weights(model, int(how))
+        elif what == "drift":
+            with torch.no_grad():
+                local = next(iter(model.layers.parameters()))
+                getattr(local, "_local_tensor", local).add_(1)
+        elif what in ("hang", "die"):
+            stop_in(trainer, how, signal.SIGSTOP if what == "hang" else signal.SIGKILL)
+        else:
+            print(json.dumps(send(trainer, float(how))), flush=True)
+    trainer.shutdown()
+    dist.destroy_process_group()
+
+
+def send(trainer: Any, deadline_s: float) -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        report = trainer.send_weights(deadline_s=deadline_s)
+    except TransferQueueError as error:
+        return {"error": type(error).__name__, "text": str(error), "took_s": time.monotonic() - start}
+    return {"version": report.version, "root": report.root, "nbytes": report.nbytes}
+
+
+def stop_in(trainer: Any, step: str, number: int) -> None:
+    """Stop this process, or kill it, when it comes to a step of the next update, or has done the one before."""
+    if hasattr(trainer, "_link"):
+        before = trainer._link.bring
+
+        def bring(at: str, *args: Any) -> bytes:
+            if at == step:
+                trainer._link.bring = before
+                os.kill(os.getpid(), number)
+            return before(at, *args)
+
+        trainer._link.bring = bring
+        return
+    before_gather = trainer._ranks.gather
+
+    def gather(at: str, *args: Any) -> Any:
+        if at == step:
+            os.kill(os.getpid(), number)
+        return before_gather(at, *args)
+
+    trainer._ranks.gather = gather

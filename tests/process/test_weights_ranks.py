@@ -1,0 +1,170 @@
+"""Trainers of several ranks (FSDP2 and its kin, on gloo), whose shards come together in servers; ranks in trouble."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Child
+from weights import root
+from weights_ranks import CODE, WORLD, Model, drawn
+
+from transfer_queue.weights import Control, Receiver, Swap
+from transfer_queue.weights.http import serve
+from transfer_queue.weights.transport import registry
+
+TOKEN = "only for these tests"
+
+
+class Ranks:
+    """The processes, each of which answers what it was told."""
+
+    def __init__(self, start: Callable[[str], Child], url: str, mesh: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        setting = json.dumps({"port": port, "mesh": mesh, "urls": url, "token": TOKEN})
+        self.all = [start(CODE.format(rank)) for rank in range(WORLD)]
+        for one in self.all:
+            one.say(setting)
+        assert [one.line() for one in self.all] == ["ready"] * WORLD
+
+    def tell(self, text: str, ranks: list[int] | None = None) -> None:
+        for rank in range(WORLD) if ranks is None else ranks:
+            self.all[rank].say(text)
+
+    def send(self, deadline_s: float = 20.0, ranks: list[int] | None = None) -> list[dict[str, Any]]:
+        """What each of these says of an update, in their order."""
+        ranks = list(range(WORLD)) if ranks is None else ranks
+        self.tell(f"send {deadline_s}", ranks)
+        return [json.loads(self.all[rank].line()) for rank in ranks]
+
+
+class Site:
+    def __init__(self, start: Callable[[str], Child]) -> None:
+        self._start = start
+        self.module = Model()
+        self.receiver = Receiver(Swap(self.module))
+        self.engine = registry.engine("tcp")(self.receiver)
+        self.server = serve(Control(self.engine, self.receiver), port=0, token=TOKEN)
+
+    def ranks(self, mesh: str = "fsdp") -> Ranks:
+        return Ranks(self._start, self.server.url, mesh)
+
+    def has(self, seed: int) -> bool:
+        """Whether the server has these weights, bit for bit."""
+        mine, wanted = self.module.state_dict(), drawn(seed).state_dict()
+        return all(
+            torch.equal(mine[name].view(-1).view(torch.uint8), wanted[name].view(-1).view(torch.uint8))
+            for name in wanted
+        )
+
+
+@pytest.fixture
+def site(child: Callable[[str], Child]) -> Iterator[Site]:
+    made = Site(child)
+    with made.server:
+        yield made
+    made.engine.shutdown()
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "dim1", "fsdp_tp"])
+def test_the_shards_of_all_ranks_are_the_weights_of_the_server(site: Site, mesh: str) -> None:
+    ranks = site.ranks(mesh)
+    for version, seed in enumerate([5, 6], 1):
+        ranks.tell(f"train {seed}")
+        reports = ranks.send()
+        assert reports == [reports[0]] * WORLD
+        assert reports[0]["version"] == version
+        assert site.has(seed)
+        assert site.receiver.installed().root == reports[0]["root"]
+    assert reports[0]["nbytes"] < 1.6 * sum(tensor.nbytes for tensor in drawn(0).state_dict().values())  # once, aligned
+
+
+def test_a_late_server_gets_the_buckets_of_all_ranks(site: Site) -> None:
+    ranks = site.ranks()
+    ranks.tell("train 7")
+    ranks.send()
+    late = Model()
+    receiver = Receiver(Swap(late))
+    engine = registry.engine("tcp")(receiver)
+    told = site.engine._control.address
+    assert told is not None
+    engine.init_transfer_engine({"address": f"tcp:{told.host}:{told.port}", "token": told.token})
+    engine.join(timeout_s=20)
+    engine.shutdown()
+    assert root(dict(late.state_dict())) == root(dict(site.module.state_dict()))
+
+
+def test_replicas_that_drifted_apart_are_named_on_every_rank(site: Site) -> None:
+    ranks = site.ranks("hsdp")
+    ranks.tell("train 5")
+    ranks.send()
+    ranks.tell("drift", [3])
+    found = ranks.send()
+    assert {one["error"] for one in found} == {"ShapeMismatch"}
+    assert all("drifted apart" in one["text"] for one in found)
+    assert site.has(5)
+    ranks.tell("train 6")
+    assert ranks.send()[0]["version"] == 2
+    assert site.has(6)
+
+
+@pytest.mark.parametrize("step", ["offer", "packed", "served"])
+def test_of_a_rank_that_is_killed_all_others_hear_in_time(site: Site, step: str) -> None:
+    ranks = site.ranks()
+    ranks.tell("train 5")
+    ranks.send()
+    ranks.tell("train 6")
+    ranks.tell(f"die {step}", [2])
+    ranks.tell("send 3", [2])
+    found = ranks.send(3.0, [0, 1, 3])
+    assert {one["error"] for one in found} <= {"DeadlineExceeded", "ServiceUnavailable"}
+    assert all(one["took_s"] < 3 + 2 for one in found)
+    assert site.has(5)
+
+
+@pytest.mark.parametrize("step", ["offer", "packed", "served"])
+def test_a_rank_that_was_frozen_is_in_the_next_update(site: Site, step: str) -> None:
+    ranks = site.ranks()
+    ranks.tell("train 5")
+    ranks.send()
+    ranks.tell("train 6")
+    ranks.tell(f"hang {step}", [2])
+    ranks.tell("send 3", [2])
+    found = ranks.send(3.0, [0, 1, 3])
+    assert {one["error"] for one in found} == {"DeadlineExceeded"}
+    assert all("rank 2 did not come" in one["text"] and one["took_s"] < 3 + 2 for one in found)
+    assert site.has(5)
+    os.kill(ranks.all[2].pid, signal.SIGCONT)
+    assert "error" in json.loads(ranks.all[2].line())
+    assert [one["version"] for one in ranks.send()] == [2] * WORLD
+    assert site.has(6)
+
+
+@pytest.mark.parametrize("step", ["offer", "packed", "served"])
+def test_of_a_leader_that_is_gone_all_others_hear_in_time(site: Site, step: str) -> None:
+    ranks = site.ranks()
+    ranks.tell("train 5")
+    ranks.send()
+    ranks.tell(f"die {step}", [0])
+    ranks.tell("send 3", [0])
+    found = ranks.send(3.0, [1, 2, 3])
+    assert {one["error"] for one in found} <= {"DeadlineExceeded", "ServiceUnavailable"}
+    assert all(one["took_s"] < 3 + 2 for one in found)
+    assert site.has(5)
+
+
+def test_a_rank_that_comes_too_late_is_in_the_next_update(site: Site) -> None:
+    ranks = site.ranks()
+    ranks.tell("train 5")
+    found = ranks.send(1.0, [0, 1, 2])
+    assert {one["error"] for one in found} == {"DeadlineExceeded"}
+    assert all("rank 3 did not come" in one["text"] for one in found)
+    assert [one["version"] for one in ranks.send()] == [1] * WORLD
+    assert site.has(5)
