@@ -140,6 +140,11 @@ class Holder:
         except TransferQueueError:
             self._link.close()  # says it too
 
+    @property
+    def num_served_nbytes(self) -> int:
+        """Bytes of buckets that receivers have fetched here."""
+        return self._server.num_served_nbytes
+
     def shutdown(self) -> None:
         """Leave. Receivers keep their weights. Repeatable."""
         self._link.close()

@@ -86,6 +86,7 @@ class WeightServer:
         self._noted = threading.Condition()
         self._peers: dict[threading.Thread, socket.socket] = {}
         self._outcomes: list[Outcome] = []
+        self.num_served_nbytes = 0  # of buckets
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name="tq-weights-accept", daemon=True)
         self._accepting.start()
@@ -143,7 +144,10 @@ class WeightServer:
                 message, payload = visit.stream.receive(None, at_most(self._max_nbytes))
                 if isinstance(message, p.OutcomeMessage):
                     self._note(message)
-                visit.answer(message, payload)
+                nbytes = visit.answer(message, payload)
+                if isinstance(message, p.GetBucket):
+                    with self._lock:
+                        self.num_served_nbytes += nbytes
         except (TransferQueueError, OSError) as error:
             log.debug("a peer left: %s", error)
         finally:
@@ -188,7 +192,8 @@ class _Visit:
             raise
         self.stream.send(m.Welcome(os.getpid(), "", b""), HELLO_TIMEOUT_S)
 
-    def answer(self, message: m.Message, came: memoryview) -> None:
+    def answer(self, message: m.Message, came: memoryview) -> int:
+        """The bytes of what was asked for, once they are sent; 0 after a refusal."""
         payload: memoryview | bytes = b""
         fd = None
         try:
@@ -215,8 +220,9 @@ class _Visit:
         except Exception as error:  # noqa: BLE001 the peer is told, and goes elsewhere
             typed = as_typed(error)
             self.stream.send(m.Failed(0, typed.code, str(typed)), SEND_TIMEOUT_S)
-            return
+            return 0
         self.stream.send(p.Sent(), SEND_TIMEOUT_S, payload, fd)
+        return len(payload)
 
     def end(self) -> None:
         self.stream.close()

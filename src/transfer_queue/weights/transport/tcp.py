@@ -128,6 +128,11 @@ class TcpTrainer(TrainerEngine):
         found = {"address": self.address, "token": self.token, "buckets": list(self._expected)}
         return {**found, "specs": self._wants.key} if self.info.anchor_every == 1 else found
 
+    @property
+    def num_served_nbytes(self) -> int:
+        """Bytes of buckets that receivers have fetched from this rank."""
+        return self._server.num_served_nbytes
+
     def _meet(self, deadline: Deadline) -> None:
         if self._ranks is not None and not self._have_met and not (self.info.meet and self.info.token):
             meeting_place(0, self.info.world, self.address, self.token)

@@ -1,0 +1,72 @@
+"""A trainer of four ranks (FSDP2 and tensor parallelism on gloo): `python -m vllm_tests.ranks`, once for each rank.
+
+The first line says what it is, as JSON. Each further line is the seed of other weights, which it sends; it prints the
+report then, and how many bytes it has served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from transfer_queue.weights import ModuleSource
+from transfer_queue.weights.http import WeightSyncClient
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.version.boxes import whole, within
+from transfer_queue.weights.version.sharded import held_of, is_sharded, local_of
+from vllm_tests.models import drawn
+
+WORLD = 4
+
+
+def sharded(model: Any) -> Any:
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    for layer in model.model.layers:
+        plan: Any = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
+        parallelize_module(layer, both["tp"], plan)
+        fully_shard(layer, mesh=both["dp"])
+    fully_shard(model, mesh=both["dp"])
+    return model
+
+
+def take(model: Any, new: dict[str, torch.Tensor]) -> None:
+    """Each rank its part of these."""
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            local = local_of(tensor) if is_sharded(tensor) else tensor.detach()
+            for shard, place in held_of(name, tensor):
+                local[place].copy_(new[name][within(shard.box, whole(shard.shape))])
+
+
+def main() -> None:
+    given = json.loads(input())
+    rank, tied = given["rank"], given["tied"]
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(given["port"]))
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    model = sharded(drawn(0, tied))
+    client = WeightSyncClient(given["url"], given["token"], timeout_s=60) if rank == 0 else None
+    info = {"rank": rank, "world": WORLD}
+    trainer = registry.trainer("tcp").trainer_init(info, client=client, source=ModuleSource(model))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        take(model, dict(drawn(int(line), tied).state_dict()))
+        report = trainer.send_weights(deadline_s=60)
+        told = {"version": report.version, "nbytes": report.nbytes, "served": trainer.num_served_nbytes}
+        print(json.dumps(told), flush=True)
+    trainer.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
