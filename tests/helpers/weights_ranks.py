@@ -2,8 +2,8 @@
 
     python -c "... weights_ranks.run(RANK)"   reads what it is from its first line (`Setting`)
 
-Then each line is a command: `send SECONDS` prints the report or the error, `train SEED` changes the weights, `drift`
-changes those of this rank alone, `hang STEP` and `die STEP` stop it in that step of the next update.
+Then each line is a command: `send SECONDS` and `publish SECONDS` print the report or the error, `train SEED` changes
+the weights, `drift` those of this rank alone, `hang STEP` and `die STEP` stop it in that step of the next update.
 """
 
 from __future__ import annotations
@@ -116,15 +116,18 @@ def run(rank: int) -> None:
         elif what in ("hang", "die"):
             stop_in(trainer, how, signal.SIGSTOP if what == "hang" else signal.SIGKILL)
         else:
-            print(json.dumps(send(trainer, float(how))), flush=True)
+            print(json.dumps(send(trainer, float(how), publishes=what == "publish")), flush=True)
     trainer.shutdown()
     dist.destroy_process_group()
 
 
-def send(trainer: Any, deadline_s: float) -> dict[str, Any]:
+def send(trainer: Any, deadline_s: float, publishes: bool) -> dict[str, Any]:
     start = time.monotonic()
     try:
-        report = trainer.send_weights(deadline_s=deadline_s)
+        if publishes:
+            report = trainer.publish(deadline_s=deadline_s).result(60)
+        else:
+            report = trainer.send_weights(deadline_s=deadline_s)
     except TransferQueueError as error:
         return {"error": type(error).__name__, "text": str(error), "took_s": time.monotonic() - start}
     return {"version": report.version, "root": report.root, "nbytes": report.nbytes}

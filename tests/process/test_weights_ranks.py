@@ -38,10 +38,10 @@ class Ranks:
         for rank in range(WORLD) if ranks is None else ranks:
             self.all[rank].say(text)
 
-    def send(self, deadline_s: float = 20.0, ranks: list[int] | None = None) -> list[dict[str, Any]]:
+    def send(self, deadline_s: float = 20.0, ranks: list[int] | None = None, how: str = "send") -> list[dict[str, Any]]:
         """What each of these says of an update, in their order."""
         ranks = list(range(WORLD)) if ranks is None else ranks
-        self.tell(f"send {deadline_s}", ranks)
+        self.tell(f"{how} {deadline_s}", ranks)
         return [json.loads(self.all[rank].line()) for rank in ranks]
 
 
@@ -84,6 +84,19 @@ def test_the_shards_of_all_ranks_are_the_weights_of_the_server(site: Site, mesh:
         assert site.has(seed)
         assert site.receiver.installed().root == reports[0]["root"]
     assert reports[0]["nbytes"] < 1.6 * sum(tensor.nbytes for tensor in drawn(0).state_dict().values())  # once, aligned
+
+
+def test_all_ranks_publish(site: Site) -> None:
+    ranks = site.ranks()
+    for version, seed in enumerate([5, 6], 1):
+        ranks.tell(f"train {seed}")
+        assert [one["version"] for one in ranks.send(how="publish")] == [version] * WORLD
+        assert site.has(seed)
+    ranks.tell("train 7")
+    found = ranks.send(1.0, [0, 1, 2], how="publish")
+    assert all("rank 3 did not come" in one["text"] for one in found)
+    assert [one["version"] for one in ranks.send()] == [3] * WORLD
+    assert site.has(7)
 
 
 def test_a_late_server_gets_the_buckets_of_all_ranks(site: Site) -> None:

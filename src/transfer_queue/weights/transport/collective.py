@@ -135,6 +135,7 @@ def _typed(error: Exception) -> TransferQueueError:
 
 
 class CollectiveTrainer(TrainerEngine):
+    _can_publish = False  # it sends the weights themselves
     init_form = CollectiveTrainerInfo
     _can_join = False
 

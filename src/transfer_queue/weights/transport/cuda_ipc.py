@@ -69,6 +69,7 @@ class CudaIpcUpdate(UpdateInfo, kw_only=True):
 
 
 class CudaIpcTrainer(TrainerEngine):
+    _can_publish = False  # it sends the weights themselves
     init_form = CudaIpcTrainerInfo
     _can_join = False
 

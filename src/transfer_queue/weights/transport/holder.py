@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, TransferQueueError
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
@@ -26,9 +26,12 @@ from transfer_queue.weights.transport.ranks import (
     rows_of,
 )
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
+from transfer_queue.weights.transport.ticket import Ticket
 from transfer_queue.weights.version.pieces import pack_shards
 from transfer_queue.weights.version.sources import WeightSource, parts_of, table_of
 from transfer_queue.weights.version.tensor_memory import room
+
+LEAVE_S = 600.0  # every update has a deadline
 
 
 class HeldBuckets:
@@ -83,6 +86,7 @@ class Holder:
         self.info = info
         self._source = source
         self._busy = threading.Lock()
+        self._ticket: Ticket | None = None
         self.store = HeldBuckets(info.keep)
         self._link = RankLink(p.address_of(meet, token), info.rank)
         listening, self.address = listen_tcp(info.host, info.port)
@@ -104,11 +108,29 @@ class Holder:
         was packed may be fetched until the version is given up, or followed by `keep` others.
         """
         del full  # all are
+        deadline = Deadline(deadline_s)
         with self._busy:
-            return self._send(version, Deadline(deadline_s))
+            self._settle(deadline)
+            turn, key = self._pack(version, deadline)[1:]
+            return self._serve(turn, key, deadline)
+
+    def publish(self, version: int | None = None, *, deadline_s: float) -> Ticket:
+        """This rank's part of the `publish` that rank 0 leads: returns when all ranks have packed."""
+        deadline = Deadline(deadline_s)
+        with self._busy:
+            self._settle(deadline)
+            number, turn, key = self._pack(version, deadline)
+            self._ticket = Ticket(number).start(lambda: self._serve(turn, key, deadline))
+            return self._ticket
+
+    def _settle(self, deadline: Deadline) -> None:
+        """What was published before has ended."""
+        if self._ticket is not None and not self._ticket.wait(deadline.left()):
+            raise DeadlineExceeded(f"version {self._ticket.version} was on its way until the deadline")
 
     @system_faults()
-    def _send(self, version: int | None, deadline: Deadline) -> SyncReport:
+    def _pack(self, version: int | None, deadline: Deadline) -> tuple[int, str, str]:
+        """The version's number, the name of the update, and the manifest's key."""
         table = table_of(self._source)
         key = name_of(table)
         self._link.meet(deadline.left())
@@ -125,10 +147,15 @@ class Holder:
         body = self._link.bring("packed", planned.turn, msgspec.json.encode(packed), deadline)
         sealed = msgspec.json.decode(body, type=Sealed)
         self.store.add(sealed.key, sealed.first, buckets)
+        return planned.version, planned.turn, sealed.key
+
+    @system_faults()
+    def _serve(self, turn: str, key: str, deadline: Deadline) -> SyncReport:
+        """Have it fetched until the update has ended."""
         try:
-            report = self._link.bring("served", planned.turn, b"", deadline)
+            report = self._link.bring("served", turn, b"", deadline)
         except BaseException:  # nobody is to have it; an interrupt must not keep its memory
-            self.store.withdraw(sealed.key)
+            self.store.withdraw(key)
             raise
         self.store.retain()
         return msgspec.json.decode(report, type=SyncReport)
@@ -146,6 +173,8 @@ class Holder:
         return self._server.num_served_nbytes
 
     def shutdown(self) -> None:
-        """Leave. Receivers keep their weights. Repeatable."""
+        """Leave, once what is on its way has ended. Receivers keep their weights. Repeatable."""
+        if self._ticket is not None:
+            self._ticket.wait(LEAVE_S)
         self._link.close()
         self._server.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -12,6 +12,7 @@ from transfer_queue.errors import InvalidInput
 from transfer_queue.structs import decodable
 from transfer_queue.trace.activity import Activity
 from transfer_queue.weights.version.manifest import Manifest
+from transfer_queue.weights.version.packing import BUCKET_NBYTES
 
 INIT_TIMEOUT_S = 60.0
 Info = Mapping[str, Any]
@@ -43,6 +44,25 @@ class UpdateInfo(msgspec.Struct, kw_only=True):
     timeout_s: float = 300.0
     abort: bool = False
     newest: bool = False
+
+
+class TrainerInfo(msgspec.Struct, kw_only=True):
+    """`run_id`: a name for this life of the trainer (made up when empty). Receivers take updates of the run that was
+    introduced to them last, and none of a run before. `anchor_every`: how many versions from one
+    full one to the next; those between are differences, which takes a copy of the weights here.
+
+    `silent`: how many workers record faults instead of raising them (vLLM's do); each has to report every step.
+    Default: what the client's `silent_workers()` says, or none. `report_host`: where transports without a way of their
+    own for reports listen for them. `caches`: whether servers forget, after a commit, what they cached with the weights
+    before (vLLM's prefixes; running requests are computed anew then); with "keep" that is left to a pause."""
+
+    run_id: str = ""
+    bucket_nbytes: int = BUCKET_NBYTES
+    anchor_every: int = 1
+    timeout_s: float = INIT_TIMEOUT_S
+    silent: int | None = None
+    report_host: str = "127.0.0.1"
+    caches: Literal["clear", "keep"] = "clear"
 
 
 @decodable

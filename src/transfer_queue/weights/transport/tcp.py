@@ -15,19 +15,20 @@ from typing import Any
 import msgspec
 import torch
 
-from transfer_queue.errors import Aborted, DigestMismatch, InvalidInput
+from transfer_queue.errors import DeadlineExceeded, DigestMismatch, InvalidInput, TransferQueueError
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
 from transfer_queue.weights.transport.deadline import Deadline
-from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.faults import system_faults
 from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, newest_of
 from transfer_queue.weights.transport.holder import Holder
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
 from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
 from transfer_queue.weights.transport.ranks import Offer, PackedDigests, Planned, Ranks, Sealed, meeting_place
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
+from transfer_queue.weights.transport.ticket import Ticket
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.transport.version_store import VersionStore, newest_key
 from transfer_queue.weights.transport.wants import Specs, WantTables
@@ -139,18 +140,22 @@ class TcpTrainer(TrainerEngine):
         self._have_met = True
         super()._meet(deadline)
 
-    def send_weights(self, version: int | None = None, *, deadline_s: float, full: bool = False) -> SyncReport:
+    def publish(self, version: int | None = None, *, deadline_s: float) -> Ticket:
+        """As `TrainerEngine.publish`. Of several ranks each has to call it, and it first waits for the version that is
+        on its way."""
+        deadline = Deadline(deadline_s)
+        if self._ranks is not None:
+            for ticket in self._tickets:
+                if not ticket.wait(deadline.left()):
+                    raise DeadlineExceeded(f"version {ticket.version} was on its way until the deadline")
+        return super().publish(version, deadline_s=deadline.left())
+
+    def _conclude(self, outcome: SyncReport | TransferQueueError) -> None:
         if self._ranks is None:
-            return super().send_weights(version, deadline_s=deadline_s, full=full)
-        self._ranks.begin()
-        try:
-            report = super().send_weights(version, deadline_s=deadline_s, full=full)
-        except BaseException as error:
-            self._ranks.end(as_typed(error) if isinstance(error, Exception) else Aborted("rank 0 was interrupted"))
-            raise
-        self._ranks.answer([msgspec.json.encode(report)] * (self.info.world - 1))
-        self._ranks.end()
-        return report
+            return
+        if isinstance(outcome, SyncReport):
+            self._ranks.answer([msgspec.json.encode(outcome)] * (self.info.world - 1))
+        self._ranks.end(outcome if isinstance(outcome, TransferQueueError) else None)
 
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         if self._ranks is not None and draft.is_whole:
@@ -176,6 +181,7 @@ class TcpTrainer(TrainerEngine):
 
     def _publish_ranks(self, ranks: Ranks, draft: PendingVersion, deadline: Deadline) -> Manifest:
         """Lead the ranks through `ranks`' steps until all of them have what they give where it can be fetched."""
+        ranks.begin()
         offers = [msgspec.json.decode(body, type=Offer) for body in ranks.gather("offer", deadline)]
         for rank, offer in enumerate(offers, 1):
             if offer.version not in (None, draft.version):

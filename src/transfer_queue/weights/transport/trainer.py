@@ -9,16 +9,18 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from transfer_queue.errors import (
+    Aborted,
     DeadlineExceeded,
     InvalidInput,
     NotInitialized,
+    NotSupported,
     StaleBase,
     StaleVersion,
     TransferQueueError,
@@ -31,37 +33,20 @@ from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport.clients import Client, Partial
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
-from transfer_queue.weights.transport.faults import system_faults
+from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, describe, key_of, parse
+from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
 from transfer_queue.weights.transport.pending import PendingAdapter, PendingBase, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
+from transfer_queue.weights.transport.ticket import Ticket
 from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
-from transfer_queue.weights.version.packing import BUCKET_NBYTES
 from transfer_queue.weights.version.sources import SHARDED, Once, StateDictSource, WeightSource
 
 log = logging.getLogger("transfer_queue.weights")
 MAX_LABEL = 80  # characters: labels become file names, percent-encoded
+LEAVE_S = 600.0  # every update has a deadline
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
 Self = TypeVar("Self", bound="TrainerEngine")
-
-
-class TrainerInfo(msgspec.Struct, kw_only=True):
-    """`run_id`: a name for this life of the trainer (made up when empty). Receivers take updates of the run that was
-    introduced to them last, and none of a run before. `anchor_every`: how many versions from one
-    full one to the next; those between are differences, which takes a copy of the weights here.
-
-    `silent`: how many workers record faults instead of raising them (vLLM's do); each has to report every step.
-    Default: what the client's `silent_workers()` says, or none. `report_host`: where transports without a way of their
-    own for reports listen for them. `caches`: whether servers forget, after a commit, what they cached with the weights
-    before (vLLM's prefixes; running requests are computed anew then); with "keep" that is left to a pause."""
-
-    run_id: str = ""
-    bucket_nbytes: int = BUCKET_NBYTES
-    anchor_every: int = 1
-    timeout_s: float = INIT_TIMEOUT_S
-    silent: int | None = None
-    report_host: str = "127.0.0.1"
-    caches: Literal["clear", "keep"] = "clear"
 
 
 class Follower(ABC):
@@ -81,6 +66,7 @@ class TrainerEngine(ABC):
 
     init_form: ClassVar[type[TrainerInfo]] = TrainerInfo
     _can_join: ClassVar[bool] = True  # one server may be met without the others
+    _can_publish: ClassVar[bool] = True  # once it is packed, the weights may change
 
     def __init__(self, info: Any, client: Client, source: WeightSource) -> None:
         if info.anchor_every < 1:
@@ -97,7 +83,10 @@ class TrainerEngine(ABC):
         self._adapters: dict[str, str | None] = {}  # label -> base_root, of those that all receivers have
         self._client = client
         self._source = source
-        self._busy = threading.Lock()
+        self._busy = threading.Lock()  # one update at a time
+        self._packing = threading.Lock()  # one version at a time, also while another one is on its way
+        self._waiting: Ticket | None = None  # a version that was packed while another one was on its way
+        self._tickets: list[Ticket] = []  # that have not ended
         self._base: PendingBase | None = None
         self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
         self._num_deltas = 0
@@ -141,17 +130,76 @@ class TrainerEngine(ABC):
         the base of a difference are sent a full version. One that was started anew is introduced again. Of several
         servers behind a `WeightSyncClient`, those that do not answer do not keep the others: see `SyncReport.missed`.
         """
-        with self._busy:
-            deadline = Deadline(deadline_s)
+        deadline = Deadline(deadline_s)
+        with self._concluding(), self._turn(deadline):
             number = self._number("", version)
             base = None if full or self._num_deltas + 1 >= self.info.anchor_every else self._base
             source = Once(self._source) if self.info.anchor_every > 1 else self._source
             try:
-                return self._send_version(number, source, base, deadline)
+                report = self._send_version(number, source, base, deadline)
             except StaleBase:
                 if base is None:
                     raise
-                return self._send_version(number, source, None, deadline)
+                report = self._send_version(number, source, None, deadline)
+            self._conclude(report)
+            return report
+
+    def publish(self, version: int | None = None, *, deadline_s: float) -> Ticket:
+        """Pack the weights as they are now, as `version`, and have a thread bring them to every receiver.
+
+        Returns when they are packed: then they may change. One version is on its way at a time. The next one waits
+        for it, packed; when yet another is published meanwhile, that takes its place, and the ticket of the one that
+        nobody has taken raises `StaleVersion`. Raises what packing raises. `NotSupported` with differences
+        (`anchor_every`), and where the weights themselves are sent (collective, cuda_ipc).
+        """
+        if not self._can_publish or self.info.anchor_every > 1:
+            raise NotSupported("published versions are full ones, that are packed before they are sent: send_weights")
+        deadline = Deadline(deadline_s)
+        begun = time.monotonic()
+        with self._concluding(), self._packing:
+            draft = PendingVersion(self._source, self._number("", version), self.run_id)
+            manifest = self._pack(draft, deadline)
+            ticket = self._waiting = Ticket(draft.version)
+        pack_s = time.monotonic() - begun
+        self._tickets = [one for one in self._tickets if not one.done] + [ticket]
+        return ticket.start(lambda: self._bring_ticket(ticket, draft, manifest, deadline, pack_s))
+
+    def _bring_ticket(
+        self, ticket: Ticket, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float
+    ) -> SyncReport:
+        with self._concluding():
+            try:
+                with self._turn(deadline):
+                    if self._waiting is not ticket or draft.version <= self._taken.get("", 0):
+                        raise StaleVersion(f"version {draft.version} was superseded before anybody took it")
+                    self._waiting = None
+                    self._ready(deadline)
+                    report = self._delivered(draft, manifest, deadline, pack_s)
+            except BaseException:  # an interrupt must not keep its memory
+                if self._newest.get("") is not manifest:
+                    self._withdraw(manifest)
+                raise
+            self._conclude(report)
+            return report
+
+    @contextmanager
+    def _turn(self, deadline: Deadline) -> Iterator[None]:
+        """Within, no other version is on its way."""
+        if not self._busy.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded("another version was on its way until the deadline")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _concluding(self) -> Iterator[None]:
+        """Whatever ends an update within is told to whoever takes part."""
+        try:
+            yield
+        except BaseException as error:
+            self._conclude(as_typed(error) if isinstance(error, Exception) else Aborted("the trainer was interrupted"))
+            raise
 
     def send_adapter(
         self,
@@ -238,7 +286,9 @@ class TrainerEngine(ABC):
             self.reports.hear(*step, installed=True)
 
     def shutdown(self) -> None:
-        """Free what the transport holds. Receivers keep their weights. Repeatable."""
+        """Free what the transport holds, once what is on its way ended. Receivers keep their weights. Repeatable."""
+        for ticket in self._tickets:
+            ticket.wait(LEAVE_S)
         self._base = None
         self._close()
         self.reports.close()
@@ -255,6 +305,10 @@ class TrainerEngine(ABC):
 
     @abstractmethod
     def _close(self) -> None: ...
+
+    def _conclude(self, outcome: SyncReport | TransferQueueError) -> None:
+        """An update of the weights has ended like this. Repeatable."""
+        return
 
     def _decide(self, manifest: Manifest) -> None:
         """The receivers have verified it: from now on it is what late ones get."""
@@ -307,6 +361,9 @@ class TrainerEngine(ABC):
     ) -> SyncReport:
         report, manifest = self._send(PendingVersion(source, number, self.run_id, base), deadline)
         self._num_deltas = self._num_deltas + 1 if base else 0
+        return self._sent(report, manifest)
+
+    def _sent(self, report: SyncReport, manifest: Manifest) -> SyncReport:
         self._root = manifest.root
         outdated = [label for label, root in self._adapters.items() if root not in (None, self._root)]
         return replace(report, outdated=tuple(outdated))
@@ -328,13 +385,24 @@ class TrainerEngine(ABC):
     @system_faults()
     def _send(self, draft: PendingVersion, deadline: Deadline) -> tuple[SyncReport, Manifest]:
         with activity("send_weights") as about:
-            report, manifest = self._update(draft, deadline)
+            begun = time.monotonic()
+            self._ready(deadline)
+            with self._packing:
+                manifest = self._pack(draft, deadline)
+            report = self._deliver(draft, manifest, deadline, time.monotonic() - begun)
             describe(about, manifest)
             return report, manifest
 
-    def _update(self, draft: PendingVersion, deadline: Deadline) -> tuple[SyncReport, Manifest]:
-        times = [time.monotonic()]
-        number = draft.version
+    @system_faults()
+    def _delivered(self, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float) -> SyncReport:
+        """Of a version that was packed before."""
+        with activity("send_weights") as about:
+            report = self._deliver(draft, manifest, deadline, pack_s)
+            describe(about, manifest)
+            return self._sent(report, manifest)
+
+    def _ready(self, deadline: Deadline) -> None:
+        """Before an update: nothing of an earlier one may be left at the receivers."""
         self._allow(deadline)
         self._late = [call for call in self._late if not call.ended(0.0)]
         if self._estranged or self._late:
@@ -342,11 +410,18 @@ class TrainerEngine(ABC):
             self._hear(None, deadline)
             self._estranged = False
         self.reports.forget("")
+
+    def _pack(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         with activity("pack_weights") as about:
             manifest = self._publish(draft, deadline)
             describe(about, manifest)
-        self._numbers[draft.label] = max(number, self._numbers.get(draft.label, 0))
-        times.append(time.monotonic())
+        self._numbers[draft.label] = max(draft.version, self._numbers.get(draft.label, 0))
+        return manifest
+
+    def _deliver(self, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float) -> SyncReport:
+        """Have every receiver fetch, verify and commit it."""
+        times = [time.monotonic()]
+        number = draft.version
         earlier, self._base = self._base, (self._base if draft.adapter else None)  # until all have it
         is_open: bool | None = None  # at the receivers; None when only they know
         try:
@@ -376,9 +451,9 @@ class TrainerEngine(ABC):
         missed = self._missed()
         self._lacking = set(missed)
         self._allow(None)
-        pack_s, update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
+        update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
         told = (number, self.run_id, manifest.root, manifest.kind, manifest.nbytes)
-        return SyncReport(*told, pack_s, update_s, commit_s, missed=missed), manifest
+        return SyncReport(*told, pack_s, update_s, commit_s, missed=missed)
 
     # servers of a plain client that were away
 
@@ -479,8 +554,12 @@ class TrainerEngine(ABC):
         self._base = earlier
 
     def _hear(self, manifest: Manifest | None, deadline: Deadline, *, installed: bool = False) -> None:
-        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself."""
-        if not isinstance(self._client, Follower):
+        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself.
+
+        Of a meeting only silent ones have something to say: what others report then is of a call before it, that came
+        to its end late.
+        """
+        if not isinstance(self._client, Follower) and (manifest is not None or self._num_silent):
             version, key = (manifest.version, key_of(manifest)) if manifest is not None else (None, "")
             self.reports.hear("", version, key, self._num_silent, deadline, installed)
 

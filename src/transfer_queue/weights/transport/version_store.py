@@ -49,7 +49,8 @@ class VersionStore(Generic[T]):
         with self._lock:
             self._newest[name] = key_of(manifest)
             held = self._held[name]
-            past = list(held)[: -self._keep]
+            names = list(held)  # later ones may be packed already
+            past = names[: max(0, names.index(key_of(manifest)) + 1 - self._keep)]
             for key in past:
                 self._holders.pop(key, None)
             return [held.pop(key)[1] for key in past]

@@ -1,0 +1,136 @@
+"""`publish`: the trainer goes on once a version is packed, while receivers take it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import until
+from weights import Net, copy_of, same
+
+from transfer_queue.errors import DeadlineExceeded, NotSupported, StaleVersion
+from transfer_queue.weights import InPlace, ModuleSource, Receiver
+from transfer_queue.weights.transport import registry
+
+ENGINES = ["tcp", "shm", "disk"]
+
+
+class Gated:
+    """A client for one engine of this process, whose `update_weights` waits until it is let through."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.engine.init_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        self.engine.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if not update_info.get("abort"):
+            self.entered.set()
+            assert self.open.wait(30)
+        self.engine.update_weights(update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.engine.finish_weight_update()
+
+
+class Site:
+    def __init__(self, kind: str, folder: Any) -> None:
+        self.model, self.served = Net(), Net()
+        self.receiver = Receiver(InPlace(self.served))
+        self.engine = registry.engine(kind)(self.receiver)
+        self.client = Gated(self.engine)
+        info = {"folder": str(folder)} if kind == "disk" else {}
+        self.trainer = registry.trainer(kind).trainer_init(info, client=self.client, source=ModuleSource(self.model))
+
+    def train(self, seed: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for tensor in self.model.parameters():
+                tensor.copy_(torch.randn(tensor.shape))
+        return copy_of(self.model)
+
+
+@pytest.fixture(params=ENGINES)
+def site(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Site]:
+    made = Site(request.param, tmp_path)
+    yield made
+    made.client.open.set()
+    made.trainer.shutdown()
+    made.engine.shutdown()
+
+
+def test_the_weights_may_change_while_receivers_take_what_was_published(site: Site) -> None:
+    published = site.train(1)
+    ticket = site.trainer.publish(deadline_s=30)
+    assert site.client.entered.wait(30)
+    assert not ticket.done
+    site.train(2)
+    site.client.open.set()
+    report = ticket.result(30)
+    assert (report.version, ticket.version, ticket.done) == (1, 1, True)
+    assert same(copy_of(site.served), published)
+
+
+def test_a_version_that_nobody_has_taken_gives_way_to_the_next(site: Site) -> None:
+    site.train(1)
+    first = site.trainer.publish(deadline_s=30)
+    assert site.client.entered.wait(30)
+    site.train(2)
+    second = site.trainer.publish(deadline_s=30)
+    newest = site.train(3)
+    third = site.trainer.publish(deadline_s=30)
+    site.client.open.set()
+    assert [first.result(30).version, third.result(30).version] == [1, 3]
+    with pytest.raises(StaleVersion, match="version 2 was superseded"):
+        second.result(30)
+    assert same(copy_of(site.served), newest)
+    site.train(4)
+    assert site.trainer.send_weights(deadline_s=30).version == 4
+
+
+def test_what_ends_the_update_is_raised_by_the_ticket_and_the_next_is_good(site: Site) -> None:
+    site.train(1)
+    ticket = site.trainer.publish(deadline_s=1)
+    with pytest.raises(DeadlineExceeded):
+        ticket.result(30)
+    assert site.receiver.installed().version is None
+    site.client.open.set()
+    newest = site.train(2)
+    assert site.trainer.publish(deadline_s=30).result(30).version == 2
+    assert same(copy_of(site.served), newest)
+
+
+def test_what_is_still_on_its_way_has_no_result_yet(site: Site) -> None:
+    site.train(1)
+    ticket = site.trainer.publish(deadline_s=30)
+    with pytest.raises(DeadlineExceeded, match="still on its way"):
+        ticket.result(0.01)
+    site.client.open.set()
+    assert ticket.result(30).version == 1
+
+
+def test_shutdown_waits_for_what_is_on_its_way(site: Site) -> None:
+    published = site.train(1)
+    site.trainer.publish(deadline_s=30)
+    assert site.client.entered.wait(30)
+    leaving = threading.Thread(target=site.trainer.shutdown)
+    leaving.start()
+    site.client.open.set()
+    leaving.join(30)
+    assert same(copy_of(site.served), published)
+
+
+def test_differences_are_not_published(site: Site) -> None:
+    site.trainer.info.anchor_every = 3
+    with pytest.raises(NotSupported, match="send_weights"):
+        site.trainer.publish(deadline_s=30)
+    site.trainer.info.anchor_every = 1
+    until(lambda: not site.trainer._busy.locked(), "nothing is on its way")
