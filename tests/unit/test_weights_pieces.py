@@ -31,7 +31,7 @@ from transfer_queue.weights.version.pieces import (
     seal_pieces,
     wanted_buckets,
 )
-from transfer_queue.weights.version.sharded import Shard
+from transfer_queue.weights.version.sharded import TensorShard
 from transfer_queue.weights.version.sources import shards_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex128, torch.bool]
@@ -56,15 +56,15 @@ def models(draw: st.DrawFn) -> Tensors:
 
 
 @st.composite
-def meshes(draw: st.DrawFn, model: Tensors) -> list[list[Shard]]:
+def meshes(draw: st.DrawFn, model: Tensors) -> list[list[TensorShard]]:
     """Each tensor cut into shards, each of which one or several ranks hold."""
     ranks = draw(st.integers(1, 4))
-    tables: list[list[Shard]] = [[] for _ in range(ranks)]
+    tables: list[list[TensorShard]] = [[] for _ in range(ranks)]
     for name, tensor in model.items():
         boxes = [whole(tensor.shape)] if not tensor.numel() else draw(splits(whole(tuple(tensor.shape))))
         for box in boxes:
             for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
-                tables[rank].append(Shard(name, tensor.dtype, tuple(tensor.shape), box))
+                tables[rank].append(TensorShard(name, tensor.dtype, tuple(tensor.shape), box))
     return tables
 
 
@@ -78,12 +78,12 @@ def wants_of(draw: st.DrawFn, model: Tensors) -> Wants:
     }
 
 
-def parts_of(model: Tensors, table: list[Shard]) -> Any:
+def parts_of(model: Tensors, table: list[TensorShard]) -> Any:
     return ((one.name, model[one.name][within(one.box, whole(one.shape))].contiguous()) for one in table)
 
 
 def published(
-    model: Tensors, tables: list[list[Shard]], wants: list[Wants], nbytes: int = 100
+    model: Tensors, tables: list[list[TensorShard]], wants: list[Wants], nbytes: int = 100
 ) -> tuple[Manifest, list[torch.Tensor]]:
     plans = plan_pieces(tables, wants, nbytes)
     buckets = [[torch.zeros(size, dtype=torch.uint8) for size in where.buckets] for where in plans]
@@ -178,7 +178,7 @@ def test_a_version_of_one_rank_that_nobody_cuts_is_in_format_1_and_has_the_same_
 
 def test_the_root_is_that_of_the_trainers_layout_however_receivers_cut_it() -> None:
     model = {"a": random_tensor(torch.float32, (8, 8))}
-    tables = [[Shard("a", torch.float32, (8, 8), Box((at, 0), (4, 8)))] for at in (0, 4)]
+    tables = [[TensorShard("a", torch.float32, (8, 8), Box((at, 0), (4, 8)))] for at in (0, 4)]
     half = {"a": (Box((0, 0), (8, 4)),)}
     one, other = published(model, tables, []), published(model, tables, [half])
     assert one[0].root == other[0].root
@@ -189,13 +189,13 @@ def test_the_root_is_that_of_the_trainers_layout_however_receivers_cut_it() -> N
 
 
 def test_copies_are_given_by_the_rank_with_the_least_to_give() -> None:
-    tables = [[Shard(name, torch.int8, (4,), whole((4,))) for name in "abcd"] for _ in range(4)]
+    tables = [[TensorShard(name, torch.int8, (4,), whole((4,))) for name in "abcd"] for _ in range(4)]
     plans = plan_pieces(tables)
     assert [where.buckets for where in plans] == [(4,)] * 4
 
 
 def test_replicas_that_drifted_apart_are_found() -> None:
-    tables = [[Shard("a", torch.int8, (4,), whole((4,)))] for _ in range(2)]
+    tables = [[TensorShard("a", torch.int8, (4,), whole((4,)))] for _ in range(2)]
     plans = plan_pieces(tables)
     found = []
     for value, where in enumerate(plans):
@@ -208,15 +208,15 @@ def test_replicas_that_drifted_apart_are_found() -> None:
 @pytest.mark.parametrize(
     ("second", "why"),
     [
-        (Shard("a", torch.int8, (4,), Box((1,), (3,))), "not its elements"),
-        (Shard("a", torch.int8, (4,), Box((3,), (1,))), "not its elements"),
-        (Shard("a", torch.float16, (4,), Box((2,), (2,))), "another one as"),
-        (Shard("a", torch.int8, (5,), Box((2,), (3,))), "another one as"),
+        (TensorShard("a", torch.int8, (4,), Box((1,), (3,))), "not its elements"),
+        (TensorShard("a", torch.int8, (4,), Box((3,), (1,))), "not its elements"),
+        (TensorShard("a", torch.float16, (4,), Box((2,), (2,))), "another one as"),
+        (TensorShard("a", torch.int8, (5,), Box((2,), (3,))), "another one as"),
     ],
 )
-def test_shards_that_do_not_fit_together_are_refused(second: Shard, why: str) -> None:
+def test_shards_that_do_not_fit_together_are_refused(second: TensorShard, why: str) -> None:
     with pytest.raises(ShapeMismatch, match=why):
-        plan_pieces([[Shard("a", torch.int8, (4,), Box((0,), (2,)))], [second]])
+        plan_pieces([[TensorShard("a", torch.int8, (4,), Box((0,), (2,)))], [second]])
 
 
 def test_more_tables_than_can_be_told_apart_are_refused() -> None:
@@ -225,7 +225,7 @@ def test_more_tables_than_can_be_told_apart_are_refused() -> None:
 
 
 def test_a_shard_that_the_table_does_not_have_like_that_is_refused() -> None:
-    table = [Shard("a", torch.int8, (4,), whole((4,)))]
+    table = [TensorShard("a", torch.int8, (4,), whole((4,)))]
     (where,) = plan_pieces([table])
     for given_tensor in (("b", torch.zeros(4, dtype=torch.int8)), ("a", torch.zeros(3, dtype=torch.int8))):
         with pytest.raises(ShapeMismatch):

@@ -118,6 +118,6 @@ def _source(model_config: Any) -> SafetensorsSource | None:
         return SafetensorsSource(folder)
     except InvalidInput as error:
         log.info("the checkpoint's headers cannot be read, updates will be rehearsed: %s", error)
-    except Exception as error:  # noqa: BLE001 a hub that is not there, or not installed
+    except (ImportError, OSError, ValueError) as error:  # a hub that is not there, or not installed
         log.info("no checkpoint of %s on this host, updates will be rehearsed: %r", model_config.model, error)
     return None

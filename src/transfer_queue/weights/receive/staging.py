@@ -12,7 +12,7 @@ from transfer_queue.errors import DigestMismatch, InvalidInput, StaleBase
 from transfer_queue.weights.receive.targets import Staged, Target, Tensors
 from transfer_queue.weights.version import delta, device
 from transfer_queue.weights.version.digest import ALGO, Buffer, copy_and_digest, digest_of, host_bytes
-from transfer_queue.weights.version.manifest import Manifest, Part, TensorSpec
+from transfer_queue.weights.version.manifest import BucketPart, Manifest, TensorSpec
 from transfer_queue.weights.version.packing import NUM_THREADS, views
 from transfer_queue.weights.version.pieces import Pieces
 from transfer_queue.weights.version.tensor_memory import room
@@ -83,7 +83,7 @@ class Staging:
         aliases = self.manifest.aliases.items()
         return found | {alias: found[name] for alias, name in aliases if name in found}
 
-    def _pieces(self, places: list[tuple[Part, torch.Tensor]], takes_pieces: bool) -> dict[str, Staged | Pieces]:
+    def _pieces(self, places: list[tuple[BucketPart, torch.Tensor]], takes_pieces: bool) -> dict[str, Staged | Pieces]:
         found: dict[str, Pieces] = {}
         for part, view in places:
             if part.piece is not None:
@@ -93,7 +93,7 @@ class Staging:
             return dict(found)
         return {name: pieces.whole() for name, pieces in found.items()}
 
-    def _results(self, places: list[tuple[Part, torch.Tensor]], target: Target) -> dict[str, Staged]:
+    def _results(self, places: list[tuple[BucketPart, torch.Tensor]], target: Target) -> dict[str, Staged]:
         """What a delta leads to. A target that has not all of the model has no use for what it lacks."""
         bases: Tensors = {}
         if self.has_differences:

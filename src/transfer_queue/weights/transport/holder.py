@@ -16,17 +16,17 @@ from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.pending import SyncReport
 from transfer_queue.weights.transport.ranks import (
-    Offer,
     PackedDigests,
     Planned,
     RankFault,
     RankLink,
+    RankOffer,
     Sealed,
     name_of,
     rows_of,
 )
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
-from transfer_queue.weights.transport.ticket import Ticket
+from transfer_queue.weights.transport.ticket import PublishTicket
 from transfer_queue.weights.version.pieces import pack_shards
 from transfer_queue.weights.version.sources import WeightSource, parts_of, table_of
 from transfer_queue.weights.version.tensor_memory import room
@@ -86,7 +86,7 @@ class Holder:
         self.info = info
         self._source = source
         self._busy = threading.Lock()
-        self._ticket: Ticket | None = None
+        self._ticket: PublishTicket | None = None
         self.store = HeldBuckets(info.keep)
         self._link = RankLink(p.address_of(meet, token), info.rank)
         listening, self.address = listen_tcp(info.host, info.port)
@@ -114,13 +114,13 @@ class Holder:
             turn, key = self._pack(version, deadline)[1:]
             return self._serve(turn, key, deadline)
 
-    def publish(self, version: int | None = None, *, deadline_s: float) -> Ticket:
+    def publish(self, version: int | None = None, *, deadline_s: float) -> PublishTicket:
         """This rank's part of the `publish` that rank 0 leads: returns when all ranks have packed."""
         deadline = Deadline(deadline_s)
         with self._busy:
             self._settle(deadline)
             number, turn, key = self._pack(version, deadline)
-            self._ticket = Ticket(number).start(lambda: self._serve(turn, key, deadline))
+            self._ticket = PublishTicket(number).start(lambda: self._serve(turn, key, deadline))
             return self._ticket
 
     def _settle(self, deadline: Deadline) -> None:
@@ -135,7 +135,7 @@ class Holder:
         key = name_of(table)
         self._link.meet(deadline.left())
         rows = None if self._link.known == key else rows_of(table)
-        offer = Offer(version, self.address, key, rows)
+        offer = RankOffer(version, self.address, key, rows)
         planned = msgspec.json.decode(self._link.bring("offer", "", msgspec.json.encode(offer), deadline), type=Planned)
         self._link.known = key
         try:

@@ -35,7 +35,7 @@ from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.version.boxes import Box
 from transfer_queue.weights.version.pieces import ShardDigests, ShardPlan
-from transfer_queue.weights.version.sharded import Shard
+from transfer_queue.weights.version.sharded import TensorShard
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.blocking import at_most
 
@@ -53,7 +53,7 @@ class ShardRow(NamedTuple):
 
 
 @decodable
-class Offer(msgspec.Struct, frozen=True):
+class RankOffer(msgspec.Struct, frozen=True):
     """What a rank comes with. `table` is left out when it is the one that was sent over this connection before."""
 
     version: int | None
@@ -90,21 +90,21 @@ class RankFault(msgspec.Struct, frozen=True):
     text: str
 
 
-def rows_of(table: Sequence[Shard]) -> list[ShardRow]:
+def rows_of(table: Sequence[TensorShard]) -> list[ShardRow]:
     return [ShardRow(name, dtype_name(dtype), shape, box) for name, dtype, shape, box in table]
 
 
-def table_from(rows: Sequence[ShardRow]) -> list[Shard]:
+def table_from(rows: Sequence[ShardRow]) -> list[TensorShard]:
     """`ProtocolError` for boxes that are none."""
     found = []
     for name, dtype, shape, box in rows:
         if not len(shape) == len(box.start) == len(box.lengths) or min((*box.start, *box.lengths), default=0) < 0:
             raise ProtocolError(f"a rank has {box} of {name!r}, which is {list(shape)}")
-        found.append(Shard(name, torch_dtype(dtype), shape, box))
+        found.append(TensorShard(name, torch_dtype(dtype), shape, box))
     return found
 
 
-def name_of(table: Sequence[Shard]) -> str:
+def name_of(table: Sequence[TensorShard]) -> str:
     return xxh3_128_hexdigest(msgspec.json.encode(rows_of(table)))
 
 
@@ -121,7 +121,7 @@ class _Brought:
         return self.answer is None and self.error is None
 
 
-class Ranks:
+class RankMeeting:
     """At rank 0: who has brought what. Connections call `bring` and `left`, the thread that sends calls the rest.
 
     An update is named by its `turn`, from `begin` to `end`. Who brings something to another one is told so.
@@ -135,7 +135,7 @@ class Ranks:
         self._taking: set[int] = set()  # ranks whose offers this turn has
         self._visits: dict[int, object] = {}  # the connection over which a rank came last
         self._fault: TransferQueueError | None = None  # why this turn cannot end well
-        self._tables: dict[int, tuple[str, list[Shard]]] = {}
+        self._tables: dict[int, tuple[str, list[TensorShard]]] = {}
 
     # for connections
 
@@ -219,7 +219,7 @@ class Ranks:
                     one.error = error
             self._changed.notify_all()
 
-    def table(self, rank: int, offer: Offer) -> list[Shard]:
+    def table(self, rank: int, offer: RankOffer) -> list[TensorShard]:
         """The shards of a rank, which sends them when they change."""
         if offer.table is not None:
             found = table_from(offer.table)
@@ -260,7 +260,7 @@ class RankLink:
             self._peer, self.known = p.Peer(self._address, timeout_s), ""
 
     def bring(self, step: p.Step, turn: str, body: bytes, deadline: Deadline) -> bytes:
-        """See `Ranks.bring`. `ServiceUnavailable` when rank 0 is gone."""
+        """See `RankMeeting.bring`. `ServiceUnavailable` when rank 0 is gone."""
         left_s = deadline.left(step)
         self.meet(left_s)
         assert self._peer is not None

@@ -17,7 +17,7 @@ from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.faults import as_typed
 from transfer_queue.weights.transport.info import Outcome
 from transfer_queue.weights.transport.ranks import MAX_NBYTES as MAX_TABLE_NBYTES
-from transfer_queue.weights.transport.ranks import Ranks
+from transfer_queue.weights.transport.ranks import RankMeeting
 from transfer_queue.weights.transport.wants import MAX_NBYTES, WantTables
 from transfer_queue.weights.version.digest import Buffer, host_bytes
 from transfer_queue.wire import handshake
@@ -73,7 +73,7 @@ class WeightServer:
         token: str,
         store: VersionSource,
         wants: WantTables | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankMeeting | None = None,
     ) -> None:
         if not token:
             raise InvalidInput("a server of weights needs a token")
@@ -169,7 +169,7 @@ class _Visit:
     """One connection, and what its peer borrowed."""
 
     def __init__(
-        self, stream: FrameSocket[m.Message], store: VersionSource, wants: WantTables | None, ranks: Ranks | None
+        self, stream: FrameSocket[m.Message], store: VersionSource, wants: WantTables | None, ranks: RankMeeting | None
     ) -> None:
         self.stream = stream
         self._store = store

@@ -26,9 +26,9 @@ from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLi
 from transfer_queue.weights.transport.holder import Holder
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
 from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
-from transfer_queue.weights.transport.ranks import Offer, PackedDigests, Planned, Ranks, Sealed, meeting_place
+from transfer_queue.weights.transport.ranks import PackedDigests, Planned, RankMeeting, RankOffer, Sealed, meeting_place
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
-from transfer_queue.weights.transport.ticket import Ticket
+from transfer_queue.weights.transport.ticket import PublishTicket
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.transport.version_store import VersionStore, newest_key
 from transfer_queue.weights.transport.wants import Specs, WantTables
@@ -97,7 +97,7 @@ class TcpTrainer(TrainerEngine):
             raise InvalidInput("versions of several ranks are full ones: anchor_every=1")
         self.token = info.token or secrets.token_urlsafe(24)
         self.store = TensorStore(info.keep)
-        self._ranks = Ranks(info.world) if info.world > 1 else None
+        self._ranks = RankMeeting(info.world) if info.world > 1 else None
         self._wants = WantTables(Specs.of(source.specs(), source.aliases()))
         listening, self.address = listen_tcp(info.host, info.port)
         self._server = WeightServer(listening, self.token, self.store, self._wants, self._ranks)
@@ -140,7 +140,7 @@ class TcpTrainer(TrainerEngine):
         self._have_met = True
         super()._meet(deadline)
 
-    def publish(self, version: int | None = None, *, deadline_s: float) -> Ticket:
+    def publish(self, version: int | None = None, *, deadline_s: float) -> PublishTicket:
         """As `TrainerEngine.publish`. Of several ranks each has to call it, and it first waits for the version that is
         on its way."""
         deadline = Deadline(deadline_s)
@@ -179,10 +179,10 @@ class TcpTrainer(TrainerEngine):
         named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
         return seal_pieces([table], [where], [digests], **named), buckets
 
-    def _publish_ranks(self, ranks: Ranks, draft: PendingVersion, deadline: Deadline) -> Manifest:
+    def _publish_ranks(self, ranks: RankMeeting, draft: PendingVersion, deadline: Deadline) -> Manifest:
         """Lead the ranks through `ranks`' steps until all of them have what they give where it can be fetched."""
         ranks.begin()
-        offers = [msgspec.json.decode(body, type=Offer) for body in ranks.gather("offer", deadline)]
+        offers = [msgspec.json.decode(body, type=RankOffer) for body in ranks.gather("offer", deadline)]
         for rank, offer in enumerate(offers, 1):
             if offer.version not in (None, draft.version):
                 raise InvalidInput(f"rank {rank} sends version {offer.version}, rank 0 {draft.version}")

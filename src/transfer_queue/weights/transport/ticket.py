@@ -9,14 +9,14 @@ from transfer_queue.errors import DeadlineExceeded
 from transfer_queue.weights.transport.pending import SyncReport
 
 
-class Ticket:
+class PublishTicket:
     """What `publish` returns. The weights may change; the update ends by its deadline, whether anybody asks or not."""
 
     def __init__(self, version: int) -> None:
         self.version = version
         self._call: BackgroundCall[SyncReport] | None = None
 
-    def start(self, function: Callable[[], SyncReport]) -> Ticket:
+    def start(self, function: Callable[[], SyncReport]) -> PublishTicket:
         """Have this go on in a thread of its own."""
         self._call = BackgroundCall("tq-weights-publish", function)
         return self

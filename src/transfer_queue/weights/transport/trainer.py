@@ -38,7 +38,7 @@ from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, describe
 from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
 from transfer_queue.weights.transport.pending import PendingAdapter, PendingBase, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
-from transfer_queue.weights.transport.ticket import Ticket
+from transfer_queue.weights.transport.ticket import PublishTicket
 from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
 from transfer_queue.weights.version.sources import SHARDED, Once, StateDictSource, WeightSource
 
@@ -85,8 +85,8 @@ class TrainerEngine(ABC):
         self._source = source
         self._busy = threading.Lock()  # one update at a time
         self._packing = threading.Lock()  # one version at a time, also while another one is on its way
-        self._waiting: Ticket | None = None  # a version that was packed while another one was on its way
-        self._tickets: list[Ticket] = []  # that have not ended
+        self._waiting: PublishTicket | None = None  # a version that was packed while another one was on its way
+        self._tickets: list[PublishTicket] = []  # that have not ended
         self._base: PendingBase | None = None
         self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
         self._num_deltas = 0
@@ -144,7 +144,7 @@ class TrainerEngine(ABC):
             self._conclude(report)
             return report
 
-    def publish(self, version: int | None = None, *, deadline_s: float) -> Ticket:
+    def publish(self, version: int | None = None, *, deadline_s: float) -> PublishTicket:
         """Pack the weights as they are now, as `version`, and have a thread bring them to every receiver.
 
         Returns when they are packed: then they may change. One version is on its way at a time. The next one waits
@@ -159,13 +159,13 @@ class TrainerEngine(ABC):
         with self._concluding(), self._packing:
             draft = PendingVersion(self._source, self._number("", version), self.run_id)
             manifest = self._pack(draft, deadline)
-            ticket = self._waiting = Ticket(draft.version)
+            ticket = self._waiting = PublishTicket(draft.version)
         pack_s = time.monotonic() - begun
         self._tickets = [one for one in self._tickets if not one.done] + [ticket]
         return ticket.start(lambda: self._bring_ticket(ticket, draft, manifest, deadline, pack_s))
 
     def _bring_ticket(
-        self, ticket: Ticket, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float
+        self, ticket: PublishTicket, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float
     ) -> SyncReport:
         with self._concluding():
             try:

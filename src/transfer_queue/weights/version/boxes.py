@@ -30,7 +30,7 @@ class Box(NamedTuple):
         return math.prod(self.lengths)
 
 
-class Cell(NamedTuple):
+class ShardCell(NamedTuple):
     """A part of a shard and who takes it, a bit for each table of wants."""
 
     box: Box
@@ -104,7 +104,7 @@ def do_tile(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
 
 
 @functools.lru_cache(1 << 14)
-def cut(shard: Box, wants: tuple[tuple[Box, ...], ...]) -> tuple[Cell, ...]:
+def cut(shard: Box, wants: tuple[tuple[Box, ...], ...]) -> tuple[ShardCell, ...]:
     """The shard along the edges of what each table wants of its tensor: all elements of a cell have the same takers.
 
     Neighbours with the same takers are one cell. A shard that would have more than `MAX_PIECES` is one cell, for
@@ -112,7 +112,7 @@ def cut(shard: Box, wants: tuple[tuple[Box, ...], ...]) -> tuple[Cell, ...]:
     """
     parts = [[part for want in table if (part := common(shard, want)) is not None] for table in wants]
     takers = sum(1 << number for number, found in enumerate(parts) if found)
-    one = (Cell(shard, takers),)
+    one = (ShardCell(shard, takers),)
     if all(part == shard for found in parts for part in found):
         return one
     edges = [
@@ -128,7 +128,7 @@ def cut(shard: Box, wants: tuple[tuple[Box, ...], ...]) -> tuple[Cell, ...]:
         return one
     spans = [[(at, end - at) for at, end in pairwise(dim)] for dim in edges]
     return tuple(
-        Cell(Box(tuple(at for at, _ in found), tuple(n for _, n in found)), int(bits))
+        ShardCell(Box(tuple(at for at, _ in found), tuple(n for _, n in found)), int(bits))
         for found, bits in zip(product(*spans), grid.flat, strict=True)
     )
 

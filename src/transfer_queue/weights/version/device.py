@@ -13,7 +13,7 @@ import torch
 
 from transfer_queue.errors import DigestMismatch, InvalidInput
 from transfer_queue.weights.version.digest import ALGO, DEVICE_ALGO, Buffer, byte_view, digest_tensor, host_bytes
-from transfer_queue.weights.version.manifest import Part
+from transfer_queue.weights.version.manifest import BucketPart
 from transfer_queue.weights.version.tensor_memory import room
 
 STEP = 4 << 20  # words at a time: twice as many bytes as these have are needed meanwhile
@@ -71,7 +71,7 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def staged(data: Buffer, nbytes: int, parts: Iterable[Part], algo: str, lend: bool) -> torch.Tensor:
+def staged(data: Buffer, nbytes: int, parts: Iterable[BucketPart], algo: str, lend: bool) -> torch.Tensor:
     """The bucket, checked where it lies; a copy on the same device unless lent. `DigestMismatch`."""
     source = data if isinstance(data, torch.Tensor) else torch.from_numpy(host_bytes(data))
     if source.dtype != torch.uint8 or tuple(source.shape) != (nbytes,):

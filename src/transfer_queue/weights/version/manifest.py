@@ -51,7 +51,7 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest
 
 
-class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A box of a tensor (`start`, `lengths`), in C order, where it lies, and the digest of its bytes."""
 
     start: tuple[Count, ...]
@@ -80,14 +80,14 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bucket: Count
     offset: Count
     delta: Stored | None = None
-    pieces: tuple[Piece, ...] | msgspec.UnsetType = msgspec.UNSET
+    pieces: tuple[TensorPiece, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BucketPart, ...]:
         """What lies in buckets."""
         if self.pieces is msgspec.UNSET:
-            return (Part(self, None, self.bucket, self.offset, *msgspec.structs.astuple(self.stored)),)
-        return tuple(Part(self, one, one.bucket, one.offset, one.nbytes, one.digest) for one in self.pieces)
+            return (BucketPart(self, None, self.bucket, self.offset, *msgspec.structs.astuple(self.stored)),)
+        return tuple(BucketPart(self, one, one.bucket, one.offset, one.nbytes, one.digest) for one in self.pieces)
 
     @property
     def stored(self) -> Stored:
@@ -99,11 +99,11 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Entry(self.dtype, self.shape, self.digest)
 
 
-class Part(NamedTuple):
+class BucketPart(NamedTuple):
     """What lies in one place of a bucket: a tensor, its difference, or a piece of it."""
 
     spec: TensorSpec
-    piece: Piece | None
+    piece: TensorPiece | None
     bucket: int
     offset: int
     nbytes: int
@@ -165,15 +165,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return xxh3_128_hexdigest(self.encode())
 
     @functools.cached_property
-    def by_bucket(self) -> list[list[Part]]:
+    def by_bucket(self) -> list[list[BucketPart]]:
         """What each bucket has, in the order of the tensors."""
-        found: list[list[Part]] = [[] for _ in self.buckets]
+        found: list[list[BucketPart]] = [[] for _ in self.buckets]
         for spec in self.tensors:
             for part in spec.parts:
                 found[part.bucket].append(part)
         return found
 
-    def in_bucket(self, index: int) -> list[Part]:
+    def in_bucket(self, index: int) -> list[BucketPart]:
         return self.by_bucket[index]
 
     def holder(self, bucket: int) -> int:
@@ -261,7 +261,7 @@ def _check_spec(m: Manifest, spec: TensorSpec) -> None:
         _check_pieces(spec, spec.pieces)
 
 
-def _check_pieces(spec: TensorSpec, pieces: tuple[Piece, ...]) -> None:
+def _check_pieces(spec: TensorSpec, pieces: tuple[TensorPiece, ...]) -> None:
     if not spec.nbytes or spec.bucket or spec.offset:
         raise BadManifest(f"{spec.name!r} is in pieces, and in a place of its own")
     if len(spec.shape) > MAX_DIMS or not do_tile(spec.shape, [piece.box for piece in pieces]):

@@ -17,7 +17,7 @@ from transfer_queue.errors import InvalidInput, ShapeMismatch
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.weights.version.device import ready
 from transfer_queue.weights.version.digest import ALGO, byte_view, copy_and_digest, digest_of, digest_tensor
-from transfer_queue.weights.version.manifest import Entry, Kind, Manifest, Part, TensorSpec, expand, root_of
+from transfer_queue.weights.version.manifest import BucketPart, Entry, Kind, Manifest, TensorSpec, expand, root_of
 from transfer_queue.weights.version.sources import TensorMeta, WeightSource
 
 BUCKET_NBYTES = 256 << 20
@@ -197,14 +197,14 @@ def seal(
     )  # fmt: skip
 
 
-def unpack(bucket: torch.Tensor, parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+def unpack(bucket: torch.Tensor, parts: Iterable[BucketPart]) -> dict[str, torch.Tensor]:
     """The tensors of a bucket (`Manifest.in_bucket`) of a version whose tensors are not in pieces, as `views` has
     them."""
     parts = list(parts)
     return dict(zip((part.name for part in parts), views(bucket, parts), strict=True))
 
 
-def views(bucket: torch.Tensor, parts: Iterable[Part]) -> list[torch.Tensor]:
+def views(bucket: torch.Tensor, parts: Iterable[BucketPart]) -> list[torch.Tensor]:
     """What a bucket has, in the order of `parts`, as views of it where offsets permit that dtype. What is stored as a
     difference comes as its flat uint8 bytes, a piece with the shape of its box."""
     found = []

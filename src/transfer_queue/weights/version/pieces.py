@@ -32,20 +32,20 @@ from transfer_queue.weights.version.manifest import (
     PIECES,
     Entry,
     Manifest,
-    Piece,
+    TensorPiece,
     TensorSpec,
     expand,
     root_of,
     sharded_digest,
 )
 from transfer_queue.weights.version.packing import AHEAD_NBYTES, BUCKET_NBYTES, NUM_THREADS
-from transfer_queue.weights.version.sharded import Shard
+from transfer_queue.weights.version.sharded import TensorShard
 
 _NUMPY: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 Wants: TypeAlias = "Mapping[str, tuple[Box, ...]]"  # by name; a tensor that is not there is not wanted
 
 
-class Place(NamedTuple):
+class CellPlace(NamedTuple):
     """Where a cell lies: in which bucket of its rank, and how many bytes."""
 
     box: Box
@@ -58,7 +58,7 @@ class ShardPlan(NamedTuple):
     """For each shard of one rank, in its order, where its cells lie: nowhere, when another rank gives that box.
     `buckets`: their sizes."""
 
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[CellPlace, ...], ...]
     buckets: tuple[int, ...]
 
 
@@ -70,7 +70,7 @@ class ShardDigests(NamedTuple):
 
 
 def plan_pieces(
-    tables: Sequence[Sequence[Shard]], wants: Sequence[Wants] = (), bucket_nbytes: int = BUCKET_NBYTES
+    tables: Sequence[Sequence[TensorShard]], wants: Sequence[Wants] = (), bucket_nbytes: int = BUCKET_NBYTES
 ) -> list[ShardPlan]:
     """Who gives what, for the shards of each rank. Boxes that nobody wants are given all the same: others may come.
 
@@ -86,12 +86,12 @@ def plan_pieces(
     ]
 
 
-def _chosen(tables: Sequence[Sequence[Shard]]) -> list[set[int]]:
+def _chosen(tables: Sequence[Sequence[TensorShard]]) -> list[set[int]]:
     """Which of its shards each rank gives. Of equal boxes, the rank that has the least to give so far."""
     given: list[set[int]] = [set() for _ in tables]
     load = [0] * len(tables)
     copies: dict[tuple[str, Box], list[tuple[int, int]]] = {}
-    by_name: dict[str, tuple[Shard, list[Box]]] = {}
+    by_name: dict[str, tuple[TensorShard, list[Box]]] = {}
     for rank, table in enumerate(tables):
         for index, shard in enumerate(table):
             first, boxes = by_name.setdefault(shard.name, (shard, []))
@@ -114,11 +114,13 @@ def _chosen(tables: Sequence[Sequence[Shard]]) -> list[set[int]]:
     return given
 
 
-def _filled(table: Sequence[Shard], mine: Sequence[bool], wants: Sequence[Wants], bucket_nbytes: int) -> ShardPlan:
+def _filled(
+    table: Sequence[TensorShard], mine: Sequence[bool], wants: Sequence[Wants], bucket_nbytes: int
+) -> ShardPlan:
     """Fill buckets for one rank: cells with the same takers together, in the order of the table."""
     buckets: list[int] = []
     last: dict[int, int] = {}  # by takers, the bucket that is being filled
-    places: list[tuple[Place, ...]] = []
+    places: list[tuple[CellPlace, ...]] = []
     for shard, is_given in zip(table, mine, strict=True):
         found = []
         for cell in cut(shard.box, tuple(one.get(shard.name, ()) for one in wants)) if is_given else ():
@@ -129,14 +131,14 @@ def _filled(table: Sequence[Shard], mine: Sequence[bool], wants: Sequence[Wants]
                 bucket, offset = len(buckets), 0
                 buckets.append(0)
                 last[cell.takers] = bucket
-            found.append(Place(cell.box, bucket, offset, nbytes))
+            found.append(CellPlace(cell.box, bucket, offset, nbytes))
             buckets[bucket] = offset + nbytes
         places.append(tuple(found))
     return ShardPlan(tuple(places), tuple(buckets))
 
 
 def pack_shards(
-    table: Sequence[Shard],
+    table: Sequence[TensorShard],
     tensors: Iterator[tuple[str, torch.Tensor]],
     where: ShardPlan,
     buckets: Sequence[torch.Tensor],
@@ -167,7 +169,7 @@ def pack_shards(
 
 
 def _pack_shard(
-    shard: Box, tensor: torch.Tensor, written: torch.Event | None, places: Sequence[Place], into: Sequence[Bytes]
+    shard: Box, tensor: torch.Tensor, written: torch.Event | None, places: Sequence[CellPlace], into: Sequence[Bytes]
 ) -> tuple[str, list[str]]:
     is_whole = len(places) == 1 and places[0].box == shard
     if written is not None:
@@ -205,7 +207,7 @@ def _elements(tensor: torch.Tensor) -> Any:
 
 
 def seal_pieces(
-    tables: Sequence[Sequence[Shard]],
+    tables: Sequence[Sequence[TensorShard]],
     plans: Sequence[ShardPlan],
     digests: Sequence[ShardDigests],
     *,
@@ -221,8 +223,8 @@ def seal_pieces(
     _check_copies(tables, digests)
     first_bucket = np.cumsum([0, *(len(plan.buckets) for plan in plans)]).tolist()
     shards: dict[str, dict[Box, str]] = defaultdict(dict)
-    pieces: dict[str, list[Piece]] = defaultdict(list)
-    metas: dict[str, Shard] = {}
+    pieces: dict[str, list[TensorPiece]] = defaultdict(list)
+    metas: dict[str, TensorShard] = {}
     for rank, (table, plan, found) in enumerate(zip(tables, plans, digests, strict=True)):
         for shard, places, digest, cells in zip(table, plan.places, *found, strict=True):
             metas.setdefault(shard.name, shard)
@@ -230,7 +232,7 @@ def seal_pieces(
                 shards[shard.name][shard.box] = digest
             for place, cell in zip(places, cells, strict=True):
                 at = first_bucket[rank] + place.bucket
-                pieces[shard.name].append(Piece(*place.box, place.nbytes, cell, at, place.offset))
+                pieces[shard.name].append(TensorPiece(*place.box, place.nbytes, cell, at, place.offset))
     specs = [_spec(shard, shards[name], pieces[name]) for name, shard in metas.items()]
     entries: dict[str, Entry] = {spec.name: spec.entry for spec in specs}
     is_plain = len(tables) == 1 and all(spec.pieces is msgspec.UNSET for spec in specs)
@@ -242,7 +244,7 @@ def seal_pieces(
     )  # fmt: skip
 
 
-def _check_copies(tables: Sequence[Sequence[Shard]], digests: Sequence[ShardDigests]) -> None:
+def _check_copies(tables: Sequence[Sequence[TensorShard]], digests: Sequence[ShardDigests]) -> None:
     held: dict[tuple[str, Box], tuple[int, str]] = {}
     for rank, (table, found) in enumerate(zip(tables, digests, strict=True)):
         for shard, digest in zip(table, found.shards, strict=True):
@@ -254,7 +256,7 @@ def _check_copies(tables: Sequence[Sequence[Shard]], digests: Sequence[ShardDige
                 )
 
 
-def _spec(shard: Shard, shards: Mapping[Box, str], pieces: list[Piece]) -> TensorSpec:
+def _spec(shard: TensorShard, shards: Mapping[Box, str], pieces: list[TensorPiece]) -> TensorSpec:
     name, shape = shard.name, shard.shape
     nbytes = math.prod(shape) * shard.dtype.itemsize
     boxes = {box: digest for box, digest in shards.items() if box.size}

@@ -18,7 +18,7 @@ from transfer_queue.errors import UnsupportedValue
 from transfer_queue.weights.version.boxes import Box, whole
 
 
-class Shard(NamedTuple):
+class TensorShard(NamedTuple):
     """A box of a tensor of `shape` that a rank holds."""
 
     name: str
@@ -30,7 +30,7 @@ class Shard(NamedTuple):
 class Held(NamedTuple):
     """A shard, and where it is in the local tensor."""
 
-    shard: Shard
+    shard: TensorShard
     local: tuple[slice, ...]
 
 
@@ -53,7 +53,7 @@ def held_of(name: str, tensor: torch.Tensor) -> list[Held]:
     """
     shape = tuple(tensor.shape)
     if not is_sharded(tensor):
-        return [Held(Shard(name, tensor.dtype, shape, whole(shape)), tuple(slice(0, n) for n in shape))]
+        return [Held(TensorShard(name, tensor.dtype, shape, whole(shape)), tuple(slice(0, n) for n in shape))]
     given: Any = tensor
     mesh = given.device_mesh
     coordinate = mesh.get_coordinate()
@@ -63,7 +63,7 @@ def held_of(name: str, tensor: torch.Tensor) -> list[Held]:
         boxes = boxes_held(shape, tuple(mesh.shape), tuple(coordinate), tuple(given.placements))
     except UnsupportedValue as error:
         raise UnsupportedValue(f"{name!r}: {error}") from None
-    return [Held(Shard(name, tensor.dtype, shape, box), local) for box, local in boxes]
+    return [Held(TensorShard(name, tensor.dtype, shape, box), local) for box, local in boxes]
 
 
 def boxes_held(

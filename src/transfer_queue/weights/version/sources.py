@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from transfer_queue.errors import InvalidInput, UnknownTensor, UnsupportedValue
 from transfer_queue.weights.version.boxes import whole
-from transfer_queue.weights.version.sharded import Held, Shard, held_of, is_sharded, local_of
+from transfer_queue.weights.version.sharded import Held, TensorShard, held_of, is_sharded, local_of
 
 SHARDED = "have every rank send its own (tcp, with `rank`, `world` and `meet`), or give full_tensor()"
 EXTRA_STATE = "_extra_state"  # what torch's `Module.get_extra_state` gives; not weights
@@ -60,7 +60,7 @@ class WeightSource(Protocol):
 class ShardSource(WeightSource, Protocol):
     """A source that gives what this rank holds, where it may be one of several."""
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[TensorShard]:
         """What `parts` gives, without loading it."""
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,7 +100,7 @@ class StateDictSource:
                 raise UnsupportedValue(f"only a part of {name!r} is here, it is a DTensor: {SHARDED}")
             yield name, tensor.detach().resolve_conj().resolve_neg().contiguous()
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[TensorShard]:
         return [held.shard for held in self._held]
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,12 +184,12 @@ class SafetensorsSource:
         return {}
 
 
-def shards_of(specs: Iterable[TensorMeta]) -> list[Shard]:
+def shards_of(specs: Iterable[TensorMeta]) -> list[TensorShard]:
     """Of whole tensors."""
-    return [Shard(name, dtype, shape, whole(shape)) for name, dtype, shape in specs]
+    return [TensorShard(name, dtype, shape, whole(shape)) for name, dtype, shape in specs]
 
 
-def table_of(source: WeightSource) -> list[Shard]:
+def table_of(source: WeightSource) -> list[TensorShard]:
     """What it gives here (`parts_of`)."""
     return source.shards() if isinstance(source, ShardSource) else shards_of(source.specs())
 
