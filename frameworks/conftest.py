@@ -51,7 +51,8 @@ def service(
     section = new_config(model, tmp_path_factory.mktemp("out")).transfer_queue
     on_ray = getattr(request.module, "ON_RAY", False)
     if on_ray:
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        num_cpus = getattr(request.module, "NUM_CPUS", 2)
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
     yield tq.init(section)
     tq.close()
     if on_ray:
