@@ -5,6 +5,7 @@
     payload     a rollout's record as rows, and the metadata of rows
     saved       what is wrong with a saved buffer, before anything of it is written
     patching    NeMo's buffer, replaced where NeMo makes it
+    refit_transport  weights from the policy to generation workers, for `refit_transport`
 
 A sampler is named in NeMo's settings; it works on this buffer only, so the buffer is put in the place of NeMo's first.
 Every change of the trainer's version reaches the service with the next `select` or `evict`, or by `set_weight_version`.
