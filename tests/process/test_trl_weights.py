@@ -1,0 +1,87 @@
+"""TRL's weight transfer, by the calls of its trainer, to a server of ours in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import Child
+
+from transfer_queue.errors import NotOpen, ShapeMismatch
+from transfer_queue.integrations.trl_weights import TrlTransfer
+from transfer_queue.weights.http import WeightSyncClient
+from transfer_queue.weights.version.digest import digest_tensor
+
+SERVER = """
+import torch
+from transfer_queue.weights import Control, Gate, Receiver, Swap
+from transfer_queue.weights.http import serve
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.version.digest import digest_tensor
+
+model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 2))
+receiver, gate = Receiver(Swap(model)), Gate()
+with serve(Control(registry.engine("tcp")(receiver), receiver, generation=gate), token="token") as server:
+    print(server.url)
+    while input():
+        with receiver.reading() as live:
+            digests = [digest_tensor(one.detach()) for one in live.module.parameters()]
+        print(live.tag.version, gate.is_paused(), *digests)
+"""
+
+
+@pytest.fixture
+def server(child: Callable[[str], Child]) -> Child:
+    return child(SERVER)
+
+
+def new_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 2))
+
+
+def given(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As TRL gives them."""
+    for name, one in model.named_parameters():
+        yield name, one.detach()
+
+
+def asked(server: Child) -> list[str]:
+    """Version, whether generation is paused, digests."""
+    server.say("what do you have?")
+    return server.line().split()
+
+
+def test_a_server_has_what_the_iterator_gave_in_every_sync(server: Child) -> None:
+    model = new_model()
+    transfer = TrlTransfer(model, WeightSyncClient(server.line(), "token"))
+    transfer.init_weight_transfer()
+    for step in (1, 2):
+        torch.nn.init.constant_(model[0].weight, step)
+        transfer.pause()
+        assert asked(server)[1] == "True"
+        transfer.send_weights(given(model))
+        transfer.resume()
+        assert asked(server)[1:] == ["False", *(digest_tensor(one.detach()) for one in model.parameters())]
+    transfer.destroy()
+    transfer.destroy()
+    server.say()
+    server.finish()
+
+
+def test_an_iterator_that_gives_other_tensors_leaves_the_server_as_it_was(server: Child) -> None:
+    model = new_model()
+    transfer = TrlTransfer(model, WeightSyncClient(server.line(), "token"))
+    with pytest.raises(NotOpen):
+        transfer.send_weights(given(model))
+    transfer.init_weight_transfer()
+    transfer.send_weights(given(model))
+    before = asked(server)
+    other = iter([*given(model)][::-1])
+    with pytest.raises(ShapeMismatch, match=r"1\.bias"):
+        transfer.send_weights(other)
+    assert list(other) == []  # the other ranks are in collectives for them
+    assert asked(server) == before
+    transfer.destroy()
+    server.say()
+    server.finish()
