@@ -114,6 +114,21 @@ def test_every_worker_gets_every_tensor_as_it_was(sender: Sender, workers: Worke
     assert [one.finish().splitlines() for one in found] == [described(tensors)] * 2
 
 
+def test_many_workers_of_one_process_wait_for_each_other(sender: Sender) -> None:
+    takers = [Taker(sender.address, sender.token, rank, 30.0) for rank in range(60)]
+
+    async def take(taker: Taker) -> list[str]:
+        return [name async for batch in taker.take(7, 30.0) for name, _ in batch]
+
+    async def update() -> list[Any]:
+        return await asyncio.gather(sender.send(weights().items(), 7, len(takers), 30.0), *map(take, takers))
+
+    _, *found = asyncio.run(update())
+    for taker in takers:
+        taker.close()
+    assert found == [list(weights())] * len(takers)
+
+
 def test_a_bucket_that_was_damaged_once_is_fetched_again(
     sender: Sender, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

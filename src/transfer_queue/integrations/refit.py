@@ -18,11 +18,12 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 
+from transfer_queue.background_call import BackgroundCall
 from transfer_queue.codec.layout import ALIGN
 from transfer_queue.errors import (
     Aborted,
@@ -54,9 +55,11 @@ TIMEOUT_S = 600.0
 BUCKET_NBYTES = 64 << 20  # at most: tensors wait for their bucket where the trainer's rank has them
 NUM_STREAMS = 2
 MEET_S = 30.0
+MAX_PEERS = 4096  # a worker has one connection, and one for each stream while it fetches
 REPORT_S = 2.0  # of telling the sender of a fault
 PACKED, DECIDED = "packed", ""  # what workers ask for: the version as soon as it is there, and once all have it
 Named = tuple[str, torch.Tensor]
+T = TypeVar("T")
 
 
 class Offer:
@@ -136,7 +139,7 @@ class Sender:
         self._offer = Offer()
         with system_faults():
             listening, self.address = listen_tcp(host or advertised("0.0.0.0"), 0)
-        self._server = WeightServer(listening, self.token, self._offer)
+        self._server = WeightServer(listening, self.token, self._offer, MAX_PEERS)
 
     async def send(self, weights: Iterable[Named], version: int, num_workers: int, timeout_s: float) -> RefitReport:
         """Read the tensors once, in this thread, to the end; return once all workers have verified them, and may load.
@@ -150,7 +153,7 @@ class Sender:
             begun = time.monotonic()
             manifest = self._pack(weights, version)
             packed = time.monotonic()
-            await asyncio.to_thread(self._await_workers, manifest, num_workers, deadline)
+            await beside(self._await_workers, manifest, num_workers, deadline)
         except BaseException as error:  # workers that wait must hear of an interrupt too
             self._offer.end(f"the trainer gave version {version} up: {error!r}")
             raise
@@ -211,7 +214,7 @@ class Taker:
         another version than `version` (if given) was sent, `DigestMismatch` for bytes that stay wrong,
         `DeadlineExceeded`, `ServiceUnavailable` when the sender is gone, `Aborted` when it gave up.
         """
-        manifest, buckets = await asyncio.to_thread(self._verified, version, Deadline(timeout_s))
+        manifest, buckets = await beside(self._verified, version, Deadline(timeout_s))
         for specs in manifest.by_bucket:
             found = unpack(buckets.pop(0), specs)
             yield [(name, tensor.to(device)) for name, tensor in found.items()]
@@ -316,6 +319,25 @@ class RefitEngine:
             raise NotOpen("this worker has met no sender since the last update ended: call prepare first")
         async for batch in self._taker.take(version, self._timeout_s, self._device):
             yield batch
+
+
+async def beside(function: Callable[..., T], *arguments: Any) -> T:
+    """What it returns or raises, in a thread of its own: workers of one event loop wait for each other, so a pool with
+    fewer threads would never end. A thread that nobody waits for any more ends with the call, or with the process."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def call() -> T:
+        try:
+            return function(*arguments)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(done.set)
+
+    running = BackgroundCall("tq-refit", call)
+    await done.wait()
+    while not running.ended(1.0):  # it only has to leave `call`
+        pass
+    return running.outcome()
 
 
 @torch.no_grad()

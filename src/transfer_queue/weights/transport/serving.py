@@ -65,7 +65,8 @@ class Empty:
 
 class WeightServer:
     """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`. `wants`: whom receivers tell
-    which parts of the tensors they need. `ranks`: where other ranks of the trainer come to."""
+    which parts of the tensors they need. `ranks`: where other ranks of the trainer come to. More
+    than `max_peers` connections at once are closed as they come."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class WeightServer:
         store: VersionSource,
         wants: WantTables | None = None,
         ranks: RankMeeting | None = None,
+        max_peers: int = MAX_PEERS,
     ) -> None:
         if not token:
             raise InvalidInput("a server of weights needs a token")
@@ -82,6 +84,7 @@ class WeightServer:
         self._store = store
         self._wants, self._ranks = wants, ranks
         self._max_nbytes = max(MAX_NBYTES if wants else 0, MAX_TABLE_NBYTES if ranks else 0)  # that a peer may bring
+        self._max_peers = max_peers
         self._lock = threading.Lock()
         self._noted = threading.Condition()
         self._peers: dict[threading.Thread, socket.socket] = {}
@@ -125,7 +128,7 @@ class WeightServer:
                 continue
             thread = threading.Thread(target=self._serve, args=(sock,), name="tq-weights-serve", daemon=True)
             with self._lock:
-                if self._closed or len(self._peers) >= MAX_PEERS:
+                if self._closed or len(self._peers) >= self._max_peers:
                     sock.close()
                     continue
                 self._peers[thread] = sock
