@@ -20,6 +20,7 @@ from transfer_queue.errors import (
     DeadlineExceeded,
     DigestMismatch,
     InvalidInput,
+    NotOpen,
     ServiceUnavailable,
     StaleVersion,
     UnsupportedValue,
@@ -232,11 +233,33 @@ def test_ranks_beside_are_not_left_in_a_collective_by_a_tensor_that_is_refused(
     assert list(rest) == []
 
 
-def test_two_tensors_of_one_name_and_no_tensors_are_refused(sender: Sender) -> None:
+def test_two_tensors_of_one_name_are_refused(sender: Sender) -> None:
     with pytest.raises(BadManifest, match="one name"):
         send(sender, [("weight", torch.ones(2)), ("weight", torch.zeros(2))], 0)
+
+
+def test_an_update_without_tensors_is_refused(sender: Sender) -> None:
     with pytest.raises(InvalidInput, match="no weights"):
         send(sender, [], 0)
+
+
+def test_an_update_has_one_version(sender: Sender) -> None:
+    taker = Taker(sender.address, sender.token, 0, 30.0)
+
+    async def take() -> list[str]:
+        return [name async for batch in taker.take(None, 30.0) for name, _ in batch]
+
+    async def update() -> None:
+        await asyncio.gather(sender.send(weights().items(), 7, 1, 30.0), take())
+
+    asyncio.run(update())
+    again = iter(weights().items())
+    with pytest.raises(NotOpen, match="has sent its version"):
+        send(sender, again, 1)
+    assert list(again) == []
+    with pytest.raises(NotOpen, match="has taken the version"):
+        asyncio.run(take())
+    taker.close()
 
 
 def test_a_worker_that_leaves_wakes_up_what_waits(sender: Sender) -> None:

@@ -136,6 +136,7 @@ class Sender:
         self.run_id = secrets.token_hex(8)
         self.token = secrets.token_urlsafe(24)
         self._bucket_nbytes = min(bucket_nbytes, BUCKET_NBYTES)
+        self._is_used = False
         self._offer = Offer()
         with system_faults():
             listening, self.address = listen_tcp(host or advertised("0.0.0.0"), 0)
@@ -147,8 +148,13 @@ class Sender:
         Blocks the event loop while it reads, as the tensors may be the result of collectives of this thread. Raises
         what `weights` raises, `UnsupportedValue` for what is no plain tensor, `BadManifest` for a name that came twice,
         `DeadlineExceeded` when a worker has not verified in time, or what a worker raised. Nobody loads anything then.
+        `NotOpen` for a second call: workers that took the first version would be given it again.
         """
         deadline = Deadline(timeout_s)
+        if self._is_used:
+            read_along(weights)
+            raise NotOpen("this update has sent its version: another one begins with another sender")
+        self._is_used = True
         try:
             begun = time.monotonic()
             manifest = self._pack(weights, version)
@@ -203,6 +209,7 @@ class Taker:
         self._address = p.address_of(address, token)
         self._session = UpdateSession(SessionKey("", rank), time.monotonic, None)
         self._busy = threading.Lock()
+        self._is_used = False
         self._peer = p.Peer(self._address, min(timeout_s, MEET_S))
 
     async def take(
@@ -212,8 +219,12 @@ class Taker:
 
         Gives the first ones when every worker has verified all of them. Before that it raises `StaleVersion` when
         another version than `version` (if given) was sent, `DigestMismatch` for bytes that stay wrong,
-        `DeadlineExceeded`, `ServiceUnavailable` when the sender is gone, `Aborted` when it gave up.
+        `DeadlineExceeded`, `ServiceUnavailable` when the sender is gone, `Aborted` when it gave up, `NotOpen` for a
+        second call.
         """
+        if self._is_used:
+            raise NotOpen("this worker has taken the version of this update: another one begins with another sender")
+        self._is_used = True
         manifest, buckets = await beside(self._verified, version, Deadline(timeout_s))
         for specs in manifest.by_bucket:
             found = unpack(buckets.pop(0), specs)
@@ -310,6 +321,7 @@ class RefitEngine:
     async def _send(self, weights: Iterable[Named], version: int) -> RefitReport:
         """As `Sender.send`; `NotOpen` unless an update was begun since the last one ended."""
         if self._sender is None:
+            read_along(weights)
             raise NotOpen("no update was begun here since the last one ended: call prepare first")
         return await self._sender.send(weights, version, self._num_workers, self._timeout_s)
 
