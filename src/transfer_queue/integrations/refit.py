@@ -40,7 +40,7 @@ from transfer_queue.weights.receive.update_session import SessionKey, UpdateEnd,
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import as_typed, system_faults
-from transfer_queue.weights.transport.fetching import fetch
+from transfer_queue.weights.transport.fetching import Source, fetch
 from transfer_queue.weights.transport.info import Outcome, key_of
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.version.manifest import MAX_NBYTES, Manifest
@@ -103,6 +103,9 @@ class Offer:
                 raise InvalidInput(f"bucket {index} of {len(self._buckets)}")
             return self._buckets[index]
 
+    def holders(self, key: str) -> list[str]:
+        return []
+
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:
         raise InvalidInput("memory is not lent over TCP")
 
@@ -140,7 +143,7 @@ class Sender:
         self._offer = Offer()
         with system_faults():
             listening, self.address = listen_tcp(host or advertised("0.0.0.0"), 0)
-        self._server = WeightServer(listening, self.token, self._offer, MAX_PEERS)
+        self._server = WeightServer(listening, self.token, self._offer, max_peers=MAX_PEERS)
 
     async def send(self, weights: Iterable[Named], version: int, num_workers: int, timeout_s: float) -> RefitReport:
         """Read the tensors once, in this thread, to the end; return once all workers have verified them, and may load.
@@ -259,7 +262,7 @@ class Taker:
             staging.stage(index, place, lend, vouched=False)
             found[index] = place
 
-        sources = [self._address] * NUM_STREAMS
+        sources = [Source(self._address)] * NUM_STREAMS
         fetch(manifest, staging.missing, sources, stage, deadline, session=self._session)
         return [found[index] for index in range(len(manifest.buckets))]
 
