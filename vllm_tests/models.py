@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -13,13 +14,20 @@ PROMPT = [5, 17, 250, 3, 99]
 NUM_TOKENS = 12
 
 
-def drawn(seed: int, tied: bool = False) -> LlamaForCausalLM:
+LARGE = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "initializer_range": 0.02}  # fmt: skip
+
+
+def drawn(seed: int, tied: bool = False, **sizes: Any) -> LlamaForCausalLM:
     """A model with random weights, large enough that greedy answers differ clearly."""
     torch.manual_seed(seed)
+    small: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4,
+    }  # fmt: skip
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=tied, initializer_range=0.4,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0, torch_dtype="float32",
+        max_position_embeddings=4096, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        torch_dtype="float32", **{**small, **sizes},
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 

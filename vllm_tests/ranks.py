@@ -1,7 +1,7 @@
 """A trainer of four ranks (FSDP2 and tensor parallelism on gloo): `python -m vllm_tests.ranks`, once for each rank.
 
-The first line says what it is, as JSON. Each further line is the seed of other weights, which it sends; it prints the
-report then, and how many bytes it has served.
+The first line says what it is, as JSON. Each further line is the seed of other weights, or "again" for ones that differ
+a little, which it sends; it prints the report then, and how many bytes it has served.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,21 +49,30 @@ def take(model: Any, new: dict[str, torch.Tensor]) -> None:
                 local[place].copy_(new[name][within(shard.box, whole(shard.shape))])
 
 
+def nudge(model: Any) -> None:
+    with torch.no_grad():
+        for tensor in model.parameters():
+            (local_of(tensor) if is_sharded(tensor) else tensor).mul_(1.01)
+
+
 def main() -> None:
     given = json.loads(input())
     rank, tied = given["rank"], given["tied"]
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(given["port"]))
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    model = sharded(drawn(0, tied))
+    model = sharded(drawn(0, tied, **given.get("sizes", {})).to(getattr(torch, given.get("dtype", "float32"))))
     client = WeightSyncClient(given["url"], given["token"], timeout_s=60) if rank == 0 else None
     info = {"rank": rank, "world": WORLD}
     trainer = registry.trainer("tcp").trainer_init(info, client=client, source=ModuleSource(model))
     print("ready", flush=True)
     for line in sys.stdin:
-        take(model, dict(drawn(int(line), tied).state_dict()))
+        if line.strip() == "again":
+            nudge(model)
+        else:
+            take(model, dict(drawn(int(line), tied).state_dict()))
         report = trainer.send_weights(deadline_s=60)
-        told = {"version": report.version, "nbytes": report.nbytes, "served": trainer.num_served_nbytes}
+        told = {**msgspec.structs.asdict(report), "served": trainer.num_served_nbytes}
         print(json.dumps(told), flush=True)
     trainer.shutdown()
     dist.destroy_process_group()
