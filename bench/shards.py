@@ -1,6 +1,6 @@
 """An update of a real vLLM at TP 2: whole tensors to every worker, slices from one sender, slices from four ranks.
 
-    python -m bench.shards [--rounds 7] [--sizes small|large]
+    python -m bench.shards [--rounds 7] [--sizes small|large] [--ways whole,slices,ranks]
 
 Needs the environment of `make test-vllm`, which is made where it is missing. `large` is a Llama with 414 MB in bf16.
 Each way has a server of its own; `whole` is this package's engine as it is for receivers that report no wants.
@@ -123,7 +123,7 @@ def four_ranks(url: str, token: str, given: dict[str, Any]) -> Iterator[Callable
             one.wait(60)
 
 
-def run(rounds: int, sizes: str) -> None:
+def run(rounds: int, sizes: str, ways: list[str]) -> None:
     import psutil
     import torch
 
@@ -134,10 +134,10 @@ def run(rounds: int, sizes: str) -> None:
     given = {"sizes": LARGE if sizes == "large" else {}, "dtype": "bfloat16"}
     model = drawn(0, **given["sizes"]).to(torch.bfloat16)  # type: ignore[arg-type]
     nbytes = sum(tensor.nbytes for tensor in model.parameters())
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
         saved = save(model, Path(folder, "model"))
-        for way in WAYS:
+        for way in ways:
             server = Server(saved, "tq_tcp", Path(folder, way), 2, "--dtype", "bfloat16")
             try:
                 server.wait()
@@ -162,9 +162,8 @@ def run(rounds: int, sizes: str) -> None:
 
 
 def show(found: dict[str, list[dict[str, Any]]], nbytes: int) -> None:
-    print(
-        f"a model of {nbytes / 1e6:.0f} MB, TP 2, {len(found['whole'])} updates each, {os.cpu_count()} cores; medians"
-    )
+    num = max(map(len, found.values()))
+    print(f"a model of {nbytes / 1e6:.1f} MB, TP 2, {num} updates each, {os.cpu_count()} cores; medians")
     print(f"{'':8}{'pack':>9}{'update':>9}{'p95':>9}{'commit':>9}{'sent':>8}{'most':>8}{'after':>8}")
     for way, reports in found.items():
 
@@ -176,6 +175,7 @@ def show(found: dict[str, list[dict[str, Any]]], nbytes: int) -> None:
         times = [middle("pack_s"), middle("update_s"), p95, middle("commit_s")]
         shares = [middle("sent") / nbytes, middle("most") / nbytes * 2, middle("after") / nbytes * 2]
         print(f"{way:8}" + "".join(f"{1e3 * one:6.0f} ms" for one in times) + "".join(f"{one:8.2f}" for one in shares))
+        print(f"{'':8}after: {middle('after') / 1e6:.0f} MB")
     print("sent: models; most and after: shares of a worker (half a model)")
 
 
@@ -183,9 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", choices=["small", "large"], default="large")
+    parser.add_argument("--ways", default=",".join(WAYS))
     asked = parser.parse_args()
     if "vllm" in os.environ.get("TQ_BENCH_SHARDS", ""):
-        run(asked.rounds, asked.sizes)
+        run(asked.rounds, asked.sizes, asked.ways.split(","))
         return
     from vllm_tests.environment import made
 

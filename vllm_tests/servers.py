@@ -22,7 +22,7 @@ from transfer_queue.weights.http import WeightSyncClient
 from vllm_tests.models import NUM_TOKENS, PROMPT
 
 ROOT = Path(__file__).resolve().parent.parent
-TOKEN = secrets.token_urlsafe(16)  # of all servers of a run, so that one client may have several
+TOKEN = secrets.token_hex(16)  # of all servers of a run, so that one client may have several
 START_S = 240.0
 STOP_S = 30.0
 
