@@ -4,6 +4,7 @@ registry        engines by name; other packages bring more
 trainer         makes versions and leads receivers through the update
 pending         a version that is about to be sent, and what is reported of one that was
 version_store   which versions a server keeps
+version_folders  versions on a file system: names, leases, the newest one, the files of buckets
 clients         the calls that bring updates to servers
 info            what a trainer tells receivers, and how an update went there
 faults          faults of the system as typed errors

@@ -4,8 +4,7 @@
     LATEST                the name of the newest one that every receiver verified
     adapter-LABEL/        the same, for the versions of an adapter
 
-A version is written to a folder called `.tmp-...`, synced, and renamed: it is there whole or not at all. Readers hold a
-shared lock on `lease` (flock(2)); versions beyond `keep` are deleted once nobody holds theirs.
+How they are written, leased and deleted: `version_folders`. Versions beyond `keep` go once nobody holds theirs.
 
 A receiver that was given a root (TQ_WEIGHTS_ROOT, or by who serves it) takes folders below it only, whatever a trainer
 says; one that is called over a network takes none without.
@@ -14,36 +13,21 @@ says; one that is called over a network takes none without.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import json
 import math
-import mmap
 import os
 import secrets
 import shutil
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import numpy as np
 import torch
 
-from transfer_queue.errors import (
-    BadManifest,
-    DigestMismatch,
-    InvalidInput,
-    NotSupported,
-    ServiceUnavailable,
-    StaleVersion,
-    StoreFull,
-    TransferQueueError,
-    VersionGone,
-)
+from transfer_queue.errors import DigestMismatch, InvalidInput, NotSupported, StaleVersion, VersionGone
 from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.transport.base import Engine
@@ -52,14 +36,30 @@ from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.info import InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.transport.pending import PendingVersion, label_of
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
+from transfer_queue.weights.transport.version_folders import (
+    LATEST,
+    LENGTH,
+    MANIFEST,
+    TEMPORARY,
+    bucket_name,
+    check_name,
+    flush,
+    leased,
+    place_of,
+    point_to,
+    read_bucket,
+    remove_leftovers,
+    remove_version,
+    retain,
+    shard_name,
+    version_name,
+    writing,
+)
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import Placement, Plan, pack, plan
 from transfer_queue.weights.version.sources import _SAFETENSORS, INDEX, TensorMeta, WeightSource
 
-LATEST, LEASE, MANIFEST, TEMPORARY = "LATEST", "lease", "manifest.json", ".tmp-"
 _SPELLED = {dtype: spelled for spelled, dtype in _SAFETENSORS.items()}
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-LENGTH = struct.Struct("<Q")
 ROOT_VARIABLE = "TQ_WEIGHTS_ROOT"
 
 
@@ -113,10 +113,6 @@ class Aligned:
         return self._source.aliases()
 
 
-def shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05}-of-{count:05}.safetensors"
-
-
 def _header(places: list[Placement]) -> bytes:
     """The beginning of a safetensors file (its length is a multiple of 64, so the tensors are aligned in the file)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -138,16 +134,16 @@ class DiskTrainer(TrainerEngine):
             raise InvalidInput("versions on disk are full ones: other loaders could not read differences")
         super().__init__(info, client, source)
         self.root = Path(info.folder)
-        with _writing(self.root):
+        with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             for place in (self.root, *self.root.glob("adapter-*")):
-                _remove_leftovers(place)
+                remove_leftovers(place)
 
     def receivers_info(self) -> dict[str, Any]:
         return {"folder": str(self.root.resolve())}
 
     def folder_of(self, version: int, label: str = "") -> Path:
-        return place_of(self.root, label) / f"v{version:012}-{self.run_id}"
+        return place_of(self.root, label) / version_name(version, self.run_id)
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         return {**super().update_info(manifest, deadline), "name": self.folder_of(manifest.version).name}
@@ -155,29 +151,29 @@ class DiskTrainer(TrainerEngine):
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         final = self.folder_of(draft.version, draft.label)
         temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
-        with _writing(self.root):
+        with writing(self.root):
             final.parent.mkdir(exist_ok=True)
-            if os.sep in self.run_id or final.exists():
+            if final.exists():
                 raise StaleVersion(f"{final} exists already")
             try:
                 temporary.mkdir()
-                with _leased(temporary, fcntl.LOCK_EX):
+                with leased(temporary, fcntl.LOCK_EX):
                     manifest = self._write(draft, temporary, deadline)
                     os.rename(temporary, final)
                 self._sync(final.parent)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
-                _remove(final)
+                remove_version(final)
                 raise
         return manifest
 
     def _decide(self, manifest: Manifest) -> None:
         final = self.folder_of(manifest.version, label_of(manifest))
-        self._point(final)
-        _retain(final.parent, self.info.keep)
+        point_to(final, self.info.sync)
+        retain(final.parent, self.info.keep)
 
     def _withdraw(self, manifest: Manifest) -> None:
-        _remove(self.folder_of(manifest.version, label_of(manifest)))
+        remove_version(self.folder_of(manifest.version, label_of(manifest)))
 
     def _write(self, draft: PendingVersion, folder: Path, deadline: Deadline) -> Manifest:
         source = Aligned(draft.source)
@@ -189,33 +185,15 @@ class DiskTrainer(TrainerEngine):
             with open(folder / shard_name(packed.bucket, len(where.buckets)), "wb") as file:
                 file.write(_header(by_bucket[packed.bucket]))
                 file.write(packed.data.numpy().data)
-                self._flush(file)
+                flush(file, self.info.sync)
             digests.update(packed.digests)
         manifest = draft.seal(where, digests)
         for name, body in ((MANIFEST, manifest.encode()), (INDEX, _index(where, manifest))):
             with open(folder / name, "wb") as file:
                 file.write(body)
-                self._flush(file)
+                flush(file, self.info.sync)
         self._sync(folder)
         return manifest
-
-    def _point(self, final: Path) -> None:
-        """Have LATEST name it."""
-        temporary = self.root / f"{TEMPORARY}{LATEST}"
-        with _writing(self.root):
-            try:
-                with open(temporary, "wb") as file:
-                    file.write(final.name.encode())
-                    self._flush(file)
-                os.rename(temporary, final.parent / LATEST)
-            finally:
-                temporary.unlink(missing_ok=True)
-            self._sync(final.parent)
-
-    def _flush(self, file: Any) -> None:
-        file.flush()
-        if self.info.sync:
-            os.fsync(file.fileno())
 
     def _sync(self, folder: Path) -> None:
         if self.info.sync:
@@ -225,70 +203,9 @@ class DiskTrainer(TrainerEngine):
         """Versions stay on the disk."""
 
 
-def place_of(root: Path, label: str) -> Path:
-    """The folder with the versions of the weights (""), or of an adapter."""
-    return root / f"adapter-{quote(label, safe='')}" if label else root
-
-
 def _index(where: Plan, manifest: Manifest) -> bytes:
     files = {place.name: shard_name(place.bucket, len(where.buckets)) for place in where.placements}
     return json.dumps({"metadata": {"total_size": manifest.nbytes}, "weight_map": files}, indent=1).encode()
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """What the file system refuses within is raised as `StoreFull` where room is missing, else `ServiceUnavailable`."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, TransferQueueError):
-            raise
-        if error.errno in FULL:
-            raise StoreFull(f"the file system of {folder} is full, no version was left there: {error}") from error
-        raise ServiceUnavailable(f"nothing can be written to {folder}: {error}") from error
-
-
-@contextlib.contextmanager
-def _leased(folder: Path, kind: int) -> Iterator[None]:
-    """Hold the lease of a version while within; `VersionGone` when it is being deleted, or was."""
-    flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
-    try:
-        fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno in FULL:
-            raise
-        raise VersionGone(f"no version in {folder}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise VersionGone(f"{folder} is in use, or being deleted") from None
-        yield
-    finally:
-        os.close(fd)
-
-
-def _retain(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` versions, as far as nobody reads them."""
-    found = sorted((path for path in root.glob("v*-*") if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
-    for folder in found[: -max(keep, 1)]:
-        _remove(folder)
-
-
-def _remove_leftovers(root: Path) -> None:
-    """Delete what writers that died have left, and nothing of those that live."""
-    for folder in root.glob(f"{TEMPORARY}*"):
-        if folder.is_dir():
-            _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    if not folder.exists():
-        return
-    with contextlib.suppress(VersionGone), _leased(folder, fcntl.LOCK_EX):
-        doomed = folder.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
-        os.rename(folder, doomed)  # nobody opens it half deleted
-        shutil.rmtree(doomed, ignore_errors=True)
 
 
 class DiskUpdate(UpdateInfo, kw_only=True):
@@ -349,11 +266,10 @@ class DiskEngine(Engine):
         """Lease a version's folder until the update ends."""
         if self._root is None:
             raise InvalidInput("the folder is not known: init_transfer_engine first")
-        if Path(name).name != name or not name.startswith("v"):
-            raise InvalidInput(f"{name!r} is no version's folder")
+        check_name(name)
         self._leases.close()
         folder = self._permitted(place_of(self._root, label) / name)
-        self._leases.enter_context(_leased(folder, fcntl.LOCK_SH))
+        self._leases.enter_context(leased(folder, fcntl.LOCK_SH))
         self._folder = folder
         try:
             return Manifest.decode(self._permitted(folder / MANIFEST).read_bytes())
@@ -364,23 +280,11 @@ class DiskEngine(Engine):
         assert self._folder is not None
         for index in wanted:
             deadline.left()
-            path = self._permitted(self._folder / shard_name(index, len(manifest.buckets)))
-            read_shard(path, manifest.buckets[index], functools.partial(self.receiver.stage, index))
+            path = self._permitted(self._folder / bucket_name(manifest, index))
+            read_bucket(path, manifest.buckets[index], functools.partial(self.receiver.stage, index))
 
     def _ended(self) -> None:
         self._leases.close()
 
     def _close(self) -> None:
         self._root = None
-
-
-def read_shard(path: Path, nbytes: int, take: Callable[[Any], None]) -> None:
-    """Give the tensors' bytes, all of them, to `take`, straight from the page cache. They may be damaged."""
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < LENGTH.size:
-            raise BadManifest(f"{path} is no safetensors file")
-        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)  # unmapped with the last array over it
-    start = LENGTH.size + LENGTH.unpack_from(mapped)[0]
-    if len(mapped) - start != nbytes:
-        raise DigestMismatch(f"{path} has {len(mapped) - start} bytes of tensors instead of {nbytes}")
-    take(np.frombuffer(mapped, np.uint8)[start:])

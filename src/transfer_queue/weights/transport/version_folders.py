@@ -1,0 +1,174 @@
+"""Folders with a version each, on a file system that those who write and read them share.
+
+    v000000000007-RUN/  manifest.json, the buckets, lease
+    LATEST              the name of the newest one
+    adapter-LABEL/      the same, for the versions of an adapter
+
+A version is written to a folder called `.tmp-...`, synced, and renamed: it is there whole or not at all. Who writes it
+holds an exclusive lock on `lease` (flock(2)), readers a shared one; a folder is deleted once nobody holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import quote
+
+import numpy as np
+
+from transfer_queue.errors import (
+    BadManifest,
+    DigestMismatch,
+    InvalidInput,
+    ServiceUnavailable,
+    StoreFull,
+    TransferQueueError,
+    VersionGone,
+)
+from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.weights.version.manifest import FORMAT, Manifest
+
+LATEST, LEASE, MANIFEST, TEMPORARY, PLAIN = "LATEST", "lease", "manifest.json", ".tmp-", ".bucket"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+LENGTH = struct.Struct("<Q")
+
+
+def version_name(version: int, run_id: str) -> str:
+    """What the folder of a version is called; `InvalidInput` for a run that cannot be part of a file's name."""
+    if not run_id or os.sep in run_id or "\0" in run_id:
+        raise InvalidInput(f"{run_id!r} is no name of a run: it is to be part of a file's name")
+    return f"v{version:012}-{run_id}"
+
+
+def place_of(root: Path, label: str) -> Path:
+    """The folder with the versions of the weights (""), or of an adapter."""
+    return root / f"adapter-{quote(label, safe='')}" if label else root
+
+
+def check_name(name: str) -> str:
+    """`name`, if a version's folder can be called so, or `InvalidInput`: it may have come from a file, or a trainer."""
+    if Path(name).name != name or not name.startswith("v"):
+        raise InvalidInput(f"{name!r} is no version's folder")
+    return name
+
+
+def shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def piece_name(rank: int, index: int) -> str:
+    return f"rank-{rank:05}-{index:05}{PLAIN}"
+
+
+def bucket_name(manifest: Manifest, index: int) -> str:
+    """The file with a bucket: a safetensors shard; in format 2 its bytes alone, numbered for the rank that wrote it."""
+    if manifest.format == FORMAT:
+        return shard_name(index, len(manifest.buckets))
+    rank = manifest.holder(index)
+    return piece_name(rank, sum(manifest.holder(before) == rank for before in range(index)))
+
+
+def flush(file: IO[bytes], sync: bool = True) -> None:
+    """Hand what was written to the system, and with `sync` to the disk."""
+    file.flush()
+    if sync:
+        os.fsync(file.fileno())
+
+
+def point_to(final: Path, sync: bool = True) -> None:
+    """Have LATEST, beside the folder of a version, name it."""
+    temporary = final.parent / f"{TEMPORARY}{LATEST}"
+    with writing(final.parent):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(final.name.encode())
+                flush(file, sync)
+            os.rename(temporary, final.parent / LATEST)
+        finally:
+            temporary.unlink(missing_ok=True)
+        if sync:
+            sync_directory(final.parent)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the file system refuses within is raised as `StoreFull` where room is missing, else `ServiceUnavailable`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TransferQueueError):
+            raise
+        if error.errno in FULL:
+            raise StoreFull(f"the file system of {folder} is full, no version was left there: {error}") from error
+        raise ServiceUnavailable(f"nothing can be written to {folder}: {error}") from error
+
+
+@contextlib.contextmanager
+def leased(folder: Path, kind: int) -> Iterator[None]:
+    """Hold the lease of a version while within; `VersionGone` when it is being deleted, or was."""
+    flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
+    try:
+        fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise VersionGone(f"no version in {folder}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise VersionGone(f"{folder} is in use, or being deleted") from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def retain(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` versions, as far as nobody reads them."""
+    found = sorted((path for path in root.glob("v*-*") if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+    for folder in found[: -max(keep, 1)]:
+        remove_version(folder)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete what writers that died have left, and nothing of those that live."""
+    for folder in root.glob(f"{TEMPORARY}*"):
+        if folder.is_dir():
+            remove_version(folder)
+
+
+def remove_version(folder: Path) -> None:
+    if not folder.exists():
+        return
+    with contextlib.suppress(VersionGone), leased(folder, fcntl.LOCK_EX):
+        doomed = folder.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+        os.rename(folder, doomed)  # nobody opens it half deleted
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def read_bucket(path: Path, nbytes: int, take: Callable[[Any], None]) -> None:
+    """Give the bytes of a bucket, all of them, to `take`, straight from the page cache. They may be damaged.
+
+    The array may be written to: what is written stays in this process.
+    """
+    with open(path, "rb") as file:
+        is_plain, size = path.suffix == PLAIN, os.fstat(file.fileno()).st_size
+        if not is_plain and size < LENGTH.size:
+            raise BadManifest(f"{path} is no safetensors file")
+        if is_plain and not size:
+            mapped: Any = b""
+        else:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # unmapped with the last array over it
+    start = 0 if is_plain else LENGTH.size + LENGTH.unpack_from(mapped)[0]
+    if len(mapped) - start != nbytes:
+        raise DigestMismatch(f"{path} has {len(mapped) - start} bytes of tensors instead of {nbytes}")
+    take(np.frombuffer(mapped, np.uint8)[start:])
