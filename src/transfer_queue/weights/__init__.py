@@ -6,8 +6,9 @@ transport  moves versions between processes: shm, tcp, disk, collective, cuda_ip
 control    the calls that a trainer may make to a server
 http       those calls over HTTP, in both directions
 fleet      a trainer's replicas: two-phase commits, fences, late ones catch up
+dcp        versions as checkpoints: torch.distributed.checkpoint reads and writes them
 
-A layer knows only those above it in this list, with one exception: `fleet` and `http` do not know each other.
+A layer knows only those above it in this list, with one exception: `fleet`, `http` and `dcp` do not know each other.
 """
 
 from __future__ import annotations

@@ -63,17 +63,21 @@ class Staging:
         with self._lock:
             self._buckets.setdefault(index, place)
 
+    def parts(self) -> list[tuple[Part, torch.Tensor]]:
+        """All that is here, each part of a bucket as a view of it."""
+        return [
+            (part, view)
+            for index, bucket in sorted(self._buckets.items())
+            for part, view in zip(self._parts[index], views(bucket, self._parts[index]), strict=True)
+        ]
+
     def tensors(self, target: Target) -> dict[str, Staged | Pieces]:
         """What was wanted, by every name, aliases too; differences are applied to copies of what lives, or, where the
         target takes them, only checked. What is in pieces is put together, or, where the target takes them, left.
 
         `StaleBase` when the result is not the described one: the live weights were changed by somebody else.
         """
-        places = [
-            (part, view)
-            for index, bucket in sorted(self._buckets.items())
-            for part, view in zip(self._parts[index], views(bucket, self._parts[index]), strict=True)
-        ]
+        places = self.parts()
         found: dict[str, Staged | Pieces] = {}
         if self.manifest.kind == "delta":
             found.update(self._results(places, target))

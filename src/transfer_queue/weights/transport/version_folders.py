@@ -165,7 +165,7 @@ def read_bucket(path: Path, nbytes: int, take: Callable[[Any], None]) -> None:
         if not is_plain and size < LENGTH.size:
             raise BadManifest(f"{path} is no safetensors file")
         if is_plain and not size:
-            mapped: Any = b""
+            mapped: Any = bytearray()
         else:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # unmapped with the last array over it
     start = 0 if is_plain else LENGTH.size + LENGTH.unpack_from(mapped)[0]

@@ -77,7 +77,7 @@ class StateDictSource:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, rename: Rename | None = None) -> None:
         for name, tensor in tensors.items():
-            _check_plain(name, local_of(tensor) if is_sharded(tensor) else tensor)
+            check_plain(name, local_of(tensor) if is_sharded(tensor) else tensor)
         called = new_names(list(tensors), rename)
         tensors = {called[name]: tensor for name, tensor in tensors.items()}
         self._aliases = ties(tensors)
@@ -285,7 +285,8 @@ def ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-def _check_plain(name: str, tensor: object) -> None:
+def check_plain(name: str, tensor: object) -> None:
+    """`UnsupportedValue` for what is no dense tensor with memory."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedValue(f"{name!r} is a {type(tensor).__name__}, not a tensor")
     if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
