@@ -63,7 +63,7 @@ class Staging:
         with self._lock:
             self._buckets.setdefault(index, place)
 
-    def parts(self) -> list[tuple[Part, torch.Tensor]]:
+    def parts(self) -> list[tuple[BucketPart, torch.Tensor]]:
         """All that is here, each part of a bucket as a view of it."""
         return [
             (part, view)
