@@ -4,5 +4,6 @@ plugin    makes the engines known to vLLM
 engine    what a worker calls: nothing raises, and nothing but the commit keeps it from serving
  ├─ model       the target: versions go through the model's own loader, all or none
  ├─ checkpoint  what the loader takes, known before anything is touched
+ ├─ rehearsal   which parts it takes, found by loading without memory
  └─ ranks       the workers of one server commit together
 """

@@ -6,6 +6,7 @@ staging          the buckets that have arrived, each checked, in memory of its o
 compatibility    whether a version fits a model
 targets          how tensors become the live ones: copied in place, swapped in, or by changing modules
 stand_ins        new memory for many tensors with a short pause
+lazy             tensors that are not there: what a loader takes of them, and loading from just that
 lock             many readers or one writer
 adapters         LoRA adapters, which forward passes choose by label
 gate, pauses     where requests pass, so that generation can be paused; whose pause it is

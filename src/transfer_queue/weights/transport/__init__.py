@@ -2,6 +2,10 @@
 
 registry        engines by name; other packages bring more
 trainer         makes versions and leads receivers through the update
+ticket          a version that was published and is on its way
+ranks           the ranks of one trainer: what each brings to rank 0, and is told
+holder          a rank that does not lead: packs what it holds, and gives it
+wants           which parts of the tensors receivers need
 pending         a version that is about to be sent, and what is reported of one that was
 version_store   which versions a server keeps
 version_folders  versions on a file system: names, leases, the newest one, the files of buckets

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from transfer_queue.structs import decodable
 from transfer_queue.weights.version.delta import DeltaSource
 from transfer_queue.weights.version.digest import ALGO
 from transfer_queue.weights.version.manifest import Manifest
@@ -86,6 +87,7 @@ class PendingVersion:
         return self._delta.manifest(where, digests, version=self.version, epoch=self.run_id, base=base)
 
 
+@decodable
 class SyncReport(msgspec.Struct, frozen=True):
     """A version that every receiver committed. `pack_s`: until it could be fetched; `update_s`: until all had verified
     it; `commit_s`: until all had committed. `outdated`: adapters sent before that were for the weights it replaced.
