@@ -64,7 +64,7 @@ def manifest() -> Manifest:
 def test_all_buckets_of_a_manifest_take_one_look_at_its_tensors() -> None:
     made = manifest()
     assert made.by_bucket is made.by_bucket
-    assert [made.in_bucket(index)[0] for index in range(NUM)] == list(made.tensors)
+    assert [made.in_bucket(index)[0].spec for index in range(NUM)] == list(made.tensors)
 
 
 def test_a_manifest_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ from transfer_queue.weights.transport.wants import Specs, WantTables
 from transfer_queue.weights.version.boxes import whole
 from transfer_queue.weights.version.manifest import Count, Manifest
 from transfer_queue.weights.version.packing import pack_into, plan
-from transfer_queue.weights.version.pieces import Wants, copy_box, pack_shards, plan_pieces, seal_pieces
+from transfer_queue.weights.version.pieces import ShardPlan, copy_box, pack_shards, plan_pieces, seal_pieces
+from transfer_queue.weights.version.sharded import TensorShard
 from transfer_queue.weights.version.sources import WeightSource, parts_of, shards_of, table_of, weights_called
 from transfer_queue.weights.version.tensor_memory import room, warm
 
@@ -97,6 +98,7 @@ class TcpTrainer(TrainerEngine):
             raise InvalidInput("versions of several ranks are full ones: anchor_every=1")
         self.token = info.token or secrets.token_urlsafe(24)
         self.store = TensorStore(info.keep)
+        self._plan: tuple[object, list[ShardPlan]] | None = None  # with what it was made for
         self._ranks = RankMeeting(info.world) if info.world > 1 else None
         self._wants = WantTables(Specs.of(source.specs(), source.aliases()))
         listening, self.address = listen_tcp(info.host, info.port)
@@ -160,8 +162,8 @@ class TcpTrainer(TrainerEngine):
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         if self._ranks is not None and draft.is_whole:
             return self._publish_ranks(self._ranks, draft, deadline)
-        wants = self._wants.tables() if draft.is_whole else []
-        manifest, buckets = self._packed_for(draft, wants) if wants else self._packed(draft)
+        is_cut = draft.is_whole and self._wants.tables()
+        manifest, buckets = self._packed_for(draft) if is_cut else self._packed(draft)
         self.store.add(manifest, buckets)
         return manifest
 
@@ -170,10 +172,10 @@ class TcpTrainer(TrainerEngine):
         buckets = [room(nbytes) for nbytes in where.buckets]
         return draft.seal(where, pack_into(draft.source, where, buckets)), buckets
 
-    def _packed_for(self, draft: PendingVersion, wants: list[Wants]) -> tuple[Manifest, list[torch.Tensor]]:
+    def _packed_for(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
         """Cut along what receivers want."""
         table = shards_of(draft.source.specs())
-        (where,) = plan_pieces([table], wants, self.info.bucket_nbytes)
+        (where,) = self._planned([table])
         buckets = [room(nbytes) for nbytes in where.buckets]
         digests = pack_shards(table, iter(draft.source.tensors()), where, buckets)
         named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
@@ -188,7 +190,7 @@ class TcpTrainer(TrainerEngine):
                 raise InvalidInput(f"rank {rank} sends version {offer.version}, rank 0 {draft.version}")
         mine = table_of(draft.source)
         tables = [mine, *(ranks.table(rank, offer) for rank, offer in enumerate(offers, 1))]
-        plans = plan_pieces(tables, self._wants.tables(), self.info.bucket_nbytes)
+        plans = self._planned(tables)
         ranks.answer([msgspec.json.encode(Planned(ranks.turn, draft.version, one)) for one in plans[1:]])
         buckets = [room(nbytes) for nbytes in plans[0].buckets]
         packed = pack_shards(mine, parts_of(draft.source), plans[0], buckets)
@@ -200,6 +202,14 @@ class TcpTrainer(TrainerEngine):
         ranks.gather("served", deadline)
         self.store.add(manifest, buckets, [self.address, *(offer.address for offer in offers)])
         return manifest
+
+    def _planned(self, tables: list[list[TensorShard]]) -> list[ShardPlan]:
+        """Who gives what; the plan before, as long as shards and wants stay what they were."""
+        wants = self._wants.tables()
+        asked = (tables, list(wants))
+        if self._plan is None or self._plan[0] != asked:
+            self._plan = (asked, plan_pieces(tables, list(wants.values()), self.info.bucket_nbytes))
+        return self._plan[1]
 
     def _decide(self, manifest: Manifest) -> None:
         self.store.decide(manifest)

@@ -81,11 +81,11 @@ class WantTables:
             while len(self._tables) > MAX_RECEIVERS:
                 del self._tables[next(iter(self._tables))]
 
-    def tables(self) -> list[Wants]:
-        """Those that differ, in an order that does not depend on who reported first."""
+    def tables(self) -> dict[str, Wants]:
+        """Those that differ, by their digests, in an order that does not depend on who reported first."""
         with self._lock:
             newest = dict(reversed(self._tables.values()))
-        return [newest[digest] for digest in sorted(list(newest)[:MAX_TABLES])]
+        return {digest: newest[digest] for digest in sorted(list(newest)[:MAX_TABLES])}
 
 
 def _check(name: str, box: Box, named: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -82,11 +82,13 @@ def run_of(box: Box, shape: Sequence[int]) -> slice | None:
     return slice(first, first + box.size)
 
 
-def do_tile(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
+@functools.lru_cache(1 << 12)
+def do_tile(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
     """Whether these boxes, none of them empty, are the whole of `shape`, each element once.
 
     The mixed differences of a sum of boxes lie at their corners, with alternating signs, and determine it. So it is one
-    everywhere just when they cancel out but for the corners of the whole. Linear in the number of boxes.
+    everywhere just when they cancel out but for the corners of the whole. Linear in the number of boxes, and cached: a
+    model has few kinds of tensors.
     """
     left: Counter[Ints] = Counter()
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.codec.dtypes import torch_dtype
@@ -23,7 +24,7 @@ from transfer_queue.weights.version.digest import ALGO, DEVICE_ALGO
 
 FORMAT = 1
 PIECES = 2  # the format of versions with tensors in pieces; all others are written in the first
-MAX_NBYTES = 64 << 20  # of the JSON: a million tensors' worth
+MAX_NBYTES = 256 << 20  # of the JSON: two million pieces' worth
 ADAPTER_CONFIG = "adapter_config"  # in an adapter's `meta`: its configuration, as JSON text (there may be floats)
 MAX_DIMS = 8  # of a tensor in pieces: a piece has two to that power of corners
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -264,7 +265,7 @@ def _check_spec(m: Manifest, spec: TensorSpec) -> None:
 def _check_pieces(spec: TensorSpec, pieces: tuple[TensorPiece, ...]) -> None:
     if not spec.nbytes or spec.bucket or spec.offset:
         raise BadManifest(f"{spec.name!r} is in pieces, and in a place of its own")
-    if len(spec.shape) > MAX_DIMS or not do_tile(spec.shape, [piece.box for piece in pieces]):
+    if len(spec.shape) > MAX_DIMS or not do_tile(spec.shape, tuple(piece.box for piece in pieces)):
         raise BadManifest(f"the pieces of {spec.name!r} are not its elements, each of them once")
     itemsize = torch_dtype(spec.dtype).itemsize
     for piece in pieces:
@@ -282,18 +283,30 @@ def _check_names(m: Manifest) -> None:
 
 
 def _check_places(m: Manifest) -> None:
-    ends = [0] * len(m.buckets)
-    parts = [part for spec in m.tensors for part in spec.parts]
-    for part in sorted(parts, key=lambda part: (part.bucket, part.offset, part.nbytes)):
-        name, bucket = part.name, part.bucket
-        if bucket >= len(ends):
-            raise BadManifest(f"{name!r} is in bucket {bucket} of {len(ends)}")
-        if part.offset < ends[bucket]:
-            raise BadManifest(f"{name!r} overlaps another tensor in bucket {bucket}")
-        ends[bucket] = part.offset + part.nbytes
-    for index, (end, nbytes) in enumerate(zip(ends, m.buckets, strict=True)):
-        if end > nbytes:
-            raise BadManifest(f"bucket {index} has {nbytes} bytes, its tensors end at {end}")
+    """Nothing overlaps, and all lies within its bucket. By columns: there may be millions of pieces."""
+    specs, places = [], []
+    for spec in m.tensors:
+        if spec.pieces is msgspec.UNSET:
+            specs.append(spec)
+            places.append((spec.bucket, spec.offset, spec.stored.nbytes))
+        else:
+            specs += [spec] * len(spec.pieces)
+            places += [(piece.bucket, piece.offset, piece.nbytes) for piece in spec.pieces]
+    bucket, offset, nbytes = np.array(places, np.int64).reshape(-1, 3).T
+    sizes = np.array(m.buckets, np.int64)
+    wrong = np.flatnonzero(bucket >= len(sizes))
+    if len(wrong):
+        raise BadManifest(f"{specs[wrong[0]].name!r} is in bucket {bucket[wrong[0]]} of {len(sizes)}")
+    wrong = np.flatnonzero(offset > sizes[bucket] - nbytes)
+    if len(wrong):
+        at = wrong[0]
+        raise BadManifest(f"bucket {bucket[at]} has {sizes[bucket[at]]} bytes, {specs[at].name!r} ends beyond")
+    order = np.lexsort((nbytes, offset, bucket))
+    bucket, offset, nbytes = bucket[order], offset[order], nbytes[order]
+    wrong = np.flatnonzero((bucket[1:] == bucket[:-1]) & (offset[1:] < offset[:-1] + nbytes[:-1]))
+    if len(wrong):
+        name = specs[order[wrong[0] + 1]].name
+        raise BadManifest(f"{name!r} overlaps another tensor in bucket {bucket[wrong[0]]}")
 
 
 def _check_meta(value: object, where: str) -> None:

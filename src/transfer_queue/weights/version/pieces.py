@@ -9,9 +9,10 @@ The plan is a pure function of shards and wants, and linear in the number of cel
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
@@ -79,59 +80,87 @@ def plan_pieces(
     """
     if len(wants) > MAX_TAKERS:
         raise InvalidInput(f"{len(wants)} tables of wants, at most {MAX_TAKERS}")
-    given = _chosen(tables)
-    return [
-        _filled(table, [index in mine for index in range(len(table))], wants, bucket_nbytes)
-        for table, mine in zip(tables, given, strict=True)
-    ]
+    named = _by_name(tables)
+    given = _chosen(named, len(tables))
+    wanted = {name: tuple(one.get(name, ()) for one in wants) for name in named}
+    return [_filled(table, mine, wanted, bucket_nbytes) for table, mine in zip(tables, given, strict=True)]
 
 
-def _chosen(tables: Sequence[Sequence[TensorShard]]) -> list[set[int]]:
-    """Which of its shards each rank gives. Of equal boxes, the rank that has the least to give so far."""
-    given: list[set[int]] = [set() for _ in tables]
-    load = [0] * len(tables)
-    copies: dict[tuple[str, Box], list[tuple[int, int]]] = {}
-    by_name: dict[str, tuple[TensorShard, list[Box]]] = {}
+Holding: TypeAlias = "tuple[int, int, TensorShard]"  # rank, index in its table
+
+
+def _by_name(tables: Sequence[Sequence[TensorShard]]) -> dict[str, list[Holding]]:
+    named: dict[str, list[Holding]] = defaultdict(list)
     for rank, table in enumerate(tables):
         for index, shard in enumerate(table):
-            first, boxes = by_name.setdefault(shard.name, (shard, []))
-            if (first.dtype, first.shape) != (shard.dtype, shard.shape):
+            found = named[shard.name]
+            found.append((rank, index, shard))
+            first = found[0][2]
+            if first.shape != shard.shape or first.dtype is not shard.dtype:
                 raise ShapeMismatch(
                     f"rank {rank} has {shard.name!r} as {shard.dtype} {list(shard.shape)}, another one as "
                     f"{first.dtype} {list(first.shape)}"
                 )
-            found = copies.setdefault((shard.name, shard.box), [])
-            if not found:
-                boxes.append(shard.box)
-            found.append((rank, index))
-    for first, boxes in by_name.values():
-        if boxes != [whole(first.shape)] and not do_tile(first.shape, [box for box in boxes if box.size]):
-            raise ShapeMismatch(f"the shards of {first.name!r} are not its elements, each of them once")
-    for (name, box), found in sorted(copies.items(), key=lambda one: len(one[1])):  # those without a choice first
-        rank, index = min(found, key=lambda one: load[one[0]])
+    return named
+
+
+def _chosen(named: Mapping[str, list[Holding]], num_ranks: int) -> list[set[int]]:
+    """Which of its shards each rank gives. Of equal boxes, the rank that has the least to give so far."""
+    given: list[set[int]] = [set() for _ in range(num_ranks)]
+    load = [0] * num_ranks
+    copied: list[tuple[int, list[Holding]]] = []
+    for name, found in named.items():
+        shape, itemsize = found[0][2].shape, found[0][2].dtype.itemsize
+        groups = _copies(shape, tuple(shard.box for _, _, shard in found))
+        if groups is None:
+            raise ShapeMismatch(f"the shards of {name!r} are not its elements, each of them once")
+        for group in groups:
+            rank, index, shard = found[group[0]]
+            nbytes = shard.box.size * itemsize
+            if len(group) == 1:
+                given[rank].add(index)
+                load[rank] += nbytes
+            else:
+                copied.append((nbytes, [found[at] for at in group]))
+    for nbytes, holdings in copied:  # after those without a choice
+        rank, index, _ = min(holdings, key=lambda one: load[one[0]])
         given[rank].add(index)
-        load[rank] += box.size * by_name[name][0].dtype.itemsize
+        load[rank] += nbytes
     return given
 
 
+@functools.lru_cache(1 << 12)
+def _copies(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """The places of equal boxes, together; None when the boxes do not tile the shape. Cached, as `cut`."""
+    groups: dict[Box, list[int]] = {}
+    for at, box in enumerate(boxes):
+        groups.setdefault(box, []).append(at)
+    if list(groups) != [whole(shape)] and not do_tile(shape, tuple(box for box in groups if box.size)):
+        return None
+    return tuple(map(tuple, groups.values()))
+
+
 def _filled(
-    table: Sequence[TensorShard], mine: Sequence[bool], wants: Sequence[Wants], bucket_nbytes: int
+    table: Sequence[TensorShard],
+    mine: Collection[int],
+    wanted: Mapping[str, tuple[tuple[Box, ...], ...]],
+    bucket_nbytes: int,
 ) -> ShardPlan:
     """Fill buckets for one rank: cells with the same takers together, in the order of the table."""
     buckets: list[int] = []
     last: dict[int, int] = {}  # by takers, the bucket that is being filled
     places: list[tuple[CellPlace, ...]] = []
-    for shard, is_given in zip(table, mine, strict=True):
+    for number, shard in enumerate(table):
         found = []
-        for cell in cut(shard.box, tuple(one.get(shard.name, ()) for one in wants)) if is_given else ():
-            nbytes = cell.box.size * shard.dtype.itemsize
-            bucket = last.get(cell.takers, -1)
+        for box, takers in cut(shard.box, wanted[shard.name]) if number in mine else ():
+            nbytes = box.size * shard.dtype.itemsize
+            bucket = last.get(takers, -1)
             offset = -(-buckets[bucket] // ALIGN) * ALIGN if bucket >= 0 else 0
             if bucket < 0 or (offset and offset + nbytes > bucket_nbytes):
                 bucket, offset = len(buckets), 0
                 buckets.append(0)
-                last[cell.takers] = bucket
-            found.append(CellPlace(cell.box, bucket, offset, nbytes))
+                last[takers] = bucket
+            found.append(CellPlace(box, bucket, offset, nbytes))
             buckets[bucket] = offset + nbytes
         places.append(tuple(found))
     return ShardPlan(tuple(places), tuple(buckets))
@@ -284,7 +313,7 @@ class Pieces:
         for part, held, tensor in found:
             if part == box:
                 return tensor[within(box, held)]
-        if not do_tile(box.lengths, [relative(part, box) for part, _, _ in found]):
+        if not do_tile(box.lengths, tuple(relative(part, box) for part, _, _ in found)):
             raise LookupError(f"{list(box.lengths)} from {list(box.start)} is not here")
         made = torch.empty(box.lengths, dtype=self.dtype, device=found[0][2].device)
         for part, held, tensor in found:
