@@ -15,8 +15,9 @@ from conftest import Child
 from weights import root
 from weights_ranks import CODE, WORLD, Model, drawn
 
-from transfer_queue.weights import Control, Receiver, Swap
-from transfer_queue.weights.http import serve
+from transfer_queue.errors import InvalidInput
+from transfer_queue.weights import Control, Receiver, StateDictSource, Swap
+from transfer_queue.weights.http import WeightSyncClient, serve
 from transfer_queue.weights.transport import registry
 
 TOKEN = "only for these tests"
@@ -181,3 +182,54 @@ def test_a_rank_that_comes_too_late_is_in_the_next_update(site: Site) -> None:
     assert all("rank 3 did not come" in one["text"] for one in found)
     assert [one["version"] for one in ranks.send()] == [1] * WORLD
     assert site.has(5)
+
+
+def test_ranks_meet_at_an_address_that_they_are_given(site: Site, child: Callable[[str], Child]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    code = """
+        import sys, torch
+        from transfer_queue.weights import StateDictSource
+        from transfer_queue.weights.http import WeightSyncClient
+        from transfer_queue.weights.transport import registry
+        from transfer_queue.weights.version.boxes import Box
+        from transfer_queue.weights.version.sharded import TensorShard
+
+        class Half(StateDictSource):
+            def shards(self):
+                return [TensorShard("weight", torch.float32, (4, 4), Box(({rank} * 2, 0), (2, 4)))]
+            def parts(self):
+                yield "weight", torch.full((2, 4), float({rank}))
+
+        source = Half({{"weight": torch.empty(4, 4)}})
+        info = {{"rank": {rank}, "world": 2, "meet": "tcp:127.0.0.1:{port}", "token": "t", "timeout_s": 20}}
+        if {rank} == 0:
+            client = WeightSyncClient({url!r}, {token!r}, timeout_s=20)
+            trainer = registry.trainer("tcp").trainer_init({{**info, "port": {port}}}, client=client, source=source)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        if {rank} == 1:
+            trainer = registry.trainer("tcp").trainer_init(info, client=None, source=source)
+        print(trainer.send_weights(deadline_s=20).version, flush=True)
+        trainer.shutdown()
+    """
+    live = torch.nn.Linear(4, 4, bias=False)
+    receiver = Receiver(Swap(live))
+    engine = registry.engine("tcp")(receiver)
+    with serve(Control(engine, receiver), port=0, token=TOKEN) as server:
+        told = {"port": port, "url": server.url, "token": TOKEN}
+        ranks = [child(code.format(rank=rank, **told)) for rank in range(2)]
+        for one in ranks:
+            assert one.line() == "ready"
+            one.say()
+        assert [one.line() for one in ranks] == ["1", "1"]
+    engine.shutdown()
+    assert live.weight[:, 0].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("info", [{"rank": 2}, {"rank": -1}, {"meet": "tcp:127.0.0.1:1"}, {"anchor_every": 3}])
+def test_settings_of_ranks_that_make_no_sense_are_refused(info: dict[str, Any]) -> None:
+    source = StateDictSource({"weight": torch.empty(2)})
+    given = {"rank": 0, "world": 2, **info}
+    with pytest.raises(InvalidInput):
+        registry.trainer("tcp").trainer_init(given, client=WeightSyncClient("http://127.0.0.1:1", "t"), source=source)

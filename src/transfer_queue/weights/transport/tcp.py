@@ -49,8 +49,8 @@ class TcpTrainerInfo(TrainerInfo, kw_only=True):
     `warm`: memory is touched when the two meet, up to 1 GiB on each side, not by the first updates.
 
     `rank` of `world`: every rank of the trainer is to call `trainer_init` and `send_weights`, and gives what it holds;
-    rank 0 leads, and only its client is used. `meet` and `token` are the address and the token of rank 0, over torch's
-    process group when they are left out."""
+    rank 0 leads, and only its client is used. `meet` and `token` are the address and the token of rank 0: given on every
+    rank, or on none, and then brought by torch's process group."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -116,6 +116,8 @@ class TcpTrainer(TrainerEngine):
         info = parse(init_info, cls.init_form)
         if not 0 <= info.rank < info.world:
             raise InvalidInput(f"rank {info.rank} of {info.world}")
+        if info.world > 1 and bool(info.meet) != bool(info.token):
+            raise InvalidInput("several ranks: give `meet` and `token` on every rank, or neither on any")
         if info.rank:
             meet, token = info.meet, info.token
             if not (meet and token):
