@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 320
 PROMPT = [5, 17, 250, 3, 99]
@@ -40,7 +40,7 @@ def constant(token: int, into: LlamaForCausalLM) -> None:
         into.lm_head.weight[token] = 1.0
 
 
-def answer(model: LlamaForCausalLM, num_tokens: int = NUM_TOKENS, prompt: list[int] = PROMPT) -> list[int]:
+def answer(model: PreTrainedModel, num_tokens: int = NUM_TOKENS, prompt: list[int] = PROMPT) -> list[int]:
     """The greedy continuation of the prompt."""
     said = list(prompt)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def answer(model: LlamaForCausalLM, num_tokens: int = NUM_TOKENS, prompt: list[i
     return said[len(prompt) :]
 
 
-def save(model: LlamaForCausalLM, folder: Path) -> Path:
+def save(model: PreTrainedModel, folder: Path) -> Path:
     """A folder that vLLM loads."""
     model.save_pretrained(folder, safe_serialization=True)
     words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCABULARY)}, unk_token="t0"))

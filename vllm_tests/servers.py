@@ -22,6 +22,7 @@ from transfer_queue.weights.http import WeightSyncClient
 from vllm_tests.models import NUM_TOKENS, PROMPT
 
 ROOT = Path(__file__).resolve().parent.parent
+PATHS = os.pathsep.join(map(str, (ROOT / "src", ROOT)))  # of this tree, whichever is installed
 TOKEN = secrets.token_hex(16)  # of all servers of a run, so that one client may have several
 START_S = 240.0
 STOP_S = 30.0
@@ -44,7 +45,7 @@ class Server:
             "--worker-extension-cls", "vllm_tests.faults.Faults", *options,
         ]  # fmt: skip
         more = {
-            "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT),
+            "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": PATHS,
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp))), "VLLM_NO_USAGE_STATS": "1",
             "TQ_WEIGHTS_ROOT": tempfile.gettempdir(),
         }  # fmt: skip

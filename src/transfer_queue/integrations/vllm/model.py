@@ -108,7 +108,7 @@ class LoadedModel(Target):
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        with set_current_vllm_config(self._vllm_config), _some_modules_may_lack():
+        with set_current_vllm_config(self._vllm_config), _some_modules_may_lack(), _kernels_made_anew(self._model):
             initialize_layerwise_reload(self._model)
             try:
                 load: Any = self._model.load_weights
@@ -162,6 +162,26 @@ def _forget_what_came(model: torch.nn.Module) -> None:
         if info.can_load():
             info.loaded_weights.clear()
             info.load_numel = 0
+
+
+@contextmanager
+def _kernels_made_anew(model: torch.nn.Module) -> Iterator[None]:
+    """On CPUs vLLM (0.32) repacks the weights of experts for their kernel when it makes the kernel, in no reload after
+    that: the answers would be wrong. So while a layer is loaded it has no kernel. Those of layers that were not loaded
+    come back."""
+    there: list[tuple[Any, Any]] = []
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None and all(one.device.type == "cpu" for one in layer.parameters()):
+            there.append((method, kernel))
+            method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in there:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
 
 
 def _some_modules_may_lack() -> Any:
