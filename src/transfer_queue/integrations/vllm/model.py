@@ -114,6 +114,7 @@ class LoadedModel(Target):
                 load: Any = self._model.load_weights
                 load(iter(tensors))
                 finalize_layerwise_reload(self._model, self._model_config)
+                _repack_shared(self._model)
             except BaseException:  # an interrupt must not leave layers without tensors
                 _forget_what_came(self._model)
                 finalize_layerwise_reload(self._model, self._model_config)
@@ -182,6 +183,20 @@ def _kernels_made_anew(model: torch.nn.Module) -> Iterator[None]:
         for method, kernel in there:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
+
+
+def _repack_shared(model: torch.nn.Module) -> None:
+    """On CPUs layers compute with a packed copy of their weight. A tied head that the version does not name was not
+    loaded, so its copy is of the embeddings before."""
+    owners: set[int] = set()
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or not hasattr(layer, "cpu_linear"):
+            continue
+        if id(weight) in owners:
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)
+        owners.add(id(weight))
 
 
 def _some_modules_may_lack() -> Any:
