@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from transfer_queue.integrations.vllm import plugin
+from transfer_queue.integrations.vllm.trainer import FactoryInfo
 from transfer_queue.weights import ModuleSource
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
@@ -55,6 +57,27 @@ def nudge(model: Any) -> None:
             (local_of(tensor) if is_sharded(tensor) else tensor).mul_(1.01)
 
 
+def of_ours(given: dict[str, Any], model: Any) -> tuple[Any, Any]:
+    """Each rank gives its shards."""
+    rank = given["rank"]
+    client = WeightSyncClient(given["url"], given["token"], timeout_s=60) if rank == 0 else None
+    info = {"rank": rank, "world": WORLD}
+    made: Any = registry.trainer("tcp").trainer_init(info, client=client, source=ModuleSource(model))
+    return made, made
+
+
+def from_factory(given: dict[str, Any], model: Any) -> tuple[Any, Any]:
+    """All of it is vLLM's, but the engine: its source gathers, and each rank gives some of the tensors."""
+    from vllm.distributed import weight_transfer as theirs
+
+    plugin.register()
+    made = theirs.WeightTransferTrainerFactory.trainer_init(
+        FactoryInfo(rank=given["rank"], backend="tq_tcp"),
+        client=theirs.HTTPVLLMWeightSyncClient(given["url"]), source=theirs.ModuleSource(model),
+    )  # fmt: skip
+    return made, made.engine
+
+
 def main() -> None:
     given = json.loads(input())
     rank, tied = given["rank"], given["tied"]
@@ -62,9 +85,7 @@ def main() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(given["port"]))
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     model = sharded(drawn(0, tied, **given.get("sizes", {})).to(getattr(torch, given.get("dtype", "float32"))))
-    client = WeightSyncClient(given["url"], given["token"], timeout_s=60) if rank == 0 else None
-    info = {"rank": rank, "world": WORLD}
-    trainer = registry.trainer("tcp").trainer_init(info, client=client, source=ModuleSource(model))
+    trainer, engine = from_factory(given, model) if given.get("factory") else of_ours(given, model)
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "again":
@@ -72,7 +93,7 @@ def main() -> None:
         else:
             take(model, dict(drawn(int(line), tied).state_dict()))
         report = trainer.send_weights(deadline_s=60)
-        told = {**msgspec.structs.asdict(report), "served": trainer.num_served_nbytes}
+        told = {**msgspec.structs.asdict(report), "served": engine.num_served_nbytes}
         print(json.dumps(told), flush=True)
     trainer.shutdown()
     dist.destroy_process_group()

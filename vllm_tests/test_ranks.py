@@ -19,7 +19,7 @@ from vllm_tests.servers import ROOT, Server
 
 
 @contextlib.contextmanager
-def ranks(server: Server, tied: bool) -> Any:
+def ranks(server: Server, tied: bool, factory: bool) -> Any:
     """Sends the weights of a seed through all ranks; their reports."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -39,7 +39,7 @@ def ranks(server: Server, tied: bool) -> Any:
                 tell(rank, str(seed))
             return [json.loads(one.stdout.readline()) for one in started]
 
-        given = {"port": port, "url": server.url, "token": server.token, "tied": tied}
+        given = {"port": port, "url": server.url, "token": server.token, "tied": tied, "factory": factory}
         for rank in range(WORLD):
             tell(rank, json.dumps({**given, "rank": rank}))
         assert [one.stdout.readline() for one in started] == ["ready\n"] * WORLD
@@ -49,18 +49,24 @@ def ranks(server: Server, tied: bool) -> Any:
             one.wait(30)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_tensor_parallel_workers_fetch_each_byte_once(start: Callable[..., Server], tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("tied", "factory"), [(False, False), (True, False), (True, True)], ids=["shards", "tied", "vllm's factory"]
+)
+def test_tensor_parallel_workers_fetch_each_byte_once(
+    start: Callable[..., Server], tmp_path: Path, tied: bool, factory: bool
+) -> None:
+    """`factory`: what the ranks give is gathered by vLLM's own source, and dealt to them."""
     model = drawn(0, tied)
     server = start(save(model, tmp_path), "tq_tcp", 2).wait()
     model_nbytes = sum(tensor.nbytes for tensor in dict(model.named_parameters()).values())
     replicated = sum(one.nbytes for name, one in model.named_parameters() if "norm" in name)
-    with ranks(server, tied) as send:
+    with ranks(server, tied, factory) as send:
         before = 0
         for version, seed in enumerate([31, 32, 33], 1):
             reports = send(seed)
             assert [one["version"] for one in reports] == [version] * WORLD
             served = sum(one["served"] for one in reports)
+            assert all(one["served"] for one in reports)
             assert model_nbytes <= served - before <= 1.05 * (model_nbytes + replicated)
             before = served
             assert server.say() == answer(drawn(seed, tied))

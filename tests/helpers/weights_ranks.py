@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 from transfer_queue.errors import TransferQueueError
+from transfer_queue.integrations.vllm.trainer import FactoryInfo, FactoryTrainer
 from transfer_queue.weights import ModuleSource
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
+from transfer_queue.weights.version.sources import TensorMeta
 
 WORLD = 4
 CODE = "import sys; sys.path.insert(0, 'tests/helpers'); import weights_ranks; weights_ranks.run({})"
@@ -82,6 +85,20 @@ def sharded(model: Model, kind: str) -> Model:
     return model
 
 
+class Gathering:
+    """Has the methods of vLLM's sources: what it gives takes all ranks."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(name, one.dtype, tuple(one.shape)) for name, one in self._model.state_dict().items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, one in self._model.state_dict().items():
+            yield name, getattr(one, "full_tensor", lambda one=one: one)()
+
+
 def set_weights(model: Model, seed: int) -> None:
     """Those of `drawn(seed)`, each rank its part."""
     from transfer_queue.weights.version.boxes import whole, within
@@ -102,8 +119,14 @@ def run(rank: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     model = sharded(drawn(0), setting["mesh"])
     client = WeightSyncClient(setting["urls"], setting["token"], timeout_s=20) if rank == 0 else None
-    info = {"rank": rank, "world": WORLD, "timeout_s": 20.0, **setting.get("info", {})}
-    trainer = registry.trainer("tcp").trainer_init(info, client=client, source=ModuleSource(model))
+    info = {"timeout_s": 20.0, **setting.get("info", {})}
+    trainer: Any
+    if setting.get("gathers"):
+        factory_info = FactoryInfo(rank=rank, backend="tq_tcp", options=info)
+        trainer = FactoryTrainer.trainer_init(factory_info, client=client, source=Gathering(model))
+    else:
+        told = {"rank": rank, "world": WORLD, **info}
+        trainer = registry.trainer("tcp").trainer_init(told, client=client, source=ModuleSource(model))
     print("ready", flush=True)
     for line in sys.stdin:
         what, _, how = line.strip().partition(" ")

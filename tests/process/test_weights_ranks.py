@@ -26,10 +26,10 @@ TOKEN = "only for these tests"
 class Ranks:
     """The processes, each of which answers what it was told."""
 
-    def __init__(self, start: Callable[[str], Child], url: str, mesh: str) -> None:
+    def __init__(self, start: Callable[[str], Child], url: str, mesh: str, **more: Any) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        setting = json.dumps({"port": port, "mesh": mesh, "urls": url, "token": TOKEN})
+        setting = json.dumps({"port": port, "mesh": mesh, "urls": url, "token": TOKEN, **more})
         self.all = [start(CODE.format(rank)) for rank in range(WORLD)]
         for one in self.all:
             one.say(setting)
@@ -54,8 +54,8 @@ class Site:
         self.engine = registry.engine("tcp")(self.receiver)
         self.server = serve(Control(self.engine, self.receiver), port=0, token=TOKEN)
 
-    def ranks(self, mesh: str = "fsdp") -> Ranks:
-        return Ranks(self._start, self.server.url, mesh)
+    def ranks(self, mesh: str = "fsdp", **more: Any) -> Ranks:
+        return Ranks(self._start, self.server.url, mesh, **more)
 
     def has(self, seed: int) -> bool:
         """Whether the server has these weights, bit for bit."""
@@ -98,6 +98,17 @@ def test_all_ranks_publish(site: Site) -> None:
     assert all("rank 3 did not come" in one["text"] for one in found)
     assert [one["version"] for one in ranks.send()] == [3] * WORLD
     assert site.has(7)
+
+
+def test_ranks_that_gather_full_tensors_give_what_is_dealt_to_them(site: Site) -> None:
+    """As a source of vLLM's does it: all of them read all tensors, or those that read on would wait for ever."""
+    ranks = site.ranks("fsdp_tp", gathers=True)
+    for version, seed in enumerate([5, 6], 1):
+        ranks.tell(f"train {seed}")
+        reports = ranks.send()
+        assert reports == [reports[0]] * WORLD
+        assert reports[0]["version"] == version
+        assert site.has(seed)
 
 
 def test_a_late_server_gets_the_buckets_of_all_ranks(site: Site) -> None:

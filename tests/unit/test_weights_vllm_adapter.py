@@ -34,6 +34,12 @@ class Factory:
         cls._registry[name] = (module, attribute)
 
 
+class TrainerFactory(Factory):
+    """Its other one."""
+
+    _registry: ClassVar[dict[str, Any]] = {}
+
+
 class Model(torch.nn.Module):
     """Has vLLM's `load_weights`; fails after `fails_after` tensors, once."""
 
@@ -60,12 +66,15 @@ def _a_place_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         made.__path__ = []  # a package
         monkeypatch.setitem(sys.modules, name, made)
 
-    Factory._registry = {"nccl": None}
+    Factory._registry, TrainerFactory._registry = {"nccl": None}, {"nccl": None}
     layerwise = SimpleNamespace(get_layerwise_info=lambda _: SimpleNamespace(can_load=lambda: False))
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.model_executor", "vllm.v1"):
         module(name)
-    module("vllm.distributed.weight_transfer.factory", WeightTransferEngineFactory=Factory)
+    module(
+        "vllm.distributed.weight_transfer.factory",
+        WeightTransferEngineFactory=Factory, WeightTransferTrainerFactory=TrainerFactory,
+    )  # fmt: skip
     sys.modules["vllm.distributed"].parallel_state = SimpleNamespace()  # type: ignore[attr-defined]
     module("vllm.v1.worker.gpu_worker", Worker=Client)
     module("vllm.config", set_current_vllm_config=lambda _: nullcontext())
@@ -153,6 +162,7 @@ def test_the_plug_in_registers_once_and_never_raises(monkeypatch: pytest.MonkeyP
     assert set(Factory._registry) == {"nccl", *plugin.ENGINES}
     for name, place in plugin.ENGINES.items():
         assert Factory._registry[name] == ("transfer_queue.integrations.vllm.engine", place)
+        assert TrainerFactory._registry[name] == ("transfer_queue.integrations.vllm.trainer", "FactoryTrainer")
     Factory._registry = {}
     monkeypatch.setattr(Factory, "register_engine", lambda *_: 1 / 0)
     plugin.register()

@@ -1,9 +1,12 @@
 """Our engines inside vLLM's workers: `plugin.register` is found by vLLM through `vllm.general_plugins`.
 
-plugin    makes the engines known to vLLM
+plugin    makes the engines known to vLLM, and the trainers
 engine    what a worker calls: nothing raises, and nothing but the commit keeps it from serving
  ├─ model       the target: versions go through the model's own loader, all or none
  ├─ checkpoint  what the loader takes, known before anything is touched
- ├─ rehearsal   which parts it takes, found by loading without memory
+ │   └─ rehearsal   the same, and which parts, from loading without memory
  └─ ranks       the workers of one server commit together
+
+trainer   what vLLM's factory of trainers makes
+ └─ source      vLLM's sources of weights as ours
 """

@@ -7,6 +7,7 @@ from typing import Any
 
 log = logging.getLogger("transfer_queue.weights")
 _HOME = "transfer_queue.integrations.vllm.engine"
+_TRAINER = ("transfer_queue.integrations.vllm.trainer", "FactoryTrainer")
 ENGINES = {
     "transfer_queue": "ShmWorker",
     "tq_shm": "ShmWorker",
@@ -18,21 +19,24 @@ ENGINES = {
 
 
 def register() -> None:
-    """Make the engines known to vLLM, for `--weight-transfer-config '{"backend": "transfer_queue"}'`. Repeatable; never
-    raises: a vLLM without weight transfer serves as before."""
+    """Make the engines known to vLLM, for `--weight-transfer-config '{"backend": "transfer_queue"}'`, and the trainers
+    to its factory for them (0.32). Repeatable; never raises: a vLLM without weight transfer serves as before."""
     try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm.distributed.weight_transfer import factory
 
+        trainers = getattr(factory, "WeightTransferTrainerFactory", None)
         for name, attribute in ENGINES.items():
-            _register(WeightTransferEngineFactory, name, attribute)
+            _register(factory.WeightTransferEngineFactory, name, _HOME, attribute)
+            if trainers is not None:
+                _register(trainers, name, *_TRAINER)
     except Exception as error:  # noqa: BLE001 whatever another release has there
         log.warning("this vLLM takes no weight-transfer engines: %r", error)
 
 
-def _register(factory: Any, name: str, attribute: str) -> None:
+def _register(factory: Any, name: str, module: str, attribute: str) -> None:
     if name in getattr(factory, "_registry", {}):
         return
     try:
-        factory.register_engine(name, _HOME, attribute)
+        factory.register_engine(name, module, attribute)
     except ValueError:
         log.debug("there is an engine %s already", name)
