@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from transfer_queue.errors import InvalidInput, NotSupported, UnsupportedValue
-from transfer_queue.weights.version.sharded import Shard, is_sharded
+from transfer_queue.weights.version.sharded import TensorShard, is_sharded
 from transfer_queue.weights.version.sources import ModuleSource, TensorMeta, WeightSource, shards_of
 
 
@@ -67,7 +67,7 @@ class GatheredSource:
     def aliases(self) -> dict[str, str]:
         return {}
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[TensorShard]:
         return shards_of(spec for spec in self._specs if spec.name in self._mine)
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,8 +49,8 @@ class TcpTrainerInfo(TrainerInfo, kw_only=True):
     `warm`: memory is touched when the two meet, up to 1 GiB on each side, not by the first updates.
 
     `rank` of `world`: every rank of the trainer is to call `trainer_init` and `send_weights`, and gives what it holds;
-    rank 0 leads, and only its client is used. `meet` and `token`, the address and the token of rank 0, are given on every
-    rank, or on none: torch's process group brings them then."""
+    rank 0 leads, and only its client is used. `meet` and `token`, the address and the token of rank 0, are given on all
+    ranks, or on none: torch's process group brings them then."""
 
     host: str = "127.0.0.1"
     port: int = 0
