@@ -5,7 +5,7 @@
 Needs the environment of `make test-vllm`, which is made where it is missing. `large` is a Llama with 414 MB in bf16.
 Each way has a server of its own; `whole` is this package's engine as it is for receivers that report no wants.
 Printed are medians: packing, the update (fetched and verified by both workers), the commit (vLLM's reload, the pause),
-bytes sent, and a worker's own memory (USS) above what it had before any update: at most while an update goes on, and
+bytes sent, and a worker's anonymous memory above what it had before any update: at most while an update goes on, and
 after it.
 """
 
@@ -31,7 +31,7 @@ POLL_S = 0.01
 
 
 class Memory:
-    """USS of a server's workers, watched."""
+    """What a server's workers have of their own, watched."""
 
     def __init__(self, workers: list[int]) -> None:
         self._workers = workers
@@ -45,7 +45,7 @@ class Memory:
         from bench.procfs import memory
 
         found = [memory(pid) for pid in self._workers]
-        return max(one.get("Private_Clean", 0) + one.get("Private_Dirty", 0) for one in found)
+        return max(one.get("Anonymous", 0) for one in found)
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):
