@@ -164,7 +164,7 @@ class RankMeeting:
             if mine.error is not None:
                 raise mine.error
             if mine.answer is None:
-                late = self._late(step, besides=rank)
+                late = self._fault or self._late(step, besides=rank)  # who gave up is no longer there, but not late
                 if self.turn:  # the others would wait for this one in vain
                     self._spoil(late)
                 raise late
@@ -195,10 +195,10 @@ class RankMeeting:
 
         with self._changed:
             came = self._changed.wait_for(have_come, deadline.left(f"waiting for the ranks ({step})"))
+            if not came:
+                self._spoil(self._late(step))
             if self._fault is not None:
                 raise self._fault
-            if not came:
-                raise self._late(step)
             self._taking |= set(others)
             return [self._brought[rank].body for rank in others]
 
@@ -213,7 +213,7 @@ class RankMeeting:
     def end(self, error: TransferQueueError | None = None) -> None:
         """The update is over; who waits is told why."""
         with self._changed:
-            self.turn, self._taking = "", set()
+            self.turn, self._taking, self._fault = "", set(), None
             for one in self._brought.values():
                 if one.is_open and error is not None:
                     one.error = error
