@@ -29,8 +29,9 @@ def state_of(partition: PartitionOverview) -> object:
 
 
 def is_due(seen: MapSeen | None, partition: PartitionOverview, now: float) -> bool:
-    """Whether to ask again."""
+    """Whether to ask again. A call that was slow once, on a busy machine, says little of what the next one costs: so no
+    map is older than `LATEST_S`."""
     if seen is None:
         return True
-    pause_s = seen.took_s / SHARE
-    return now - seen.at >= (pause_s if seen.state != state_of(partition) else max(pause_s, LATEST_S))
+    pause_s = min(seen.took_s / SHARE, LATEST_S)
+    return now - seen.at >= (pause_s if seen.state != state_of(partition) else LATEST_S)

@@ -1,0 +1,37 @@
+"""When a page asks for the map of a partition again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from transfer_queue.page.maps import LATEST_S, SHARE, MapSeen, is_due, state_of
+
+
+def partition(rows: int) -> Any:
+    """As much of an overview as is looked at."""
+    return SimpleNamespace(rows=rows, written={"x": rows}, tasks=[])
+
+
+def seen(took_s: float) -> MapSeen:
+    """A map of one row, at 100 s."""
+    return MapSeen(None, took_s, 100.0, state_of(partition(1)), 1)  # type: ignore[arg-type]
+
+
+def test_a_partition_that_changed_is_asked_for_again_as_often_as_its_cost_allows() -> None:
+    pause_s = 0.006 / SHARE
+    assert not is_due(seen(0.006), partition(2), 100 + pause_s - 0.01)
+    assert is_due(seen(0.006), partition(2), 100 + pause_s + 0.01)
+
+
+def test_one_that_did_not_change_is_asked_for_again_once_in_a_while() -> None:
+    assert not is_due(seen(0.006), partition(1), 100 + LATEST_S - 0.01)
+    assert is_due(seen(0.006), partition(1), 100 + LATEST_S)
+
+
+def test_a_call_that_was_slow_once_does_not_put_the_next_one_off_for_long() -> None:
+    assert is_due(seen(2.0), partition(2), 100 + LATEST_S)
+
+
+def test_without_a_map_it_is_due() -> None:
+    assert is_due(None, partition(1), 0.0)
