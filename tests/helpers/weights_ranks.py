@@ -3,7 +3,8 @@
     python -c "... weights_ranks.run(RANK)"   reads what it is from its first line (`Setting`)
 
 Then each line is a command: `send SECONDS` and `publish SECONDS` print the report or the error, `train SEED` changes
-the weights, `drift` those of this rank alone, `hang STEP` and `die STEP` stop it in that step of the next update.
+the weights, `drift` those of this rank alone, `hang STEP` and `die STEP` stop it in that step of the next update. `last
+SECONDS` sends, and leaves at once.
 """
 
 from __future__ import annotations
@@ -138,6 +139,11 @@ def run(rank: int) -> None:
                 getattr(local, "_local_tensor", local).add_(1)
         elif what in ("hang", "die"):
             stop_in(trainer, how, signal.SIGSTOP if what == "hang" else signal.SIGKILL)
+        elif what == "last":
+            found = send(trainer, float(how), publishes=False)
+            trainer.shutdown()
+            print(json.dumps(found), flush=True)
+            break
         else:
             print(json.dumps(send(trainer, float(how), publishes=what == "publish")), flush=True)
     trainer.shutdown()

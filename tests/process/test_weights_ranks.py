@@ -227,14 +227,16 @@ def test_ranks_meet_at_an_address_that_they_are_given(site: Site, child: Callabl
     live = torch.nn.Linear(4, 4, bias=False)
     receiver = Receiver(Swap(live))
     engine = registry.engine("tcp")(receiver)
-    with serve(Control(engine, receiver), port=0, token=TOKEN) as server:
-        told = {"port": port, "url": server.url, "token": TOKEN}
-        ranks = [child(code.format(rank=rank, **told)) for rank in range(2)]
-        for one in ranks:
-            assert one.line() == "ready"
-            one.say()
-        assert [one.line() for one in ranks] == ["1", "1"]
-    engine.shutdown()
+    try:
+        with serve(Control(engine, receiver), port=0, token=TOKEN) as server:
+            told = {"port": port, "url": server.url, "token": TOKEN}
+            ranks = [child(code.format(rank=rank, **told)) for rank in range(2)]
+            for one in ranks:
+                assert one.line() == "ready"
+                one.say()
+            assert [one.line() for one in ranks] == ["1", "1"]
+    finally:
+        engine.shutdown()
     assert live.weight[:, 0].tolist() == [0, 0, 1, 1]
 
 
@@ -244,3 +246,13 @@ def test_settings_of_ranks_that_make_no_sense_are_refused(info: dict[str, Any]) 
     given = {"rank": 0, "world": 2, **info}
     with pytest.raises(InvalidInput):
         registry.trainer("tcp").trainer_init(given, client=WeightSyncClient("http://127.0.0.1:1", "t"), source=source)
+
+
+def test_the_last_report_reaches_all_ranks_though_rank_0_leaves_at_once(site: Site) -> None:
+    ranks = site.ranks()
+    for rank in ranks.all:
+        rank.say("train 5")
+        rank.say("last 20")
+    assert [json.loads(rank.line())["version"] for rank in ranks.all] == [1] * WORLD
+    assert [rank.finish() for rank in ranks.all] == [""] * WORLD
+    assert site.has(5)

@@ -134,6 +134,7 @@ class RankMeeting:
         self._brought: dict[int, _Brought] = {}
         self._taking: set[int] = set()  # ranks whose offers this turn has
         self._visits: dict[int, object] = {}  # the connection over which a rank came last
+        self._untold: set[object] = set()  # connections whose ranks have brought something, and have no answer yet
         self._fault: TransferQueueError | None = None  # why this turn cannot end well
         self._tables: dict[int, tuple[str, list[TensorShard]]] = {}
 
@@ -147,6 +148,7 @@ class RankMeeting:
         mine = _Brought(step, body)
         with self._changed:
             self._visits[rank] = visit
+            self._untold.add(visit)
             if step != "offer" and turn != self.turn:
                 raise Aborted("that update is over")
             if step == "failed":
@@ -170,8 +172,15 @@ class RankMeeting:
                 raise late
             return mine.answer
 
+    def told(self, visit: object) -> None:
+        """What `bring` returned, or raised, was sent."""
+        with self._changed:
+            self._untold.discard(visit)
+            self._changed.notify_all()
+
     def left(self, rank: int, visit: object) -> None:
         """This connection of it is lost; it may have come over another one since."""
+        self.told(visit)
         with self._changed:
             if self._visits.get(rank) is not visit:
                 return
@@ -218,6 +227,12 @@ class RankMeeting:
                 if one.is_open and error is not None:
                     one.error = error
             self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Nobody leads any more: who waits is told so. Returns when all were told, within that time."""
+        self.end(ServiceUnavailable("rank 0 has left"))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._untold, timeout_s)
 
     def table(self, rank: int, offer: RankOffer) -> list[TensorShard]:
         """The shards of a rank, which sends them when they change."""

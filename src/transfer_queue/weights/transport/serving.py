@@ -148,6 +148,8 @@ class WeightServer:
                 if isinstance(message, p.OutcomeMessage):
                     self._note(message)
                 nbytes = visit.answer(message, payload)
+                if self._ranks is not None:
+                    self._ranks.told(visit)
                 if isinstance(message, p.GetBucket):
                     with self._lock:
                         self.num_served_nbytes += nbytes

@@ -41,6 +41,7 @@ from transfer_queue.weights.version.sources import WeightSource, parts_of, shard
 from transfer_queue.weights.version.tensor_memory import room, warm
 
 NUM_STREAMS = 2
+TELL_S = 5.0  # of telling the other ranks how the last update ended
 
 
 class TcpTrainerInfo(TrainerInfo, kw_only=True):
@@ -220,6 +221,8 @@ class TcpTrainer(TrainerEngine):
         self.store.withdraw(manifest)
 
     def _close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close(TELL_S)
         self._server.close()
 
 
