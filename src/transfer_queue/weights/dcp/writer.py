@@ -12,7 +12,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -36,7 +35,7 @@ from transfer_queue.weights.transport.version_folders import (
     writing,
 )
 from transfer_queue.weights.version.boxes import Box
-from transfer_queue.weights.version.manifest import PIECES, Manifest
+from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import BUCKET_NBYTES
 from transfer_queue.weights.version.pieces import (
     ShardDigests,
@@ -205,9 +204,8 @@ class VersionWriter(StorageWriter):
         """In format 2 in any case: the buckets' files are not safetensors."""
         tables, plans = [share.table for share in self._shares], [share.plan for share in self._shares]
         found = [ShardDigests(one, [[digest] for digest in one]) for one in digests]
-        manifest = seal_pieces(tables, plans, found, version=self._version, epoch=self._run_id, aliases={})
-        holders = tuple(rank for rank, plan in enumerate(plans) for _ in plan.buckets)
-        return msgspec.structs.replace(manifest, format=PIECES, holders=holders)
+        named: Any = {"version": self._version, "epoch": self._run_id, "aliases": {}}
+        return seal_pieces(tables, plans, found, names_holders=True, **named)
 
 
 def _check(item: WriteItem) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, TransferQueueError
+from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
@@ -27,11 +27,8 @@ from transfer_queue.weights.transport.ranks import (
 )
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.ticket import PublishTicket
-from transfer_queue.weights.version.pieces import pack_shards
+from transfer_queue.weights.version.pieces import pack_here
 from transfer_queue.weights.version.sources import WeightSource, parts_of, table_of
-from transfer_queue.weights.version.tensor_memory import room
-
-LEAVE_S = 600.0  # every update has a deadline
 
 
 class HeldBuckets:
@@ -125,26 +122,26 @@ class Holder:
 
     def _settle(self, deadline: Deadline) -> None:
         """What was published before has ended."""
-        if self._ticket is not None and not self._ticket.wait(deadline.left()):
-            raise DeadlineExceeded(f"version {self._ticket.version} was on its way until the deadline")
+        if self._ticket is not None:
+            self._ticket.settle(deadline)
 
     @system_faults()
     def _pack(self, version: int | None, deadline: Deadline) -> tuple[int, str, str]:
         """The version's number, the name of the update, and the manifest's key."""
         table = table_of(self._source)
-        key = name_of(table)
+        rows = rows_of(table)
+        key = name_of(rows)
         self._link.meet(deadline.left())
-        rows = None if self._link.known == key else rows_of(table)
-        offer = RankOffer(version, self.address, key, rows)
+        offer = RankOffer(version, self.address, key, None if self._link.known == key else rows)
         planned = msgspec.json.decode(self._link.bring("offer", "", msgspec.json.encode(offer), deadline), type=Planned)
         self._link.known = key
         try:
-            buckets = [room(nbytes) for nbytes in planned.plan.buckets]
-            packed = PackedDigests(pack_shards(table, parts_of(self._source), planned.plan, buckets))
+            buckets, digests = pack_here(table, parts_of(self._source), planned.plan)
         except Exception as error:  # the others are waiting
             self._tell(planned.turn, as_typed(error), deadline)
             raise
-        body = self._link.bring("packed", planned.turn, msgspec.json.encode(packed), deadline)
+        packed = msgspec.json.encode(PackedDigests(digests))
+        body = self._link.bring("packed", planned.turn, packed, deadline)
         sealed = msgspec.json.decode(body, type=Sealed)
         self.store.add(sealed.key, sealed.first, buckets)
         return planned.version, planned.turn, sealed.key
@@ -175,6 +172,6 @@ class Holder:
     def shutdown(self) -> None:
         """Leave, once what is on its way has ended. Receivers keep their weights. Repeatable."""
         if self._ticket is not None:
-            self._ticket.wait(LEAVE_S)
+            self._ticket.wait()
         self._link.close()
         self._server.close()

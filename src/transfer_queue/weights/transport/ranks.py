@@ -44,7 +44,7 @@ BEYOND_S = 1.0  # that a rank waits longer than it says: for the reason
 
 
 class ShardRow(NamedTuple):
-    """A `Shard` as JSON."""
+    """A `TensorShard` as JSON."""
 
     name: str
     dtype: str
@@ -104,8 +104,8 @@ def table_from(rows: Sequence[ShardRow]) -> list[TensorShard]:
     return found
 
 
-def name_of(table: Sequence[TensorShard]) -> str:
-    return xxh3_128_hexdigest(msgspec.json.encode(rows_of(table)))
+def name_of(rows: list[ShardRow]) -> str:
+    return xxh3_128_hexdigest(msgspec.json.encode(rows))
 
 
 class _Brought:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from transfer_queue.errors import DeadlineExceeded, DigestMismatch, InvalidInput, TransferQueueError
+from transfer_queue.errors import DigestMismatch, InvalidInput, TransferQueueError
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.base import Engine
@@ -35,7 +35,7 @@ from transfer_queue.weights.transport.wants import Specs, WantTables
 from transfer_queue.weights.version.boxes import whole
 from transfer_queue.weights.version.manifest import Count, Manifest
 from transfer_queue.weights.version.packing import pack_into, plan
-from transfer_queue.weights.version.pieces import ShardPlan, copy_box, pack_shards, plan_pieces, seal_pieces
+from transfer_queue.weights.version.pieces import ShardPlan, copy_box, pack_here, plan_pieces, seal_pieces
 from transfer_queue.weights.version.sharded import TensorShard
 from transfer_queue.weights.version.sources import WeightSource, parts_of, shards_of, table_of, weights_called
 from transfer_queue.weights.version.tensor_memory import room, warm
@@ -151,8 +151,7 @@ class TcpTrainer(TrainerEngine):
         deadline = Deadline(deadline_s)
         if self._ranks is not None:
             for ticket in self._tickets:
-                if not ticket.wait(deadline.left()):
-                    raise DeadlineExceeded(f"version {ticket.version} was on its way until the deadline")
+                ticket.settle(deadline)
         return super().publish(version, deadline_s=deadline.left())
 
     def _conclude(self, outcome: SyncReport | TransferQueueError) -> None:
@@ -179,8 +178,7 @@ class TcpTrainer(TrainerEngine):
         """Cut along what receivers want."""
         table = shards_of(draft.source.specs())
         (where,) = self._planned([table])
-        buckets = [room(nbytes) for nbytes in where.buckets]
-        digests = pack_shards(table, iter(draft.source.tensors()), where, buckets)
+        buckets, digests = pack_here(table, iter(draft.source.tensors()), where)
         named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
         return seal_pieces([table], [where], [digests], **named), buckets
 
@@ -195,8 +193,7 @@ class TcpTrainer(TrainerEngine):
         tables = [mine, *(ranks.table(rank, offer) for rank, offer in enumerate(offers, 1))]
         plans = self._planned(tables)
         ranks.answer([msgspec.json.encode(Planned(ranks.turn, draft.version, one)) for one in plans[1:]])
-        buckets = [room(nbytes) for nbytes in plans[0].buckets]
-        packed = pack_shards(mine, parts_of(draft.source), plans[0], buckets)
+        buckets, packed = pack_here(mine, parts_of(draft.source), plans[0])
         others = [msgspec.json.decode(body, type=PackedDigests) for body in ranks.gather("packed", deadline)]
         named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
         manifest = seal_pieces(tables, plans, [packed, *(one.digests for one in others)], **named)

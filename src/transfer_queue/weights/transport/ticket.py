@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import DeadlineExceeded
+from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.pending import SyncReport
+
+LEAVE_S = 600.0  # every update has a deadline
 
 
 class PublishTicket:
@@ -24,11 +27,16 @@ class PublishTicket:
     @property
     def done(self) -> bool:
         """Whether the update has ended, well or not."""
-        return self._call is not None and self._call.ended(0.0)
+        return self.wait(0.0)
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float = LEAVE_S) -> bool:
         """Whether it has ended within that time."""
         return self._call is not None and self._call.ended(timeout_s)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Return once it has ended, well or not; `DeadlineExceeded`."""
+        if not self.wait(deadline.left()):
+            raise DeadlineExceeded(f"version {self.version} was on its way until the deadline")
 
     def result(self, timeout_s: float = 3600.0) -> SyncReport:
         """What `send_weights` would have returned, or raised. `DeadlineExceeded` when it is still on its way then."""

@@ -44,7 +44,6 @@ from transfer_queue.weights.version.sources import SHARDED, Once, StateDictSourc
 
 log = logging.getLogger("transfer_queue.weights")
 MAX_LABEL = 80  # characters: labels become file names, percent-encoded
-LEAVE_S = 600.0  # every update has a deadline
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
 Self = TypeVar("Self", bound="TrainerEngine")
 
@@ -288,7 +287,7 @@ class TrainerEngine(ABC):
     def shutdown(self) -> None:
         """Free what the transport holds, once what is on its way ended. Receivers keep their weights. Repeatable."""
         for ticket in self._tickets:
-            ticket.wait(LEAVE_S)
+            ticket.wait()
         self._base = None
         self._close()
         self.reports.close()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ BUCKET_NBYTES = 256 << 20
 SMALL_NBYTES = 64 << 10  # handing over a copy to a thread costs more
 AHEAD_NBYTES = 64 << 20
 NUM_THREADS = min(4, os.cpu_count() or 1)
+T = TypeVar("T")
 
 
 class Placement(NamedTuple):
@@ -115,17 +116,43 @@ def pack_into(source: WeightSource, where: Plan, places: Sequence[torch.Tensor])
         return filling.end()
 
 
-class _Filling:
-    """Tensors on their way to their places: small ones are copied at once, threads copy the others.
+class Ahead(Generic[T]):
+    """Calls in threads; their results, in the order of the calls. Not more than `ahead_nbytes` of what they were given
+    waits for threads, if that is given."""
 
-    Not more than `ahead_nbytes` wait for threads, if that is given."""
-
-    def __init__(self, helpers: ThreadPoolExecutor, ahead_nbytes: int | None = None) -> None:
+    def __init__(self, helpers: ThreadPoolExecutor, ahead_nbytes: float = math.inf) -> None:
         self._helpers = helpers
         self._ahead_nbytes = ahead_nbytes
-        self._digests: dict[str, str] = {}
-        self._copying: deque[tuple[Placement, Future[str]]] = deque()
+        self._calls: deque[tuple[int, Future[T]]] = deque()
         self._nbytes = 0
+        self._results: list[T] = []
+
+    def add(self, nbytes: int, function: Callable[..., T], *args: Any) -> None:
+        self._calls.append((nbytes, self._helpers.submit(function, *args)))
+        self._nbytes += nbytes
+        while self._nbytes > self._ahead_nbytes:
+            self._take_first()
+
+    def end(self) -> list[T]:
+        """The results since this was asked last, once all calls have returned."""
+        while self._calls:
+            self._take_first()
+        found, self._results = self._results, []
+        return found
+
+    def _take_first(self) -> None:
+        nbytes, call = self._calls.popleft()
+        self._nbytes -= nbytes
+        self._results.append(call.result())
+
+
+class _Filling:
+    """Tensors on their way to their places: small ones are copied at once, threads copy the others, ahead as `Ahead`
+    lets them."""
+
+    def __init__(self, helpers: ThreadPoolExecutor, ahead_nbytes: float = math.inf) -> None:
+        self._digests: dict[str, str] = {}
+        self._copying: Ahead[tuple[str, str]] = Ahead(helpers, ahead_nbytes)
 
     def fill(
         self, places: Sequence[Placement], tensors: Iterator[tuple[str, torch.Tensor]], data: torch.Tensor
@@ -140,25 +167,21 @@ class _Filling:
             if place.nbytes < SMALL_NBYTES and tensor.device.type == "cpu":
                 self._digests[name] = copy_and_digest(part, byte_view(tensor).numpy())
                 continue
-            self._copying.append((place, self._helpers.submit(_copy, tensor, ready(tensor), part)))
-            self._nbytes += place.nbytes
-            while self._ahead_nbytes is not None and self._nbytes > self._ahead_nbytes:
-                self._take_first()
+            self._copying.add(place.nbytes, _copy_named, name, tensor, ready(tensor), part)
 
     def end(self) -> dict[str, str]:
         """The digests, once all is copied."""
-        while self._copying:
-            self._take_first()
-        found, self._digests = self._digests, {}
+        found, self._digests = {**self._digests, **dict(self._copying.end())}, {}
         return found
 
-    def _take_first(self) -> None:
-        place, copied = self._copying.popleft()
-        self._nbytes -= place.nbytes
-        self._digests[place.name] = copied.result()
+
+def _copy_named(name: str, tensor: torch.Tensor, written: torch.Event | None, into: Bytes) -> tuple[str, str]:
+    return name, copy_written(tensor, written, into)
 
 
-def _copy(tensor: torch.Tensor, written: torch.Event | None, into: Bytes) -> str:
+def copy_written(tensor: torch.Tensor, written: torch.Event | None, into: Bytes) -> str:
+    """The bytes of a contiguous tensor, on any device, to `into`, once it is `written` (`device.ready`); their
+    digest."""
     if written is None:
         return copy_and_digest(into, byte_view(tensor).numpy())
     written.synchronize()

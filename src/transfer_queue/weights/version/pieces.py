@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -39,8 +39,9 @@ from transfer_queue.weights.version.manifest import (
     root_of,
     sharded_digest,
 )
-from transfer_queue.weights.version.packing import AHEAD_NBYTES, BUCKET_NBYTES, NUM_THREADS
+from transfer_queue.weights.version.packing import AHEAD_NBYTES, BUCKET_NBYTES, NUM_THREADS, Ahead, copy_written
 from transfer_queue.weights.version.sharded import TensorShard
+from transfer_queue.weights.version.tensor_memory import room
 
 _NUMPY: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 Wants: TypeAlias = "Mapping[str, tuple[Box, ...]]"  # by name; a tensor that is not there is not wanted
@@ -177,40 +178,35 @@ def pack_shards(
     Each is contiguous, on any device. `ShapeMismatch` when one is not as the table says.
     """
     into = [bucket.numpy() for bucket in buckets]
-    found: list[tuple[str, list[str]]] = []
-    packing: deque[tuple[int, Future[tuple[str, list[str]]]]] = deque()
-    ahead = 0  # bytes of what is being packed
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-pack") as helpers:
+        packing: Ahead[tuple[str, list[str]]] = Ahead(helpers, AHEAD_NBYTES)
         for shard, places in zip(table, where.places, strict=True):
             name, tensor = next(tensors, ("no tensor", torch.empty(0)))
             if (name, tensor.dtype, tuple(tensor.shape)) != (shard.name, shard.dtype, shard.box.lengths):
                 raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} {list(tensor.shape)} instead of {shard}")
             targets = [into[place.bucket][place.offset : place.offset + place.nbytes] for place in places]
-            packed = helpers.submit(_pack_shard, shard.box, tensor, ready(tensor), places, targets)
-            packing.append((tensor.nbytes, packed))
-            ahead += tensor.nbytes
-            while ahead > AHEAD_NBYTES:
-                nbytes, packed = packing.popleft()
-                found.append(packed.result())
-                ahead -= nbytes
-        found += [packed.result() for _, packed in packing]
+            packing.add(tensor.nbytes, _pack_shard, shard.box, tensor, ready(tensor), places, targets)
+        found = packing.end()
     return ShardDigests([digest for digest, _ in found], [cells for _, cells in found])
+
+
+def pack_here(
+    table: Sequence[TensorShard], tensors: Iterator[tuple[str, torch.Tensor]], where: ShardPlan
+) -> tuple[list[torch.Tensor], ShardDigests]:
+    """As `pack_shards`, into buckets that are made for it."""
+    buckets = [room(nbytes) for nbytes in where.buckets]
+    return buckets, pack_shards(table, tensors, where, buckets)
 
 
 def _pack_shard(
     shard: Box, tensor: torch.Tensor, written: torch.Event | None, places: Sequence[CellPlace], into: Sequence[Bytes]
 ) -> tuple[str, list[str]]:
-    is_whole = len(places) == 1 and places[0].box == shard
+    if len(places) == 1 and places[0].box == shard:
+        digest = copy_written(tensor, written, into[0])
+        return digest, [digest]
     if written is not None:
         written.synchronize()
-        if is_whole:
-            torch.from_numpy(into[0]).copy_(byte_view(tensor))
-            digest = digest_of(into[0])
-            return digest, [digest]
         tensor = tensor.cpu()
-    if is_whole:
-        digest = copy_and_digest(into[0], byte_view(tensor).numpy())
-        return digest, [digest]
     digest = digest_of(byte_view(tensor).numpy())
     return digest, [copy_box(tensor, shard, place.box, part) for place, part in zip(places, into, strict=True)]
 
@@ -243,11 +239,12 @@ def seal_pieces(
     version: int,
     epoch: str,
     aliases: Mapping[str, str],
+    names_holders: bool = False,
 ) -> Manifest:
     """The manifest of what ranks have packed by their plans; the buckets of all ranks, one rank's after the other's.
 
-    In format 1 where each tensor is in one place, all of them at one rank. `ShapeMismatch` when ranks hold different
-    values of one box: their replicas have drifted apart.
+    In format 1 where each tensor is in one place, all of them at one rank, unless it `names_holders`. `ShapeMismatch`
+    when ranks hold different values of one box: their replicas have drifted apart.
     """
     _check_copies(tables, digests)
     first_bucket = np.cumsum([0, *(len(plan.buckets) for plan in plans)]).tolist()
@@ -264,7 +261,7 @@ def seal_pieces(
                 pieces[shard.name].append(TensorPiece(*place.box, place.nbytes, cell, at, place.offset))
     specs = [_spec(shard, shards[name], pieces[name]) for name, shard in metas.items()]
     entries: dict[str, Entry] = {spec.name: spec.entry for spec in specs}
-    is_plain = len(tables) == 1 and all(spec.pieces is msgspec.UNSET for spec in specs)
+    is_plain = not names_holders and len(tables) == 1 and all(spec.pieces is msgspec.UNSET for spec in specs)
     holders = tuple(rank for rank, plan in enumerate(plans) for _ in plan.buckets)
     return Manifest(
         format=FORMAT if is_plain else PIECES, version=version, epoch=epoch, kind="full", tensors=tuple(specs),
