@@ -15,7 +15,7 @@ import torch
 
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.weights.receive.targets import Metas
-from transfer_queue.weights.version.boxes import Box, box_of_view, strides_within, whole
+from transfer_queue.weights.version.boxes import Box, box_of_view, lies_in, strides_within, whole
 from transfer_queue.weights.version.pieces import Pieces, Wants
 
 aten: Any = torch.ops.aten
@@ -25,6 +25,9 @@ Supplied: TypeAlias = "torch.Tensor | Pieces"
 class Taking(Protocol):
     def __call__(self, name: str, view: torch.Tensor) -> torch.Tensor:
         """The data of a view (on meta) of the tensor called so; or, where there is none, the view."""
+
+    def counted(self, name: str, view: torch.Tensor) -> None:
+        """A loader took this view into a tensor without memory: its data is not needed."""
 
 
 class Lazy(torch.Tensor):
@@ -74,7 +77,7 @@ class Lazy(torch.Tensor):
 def _copied(func: Any, into: torch.Tensor, source: Lazy) -> torch.Tensor:
     """A rehearsal writes nothing: a twin may have tensors with memory, some of them the live model's."""
     if into.is_meta:
-        Notes.note(source._take, source._name, source._view)
+        source._take.counted(source._name, source._view)
         func(into, source._view)
         return into
     found = source._data()
@@ -103,11 +106,8 @@ class Notes:
             self._boxes.setdefault(name, {})[box] = None
         return view
 
-    @staticmethod
-    def note(take: Taking, name: str, view: torch.Tensor) -> None:
-        """A loader counts what it gets before it loads: that is a rehearsal, too, and takes nothing of a `Supply`."""
-        if isinstance(take, Notes):
-            take(name, view)
+    def counted(self, name: str, view: torch.Tensor) -> None:
+        self(name, view)
 
     def wants(self) -> Wants:
         return {name: _outermost(list(boxes)) for name, boxes in self._boxes.items()}
@@ -117,15 +117,9 @@ def _outermost(boxes: list[Box]) -> tuple[Box, ...]:
     """Without those that lie in another."""
     kept: list[Box] = []
     for box in sorted(boxes, key=lambda one: -one.size):
-        if not any(_holds(other, box) for other in kept):
+        if not any(lies_in(box, other) for other in kept):
             kept.append(box)
     return tuple(sorted(kept))
-
-
-def _holds(one: Box, other: Box) -> bool:
-    return all(
-        a <= b and b + m <= a + n for a, n, b, m in zip(one.start, one.lengths, other.start, other.lengths, strict=True)
-    )
 
 
 class Supply:
@@ -148,6 +142,9 @@ class Supply:
         part = held.of(box).contiguous()
         strides = strides_within(box.lengths, held.shape, view.shape, view.stride())
         return part.as_strided(view.shape, strides, part.storage_offset())
+
+    def counted(self, name: str, view: torch.Tensor) -> None:
+        """A loader counts what it gets before it loads: nothing of what came is needed for that."""
 
 
 def supplied(tensors: Mapping[str, Supplied], metas: Metas) -> Iterator[tuple[str, torch.Tensor]]:

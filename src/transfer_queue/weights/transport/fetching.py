@@ -85,8 +85,8 @@ class TrainerLink:
         found = msgspec.json.decode(body, type=list[str])
         if max(manifest.holders) >= len(found):
             raise ProtocolError(f"{len(found)} holders, and buckets of rank {max(manifest.holders)}")
-        others = [Source(p.address_of(one, token), rank) for rank, one in enumerate(found)]
-        return [Source(self.address, 0), *others[1:]]
+        others = [Source(p.address_of(one, token), rank) for rank, one in enumerate(found[1:], 1)]
+        return [Source(self.address, 0), *others]
 
     def tell_wants(
         self, key: str, wants_of: Callable[[Metas], Wants | None], who: str, rank: int, due: Deadline
@@ -158,6 +158,9 @@ def fetch(
     Raises the last fault when no source is left for a bucket that has not failed too often.
     """
     num_each = Counter(manifest.holder(index) for index in wanted)
+    lacking = set(num_each) - {source.holder for source in sources}
+    if lacking and all(source.holder is not None for source in sources):
+        raise Incomplete(f"nobody gives the buckets of rank {min(lacking)}")
     begun: Counter[int | None] = Counter()
     threads = []
     work = _Work(manifest, wanted, sources, stage, deadline, stall_s)
@@ -173,7 +176,7 @@ def fetch(
     if work.stopped is not None:
         raise work.stopped
     if work.num_left:
-        raise work.last or Incomplete(f"{work.num_left} buckets did not come")
+        raise Incomplete(f"{work.num_left} buckets did not come")
 
 
 class _Work:
@@ -199,7 +202,6 @@ class _Work:
         self._faults: Counter[Address] = Counter()
         self._peers: list[Peer] = []
         self.num_left = len(wanted)
-        self.last: TransferQueueError | None = None
         self.stopped: TransferQueueError | None = None
 
     def run(self, source: Source) -> None:
@@ -266,7 +268,6 @@ class _Work:
         with self._changed:
             self._todo.append(index)
             self._faults[address] += 1
-            self.last = typed
             able = [one for one in self._sources if self._has(one, index) and self._faults[one.address] < MAX_FAULTS]
             if not able:
                 self.stopped = typed  # nobody is left who has it

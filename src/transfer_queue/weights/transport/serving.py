@@ -148,7 +148,7 @@ class WeightServer:
                 if isinstance(message, p.OutcomeMessage):
                     self._note(message)
                 nbytes = visit.answer(message, payload)
-                if self._ranks is not None:
+                if isinstance(message, p.RankMessage) and self._ranks is not None:
                     self._ranks.told(visit)
                 if isinstance(message, p.GetBucket):
                     with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from transfer_queue.errors import InvalidInput
@@ -20,6 +21,15 @@ def newest_key(label: str) -> str:
     return f"@{label}" if label else ""
 
 
+@dataclass(frozen=True)
+class _Kept(Generic[T]):
+    """`body`: the manifest's. `holders`: the addresses of those that have the buckets, by rank, of several ranks."""
+
+    body: bytes
+    content: T
+    holders: list[str]
+
+
 class VersionStore(Generic[T]):
     """What a trainer gives to receivers, by the keys of manifests. Thread-safe.
 
@@ -31,17 +41,14 @@ class VersionStore(Generic[T]):
             raise InvalidInput(f"{keep} versions to keep")
         self._keep = keep
         self._lock = threading.Lock()
-        self._held: dict[str, dict[str, tuple[bytes, T]]] = {}  # by `newest_key`, then by key, oldest first
+        self._held: dict[str, dict[str, _Kept[T]]] = {}  # by `newest_key`, then by key, oldest first
         self._newest: dict[str, str] = {}  # by `newest_key`
-        self._holders: dict[str, list[str]] = {}  # by key, of versions that several ranks give
 
     def add(self, manifest: Manifest, content: T, holders: Sequence[str] = ()) -> None:
         """`holders`: the addresses of those that have its buckets, by rank, where that are several."""
         with self._lock:
-            if holders:
-                self._holders[key_of(manifest)] = list(holders)
             held = self._held.setdefault(newest_key(label_of(manifest)), {})
-            held[key_of(manifest)] = (manifest.encode(), content)
+            held[key_of(manifest)] = _Kept(manifest.encode(), content, list(holders))
 
     def decide(self, manifest: Manifest) -> list[T]:
         """This is the newest of its label from now on. Returns what is not to be fetched any more."""
@@ -51,30 +58,26 @@ class VersionStore(Generic[T]):
             held = self._held[name]
             names = list(held)  # later ones may be packed already
             past = names[: max(0, names.index(key_of(manifest)) + 1 - self._keep)]
-            for key in past:
-                self._holders.pop(key, None)
-            return [held.pop(key)[1] for key in past]
+            return [held.pop(key).content for key in past]
 
     def withdraw(self, manifest: Manifest) -> list[T]:
         """Nobody is to have it. Returns its content, if it was there."""
         with self._lock:
-            self._holders.pop(key_of(manifest), None)
             found = self._held[newest_key(label_of(manifest))].pop(key_of(manifest), None)
-        return [] if found is None else [found[1]]
+        return [] if found is None else [found.content]
 
     def manifest(self, key: str) -> bytes:
-        return self._find(key)[0]
+        return self._find(key).body
 
     def holders(self, key: str) -> list[str]:
-        with self._lock:
-            return self._holders.get(key, [])
+        return self._find(key).holders
 
     def content(self, key: str) -> T:
-        return self._find(key)[1]
+        return self._find(key).content
 
     def contents(self) -> list[T]:
         with self._lock:
-            return [content for held in self._held.values() for _, content in held.values()]
+            return [one.content for held in self._held.values() for one in held.values()]
 
     def clear(self) -> list[T]:
         """Keep nothing. Returns what was there."""
@@ -83,7 +86,7 @@ class VersionStore(Generic[T]):
             self._held.clear()
         return found
 
-    def _find(self, key: str) -> tuple[bytes, T]:
+    def _find(self, key: str) -> _Kept[T]:
         """By its key, or by a `newest_key`."""
         with self._lock:
             wanted = self._newest.get(key, key)

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from transfer_queue.codec.dtypes import dtype_name
 from transfer_queue.errors import InvalidInput, ProtocolError
 from transfer_queue.structs import decodable
-from transfer_queue.weights.version.boxes import Box
+from transfer_queue.weights.version.boxes import Box, lies_in, whole
 from transfer_queue.weights.version.pieces import Wants, by_name
 from transfer_queue.weights.version.sources import TensorMeta
 
@@ -94,5 +94,5 @@ def _check(name: str, box: Box, named: Mapping[str, tuple[str, tuple[int, ...]]]
         raise InvalidInput(
             f"a receiver wants {box} of {name!r}, which is {list(shape) if shape is not None else 'not'}"
         )
-    if any(at < 0 or n < 1 or at + n > size for at, n, size in zip(*box, shape, strict=True)):
+    if min(box.lengths, default=1) < 1 or not lies_in(box, whole(shape)):
         raise InvalidInput(f"a receiver wants {box} of {name!r}, which is {list(shape)}")

@@ -41,6 +41,14 @@ def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def lies_in(box: Box, around: Box) -> bool:
+    """Whether all of `box` is in the other one."""
+    return all(
+        first <= at and at + n <= first + room
+        for at, n, first, room in zip(box.start, box.lengths, around.start, around.lengths, strict=True)
+    )
+
+
 def common(one: Box, other: Box) -> Box | None:
     """What is in both."""
     start = tuple(map(max, one.start, other.start))

@@ -83,9 +83,8 @@ class StateDictSource:
         self._aliases = ties(tensors)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in self._aliases}
         self.is_sharded = any(map(is_sharded, self._tensors.values()))
-        for name, tensor in self._tensors.items():
-            if is_sharded(tensor):
-                held_of(name, tensor)  # raises for what cannot be given
+        if self.is_sharded:
+            self.shards()  # raises for what cannot be given
 
     @functools.cached_property
     def _held(self) -> list[Held]:
