@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -92,35 +90,18 @@ def one_sender(url: str, token: str, model: Any, takes_wants: bool) -> Iterator[
 
 @contextlib.contextmanager
 def four_ranks(url: str, token: str, given: dict[str, Any]) -> Iterator[Callable[[], dict[str, Any]]]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with contextlib.ExitStack() as stack:
-        command = [sys.executable, "-m", "vllm_tests.ranks"]
-        ranks: list[Any] = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(4)]
-        for one in ranks:
-            stack.callback(one.kill)
-        served = [0] * 4
+    from vllm_tests.ranks import started
 
-        def tell(texts: list[str]) -> list[str]:
-            for one, text in zip(ranks, texts, strict=True):
-                one.stdin.write(text + "\n")
-                one.stdin.flush()
-            return [one.stdout.readline() for one in ranks]
-
-        told = {**given, "port": port, "url": url, "token": token, "tied": False}
-        assert tell([json.dumps({**told, "rank": rank}) for rank in range(4)]) == ["ready\n"] * 4
+    with started({**given, "url": url, "token": token, "tied": False}) as tell:
+        served = 0
 
         def send() -> dict[str, Any]:
-            reports = [json.loads(line) for line in tell(["again"] * 4)]
-            sent = sum(one["served"] for one in reports) - sum(served)
-            served[:] = [one["served"] for one in reports]
-            return {**reports[0], "sent": sent}
+            nonlocal served
+            reports = tell("again")
+            before, served = served, sum(one["served"] for one in reports)
+            return {**reports[0], "sent": served - before}
 
         yield send
-        for one in ranks:
-            one.stdin.close()
-            one.wait(60)
 
 
 def run(rounds: int, sizes: str, ways: list[str]) -> None:

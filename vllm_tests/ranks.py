@@ -6,9 +6,13 @@ a little, which it sends; it prints the report then, and how many bytes it has s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -26,6 +30,7 @@ from transfer_queue.weights.transport import registry
 from transfer_queue.weights.version.boxes import whole, within
 from transfer_queue.weights.version.sharded import held_of, is_sharded, local_of
 from vllm_tests.models import drawn
+from vllm_tests.servers import ROOT
 
 WORLD = 4
 
@@ -76,6 +81,32 @@ def from_factory(given: dict[str, Any], model: Any) -> tuple[Any, Any]:
         client=theirs.HTTPVLLMWeightSyncClient(given["url"]), source=theirs.ModuleSource(model),
     )  # fmt: skip
     return made, made.engine
+
+
+@contextlib.contextmanager
+def started(given: dict[str, Any]) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """All ranks, in processes of their own: tells each of them the same line, and returns what they print."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-m", "vllm_tests.ranks"]
+        ranks: list[Any] = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(WORLD)]
+        for one in ranks:
+            stack.callback(one.kill)
+
+        def tell(texts: list[str]) -> list[str]:
+            for one, text in zip(ranks, texts, strict=True):
+                one.stdin.write(text + "\n")
+                one.stdin.flush()
+            return [one.stdout.readline() for one in ranks]
+
+        first = [json.dumps({**given, "port": port, "rank": rank}) for rank in range(WORLD)]
+        assert tell(first) == ["ready\n"] * WORLD
+        yield lambda text: [json.loads(line) for line in tell([text] * WORLD)]
+        for one in ranks:
+            one.stdin.close()
+            one.wait(60)
 
 
 def main() -> None:

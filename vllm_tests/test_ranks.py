@@ -2,51 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from vllm_tests.models import answer, drawn, save
-from vllm_tests.ranks import WORLD
-from vllm_tests.servers import ROOT, Server
-
-
-@contextlib.contextmanager
-def ranks(server: Server, tied: bool, factory: bool) -> Any:
-    """Sends the weights of a seed through all ranks; their reports."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with contextlib.ExitStack() as stack:
-        command = [sys.executable, "-m", "vllm_tests.ranks"]
-        started = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(WORLD)]
-        for one in started:
-            stack.callback(one.kill)
-
-        def tell(rank: int, text: str) -> None:
-            started[rank].stdin.write(text + "\n")
-            started[rank].stdin.flush()
-
-        def send(seed: int) -> list[dict[str, Any]]:
-            for rank in range(WORLD):
-                tell(rank, str(seed))
-            return [json.loads(one.stdout.readline()) for one in started]
-
-        given = {"port": port, "url": server.url, "token": server.token, "tied": tied, "factory": factory}
-        for rank in range(WORLD):
-            tell(rank, json.dumps({**given, "rank": rank}))
-        assert [one.stdout.readline() for one in started] == ["ready\n"] * WORLD
-        yield send
-        for one in started:
-            one.stdin.close()
-            one.wait(30)
+from vllm_tests.ranks import WORLD, started
+from vllm_tests.servers import Server
 
 
 @pytest.mark.parametrize(
@@ -60,10 +23,11 @@ def test_tensor_parallel_workers_fetch_each_byte_once(
     server = start(save(model, tmp_path), "tq_tcp", 2).wait()
     model_nbytes = sum(tensor.nbytes for tensor in dict(model.named_parameters()).values())
     replicated = sum(one.nbytes for name, one in model.named_parameters() if "norm" in name)
-    with ranks(server, tied, factory) as send:
+    given = {"url": server.url, "token": server.token, "tied": tied, "factory": factory}
+    with started(given) as send:
         before = 0
         for version, seed in enumerate([31, 32, 33], 1):
-            reports = send(seed)
+            reports = send(str(seed))
             assert [one["version"] for one in reports] == [version] * WORLD
             served = sum(one["served"] for one in reports)
             assert all(one["served"] for one in reports)

@@ -16,8 +16,7 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from weights_ranks import Model, drawn, set_weights, sharded
+from weights_ranks import Model, beside, drawn, set_weights, sharded
 
 CODE = "import sys; sys.path.insert(0, 'tests/helpers'); import weights_checkpoint_ranks as r; r.run({})"
 
@@ -30,36 +29,9 @@ class Answer(TypedDict):
     text: str
 
 
-def columns(model: nn.Module) -> nn.Module:
-    """FSDP2 along the second dimension, over all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
-
-    world = dist.get_world_size()
-    return fully_shard(
-        model,
-        mesh=init_device_mesh("cpu", (world,)),
-        shard_placement_fn=lambda one: Shard(1) if one.ndim > 1 and one.shape[1] % world == 0 else None,
-    )
-
-
-def made(mesh: str) -> Any:
-    return columns(drawn(0)) if mesh == "columns" else sharded(drawn(0), mesh)
-
-
 def has(model: Model, seed: int) -> bool:
     """Whether all that is here of the model is of `drawn(seed)`."""
-    from transfer_queue.weights.version.boxes import whole, within
-    from transfer_queue.weights.version.sharded import held_of, is_sharded, local_of
-
-    wanted = dict(drawn(seed).state_dict())
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        local = local_of(tensor) if is_sharded(tensor) else tensor.detach()
-        for shard, place in held_of(name, tensor):
-            if not torch.equal(local[place], wanted[name][within(shard.box, whole(shard.shape))]):
-                return False
-    return True
+    return all(torch.equal(mine, wanted) for mine, wanted in beside(model, seed))
 
 
 def strided() -> Any:
@@ -111,7 +83,7 @@ def run(rank: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(setting["port"]))
     dist.init_process_group("gloo", rank=rank, world_size=setting["world"])
-    model = made(setting["mesh"])
+    model = sharded(drawn(0), setting["mesh"])
     print("ready", flush=True)
     for line in sys.stdin:
         command = json.loads(line)

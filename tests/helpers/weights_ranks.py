@@ -69,6 +69,7 @@ def sharded(model: Model, kind: str) -> Model:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     more: dict[str, Any] = {}
+    world = dist.get_world_size()
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     elif kind == "fsdp_tp":
@@ -77,9 +78,9 @@ def sharded(model: Model, kind: str) -> Model:
             parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = both["dp"]
     else:
-        mesh = init_device_mesh("cpu", (WORLD,))
+        mesh = init_device_mesh("cpu", (world,))
         if kind == "dim1":
-            more = {"shard_placement_fn": lambda one: Shard(1) if one.ndim > 1 and one.shape[1] % WORLD == 0 else None}
+            more = {"shard_placement_fn": lambda one: Shard(1) if one.ndim > 1 and one.shape[1] % world == 0 else None}
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **more)
     fully_shard(model, mesh=mesh, **more)
@@ -100,17 +101,23 @@ class Gathering:
             yield name, getattr(one, "full_tensor", lambda one=one: one)()
 
 
-def set_weights(model: Model, seed: int) -> None:
-    """Those of `drawn(seed)`, each rank its part."""
+def beside(model: Model, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What this rank holds, box by box, and the same of `drawn(seed)`."""
     from transfer_queue.weights.version.boxes import whole, within
     from transfer_queue.weights.version.sharded import held_of, is_sharded, local_of
 
     new = dict(drawn(seed).state_dict())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        local = local_of(tensor) if is_sharded(tensor) else tensor.detach()
+        for shard, place in held_of(name, tensor):
+            yield local[place], new[name][within(shard.box, whole(shard.shape))]
+
+
+def set_weights(model: Model, seed: int) -> None:
+    """Those of `drawn(seed)`, each rank its part."""
     with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            local = local_of(tensor) if is_sharded(tensor) else tensor.detach()
-            for held in held_of(name, tensor):
-                local[held.local] = new[name][within(held.shard.box, whole(held.shard.shape))]
+        for mine, new in beside(model, seed):
+            mine.copy_(new)
 
 
 def run(rank: int) -> None:

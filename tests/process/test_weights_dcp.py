@@ -119,7 +119,7 @@ def test_what_four_ranks_save_is_loaded_by_one_process(start: Start, tmp_path: P
 
 def test_what_four_ranks_save_is_loaded_by_two_of_another_mesh(start: Start, tmp_path: Path) -> None:
     start("fsdp", 4).save(tmp_path, 5)
-    two = start("columns", 2)
+    two = start("dim1", 2)
     assert [one["has"] for one in two.load([5], folder=str(tmp_path))] == [[5], [5]]
 
 
@@ -142,7 +142,7 @@ def test_a_folder_of_the_disk_engine_is_loaded(start: Start, tmp_path: Path) -> 
     info = {"folder": str(tmp_path), "bucket_nbytes": 256}
     registry.trainer("disk").trainer_init(info, client=client, source=source).send_weights(deadline_s=ROOM_S)
     assert root(loaded(state_of(5), folder=tmp_path)) == receiver.installed().root
-    assert [one["has"] for one in start("columns", 2).load([5], folder=str(tmp_path))] == [[5], [5]]
+    assert [one["has"] for one in start("dim1", 2).load([5], folder=str(tmp_path))] == [[5], [5]]
 
 
 def test_a_version_of_four_ranks_is_loaded_from_the_running_trainer(
@@ -159,7 +159,7 @@ def test_a_version_of_four_ranks_is_loaded_from_the_running_trainer(
         told = engine._control.address
         reader = {"address": f"tcp:{told.host}:{told.port}", "token": told.token}
         assert root(loaded(state_of(6), **reader)) == root(state_of(6))
-        assert [one["has"] for one in start("columns", 2).load([6], **reader)] == [[6], [6]]
+        assert [one["has"] for one in start("dim1", 2).load([6], **reader)] == [[6], [6]]
         fault(lambda: loaded(state_of(6), **{**reader, "token": "another token than that"}))
     engine.shutdown()
 
@@ -178,7 +178,7 @@ def test_a_damaged_byte_leaves_the_weights_of_all_ranks(start: Start, tmp_path: 
     start("fsdp", 4).save(tmp_path, 5)
     damage(next(tmp_path.glob("v*/rank-00003-*.bucket")))
     assert isinstance(fault(lambda: loaded(state_of(5), folder=tmp_path)), DigestMismatch)
-    for one in start("columns", 2).load([1, 5], folder=str(tmp_path)):
+    for one in start("dim1", 2).load([1, 5], folder=str(tmp_path)):
         assert one["errors"] == ["DigestMismatch"]
         assert one["has"] == [1]
 
@@ -221,7 +221,7 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(start: Start, t
 
 
 def test_what_is_no_tensor_is_refused_by_its_name_before_anything_is_written(start: Start, tmp_path: Path) -> None:
-    for one in start("columns", 2).save(tmp_path / "here", 5, more={"epoch": 3}):
+    for one in start("dim1", 2).save(tmp_path / "here", 5, more={"epoch": 3}):
         assert one["errors"] == ["UnsupportedValue"]
         assert "'epoch'" in one["text"]
     assert not (tmp_path / "here").exists()
@@ -248,12 +248,12 @@ def test_another_dtype_is_refused_and_nothing_is_copied(tmp_path: Path) -> None:
 
 def test_rows_that_do_not_lie_together_are_refused_as_torch_would_mix_them_up(start: Start, tmp_path: Path) -> None:
     reader = {"folder": str(written(tmp_path, state_of(5)))}
-    for one in start("columns", 2).do(do="load", before=1, reader=reader, strided=True):
+    for one in start("dim1", 2).do(do="load", before=1, reader=reader, strided=True):
         assert one["errors"] == ["NotSupported"]
 
 
 def test_ranks_that_find_different_versions_load_none(start: Start, tmp_path: Path) -> None:
-    ranks = start("columns", 2)
+    ranks = start("dim1", 2)
     for rank, one in enumerate(ranks.all):
         folder = written(tmp_path, state_of(5), version=rank)
         one.say(json.dumps({"do": "load", "before": 1, "asked": [1, 5], "reader": {"folder": str(folder)}}))

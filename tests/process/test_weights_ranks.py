@@ -45,6 +45,15 @@ class Ranks:
         self.tell(f"{how} {deadline_s}", ranks)
         return [json.loads(self.all[rank].line()) for rank in ranks]
 
+    def send_while(self, how: str, step: str, rank: int) -> list[dict[str, Any]]:
+        """What the others say of the update after a good one, in which this rank is stopped (`hang`, `die`)."""
+        self.tell("train 5")
+        self.send()
+        self.tell("train 6")
+        self.tell(f"{how} {step}", [rank])
+        self.tell("send 3", [rank])
+        return self.send(3.0, [one for one in range(WORLD) if one != rank])
+
 
 class Site:
     def __init__(self, start: Callable[[str], Child]) -> None:
@@ -142,13 +151,7 @@ def test_replicas_that_drifted_apart_are_named_on_every_rank(site: Site) -> None
 
 @pytest.mark.parametrize("step", ["offer", "packed", "served"])
 def test_of_a_rank_that_is_killed_all_others_hear_in_time(site: Site, step: str) -> None:
-    ranks = site.ranks()
-    ranks.tell("train 5")
-    ranks.send()
-    ranks.tell("train 6")
-    ranks.tell(f"die {step}", [2])
-    ranks.tell("send 3", [2])
-    found = ranks.send(3.0, [0, 1, 3])
+    found = site.ranks().send_while("die", step, 2)
     assert {one["error"] for one in found} <= {"DeadlineExceeded", "ServiceUnavailable"}
     assert all(one["took_s"] < 3 + 2 for one in found)
     assert site.has(5)
@@ -157,12 +160,7 @@ def test_of_a_rank_that_is_killed_all_others_hear_in_time(site: Site, step: str)
 @pytest.mark.parametrize("step", ["offer", "packed", "served"])
 def test_a_rank_that_was_frozen_is_in_the_next_update(site: Site, step: str) -> None:
     ranks = site.ranks()
-    ranks.tell("train 5")
-    ranks.send()
-    ranks.tell("train 6")
-    ranks.tell(f"hang {step}", [2])
-    ranks.tell("send 3", [2])
-    found = ranks.send(3.0, [0, 1, 3])
+    found = ranks.send_while("hang", step, 2)
     assert {one["error"] for one in found} == {"DeadlineExceeded"}
     assert all("rank 2 did not come" in one["text"] and one["took_s"] < 3 + 2 for one in found)
     assert site.has(5)
@@ -174,12 +172,7 @@ def test_a_rank_that_was_frozen_is_in_the_next_update(site: Site, step: str) -> 
 
 @pytest.mark.parametrize("step", ["offer", "packed", "served"])
 def test_of_a_leader_that_is_gone_all_others_hear_in_time(site: Site, step: str) -> None:
-    ranks = site.ranks()
-    ranks.tell("train 5")
-    ranks.send()
-    ranks.tell(f"die {step}", [0])
-    ranks.tell("send 3", [0])
-    found = ranks.send(3.0, [1, 2, 3])
+    found = site.ranks().send_while("die", step, 0)
     assert {one["error"] for one in found} <= {"DeadlineExceeded", "ServiceUnavailable"}
     assert all(one["took_s"] < 3 + 2 for one in found)
     assert site.has(5)

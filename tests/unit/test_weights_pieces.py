@@ -15,10 +15,12 @@ from msgspec.structs import replace
 from test_weights_boxes import boxes_in, splits
 from torch import nn
 
-from transfer_queue.errors import BadManifest, DigestMismatch, InvalidInput, ShapeMismatch
+from transfer_queue.errors import BadManifest, DigestMismatch, Incomplete, InvalidInput, ShapeMismatch
 from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource, seal
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.receive.targets import Metas
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.fetching import Source, fetch
 from transfer_queue.weights.version.boxes import Box, whole, within
 from transfer_queue.weights.version.manifest import FORMAT, PIECES, Manifest
 from transfer_queue.weights.version.packing import digests, plan
@@ -33,6 +35,7 @@ from transfer_queue.weights.version.pieces import (
 )
 from transfer_queue.weights.version.sharded import TensorShard
 from transfer_queue.weights.version.sources import shards_of
+from transfer_queue.wire.address import Address
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex128, torch.bool]
 Tensors = dict[str, torch.Tensor]
@@ -315,3 +318,12 @@ def test_a_target_that_wants_little_is_asked_for_few_buckets() -> None:
     wanted = receiver.open(manifest, 60)
     assert [part.name for index in wanted for part in manifest.in_bucket(index)] == ["bias"]
     assert len(buckets) == 2
+
+
+def test_a_bucket_that_no_source_has_is_not_waited_for() -> None:
+    model = {"a": random_tensor(torch.float32, (8, 8))}
+    tables = [[TensorShard("a", torch.float32, (8, 8), Box((at, 0), (4, 8)))] for at in (0, 4)]
+    manifest, _ = published(model, tables, [])
+    sources = [Source(Address(host="127.0.0.1", port=1), 0)]
+    with pytest.raises(Incomplete, match="rank 1"):
+        fetch(manifest, [0, 1], sources, lambda *_, **__: None, Deadline(30))
