@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import freeze
+from paths import HELPERS
 from weights import Net, Weights, copy_of, drawn, lora, merged, root
 
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, error_from_code
@@ -44,11 +45,12 @@ def processes() -> Iterator[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11 preloads silently nothing that only `sys.path` leads to
-        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(HELPERS), str(HELPERS.parent))), prepend=os.pathsep)
         forkserver.ensure_running()
-    starter = context.Process(target=int)  # the imports take seconds, not those of the first test
-    starter.start()
+    starter = context.Process(target=exec, args=(f"import sys; assert {__name__!r} in sys.modules",))
+    starter.start()  # the imports take seconds, not those of the first test
     starter.join()
+    assert starter.exitcode == 0, "children would import everything anew, which takes seconds of each"
     yield context
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
