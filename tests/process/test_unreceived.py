@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import secrets
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Child, until
+from conftest import Child, freeze, until
 from hosts import LARGE, TOKEN, Host, rows
 from tables import Box, indexes
 
@@ -195,6 +197,33 @@ def test_a_cancel_that_crosses_the_answer_gives_the_rows_back(client: tq.Transfe
     asker.call(m.ListPartitions(100), None, 5.0)
     asker.close()
     assert client.get_consumption_status("t", "p")[1].tolist() == [1]
+
+
+@pytest.mark.parametrize("lease_s", [0.0, 60.0])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_cancel_is_heard_although_its_connection_was_closed_before_the_answer_was_sent(
+    client: tq.TransferQueueClient, lease_s: float, waits: bool
+) -> None:
+    """As an event loop leaves it that ends with the call's time-out. The session lives on by another connection. An
+    answer that `waits` fails before the cancellation is read; another one has been read together with it."""
+    client.put({"x": torch.zeros(1)}, partition_id="p")
+    session = secrets.token_bytes(16)
+    kept, asker = (Connection(client.address, session, 5.0) for _ in range(2))
+    if waits:
+        kept.call(fetch(10), None, 5.0)
+        asker.post(fetch(1, wait_s=30.0, lease_s=lease_s), None, 5.0)
+        until(lambda: client.stats()["waiting_requests"] == 1, "the parked fetch")
+    freeze(client.session.server_pid)
+    try:
+        kept.notify(m.Cancel(10))  # of which the server reads first
+        asker._frames.socket.sendall((b"" if waits else _framed(fetch(1, lease_s=lease_s))) + _framed(m.Cancel(1)))
+        asker.close()
+    finally:
+        os.kill(client.session.server_pid, signal.SIGCONT)
+    try:
+        assert client.get_meta(["x"], 1, "p", task_name="t", timeout_s=10).size == 1
+    finally:
+        kept.close()
 
 
 def test_a_cancel_that_overtakes_the_answer_of_a_waiting_request_gives_everything_back(

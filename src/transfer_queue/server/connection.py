@@ -7,6 +7,7 @@ and touches no other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -38,6 +39,7 @@ log = logging.getLogger("transfer_queue.server")
 
 HELLO_TIMEOUT_S = 5.0
 STALLED_S = 10.0
+LAST_READS = 64  # of a peer that is gone: more than its socket holds
 HELLO_HEADER_NBYTES = 4096
 UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Gathered, m.ResolveCommits})
 # What is asked for that lasts where there is a journal; and answers to parked requests that say nothing of the kind.
@@ -130,7 +132,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         except TransferQueueError as error:
             log.warning("closed a connection: %s", error)
             self._transport.abort()
-        if self._paused or self._long is not None:
+        if self._paused or self._long is not None or self._transport.is_closing():
             self._reader.keep()
         if changed:  # for others, too
             self._server.deliver()
@@ -185,6 +187,8 @@ class ServerConnection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()
         self._server.connection_limit.leave(self)
+        if error is not None and self._session is not None:
+            self._hear_the_last(self._session)
         self._incoming, self._bulk, self._long = iter(()), None, None
         self._reader.forget()  # no cycle is left, so that the memory comes back at once
         self._server.service.unit.forget(self._reception.nonce)
@@ -193,6 +197,24 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._server.service.members.left(self, time.monotonic(), ended)
             self._server.service.detach(self._session, self._tickets, time.monotonic())
             self._server.deliver()
+
+    def _hear_the_last(self, session: ServerSession) -> None:
+        """Take what the peer told before it went. An answer that cannot be sent ends the connection at once, and what
+        was not read by then may call off the very request that was answered.
+
+        Its requests are not begun: they may have been called off over another connection."""
+        fd = self._transport.get_extra_info("socket").fileno()
+        with contextlib.suppress(OSError, TransferQueueError):
+            for _ in range(LAST_READS):
+                for message, _payload in self._incoming:
+                    if isinstance(message, m.Received):
+                        self._server.service.confirm(message, session)
+                    elif isinstance(message, ONE_WAY):
+                        self._server.service.notify(message, session)
+                nbytes = os.readv(fd, [self._reader.buffer()])
+                if not nbytes:
+                    break
+                self._incoming = self._reader.advance(nbytes)
 
     # messages
 
