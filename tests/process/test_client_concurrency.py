@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import until
+from conftest import freeze, until
 from tensordict import TensorDict
 
 import transfer_queue as tq
@@ -358,3 +359,28 @@ def test_an_operation_that_is_dropped_half_way_ends_quietly(client: tq.TransferQ
     located = session.call(next(operation))  # type: ignore[arg-type]
     assert isinstance(operation.send(located), Offload)
     operation.close()  # raises RuntimeError when the generator goes on
+
+
+def test_who_gives_up_while_the_connection_of_a_loop_is_opened_takes_no_other_call_with_it(
+    client: tq.TransferQueueClient,
+) -> None:
+    async def both() -> tq.BatchMeta:
+        hasty = asyncio.ensure_future(client.async_get_meta(["x"], 1, "p", task_name="t"))
+        patient = asyncio.ensure_future(client.async_put({"x": torch.zeros(1)}, partition_id="p"))
+        await asyncio.sleep(0)  # both wait for the connection, which the first one had opened
+        hasty.cancel()
+        return await patient
+
+    assert asyncio.run(both()).size == 1
+
+
+def test_a_loop_may_end_while_its_connection_is_opened(client: tq.TransferQueueClient) -> None:
+    async def asked() -> None:
+        await asyncio.wait_for(client.async_get_meta(["x"], 1, "p", task_name="t", timeout_s=30), 0.3)
+
+    freeze(client.session.server_pid)
+    try:
+        with pytest.raises(TimeoutError):
+            asyncio.run(asked())
+    finally:
+        os.kill(client.session.server_pid, signal.SIGCONT)

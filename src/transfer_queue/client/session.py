@@ -43,7 +43,7 @@ from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.pool import Pool
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, parse_address
-from transfer_queue.wire.aio import AsyncConnection
+from transfer_queue.wire.aio import AsyncConnection, opened
 from transfer_queue.wire.handshake import ANY, Life
 
 CHANGING = frozenset({m.Commit, m.Clear, m.Restore})
@@ -123,7 +123,7 @@ class Session:
         self._one_way = OneWay()
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
         self._kept: Connection | None = None
-        self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[AsyncConnection]] = {}
+        self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[AsyncConnection]] = {}
 
     def _open_memory(self) -> None:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
@@ -434,57 +434,54 @@ class Session:
     def confirm_on_loop(self, rid: int, to: str = "") -> None:
         """Tell that the answer to a request was received: with what the running loop sends next, or in a moment."""
         self._one_way.confirmed.append(rid)
-        future = self._loops.get((asyncio.get_running_loop(), to))
-        if future is not None and future.done() and not future.cancelled() and not future.exception():
-            connection = future.result()
-            if connection.error is None:
-                connection.confirm(rid)
-                return
+        connection = opened(self._loops.get((asyncio.get_running_loop(), to)))
+        if connection is not None and connection.error is None:
+            connection.confirm(rid)
+            return
         self._owe(m.Received([rid]), to)
 
     def notify_on_loop(self, message: m.Message, to: str = "") -> None:
         """As `notify`, from the running loop and without waiting: over its connection, else with the next call."""
         self._one_way.said(message, to)
-        future = self._loops.get((asyncio.get_running_loop(), to))
-        if future is not None and future.done() and not future.cancelled() and not future.exception():
-            connection = future.result()
-            if connection.error is None:
-                connection.notify(message)
-                return
+        connection = opened(self._loops.get((asyncio.get_running_loop(), to)))
+        if connection is not None and connection.error is None:
+            connection.notify(message)
+            return
         self._owe(message, to)
 
     async def _connection(self, timeout_s: float, to: str) -> AsyncConnection:
-        """The connection of the running loop to one server."""
+        """The connection of the running loop to one server. A task of its own opens it, so that nobody else's call ends
+        with the one that asked for it first."""
         self._check_open()
         loop = asyncio.get_running_loop()
-        future = self._loops.get((loop, to))
-        if future is not None and future.done() and (future.exception() or future.result().error is not None):
-            future = None
-        if future is None:
+        opening = self._loops.get((loop, to))
+        found = opened(opening)
+        if found is not None and found.error is None:
+            return found
+        if opening is None or opening.done():
             self._forget_closed_loops()
-            future = self._loops[loop, to] = loop.create_future()
-            try:
-                connection = AsyncConnection(self._address_of(to), decode_reply)
-                expected = Life(self.life.service) if to else self.life
-                future.set_result(await connection.open(self.ident, min(timeout_s, self._connect_timeout_s), expected))
-            except BaseException as error:
-                self._loops.pop((loop, to), None)
-                if isinstance(error, ServiceUnavailable):
-                    cause, error = error.__cause__, self._explained(error, to)
-                    error.__cause__ = cause  # it says whether anybody listens
-                if isinstance(error, TransferQueueError):
-                    future.set_exception(error)
-                    future.exception()  # seen: whoever else waits gets it too
-                else:
-                    future.cancel()
-                raise error
-        return future.result() if future.done() else await asyncio.shield(future)
+            opening = self._loops[loop, to] = loop.create_task(self._open_on_loop(to))
+            opening.add_done_callback(opened)  # an error counts as seen: whoever waits gets it, if somebody does
+        within_s = min(timeout_s, self._connect_timeout_s)
+        if not (await asyncio.wait([opening], timeout=within_s))[0]:
+            raise DeadlineExceeded(f"no connection to {self._address_of(to)} within {within_s:g} s")
+        return opening.result()
+
+    async def _open_on_loop(self, to: str) -> AsyncConnection:
+        connection, expected = AsyncConnection(self._address_of(to), decode_reply), Life(self.life.service)
+        try:
+            await connection.open(self.ident, self._connect_timeout_s, expected if to else self.life)
+        except ServiceUnavailable as error:
+            raise self._explained(error, to) from error.__cause__  # which says whether anybody listens
+        if self.closed or self.ended is not None:
+            connection.close()
+        return connection
 
     def _forget_closed_loops(self) -> None:
         for key in [key for key in list(self._loops) if key[0].is_closed()]:
-            future = self._loops.pop(key, None)
-            if future is not None and future.done() and not future.cancelled() and not future.exception():
-                future.result().abandon()
+            connection = opened(self._loops.pop(key, None))
+            if connection is not None:
+                connection.abandon()
 
     # ending and forking
 
@@ -525,9 +522,9 @@ class Session:
     def _detach(self, reason: ServiceUnavailable) -> None:
         forks.sessions.discard(self)
         self.changes = next(self._change_numbers)
-        for future in list(self._loops.values()):
-            if future.done() and not future.cancelled() and not future.exception():
-                future.result().abandon(reason)
+        for connection in map(opened, list(self._loops.values())):
+            if connection is not None:
+                connection.abandon(reason)
         self._loops.clear()
         self.views.close()
 
@@ -576,7 +573,7 @@ class Session:
     def after_fork_in_child(self) -> None:
         """Leave the parent's sockets and mappings alone, and start over."""
         inherited = [*itertools.chain(*self._idle.values()), *([self._kept] if self._kept is not None else [])]
-        loops = list(self._loops.values())
+        over_loops = [opened(one) for one in list(self._loops.values())]
         ident = secrets.token_bytes(16)
         if self._child_session is not None:
             ident, estate = self._child_session
@@ -584,12 +581,11 @@ class Session:
         self._start(ident)  # first of all: whatever else fails, this process does not speak in its parent's name
         for connection in inherited:
             connection.close()
-        for future in loops:
-            if future.done() and not future.cancelled() and not future.exception():
-                sock = future.result()._transport.get_extra_info("socket")
-                if sock is not None:
-                    with contextlib.suppress(OSError):
-                        os.close(sock.fileno())
+        for one in over_loops:
+            sock = None if one is None else one._transport.get_extra_info("socket")
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    os.close(sock.fileno())
         if self._child_session is not None and self.is_local:  # the server has to know whose the views are now
             with contextlib.suppress(TransferQueueError):
                 self._give_back(self.connect())

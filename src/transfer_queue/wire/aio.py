@@ -295,3 +295,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(2)
+
+
+def opened(opening: asyncio.Task[AsyncConnection] | None) -> AsyncConnection | None:
+    """What it has opened, if it is done and that went well."""
+    if opening is None or not opening.done() or opening.cancelled() or opening.exception() is not None:
+        return None
+    return opening.result()
