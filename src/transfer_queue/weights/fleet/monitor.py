@@ -52,13 +52,16 @@ class ReplicaMonitor:
         seen: Decided | None = None
         while not one.left:
             newest = fleet.newest()
-            infos = [] if one.ready or newest is None else self._infos()  # waits while a version is being sent
+            was_waited_for = one.is_waited_for  # that costs it nothing, so it is no reason to wait longer and longer
+            infos = [] if one.ready or newest is None or was_waited_for else self._infos()  # waits for a sending
             if one.busy.acquire(blocking=False):  # otherwise a round has it
                 try:
                     well = self._look_after(infos)
                 finally:
                     one.busy.release()
-                rest_s = fleet.heartbeat_s if well else min(2 * rest_s, max(MAX_REST_S, fleet.heartbeat_s))
+                rest_s = (
+                    fleet.heartbeat_s if well or was_waited_for else min(2 * rest_s, max(MAX_REST_S, fleet.heartbeat_s))
+                )
                 seen = newest
             fleet.wait_for_work(one, rest_s, seen)
 

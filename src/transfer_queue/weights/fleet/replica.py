@@ -119,9 +119,14 @@ class Replica:
 
     # calls
 
+    @property
+    def is_waited_for(self) -> bool:
+        """An earlier call is not over: it may have been frozen. Nothing else is asked until then."""
+        return self._call is not None and not self._call.ended(0.0)
+
     def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
         """What the server answers. Typed errors only; `ServiceUnavailable` while an earlier call is not over."""
-        if self._call is not None and not self._call.ended(0.0):
+        if self.is_waited_for:
             raise ServiceUnavailable(f"{self.name} has not answered an earlier call")
         self._call = TimedCall(getattr(self.member, method), *args)
         after = {"start_weight_update": True, "finish_weight_update": False}.get(method, self._session)
