@@ -14,6 +14,7 @@ from pages import RunningPage, page_of, served
 
 import transfer_queue as tq
 from tools import browser
+from transfer_queue.weights.fleet import ReplicaStatus
 
 pytestmark = pytest.mark.skipif(browser.found() is None, reason="no chromium is installed here")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>'\"&"
@@ -186,3 +187,17 @@ def test_the_login_lets_in_who_has_the_token(client: tq.TransferQueueClient, tab
         tab.evaluate(log_in.format("0123456789abcdef-page"))
         shows(tab, "#status", "live")
         assert "0123456789abcdef" not in tab.evaluate("location.href + document.cookie + document.body.innerHTML")
+
+
+def test_the_weights_of_each_replica_are_shown_where_there_are_some(
+    page: RunningPage, tab: browser.Tab, client: tq.TransferQueueClient
+) -> None:
+    tab.open(page.url)
+    shows(tab, "#status", "live")
+    assert tab.evaluate("document.querySelector('#replicas-panel').hidden")
+    client.report_replicas([
+        ReplicaStatus("a", True, 7, "7", "", 1.0, 0.1), ReplicaStatus("b", False, 6, "6", HOSTILE, 1.0, None),
+    ])  # fmt: skip
+    shows(tab, "#replicas", HOSTILE)
+    assert "ready" in text(tab, "#replicas tbody tr:last-child")
+    assert tab.evaluate("document.title") == "transfer_queue"

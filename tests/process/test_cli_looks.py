@@ -20,6 +20,7 @@ from zygote import CHILDREN
 
 import transfer_queue
 from transfer_queue.cli import COMMANDS
+from transfer_queue.weights.fleet import ReplicaStatus
 
 HOSTILE = "\x1b[31mevil\x1b]0;title\x07\u202e\x9b2J\n[bold]"
 CONTROL = {chr(number) for number in (*range(32), 127, *range(128, 160), 0x202E)} - {"\n"}
@@ -46,6 +47,10 @@ def filled(shared: transfer_queue.TransferQueueClient) -> Iterator[transfer_queu
         shared.get_meta(["x"], 1, "train", task_name="bad", lease_s=60, sampling_config={"max_deliver": 1}),
         reason=HOSTILE,
     )
+    shared.report_replicas([
+        ReplicaStatus("a", True, 3, "3", "", 1.0, 0.1),
+        ReplicaStatus(HOSTILE, False, None, HOSTILE, HOSTILE, 1.0, None),
+    ])  # fmt: skip
     waiting = threading.Thread(target=_wait_in_vain, args=(shared,))
     waiting.start()
     until(lambda: shared.overview().num_waits == 1, "a request that waits")
@@ -83,6 +88,7 @@ LOOKS = {
     "groups": ("groups",),
     "waits": ("waits",),
     "dead": ("dead", "train", "bad"),
+    "replicas": ("replicas",),
     "top": ("top", "--once", "--interval", "0.1"),
 }
 
@@ -154,6 +160,13 @@ def test_a_request_that_waits_is_shown_with_what_it_lacks() -> None:
     assert "7 ready" in found["waits"][0]["lacks"]
     assert "7 ready" in told("waits")
     assert shown("waits", "--limit", "0") == {"num_waits": 1, "waits": []}
+
+
+@pytest.mark.usefixtures("filled")
+def test_replicas_are_shown_with_the_weights_they_serve() -> None:
+    a, b = shown("replicas")
+    assert (a["name"], a["ready"], a["version"], b["ready"], b["reason"]) == ("a", True, 3, False, HOSTILE)
+    assert f"pid {os.getpid()}" in told("replicas")
 
 
 @pytest.mark.usefixtures("filled")

@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import fleets
 import numpy as np
 import pytest
 import torch
+from conftest import Child, until
 from hosts import Host
 from test_standby import DURABLE, replaced
 
 import transfer_queue as tq
 from transfer_queue.errors import InvalidInput, UnknownRows
+from transfer_queue.weights.fleet import ReplicaStatus
 
 
 def filled(client: tq.TransferQueueClient) -> tq.BatchMeta:
@@ -105,3 +108,54 @@ def test_what_is_seen_goes_on_when_the_server_is_replaced(service: Any) -> None:
     assert found.partitions[0].written == before.partitions[0].written
     assert [(one.number, one.rows) for one in found.leases] == [(lent.lease, 8)]
     assert client.inspect_row("p", row=lent.global_indexes[0]).tasks[0].state == "leased"
+
+
+def test_a_fleet_reports_its_replicas_until_it_is_closed(client: tq.TransferQueueClient) -> None:
+    def seen() -> dict[str, tuple[bool, int | None]]:
+        return {one.name: (one.ready, one.version) for fleet in client.overview().fleets for one in fleet.replicas}
+
+    site = fleets.Site(2, queue=client)
+    try:
+        site.send(1)
+        until(lambda: seen() == {"a": (True, 1), "b": (True, 1)}, "the report of a version")
+        site.servers["b"].stop()
+        until(lambda: seen()["b"] == (False, 1), "the report of a fence")
+        (fleet,) = client.overview().fleets
+        assert fleet.session == client.session.ident
+        assert "nobody listens" in next(one.reason for one in fleet.replicas if one.name == "b")
+    finally:
+        site.close()
+    until(lambda: not seen(), "the end of the report")
+
+
+def test_the_replicas_of_a_trainer_that_was_killed_are_not_shown_any_more(
+    client: tq.TransferQueueClient, child: Callable[[str], Child]
+) -> None:
+    trainer = child(
+        """
+        import transfer_queue as tq
+        from transfer_queue.weights.fleet import ReplicaStatus
+        tq.init()
+        tq.get_client().report_replicas([ReplicaStatus("a", True, 7, "7", "", 0.0, None)])
+        print("said", flush=True)
+        input()
+        """
+    )
+    assert trainer.line() == "said"
+    assert [one.version for fleet in client.overview().fleets for one in fleet.replicas] == [7]
+    trainer.kill()
+    until(lambda: client.overview().fleets == [], "the end of its session")
+
+
+def test_replicas_are_known_still_when_the_server_is_replaced(service: Any) -> None:
+    client = service(**DURABLE)
+    client.report_replicas([ReplicaStatus("a", True, 7, "7", "", 0.0, None)])
+    replaced(client)
+    assert [one.version for fleet in client.overview().fleets for one in fleet.replicas] == [7]
+
+
+def test_another_hosts_trainer_reports_too(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    other = start_host(join=head.tcp)
+    other.client.report_replicas([ReplicaStatus("a", True, 7, "7", "", 0.0, None)])
+    assert [one.version for fleet in head.client.overview().fleets for one in fleet.replicas] == [7]

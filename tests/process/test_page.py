@@ -25,6 +25,7 @@ from zygote import CHILDREN
 import transfer_queue as tq
 from transfer_queue.page import beside
 from transfer_queue.page.printable import ident
+from transfer_queue.weights.fleet import ReplicaStatus
 
 TOKEN = "0123456789abcdef-page"
 HOSTILE = "<script>alert(1)</script>\"'&\n\x1b[31m\u202e"
@@ -449,3 +450,15 @@ def test_the_server_of_a_page_imports_neither_starlette_nor_torch(fresh_child: C
         "print(sorted({'starlette', 'uvicorn', 'torch'} & sys.modules.keys()))"
     )
     assert fresh_child(code).finish() == "[]"
+
+
+def test_replicas_are_shown_with_the_weights_they_serve(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    client.report_replicas([
+        ReplicaStatus("a", True, 7, "7", "", 1.0, 0.1), ReplicaStatus("b", False, 6, "6", "it is gone", 1.0, None),
+    ])  # fmt: skip
+    with page.look() as viewer:
+        seen = viewer.until("look", lambda seen: seen["num_replicas"] == 2)
+    assert [(one["name"], one["ready"], one["version"], one["reason"]) for one in seen["replicas"]] == [
+        ("b", False, 6, "it is gone"), ("a", True, 7, ""),
+    ]  # fmt: skip
+    assert {one["of"] for one in seen["replicas"]} == {f"pid {os.getpid()}"}

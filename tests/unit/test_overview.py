@@ -260,3 +260,35 @@ def test_what_is_not_there_is_unknown() -> None:
     for partition, key, number in (("q", "a", None), ("p", "b", None), ("p", None, 7), ("p", None, -1)):
         with pytest.raises(UnknownRows):
             box.handle(m.InspectRow(1, partition, key, number))
+
+
+REPLICAS = [
+    m.ReplicaOverview("a", True, 3, "3", "", 1.0, 0.5),
+    m.ReplicaOverview("b", False, None, "", "it is gone", 2.0, None),
+]
+
+
+def test_replicas_are_shown_as_their_trainer_said_and_end_with_it() -> None:
+    box = Box()
+    box.now = 10.0
+    assert isinstance(box.handle(m.ReportReplicas(1, REPLICAS[:1]), None, b"one"), m.Done)
+    box.handle(m.ReportReplicas(2, REPLICAS), None, b"one")
+    box.handle(m.ReportReplicas(1, REPLICAS[1:]), None, b"other")
+    box.now = 14.0
+    one, other = overview(box).fleets
+    assert (one.session, one.said_s, [found.name for found in one.replicas]) == (b"one", 4.0, ["a", "b"])
+    assert one.replicas == [
+        m.ReplicaOverview("a", True, 3, "3", "", 5.0, 4.5),
+        m.ReplicaOverview("b", False, None, "", "it is gone", 6.0, None),
+    ]
+    box.controller.end_session(b"one")
+    assert overview(box).fleets == [other]
+    box.handle(m.ReportReplicas(2, []), None, b"other")
+    assert overview(box).fleets == []
+
+
+def test_of_replicas_only_so_many_are_kept() -> None:
+    box = Box()
+    with pytest.raises(InvalidInput, match="4097 replicas"):
+        box.handle(m.ReportReplicas(1, REPLICAS[:1] * 4097), None, b"one")
+    assert overview(box).fleets == []

@@ -4,7 +4,7 @@ attaching     which service is meant, and a session or client of it
 tables        what is printed: tables, texts that are anybody's, JSON
 progress      bars on long work, where a person sits before a terminal
 serving       `serve`, `doctor`
-looking       `status`, `tasks`, `leases`, `groups`, `waits`
+looking       `status`, `tasks`, `leases`, `groups`, `waits`, `replicas`
 listing       `ls`, `tail`: partitions, keys and tags, as they are and as they change
 inspecting    `inspect`: what is known of one row
 previews      values, shortened to a line
@@ -46,6 +46,7 @@ COMMANDS = {
     "leases": "looking.leases",
     "groups": "looking.groups",
     "waits": "looking.waits",
+    "replicas": "looking.replicas",
     "dead-letters": "steps.dead_letters",
     "dead": "steps.dead_letters",
     "replay": "steps.replay",

@@ -78,6 +78,7 @@ def _sections(sight: Sight, width: int) -> list[FrameSection]:
     rates = sight.rates or NO_RATES
     return [
         _waits(sight.overview, width),
+        _replicas(sight.overview),
         _tasks(sight.overview, rates),
         _partitions(sight.overview, rates),
     ]
@@ -127,6 +128,18 @@ def _waits(seen: m.ServiceOverview, width: int) -> FrameSection:
         words = textwrap.wrap(harmless(one.lacks), max(20, width - 4), max_lines=LACK_LINES, placeholder=" …")
         lines += [(f"    {text}",) for text in words]
     return FrameSection(("waits", "for", "of", ">waited", ">left"), lines, "lines about those who wait")
+
+
+def _replicas(seen: m.ServiceOverview) -> FrameSection:
+    """Those that are not ready come first, each with the reason under it."""
+    lines: list[Sequence[str]] = []
+    for one in sorted((one for fleet in seen.fleets for one in fleet.replicas), key=lambda one: (one.ready, one.name)):
+        version = one.label if one.version is None else f"{one.version}"
+        state = "ready" if one.ready else "not ready"
+        lines.append((_name(one.name), shown(version or "none", 20), state, seconds(one.since_s)))
+        if not one.ready:
+            lines.append((f"    {harmless(one.reason)}",))
+    return FrameSection(("replica", ">weights", "state", ">since"), lines, "lines about replicas")
 
 
 def _name(text: str) -> str:

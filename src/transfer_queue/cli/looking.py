@@ -110,6 +110,26 @@ def waits(limit: Limit = 256, address: Address = None, as_json: AsJson = False) 
     _tell_of_more(len(seen.waits), seen.num_waits)
 
 
+def replicas(address: Address = None, as_json: AsJson = False) -> None:
+    """Who serves which weights, and why some are behind."""
+    seen = overview_of(address)
+    found = [(fleet, one) for fleet in seen.fleets for one in fleet.replicas]
+    if as_json:
+        values = [{name: getattr(one, name) for name in one.__struct_fields__} for _, one in found]
+        said = [{"trainer": fleet.session, "said_s": fleet.said_s} for fleet, _ in found]
+        print_json([{**one, **about} for one, about in zip(values, said, strict=True)])
+        return
+    whose = names_of(seen)
+    lines = [
+        (
+            one.name, one.version, one.label, "ready" if one.ready else one.reason, seconds(one.since_s),
+            seconds(one.heard_s), whose(fleet.session), seconds(fleet.said_s),
+        )
+        for fleet, one in found
+    ]  # fmt: skip
+    print_table(("replica", "version", "label", "state", "since", "heard", "of", "said"), lines)
+
+
 def names_of(seen: m.ServiceOverview) -> Any:
     """What to call a session: its process where that is known, else the beginning of its name."""
     pids = {one.session: one.pid for one in seen.sessions if one.pid}

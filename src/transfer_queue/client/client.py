@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -328,6 +328,12 @@ class Operations:
         """
         return looks.overview(self.session, most)
 
+    def report_replicas(self, replicas: Iterable[looks.ReplicaLike]) -> Operation[None]:
+        """Say which inference servers this process sends weights to and how they are (`Fleet.status()`), in place of
+        what it said before; `Fleet(queue=client)` does it by itself. People see it in overviews. It lasts as long as
+        this client is attached. Raises `InvalidInput` for more than 4096."""
+        return looks.report_replicas(self.session, replicas)
+
     def partition_map(self, partition_id: str, max_runs: int = 1024) -> Operation[looks.PartitionMap | None]:
         """Which cells of a partition are there, and which rows each task has or had, in at most `max_runs` runs of
         rows; None for an unknown partition. It comes in slices of about 2 ms: rows that are written or cleared between
@@ -487,6 +493,7 @@ class TransferQueueClient:
     )
     set_partition, async_set_partition = blocking(Operations.set_partition), awaitable(Operations.set_partition)
     get_partition, async_get_partition = blocking(Operations.get_partition), awaitable(Operations.get_partition)
+    report_replicas, async_report_replicas = blocking(Operations.report_replicas), awaitable(Operations.report_replicas)
     overview, async_overview = blocking(Operations.overview), awaitable(Operations.overview)
     partition_map, async_partition_map = blocking(Operations.partition_map), awaitable(Operations.partition_map)
     inspect_row, async_inspect_row = blocking(Operations.inspect_row), awaitable(Operations.inspect_row)

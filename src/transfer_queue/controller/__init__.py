@@ -27,6 +27,7 @@
      │   └─ wait_lines          who waits for the same, one behind the other
      ├─ series                  partitions of which only so many may be open
      ├─ watching                those who wait until keys or tags change
+     ├─ reported_fleets         which replicas the weights of trainers go to, as they say
      ├─ locks                   names that are held
      ├─ recent                  what happened to rows lately
      ├─ deadlines               when the first of many terms ends

@@ -22,6 +22,7 @@ from transfer_queue.controller.overview import Overviews, wait_places
 from transfer_queue.controller.queries import Queries, known_slots
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.redelivery import REQUESTS as DEAD_LETTER_REQUESTS
+from transfer_queue.controller.reported_fleets import ReportedFleets
 from transfer_queue.controller.restore import StateLoader
 from transfer_queue.controller.series import REQUESTS as SERIES_REQUESTS
 from transfer_queue.controller.shared_cells import shared_fields, write_shared
@@ -84,6 +85,7 @@ class Controller:
         self.staleness = state.staleness
         self.staleness.policy = policy or Policy()
         self.locks = Locks(self.outbox, self._unreceived, lock_number)
+        self._fleets = ReportedFleets()
         self._quota_waiters: WaitQueue[Any] = WaitQueue()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
@@ -106,6 +108,7 @@ class Controller:
         parts = (
             (GROUP_REQUESTS, self.groups.handle), (SERIES_REQUESTS, self.series.handle),
             (self.watching.requests, self.watching.handle), (LOCK_REQUESTS, self.locks.handle),
+            (self._fleets.requests, self._fleets.handle),
             (VERSION_REQUESTS, self.staleness.handle),
             (LEASE_REQUESTS, lambda message, ticket, session, now: self._leases.handle(message, session)),
             (DEAD_LETTER_REQUESTS, lambda message, *asker: self._redelivery.handle(message)),
@@ -113,7 +116,8 @@ class Controller:
         self._parts: dict[type, Callable[..., m.Reply | None]] = {kind: part for kinds, part in parts for kind in kinds}
         self._rules |= {m.GetStep: self._fetching.steps.taken, **Queries(self.tables).rules}
         owners = (self.staleness, self.locks, self.groups, self.series, self.watching)
-        self._rules |= Overviews(state, wait_places(self._quota_waiters, lambda: self.max_rows, *owners)).rules
+        places = wait_places(self._quota_waiters, lambda: self.max_rows, *owners)
+        self._rules |= Overviews(state, places, self._fleets).rules
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         reply = self._handle(message, ticket, session, now)
@@ -203,6 +207,7 @@ class Controller:
         self._fetching.end_session(session)
         self.locks.end_session(session)
         self.groups.end_session(session)
+        self._fleets.end_session(session)
         self.watching.serve()
 
     def received(self, session: bytes, rid: int) -> None:

@@ -15,6 +15,7 @@ from transfer_queue.controller.groups import GroupPools
 from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import Counts, of_fetch
 from transfer_queue.controller.readiness import DELAYED, KEPT, Flags, ReadyView, Slots, Task
+from transfer_queue.controller.reported_fleets import ReportedFleets
 from transfer_queue.controller.series import SeriesBook
 from transfer_queue.controller.staleness import Staleness
 from transfer_queue.controller.state import ControllerState
@@ -59,8 +60,9 @@ class Overviews:
     """`rules` has the method that answers each type of request. `waiting`: all places where requests wait, but that of
     fetches."""
 
-    def __init__(self, state: ControllerState, waiting: Sequence[WaitPlace]) -> None:
+    def __init__(self, state: ControllerState, waiting: Sequence[WaitPlace], fleets: ReportedFleets) -> None:
         self._state = state
+        self._fleets = fleets
         self._counts: Counts = {}
         self._waiting = [WaitPlace(state.fetching.parked, "get_meta", self._lack_of_fetch), *waiting]
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
@@ -93,6 +95,7 @@ class Overviews:
             versions.newest,
             versions.count,
             versions.epoch,
+            self._fleets.listed(self._now),
         )
 
     def _partition(self, table: Table) -> m.PartitionOverview:

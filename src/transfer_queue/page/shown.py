@@ -46,6 +46,8 @@ def service(overview: ServiceOverview, rates: RateWindow, own_pid: int) -> Value
         "leases": _leases(overview),
         "num_sessions": len(overview.sessions),
         "sessions": [_session(one, own_pid) for one in _heaviest(overview.sessions)],
+        "num_replicas": sum(len(one.replicas) for one in overview.fleets),
+        "replicas": _replicas(overview),
         "groups": [_pool(name, pool) for name, pool in list(overview.groups.items())[:MAX_LISTED]],
         "series": [_series(name, one) for name, one in list(overview.series.items())[:MAX_LISTED]],
     }
@@ -192,6 +194,21 @@ def _session(one: SessionOverview, own_pid: int) -> Values:
         "id": one.session.hex()[:8], "pid": one.pid, "local": one.local, "connections": one.connections,
         "pinned": one.pinned_nbytes, "own": one.local and one.pid == own_pid,
     }  # fmt: skip
+
+
+def _replicas(overview: ServiceOverview) -> list[Values]:
+    """Those that are not ready come first."""
+    known = pids(overview)
+    found = [(replica, one) for one in overview.fleets for replica in one.replicas]
+    found.sort(key=lambda pair: (pair[0].ready, pair[0].name))
+    return [
+        {
+            "name": printable(replica.name), "ready": replica.ready, "version": replica.version,
+            "label": printable(replica.label), "reason": printable(replica.reason), "since_s": replica.since_s,
+            "heard_s": replica.heard_s, "said_s": one.said_s, "of": who(one.session, known),
+        }
+        for replica, one in found[:MAX_LISTED]
+    ]  # fmt: skip
 
 
 def _pool(name: str, pool: Mapping[str, Any]) -> Values:

@@ -211,6 +211,16 @@ function sessions(look) {
     ...more(look.sessions.length, look.num_sessions)]);
 }
 
+function replicas(look) {
+  by("replicas-panel").hidden = !look.num_replicas;
+  const late = one => one.said_s > 15 ? " (told " + seconds(one.said_s) + " ago)" : "";
+  const state = one => one.ready ? make("span", "", "ready" + late(one)) : make("span", "badge", (one.reason || "not ready") + late(one));
+  const version = one => one.version == null ? one.label || "–" : one.version + (one.label && one.label !== String(one.version) ? " (" + one.label + ")" : "");
+  show("replicas", [look.replicas.map(one => [one.name, one.ready, one.reason, one.label, one.version, one.of, seconds(one.since_s), late(one)]), look.num_replicas], () => [
+    table(["Replica", "Version", "State", "Since"], look.replicas.map(one => [one.name, version(one), state(one), seconds(one.since_s)]), [1, 3]),
+    ...more(look.replicas.length, look.num_replicas)]);
+}
+
 function groups(look) {
   by("groups-panel").hidden = !look.groups.length;
   show("groups", look.groups, () => look.groups.flatMap(pool => {
@@ -385,7 +395,7 @@ function look(found) {
   if (found.trouble) return status("bad", "no service", "The service is not there: " + found.trouble);
   status("live", "live", "");
   remember(found.shown);
-  facts(found); tiles(found); partitions(found); about(found.shown); waiting(found); leases(found); sessions(found);
+  facts(found); tiles(found); partitions(found); about(found.shown); waiting(found); leases(found); replicas(found); sessions(found);
   groups(found); series(found); tasks(found.shown, found.waits);
   if (!found.shown) newMap(null);
   labels(found.shown);

@@ -17,6 +17,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights.fleet.monitor import PROBE_TIMEOUT_S, ReplicaMonitor
 from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, at_once, gathered
+from transfer_queue.weights.fleet.reporter import ReplicaBoard, ReplicaReporter
 from transfer_queue.weights.fleet.rounds import Round, RoundPause
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.update_session import run_of
@@ -50,7 +51,7 @@ class Fleet(Follower):
     that did not are fenced, and catch up by themselves. Otherwise it is given up, and all serve the old one. `pause`:
     how generation is paused around the commit (None: not). `fence`: how it is paused at a replica while it is fenced.
     Each replica has deadlines of its own, out of those of the update and `call_timeout_s`; one that is late is fenced,
-    and holds up nobody.
+    and holds up nobody. `queue`: a client of the service whose overview is to show the replicas.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Fleet(Follower):
         call_timeout_s: float = CALL_TIMEOUT_S,
         catch_up_timeout_s: float = CATCH_UP_TIMEOUT_S,
         heartbeat_s: float = HEARTBEAT_S,
+        queue: ReplicaBoard | None = None,
     ) -> None:
         if min_ready is not None and min_ready < 1:
             raise InvalidInput(f"at least {min_ready} replicas ready")
@@ -80,6 +82,8 @@ class Fleet(Follower):
         self._turn = threading.Lock()  # the trainer's calls, one at a time
         self._round: Round | None = None
         self._deadline: Deadline | None = None  # of the trainer's update
+        self._num_changes, self._is_closed = 0, False
+        self._reporter = ReplicaReporter(self, queue) if queue is not None else None
         for name, member in (members or {}).items():
             self.join(name, member)
 
@@ -95,6 +99,7 @@ class Fleet(Follower):
                 raise InvalidInput(f"a replica {name!r} is a member already" if name else "a replica needs a name")
             replica = self._replicas[name] = Replica(name, member)
             self._monitors[name] = ReplicaMonitor(self, replica)
+            self._note_change()
         if wait_s is not None:
             self.wait_ready([name], wait_s)
 
@@ -105,7 +110,7 @@ class Fleet(Follower):
                 raise InvalidInput(f"no replica {name!r}")
             self._replicas.pop(name).left = True
             monitor = self._monitors.pop(name)
-            self._changed.notify_all()
+            self._note_change()
         monitor.close(self.call_timeout_s)
 
     def ready(self) -> list[str]:
@@ -141,6 +146,11 @@ class Fleet(Follower):
         """Leave all replicas as they are. Repeatable."""
         for name in list(self._replicas):
             self.leave(name)
+        with self._changed:
+            self._is_closed = True
+            self._note_change()
+        if self._reporter is not None:
+            self._reporter.close(self.call_timeout_s)
 
     # the trainer engine's calls
 
@@ -230,7 +240,7 @@ class Fleet(Follower):
         for one in members:
             one.busy.release()
         with self._changed:
-            self._changed.notify_all()
+            self._note_change()
 
     def _check_follows(self, info: Mapping[str, Any]) -> None:
         version, run_id, newest = int(info["version"]), run_of(info), self.newest()
@@ -263,7 +273,7 @@ class Fleet(Follower):
             for one in self._replicas.values():
                 if one not in found.prepared:
                     one.fence(found.reason(one) or f"it missed version {found.info['version']}")
-            self._changed.notify_all()
+            self._note_change()
 
     def _conclude(self, found: Round, commit_s: float, pause_s: float) -> None:
         newest = self._newest
@@ -275,6 +285,7 @@ class Fleet(Follower):
                     one.fence(reason)
                 elif serving is not None and not one.left:
                     one.admit(serving)
+            self._note_change()
             committed = tuple(one.name for one in found.prepared if not found.reason(one))
             missed = {one.name: one.reason for one in self._replicas.values() if not one.ready}
         self.last = RoundReport(int(found.info["version"]), committed, missed, found.prepare_s, commit_s, pause_s)
@@ -294,7 +305,7 @@ class Fleet(Follower):
     def fence(self, one: Replica, reason: str) -> None:
         with self._changed:
             one.fence(reason)
-            self._changed.notify_all()
+            self._note_change()
 
     def admit(self, one: Replica, serving: Serving) -> bool:
         """Whether what it serves is the newest version still; then it is ready."""
@@ -303,10 +314,11 @@ class Fleet(Follower):
                 one.serving = serving
                 if one.ready:
                     one.fence(f"it serves {serving}")
-                    self._changed.notify_all()
+                    self._note_change()
                 return False
-            one.admit(serving)
-            self._changed.notify_all()
+            if not one.ready or one.serving != serving:
+                one.admit(serving)
+                self._note_change()
             return True
 
     def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None) -> None:
@@ -319,3 +331,17 @@ class Fleet(Follower):
 
         with self._changed:
             self._changed.wait_for(wanted, timeout_s)
+
+    # who reports
+
+    def wait_for_change(self, seen: int, timeout_s: float) -> int | None:
+        """Sleep until replicas have changed more than `seen` times, or the time is up: how often they have. None once
+        the fleet was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._num_changes != seen, timeout_s)
+            return None if self._is_closed else self._num_changes
+
+    def _note_change(self) -> None:
+        """With the lock: who waits for a change of the replicas looks again."""
+        self._num_changes += 1
+        self._changed.notify_all()

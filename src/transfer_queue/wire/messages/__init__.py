@@ -118,10 +118,13 @@ from transfer_queue.wire.messages.locks import Locked as Locked
 from transfer_queue.wire.messages.locks import Unlock as Unlock
 from transfer_queue.wire.messages.overview import CellMap as CellMap
 from transfer_queue.wire.messages.overview import DescribeService as DescribeService
+from transfer_queue.wire.messages.overview import FleetOverview as FleetOverview
 from transfer_queue.wire.messages.overview import InspectRow as InspectRow
 from transfer_queue.wire.messages.overview import LeaseOverview as LeaseOverview
 from transfer_queue.wire.messages.overview import MapCells as MapCells
 from transfer_queue.wire.messages.overview import PartitionOverview as PartitionOverview
+from transfer_queue.wire.messages.overview import ReplicaOverview as ReplicaOverview
+from transfer_queue.wire.messages.overview import ReportReplicas as ReportReplicas
 from transfer_queue.wire.messages.overview import RowEvent as RowEvent
 from transfer_queue.wire.messages.overview import RowInspected as RowInspected
 from transfer_queue.wire.messages.overview import RowOfTask as RowOfTask
@@ -215,7 +218,7 @@ ClientMessage: TypeAlias = (
     | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
     | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
-    | DescribeService | MapCells | InspectRow
+    | DescribeService | MapCells | InspectRow | ReportReplicas
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing

@@ -88,6 +88,34 @@ class SessionOverview(msgspec.Struct, array_like=True):
     pinned_nbytes: int
 
 
+class ReplicaOverview(msgspec.Struct, array_like=True):
+    """An inference server, as the fleet of a trainer knows it (`weights.fleet.ReplicaStatus`): whether it serves the
+    newest version; which one it serves (None: not known, or none that was sent) and what its users call that; why it
+    is not ready; since when that is so; when it was heard last (None: never)."""
+
+    name: str
+    ready: bool
+    version: int | None
+    label: str
+    reason: str
+    since_s: float
+    heard_s: float | None
+
+
+class FleetOverview(msgspec.Struct, array_like=True):
+    """What the client `session` said `said_s` ago of the replicas that its weights go to."""
+
+    session: bytes
+    said_s: float
+    replicas: list[ReplicaOverview]
+
+
+class ReportReplicas(Request):
+    """What the asker's weights go to, in place of what it said before (`Done`). It is forgotten with its session."""
+
+    replicas: list[ReplicaOverview]
+
+
 class DescribeService(Request):
     """All of it at one instant (`ServiceOverview`); of waiting requests and of leases at most `most` each."""
 
@@ -97,7 +125,7 @@ class DescribeService(Request):
 class ServiceOverview(Reply):
     """`num_waits` and `num_leases` are all of them. `groups`: pools by partition, as `GroupPool.status` has them;
     `series` as `series_status`. `weight_version`: announced last; `num_announcements`: so far. `server`: counts and
-    sizes of the controller's server, as `stats()`."""
+    sizes of the controller's server, as `stats()`. `fleets`: who serves which weights, as trainers report it."""
 
     partitions: list[PartitionOverview]
     waits: list[WaitOverview]
@@ -109,6 +137,7 @@ class ServiceOverview(Reply):
     weight_version: int | None
     num_announcements: int
     run_id: str
+    fleets: list[FleetOverview]
     server: dict[str, Any] = {}  # noqa: RUF012  never changed
     sessions: list[SessionOverview] = []  # noqa: RUF012
 
