@@ -130,6 +130,8 @@ def receive(
         "root": lambda: root(copy_of(module)),
         "fds": lambda: len(os.listdir("/proc/self/fd")),
         "installed": lambda: engine.receiver.installed(),
+        "served": lambda: engine.num_served_nbytes,  # type: ignore[attr-defined]
+        "spoil_staged": lambda: [one.add_(1) for one in engine.receiver.session.opened.staging._buckets.values()][:0],  # type: ignore[union-attr]
         "outcome": lambda: engine.outcome,
         "spoil": lambda: module.first.weight.data.add_(1).sum().item(),
         "join": lambda **more: engine.join(**more).version,

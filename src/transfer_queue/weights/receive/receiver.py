@@ -290,6 +290,16 @@ class Receiver:
             opened.staging.stage(bucket, data, lend, vouched)
         self._current(session)
 
+    def staged(self, key: str, bucket: int) -> torch.Tensor | None:
+        """The verified bytes of a bucket of the open version with this manifest's key, for others to read; None where
+        it is not here (any more). Nobody writes them before the update ends."""
+        with self._lock:
+            session = self._open_session()
+            opened = None if session is None else session.opened
+            if opened is None or opened.committing or opened.manifest.key != key:
+                return None
+            return opened.staging.bucket(bucket)
+
     def verify(self) -> Verified:
         """Check that all is here, apply differences to copies, and prepare the commit. May be repeated.
 

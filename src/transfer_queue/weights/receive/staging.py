@@ -37,6 +37,11 @@ class Staging:
         with self._lock:
             return [index for index in self._wanted if index not in self._buckets]
 
+    def bucket(self, index: int) -> torch.Tensor | None:
+        """It, if it is here."""
+        with self._lock:
+            return self._buckets.get(index)
+
     def stage(self, index: int, data: Buffer, lend: bool, vouched: bool) -> None:
         """Take a bucket; one that is here already is ignored. `DigestMismatch` when a byte of a tensor is wrong."""
         if not 0 <= index < len(self._parts):

@@ -14,6 +14,8 @@ info            what a trainer tells receivers, and how an update went there
 faults          faults of the system as typed errors
 base            the same calls at a receiver: fetches, stages, verifies, commits
 fetching        the manifest from the trainer, buckets from as many as have them
+tracker         who gives which bucket to whom while receivers give them to each other
+peers           a receiver among those: what it gives, how it fetches
 reports         what receivers report to their trainer
 serving         a server of weights: a thread for each peer
 protocol        its messages, over a blocking socket

@@ -179,43 +179,18 @@ def fetch(
         raise Incomplete(f"{work.num_left} buckets did not come")
 
 
-class _Work:
-    """The buckets that are still to be fetched, which connections take in turn."""
+class Transfers:
+    """Fetches buckets of a version into `stage`, over connections that `stop` ends. For several threads."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        wanted: list[int],
-        sources: Sequence[Source],
-        stage: Callable[..., None],
-        deadline: Deadline,
-        stall_s: float,
-    ) -> None:
-        self._sources = sources
-        self._stall_s = stall_s
+    def __init__(self, manifest: Manifest, stage: Callable[..., None], deadline: Deadline, stall_s: float) -> None:
+        self.stopped: TransferQueueError | None = None
         self._manifest = manifest
         self._key = key_of(manifest)
         self._stage = stage
         self._deadline = deadline
+        self._stall_s = stall_s
         self._changed = threading.Condition()
-        self._todo = list(wanted)
-        self._faults: Counter[Address] = Counter()
         self._peers: list[Peer] = []
-        self.num_left = len(wanted)
-        self.stopped: TransferQueueError | None = None
-
-    def run(self, source: Source) -> None:
-        """Fetch from one source until nothing is left to do, or it failed too often."""
-        peer: Peer | None = None
-        while (index := self._take(source)) is not None:
-            try:
-                peer = peer or self._met(source.address)
-                self._bring(peer, index)
-            except (TransferQueueError, OSError) as error:
-                self._leave(peer)
-                peer = None
-                self._failed(source.address, index, error)
-        self._leave(peer)
 
     def stop(self) -> None:
         """The update is over: nobody is waited for any more. Never blocks."""
@@ -229,6 +204,8 @@ class _Work:
         peer = Peer(address, min(self._stall_s, self._deadline.left()))
         with self._changed:
             self._peers.append(peer)
+            if self.stopped is not None:
+                peer.interrupt()
         return peer
 
     def _leave(self, peer: Peer | None) -> None:
@@ -236,6 +213,58 @@ class _Work:
             with self._changed:
                 self._peers.remove(peer)
             peer.close()
+
+    def _bring(self, peer: Peer, index: int) -> None:
+        nbytes = self._manifest.buckets[index]
+        timeout_s = min(self._stall_s + nbytes / SLOWEST, self._deadline.left())
+        place = room(nbytes)
+        got = peer.ask(p.GetBucket(self._key, index), timeout_s, p.exactly(place.numpy()))
+        if len(got) != nbytes:
+            raise DigestMismatch(f"bucket {index} came with {len(got)} bytes instead of {nbytes}")
+        self._stage(index, place, lend=True)
+
+    def _ends_all(self, error: TransferQueueError) -> TransferQueueError | None:
+        """What ends the whole fetch, after this fault: the update is over, whoever ended it, or late."""
+        if isinstance(error, (NotOpen, WrongEpoch)):
+            return error
+        try:
+            self._deadline.left()
+        except DeadlineExceeded as late:
+            return late
+        return None
+
+
+class _Work(Transfers):
+    """The buckets that are still to be fetched, which connections take in turn."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        wanted: list[int],
+        sources: Sequence[Source],
+        stage: Callable[..., None],
+        deadline: Deadline,
+        stall_s: float,
+    ) -> None:
+        super().__init__(manifest, stage, deadline, stall_s)
+        self._sources = sources
+        self._todo = list(wanted)
+        self._faults: Counter[Address] = Counter()
+        self.num_left = len(wanted)
+
+    def run(self, source: Source) -> None:
+        """Fetch from one source until nothing is left to do, or it failed too often."""
+        peer: Peer | None = None
+        while (index := self._take(source)) is not None:
+            try:
+                peer = peer or self._met(source.address)
+                self._bring(peer, index)
+                self._came()
+            except (TransferQueueError, OSError) as error:
+                self._leave(peer)
+                peer = None
+                self._failed(source.address, index, error)
+        self._leave(peer)
 
     def _take(self, source: Source) -> int | None:
         """A bucket to fetch; waits while others fetch the last ones, which may fail."""
@@ -251,14 +280,7 @@ class _Work:
     def _has(self, source: Source, index: int) -> bool:
         return source.holder is None or source.holder == self._manifest.holder(index)
 
-    def _bring(self, peer: Peer, index: int) -> None:
-        nbytes = self._manifest.buckets[index]
-        timeout_s = min(self._stall_s + nbytes / SLOWEST, self._deadline.left())
-        place = room(nbytes)
-        got = peer.ask(p.GetBucket(self._key, index), timeout_s, p.exactly(place.numpy()))
-        if len(got) != nbytes:
-            raise DigestMismatch(f"bucket {index} came with {len(got)} bytes instead of {nbytes}")
-        self._stage(index, place, lend=True)
+    def _came(self) -> None:
         with self._changed:
             self.num_left -= 1
             self._changed.notify_all()
@@ -271,10 +293,5 @@ class _Work:
             able = [one for one in self._sources if self._has(one, index) and self._faults[one.address] < MAX_FAULTS]
             if not able:
                 self.stopped = typed  # nobody is left who has it
-            if isinstance(typed, (NotOpen, WrongEpoch)):
-                self.stopped = typed  # the update is over, whoever ended it
-            try:
-                self._deadline.left()
-            except DeadlineExceeded as late:
-                self.stopped = late
+            self.stopped = self._ends_all(typed) or self.stopped
             self._changed.notify_all()

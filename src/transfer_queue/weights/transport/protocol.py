@@ -20,6 +20,7 @@ from transfer_queue.wire.blocking import FrameSocket, Into, dial
 PROTOCOL = 1
 MAX_HEADER_NBYTES = 64 << 10
 Step: TypeAlias = Literal["offer", "packed", "served", "failed"]
+Came: TypeAlias = Literal["", "staged", "damaged", "lost"]
 
 
 class GetManifest(m.Message):
@@ -64,6 +65,25 @@ class RankMessage(m.Message):
     timeout_s: float
 
 
+class JoinSwarm(m.Message):
+    """A receiver that listens at `name` takes part in the update with this manifest (`tracker`), until this connection
+    is closed. The buckets that it lacks, as JSON, are the payload. It gives a bucket up after `stall_s`."""
+
+    key: str
+    name: str
+    stall_s: float
+
+
+class NextBucket(m.Message):
+    """What is that receiver to fetch next, and how the last one of this connection `came`. A `tracker.Assignment` as
+    JSON is the payload of the answer, which takes at most `timeout_s`."""
+
+    key: str
+    name: str
+    came: Came
+    timeout_s: float
+
+
 class OutcomeMessage(m.Message):
     """How an update went: an `Outcome` as JSON."""
 
@@ -85,6 +105,8 @@ decode_client = msgspec.msgpack.Decoder(
     | WantsMessage
     | GetHolders
     | RankMessage
+    | JoinSwarm
+    | NextBucket
     | OutcomeMessage
 ).decode
 decode_server = msgspec.msgpack.Decoder(m.Challenge | m.Welcome | m.Failed | Sent).decode

@@ -18,6 +18,7 @@ from transfer_queue.weights.transport.faults import as_typed
 from transfer_queue.weights.transport.info import Outcome
 from transfer_queue.weights.transport.ranks import MAX_NBYTES as MAX_TABLE_NBYTES
 from transfer_queue.weights.transport.ranks import RankMeeting
+from transfer_queue.weights.transport.tracker import Assignment, Tracker
 from transfer_queue.weights.transport.wants import MAX_NBYTES, WantTables
 from transfer_queue.weights.version.digest import Buffer, host_bytes
 from transfer_queue.wire import handshake
@@ -31,6 +32,7 @@ HELLO_TIMEOUT_S = 5.0
 SEND_TIMEOUT_S = 60.0  # for a message or a bucket, to a peer that reads slowly
 MAX_PEERS = 512
 MAX_OUTCOMES = 4096
+MAX_LIST_NBYTES = 16 << 20  # of the buckets that a receiver lacks
 
 
 class VersionSource(Protocol):
@@ -65,8 +67,8 @@ class Empty:
 
 class WeightServer:
     """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`. `wants`: whom receivers tell
-    which parts of the tensors they need. `ranks`: where other ranks of the trainer come to. More
-    than `max_peers` connections at once are closed as they come."""
+    which parts of the tensors they need. `ranks`: where other ranks of the trainer come to. `tracker`: who knows what
+    receivers give each other. More than `max_peers` connections at once are closed as they come."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class WeightServer:
         store: VersionSource,
         wants: WantTables | None = None,
         ranks: RankMeeting | None = None,
+        tracker: Tracker | None = None,
         max_peers: int = MAX_PEERS,
     ) -> None:
         if not token:
@@ -82,8 +85,9 @@ class WeightServer:
         self._listening = listening
         self._token = token
         self._store = store
-        self._wants, self._ranks = wants, ranks
-        self._max_nbytes = max(MAX_NBYTES if wants else 0, MAX_TABLE_NBYTES if ranks else 0)  # that a peer may bring
+        self._wants, self._ranks, self._tracker = wants, ranks, tracker
+        limits = (MAX_NBYTES if wants else 0, MAX_TABLE_NBYTES if ranks else 0, MAX_LIST_NBYTES if tracker else 0)
+        self._max_nbytes = max(limits)  # that a peer may bring
         self._max_peers = max_peers
         self._lock = threading.Lock()
         self._noted = threading.Condition()
@@ -135,7 +139,8 @@ class WeightServer:
                 thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
-        visit = _Visit(p.stream_over(sock, p.decode_client, "a peer"), self._store, self._wants, self._ranks)
+        stream = p.stream_over(sock, p.decode_client, "a peer")
+        visit = _Visit(stream, self._store, self._wants, self._ranks, self._tracker)
         try:
             if sock.family == socket.AF_UNIX:
                 if peer_uid(sock) not in (os.getuid(), 0):
@@ -174,11 +179,16 @@ class _Visit:
     """One connection, and what its peer borrowed."""
 
     def __init__(
-        self, stream: FrameSocket[m.Message], store: VersionSource, wants: WantTables | None, ranks: RankMeeting | None
+        self,
+        stream: FrameSocket[m.Message],
+        store: VersionSource,
+        wants: WantTables | None,
+        ranks: RankMeeting | None,
+        tracker: Tracker | None,
     ) -> None:
         self.stream = stream
         self._store = store
-        self._wants, self._ranks = wants, ranks
+        self._wants, self._ranks, self._tracker = wants, ranks, tracker
         self._rank: int | None = None  # of the trainer, if that is who came
         self._give_back: list[Callable[[], None]] = []
 
@@ -218,6 +228,10 @@ class _Visit:
                 payload = self._wants.body
             elif isinstance(message, p.WantsMessage) and self._wants is not None:
                 self._wants.note(came)
+            elif isinstance(message, p.JoinSwarm) and self._tracker is not None:
+                self._tracker.join(self, message.key, message.name, _buckets(came), message.stall_s)
+            elif isinstance(message, p.NextBucket) and self._tracker is not None:
+                payload = msgspec.json.encode(self._assigned(self._tracker, message))
             elif not isinstance(message, p.OutcomeMessage):
                 raise ProtocolError(f"{type(message).__name__} is no request")
         except ProtocolError:
@@ -229,12 +243,24 @@ class _Visit:
         self.stream.send(p.Sent(), SEND_TIMEOUT_S, payload, fd)
         return len(payload)
 
+    def _assigned(self, tracker: Tracker, message: p.NextBucket) -> Assignment:
+        return tracker.ask(self, message.key, message.name, message.came, message.timeout_s)
+
     def end(self) -> None:
         self.stream.close()
+        if self._tracker is not None:
+            self._tracker.left(self)
         if self._rank is not None and self._ranks is not None:
             self._ranks.left(self._rank, self)
         for give_back in self._give_back:
             give_back()
+
+
+def _buckets(body: memoryview) -> list[int]:
+    try:
+        return msgspec.json.decode(body, type=list[int])
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a list of buckets: {error}") from None
 
 
 def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:

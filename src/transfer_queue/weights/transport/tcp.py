@@ -1,4 +1,6 @@
-"""Buckets over TCP, from the trainer or from replicas that have installed the version.
+"""Buckets over TCP: from the trainer, from other receivers of the update, or from replicas that have installed it.
+
+Receivers on other hosts than the trainer's give each other what they have staged (`tracker`, `peers`).
 
 A replica that comes late loads from all peers at once: it asks each for what it has, takes the newest version, and
 fetches every bucket from whoever is free. Bytes are received straight into staging memory and checked there; damaged or
@@ -25,22 +27,34 @@ from transfer_queue.weights.transport.faults import system_faults
 from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, newest_of
 from transfer_queue.weights.transport.holder import Holder
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
+from transfer_queue.weights.transport.peers import Sharing, fetch_shared
 from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
 from transfer_queue.weights.transport.ranks import PackedDigests, Planned, RankMeeting, RankOffer, Sealed, meeting_place
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.ticket import PublishTicket
+from transfer_queue.weights.transport.tracker import UPLOADS, Tracker
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.transport.version_store import VersionStore, newest_key
 from transfer_queue.weights.transport.wants import Specs, WantTables
 from transfer_queue.weights.version.boxes import whole
 from transfer_queue.weights.version.manifest import Count, Manifest
-from transfer_queue.weights.version.packing import pack_into, plan
+from transfer_queue.weights.version.packing import BUCKET_NBYTES, Plan, pack_into, plan
 from transfer_queue.weights.version.pieces import ShardPlan, copy_box, pack_here, plan_pieces, seal_pieces
 from transfer_queue.weights.version.sharded import TensorShard
-from transfer_queue.weights.version.sources import WeightSource, parts_of, shards_of, table_of, weights_called
+from transfer_queue.weights.version.sources import (
+    TensorMeta,
+    WeightSource,
+    parts_of,
+    shards_of,
+    table_of,
+    weights_called,
+)
 from transfer_queue.weights.version.tensor_memory import room, warm
+from transfer_queue.wire.address import is_loopback
 
 NUM_STREAMS = 2
+NUM_SHARED = 64  # buckets of a version that receivers give each other, about: each goes on once it is whole
+MIN_SHARED_NBYTES = 4 << 20
 TELL_S = 5.0  # of telling the other ranks how the last update ended
 
 
@@ -51,7 +65,11 @@ class TcpTrainerInfo(TrainerInfo, kw_only=True):
 
     `rank` of `world`: every rank of the trainer is to call `trainer_init` and `send_weights`, and gives what it holds;
     rank 0 leads, and only its client is used. `meet` and `token`, the address and the token of rank 0, are given on all
-    ranks, or on none: torch's process group brings them then."""
+    ranks, or on none: torch's process group brings them then.
+
+    `peers`: whether receivers give each other what they have verified during an update. Default: those on other hosts
+    do. `uploads`: how many buckets a rank gives such receivers at once. `bucket_nbytes`: 0 makes it 256 MiB, or, where
+    receivers may give each other buckets, a 64th of the model (4 MiB at least)."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -61,12 +79,16 @@ class TcpTrainerInfo(TrainerInfo, kw_only=True):
     rank: int = 0
     world: int = 1
     meet: str = ""
+    bucket_nbytes: int = 0
+    peers: bool | None = None
+    uploads: int = UPLOADS
 
 
 class TcpInfo(InitInfo, kw_only=True):
     """`address` may be empty for a replica that only joins through peers. A bucket that stalls for `stall_s` is asked
     for again, elsewhere if there is another peer. `buckets`: sizes to have memory ready for. `specs` names the tensors
-    that are to come, where the trainer can be asked for them ("": it cannot)."""
+    that are to come, where the trainer can be asked for them ("": it cannot). `peers`: whether to take part in
+    updates whose receivers give each other buckets; None: if the trainer is on another host."""
 
     address: str = ""
     token: str
@@ -74,6 +96,7 @@ class TcpInfo(InitInfo, kw_only=True):
     stall_s: float = STALL_S
     buckets: tuple[Count, ...] = ()
     specs: str = ""
+    peers: bool | None = False
 
 
 class TensorStore(VersionStore[list[torch.Tensor]]):
@@ -103,10 +126,12 @@ class TcpTrainer(TrainerEngine):
         self._ranks = RankMeeting(info.world) if info.world > 1 else None
         self._wants = WantTables(Specs.of(source.specs(), source.aliases()))
         listening, self.address = listen_tcp(info.host, info.port)
-        self._server = WeightServer(listening, self.token, self.store, self._wants, self._ranks)
+        may_share = info.peers or (info.peers is None and not is_loopback(info.host))
+        self._tracker = Tracker(info.uploads) if may_share else None
+        self._server = WeightServer(listening, self.token, self.store, self._wants, self._ranks, self._tracker)
         self.reports.come_to(self._server)
         is_warm = info.warm and info.world == 1
-        self._expected = plan(source.specs(), info.bucket_nbytes).buckets if is_warm else ()
+        self._expected = self._placed(source).buckets if is_warm else ()
         warm(self._expected, info.keep + 1)
 
     @classmethod
@@ -131,7 +156,8 @@ class TcpTrainer(TrainerEngine):
         return super().trainer_init(init_info, client=client, source=source)
 
     def receivers_info(self) -> dict[str, Any]:
-        found = {"address": self.address, "token": self.token, "buckets": list(self._expected)}
+        peers = False if self._tracker is None else self.info.peers
+        found = {"address": self.address, "token": self.token, "buckets": list(self._expected), "peers": peers}
         return {**found, "specs": self._wants.key} if self.info.anchor_every == 1 else found
 
     @property
@@ -162,6 +188,12 @@ class TcpTrainer(TrainerEngine):
         self._ranks.end(outcome if isinstance(outcome, TransferQueueError) else None)
 
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        manifest = self._stored(draft, deadline)
+        if self._tracker is not None:
+            self._tracker.begin(manifest)
+        return manifest
+
+    def _stored(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         if self._ranks is not None and draft.is_whole:
             return self._publish_ranks(self._ranks, draft, deadline)
         is_cut = draft.is_whole and self._wants.tables()
@@ -170,9 +202,18 @@ class TcpTrainer(TrainerEngine):
         return manifest
 
     def _packed(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
-        where = plan(draft.source.specs(), self.info.bucket_nbytes)
+        where = self._placed(draft.source)
         buckets = [room(nbytes) for nbytes in where.buckets]
         return draft.seal(where, pack_into(draft.source, where, buckets)), buckets
+
+    def _placed(self, source: WeightSource) -> Plan:
+        specs = source.specs()
+        return plan(specs, self._bucket_nbytes(specs))
+
+    def _bucket_nbytes(self, specs: list[TensorMeta]) -> int:
+        if self.info.bucket_nbytes or self._tracker is None:
+            return int(self.info.bucket_nbytes) or BUCKET_NBYTES
+        return min(BUCKET_NBYTES, max(MIN_SHARED_NBYTES, -(-sum(plan(specs).buckets) // NUM_SHARED)))
 
     def _packed_for(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
         """Cut along what receivers want."""
@@ -208,18 +249,27 @@ class TcpTrainer(TrainerEngine):
         wants = self._wants.tables()
         asked = (tables, list(wants))
         if self._plan is None or self._plan[0] != asked:
-            self._plan = (asked, plan_pieces(tables, list(wants.values()), self.info.bucket_nbytes))
+            bucket_nbytes = self._bucket_nbytes(self._source.specs())
+            self._plan = (asked, plan_pieces(tables, list(wants.values()), bucket_nbytes))
         return self._plan[1]
 
     def _decide(self, manifest: Manifest) -> None:
         self.store.decide(manifest)
+        self._end(manifest)
 
     def _withdraw(self, manifest: Manifest) -> None:
         self.store.withdraw(manifest)
+        self._end(manifest)
+
+    def _end(self, manifest: Manifest) -> None:
+        if self._tracker is not None:
+            self._tracker.end(manifest)
 
     def _close(self) -> None:
         if self._ranks is not None:
             self._ranks.close(TELL_S)
+        if self._tracker is not None:
+            self._tracker.close()
         self._server.close()
 
 
@@ -227,8 +277,12 @@ class TcpEngine(Engine):
     trainer = TcpTrainer
     init_form = TcpInfo
 
-    def __init__(self, receiver: Receiver, **more: Any) -> None:
+    def __init__(self, receiver: Receiver, *, host: str = "", **more: Any) -> None:
+        """`host`: where this receiver gives others what it has staged, if not at its end of the connection to the
+        trainer."""
         super().__init__(receiver, **more)
+        self._sharing = Sharing(receiver, host)
+        self._may_share = False  # what is fetched now
         self._control = TrainerLink()
         self._token = ""
         self._streams, self._stall_s = NUM_STREAMS, STALL_S
@@ -241,7 +295,11 @@ class TcpEngine(Engine):
         self._token, self._streams, self._stall_s = info.token, info.streams, info.stall_s
         self._control.address = p.address_of(info.address, info.token) if info.address else None
         if info.address:
-            p.Peer(p.address_of(info.address, info.token), info.timeout_s).close()
+            met = p.Peer(p.address_of(info.address, info.token), info.timeout_s)
+            try:
+                self._sharing.open(met, info.token, info.peers)
+            finally:
+                met.close()
         if info.address and info.specs:
             due = Deadline(info.timeout_s)
             wants = self._control.tell_wants(info.specs, self.receiver.wants, self._blank.who, self.rank, due)
@@ -254,11 +312,13 @@ class TcpEngine(Engine):
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         manifest = self._control.manifest(info.key, deadline)
         self._sources = self._control.holders(manifest, self._token, deadline)
+        self._may_share = self._sharing.takes(manifest)
         return manifest
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
         manifest = self._control.manifest(newest_key(label), deadline)
         self._sources = self._control.holders(manifest, self._token, deadline)
+        self._may_share = False
         return manifest
 
     def join_peers(self, peers: Sequence[str], *, timeout_s: float) -> VersionInfo:
@@ -270,14 +330,21 @@ class TcpEngine(Engine):
         def find(deadline: Deadline) -> Manifest:
             manifest, have_it = newest_of(addresses, deadline, self._stall_s)
             self._sources = [Source(one) for one in have_it]
+            self._may_share = False
             return manifest
 
         with self._busy:
             return self._install(find, Deadline(timeout_s))
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
-        sources, session = self._sources * self._streams, self.receiver.session
-        fetch(manifest, wanted, sources, self.receiver.stage, deadline, self._stall_s, session)
+        stage, stall_s, session = self.receiver.stage, self._stall_s, self.receiver.session
+        if self._may_share:
+            name, sources = self._sharing.address, self._sources
+            wanted = fetch_shared(
+                manifest, wanted, self._control, name, sources, self._streams, stage, deadline, stall_s, session
+            )
+        if wanted:
+            fetch(manifest, wanted, self._sources * self._streams, stage, deadline, stall_s, session)
 
     def _interrupt(self) -> None:
         self._control.interrupt()
@@ -296,8 +363,14 @@ class TcpEngine(Engine):
             self._serving = WeightServer(listening, self._token, Installed(self))
         return self._served_at
 
+    @property
+    def num_served_nbytes(self) -> int:
+        """Bytes of buckets that other receivers have fetched here during updates."""
+        return self._sharing.num_served_nbytes
+
     def _close(self) -> None:
         self._control.leave()
+        self._sharing.close()
         if self._serving is not None:
             self._serving.close()
             self._serving = None
