@@ -14,9 +14,13 @@ import subprocess
 
 def ip(*arguments: str) -> str:
     """Run the command of that name; what it prints."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -69,6 +73,12 @@ class Switch:
 
     def mend(self, number: int) -> None:
         ip("-n", self._switch, "link", "set", f"port{number}", "up")
+
+    def limit(self, number: int, mbits: int) -> None:
+        """The host's link carries no more than that in each direction from now on (tc-tbf(8))."""
+        for space, name in ((self._switch, f"port{number}"), (f"{self._prefix}-{number}", "eth0")):
+            rate = ("rate", f"{mbits}mbit", "burst", "256kb", "latency", "20ms")
+            _run("tc", "-n", space, "qdisc", "replace", "dev", name, "root", "tbf", *rate)
 
     def sent_nbytes(self, number: int) -> int:
         """Bytes the host has sent so far."""

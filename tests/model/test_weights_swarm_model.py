@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from transfer_queue.errors import InvalidInput, VersionGone
 from transfer_queue.weights.transport.protocol import Came
-from transfer_queue.weights.transport.tracker import PEER_UPLOADS, Assignment, Swarm
+from transfer_queue.weights.transport.tracker import GRACE_S, PEER_UPLOADS, Assignment, Swarm
 
 STALL_S = 10.0
 MAX_FAULTS = 12  # of a run
@@ -24,7 +24,7 @@ class Run:
     def __init__(self, seed: int, wants: list[set[int]], holders: list[int], uploads: int) -> None:
         self.chance = random.Random(seed)
         self.holders, self.uploads = holders, uploads
-        self.swarm = Swarm([1] * len(holders), holders, uploads)
+        self.swarm = Swarm([self.chance.randrange(1, 4) for _ in holders], holders, uploads)
         self.names = [f"tcp:h:{number}" for number in range(len(wants))]
         self.lacks = dict(zip(self.names, map(set, wants), strict=True))
         self.has: dict[str, set[int]] = {name: set() for name in self.names}
@@ -42,7 +42,7 @@ class Run:
         if not any(self.ask(one) for one in asking) and not self.finish_one():
             late = self.swarm.next_end()
             assert late is not None, "everybody waits, and nothing is under way"
-            self.now = late
+            self.now = late - self.chance.choice([0.0, GRACE_S / 2])  # with those who say so themselves, or without
             self.swarm.expire(self.now)
         self.check()
 
@@ -157,6 +157,12 @@ def test_each_receiver_is_given_another_bucket_one_at_a_time() -> None:
     assert swarm.pick(0, "tcp:a:1", 0.0) == Assignment(0)
     assert swarm.pick(1, "tcp:a:1", 0.0) is None
     assert swarm.pick(2, "tcp:b:1", 0.0) == Assignment(1)
+
+
+def test_the_largest_bucket_goes_first() -> None:
+    swarm = Swarm([1, 3, 2], [0] * 3)
+    swarm.join("tcp:a:1", range(3), STALL_S)
+    assert [swarm.pick(stream, "tcp:a:1", 0.0) for stream in range(3)] == [Assignment(1), Assignment(2), Assignment(0)]
 
 
 def settled(swarm: Swarm, name: str, bucket: int, came: Came = "staged") -> None:

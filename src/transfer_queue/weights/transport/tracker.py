@@ -35,7 +35,7 @@ from transfer_queue.weights.transport.info import key_of
 from transfer_queue.weights.transport.protocol import Came
 from transfer_queue.weights.version.manifest import Manifest
 
-UPLOADS = 4  # of a rank: keeps a fast link busy while receivers check; more would delay the first whole bucket
+UPLOADS = 2  # of a rank: one keeps its link busy while the other begins or ends; more delay the first whole bucket
 PEER_UPLOADS = 2  # of a receiver
 MAX_LOOKED = 64  # buckets of which the rarest is taken
 MAX_UPDATES = 8
@@ -86,18 +86,21 @@ class Taker:
 class Swarm:
     """The receivers of one update. Without locks, threads or a clock of its own; streams are named by the caller.
 
-    `sizes` of the buckets, and the rank that `holders` gives for each."""
+    `sizes` of the buckets, and the rank that `holders` gives for each. A bucket's bit is its place among all by size:
+    of equally rare ones the largest goes first, as it takes longest to go round."""
 
     def __init__(self, sizes: Sequence[int], holders: Sequence[int], uploads: int = UPLOADS) -> None:
+        self._buckets = sorted(range(len(sizes)), key=lambda bucket: -sizes[bucket])  # by bit
+        self._places = {bucket: place for place, bucket in enumerate(self._buckets)}
         self._sizes, self._holders = sizes, holders
         self._limit = uploads
         self._ranks: dict[int, int] = {}
         for bucket, rank in enumerate(holders):
-            self._ranks[rank] = self._ranks.get(rank, 0) | 1 << bucket
+            self._ranks[rank] = self._ranks.get(rank, 0) | 1 << self._places[bucket]
         self._takers: dict[str, Taker] = {}
         self._under_way: dict[Hashable, Transfer] = {}
         self._uploads: Counter[int] = Counter()  # of the ranks
-        self._copies = [0] * len(sizes)  # with receivers that give
+        self._copies = [0] * len(sizes)  # by bit: with receivers that give
         self._rarity = [0] * len(sizes)  # the same with those that are coming
         self._alone = (1 << len(sizes)) - 1  # what no receiver gives
         self._sent = 0  # what is on its way from a rank
@@ -108,9 +111,9 @@ class Swarm:
         self.leave(name)
         lacking = 0
         for bucket in wanted:
-            if not 0 <= bucket < len(self._sizes):
+            if bucket not in self._places:
                 raise InvalidInput(f"bucket {bucket} of {len(self._sizes)}")
-            lacking |= 1 << bucket
+            lacking |= 1 << self._places[bucket]
         self._takers[name] = Taker(lacking, stall_s)
 
     def leave(self, name: str) -> None:
@@ -128,10 +131,11 @@ class Swarm:
         transfer = self._under_way.pop(stream, None)
         if transfer is None:
             return
-        bucket, bit = transfer.bucket, 1 << transfer.bucket
+        bucket, place = transfer.bucket, self._places[transfer.bucket]
+        bit = 1 << place
         taker, giver = self._takers[transfer.taker], self._takers.get(transfer.peer)
         taker.coming &= ~bit
-        self._rarity[bucket] -= 1
+        self._rarity[place] -= 1
         if not transfer.peer:
             self._uploads[self._holders[bucket]] -= 1
             if not any(one.bucket == bucket and not one.peer for one in self._under_way.values()):
@@ -155,10 +159,11 @@ class Swarm:
                 self._count(taker.held, 1)
 
     def expire(self, now: float) -> None:
-        """Give up what is late: those that should have said so are silent."""
-        for stream in [stream for stream, one in self._under_way.items() if one.until <= now]:
-            taker = self._takers[self._under_way[stream].taker]
+        """Give up what is late: those that should have said so are silent, and are not sent there again."""
+        for stream, late in [(stream, one) for stream, one in self._under_way.items() if one.until <= now]:
+            taker = self._takers[late.taker]
             self.settle(stream, "")
+            taker.avoids |= {late.peer} - {""}
             self._silence(taker)
 
     def next_end(self) -> float | None:
@@ -189,7 +194,7 @@ class Swarm:
         for rank in sorted(self._ranks, key=self._uploads.__getitem__):
             here = wanted & self._ranks[rank]
             if here and self._uploads[rank] < self._limit and not self._is_busy(rank, name):
-                return Assignment(self._rarest(here))
+                return Assignment(self._buckets[self._rarest(here)])
         return None
 
     def _is_busy(self, rank: int, name: str) -> bool:
@@ -209,26 +214,26 @@ class Swarm:
         }
         if not able:
             return None
-        bucket = self._rarest(_all(one.held for one in able.values()) & wanted)
-        have_it = (other for other, one in able.items() if one.held >> bucket & 1)
-        return Assignment(bucket, min(have_it, key=lambda other: able[other].num_uploads))
+        place = self._rarest(_all(one.held for one in able.values()) & wanted)
+        have_it = (other for other, one in able.items() if one.held >> place & 1)
+        return Assignment(self._buckets[place], min(have_it, key=lambda other: able[other].num_uploads))
 
     def _rarest(self, buckets: int) -> int:
-        looked = [bucket for bucket, _ in zip(_bits(buckets), range(MAX_LOOKED), strict=False)]
+        looked = [place for place, _ in zip(_bits(buckets), range(MAX_LOOKED), strict=False)]
         return min(looked, key=self._rarity.__getitem__)
 
     def _begin(self, stream: Hashable, name: str, taker: Taker, found: Assignment, now: float) -> None:
-        bucket = found.bucket
+        bucket, place = found.bucket, self._places[found.bucket]
         until = now + taker.stall_s + self._sizes[bucket] / SLOWEST + GRACE_S
         self._under_way[stream] = Transfer(name, bucket, found.peer, until)
-        taker.coming |= 1 << bucket
-        self._rarity[bucket] += 1
+        taker.coming |= 1 << place
+        self._rarity[place] += 1
         if found.peer:
             self._takers[found.peer].num_uploads += 1
             self._offered = None
         else:
             self._uploads[self._holders[bucket]] += 1
-            self._sent |= 1 << bucket
+            self._sent |= 1 << place
 
     def _add(self, taker: Taker, bit: int) -> None:
         """It has this bucket."""
@@ -257,10 +262,10 @@ class Swarm:
 
     def _count(self, buckets: int, by: int) -> None:
         self._offered = None
-        for bucket in _bits(buckets):
-            self._copies[bucket] += by
-            self._rarity[bucket] += by
-            self._alone = self._alone & ~(1 << bucket) | (self._copies[bucket] == 0) << bucket
+        for place in _bits(buckets):
+            self._copies[place] += by
+            self._rarity[place] += by
+            self._alone = self._alone & ~(1 << place) | (self._copies[place] == 0) << place
 
 
 class Waiting:
