@@ -42,7 +42,9 @@ class Switch:
 
     _made = 0
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 77) -> None:
+        """`number`: what hosts have in place of the 77 in their addresses."""
+        self.number = number
         Switch._made += 1
         self._prefix = f"tq-{os.getpid()}-{Switch._made}"
         self._spaces: list[str] = []
@@ -56,14 +58,14 @@ class Switch:
         self._spaces.append(space)
         return space
 
-    def plug_in(self, number: int) -> str:
-        """The name of a new namespace with an interface on the switch."""
-        space, port = self._space(str(number)), f"port{number}"
-        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+    def plug_in(self, number: int, host: str = "", device: str = "eth0") -> str:
+        """The name of a namespace (a new one, or `host`) with an interface of that name on the switch."""
+        space, port = host or self._space(str(number)), f"port{number}"
+        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", device, "netns", space)
         ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
-        ip("-n", space, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
-        ip("-n", space, "addr", "add", f"fd77::{number}/64", "dev", "eth0", "nodad")
-        for name in ("lo", "eth0"):
+        ip("-n", space, "addr", "add", f"10.{self.number}.0.{number}/24", "dev", device)
+        ip("-n", space, "addr", "add", f"fd{self.number}::{number}/64", "dev", device, "nodad")
+        for name in ("lo", device):
             ip("-n", space, "link", "set", name, "up")
         return space
 

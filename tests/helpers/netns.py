@@ -43,11 +43,18 @@ class AgentError(Exception):
 
 
 class Network(Switch):
-    """A switch and hosts 1..N on it."""
+    """A switch and hosts 1..N on it (or `first` and on)."""
 
-    def __init__(self, hosts: int, run_dir: Path) -> None:
-        super().__init__()
-        self.hosts = [Host(self, number, run_dir / str(number)) for number in range(1, hosts + 1)]
+    def __init__(self, hosts: int, run_dir: Path, network: int = 77, first: int = 1) -> None:
+        super().__init__(network)
+        self.hosts = [Host(self, number, run_dir / str(number)) for number in range(first, first + hosts)]
+
+    def add(self) -> Host:
+        """One host more."""
+        last = self.hosts[-1]
+        made = Host(self, last.number + 1, Path(last.run_dir).parent / str(last.number + 1))
+        self.hosts.append(made)
+        return made
 
     def close(self) -> None:
         for host in self.hosts:
@@ -60,7 +67,7 @@ class Host:
 
     def __init__(self, network: Network, number: int, run_dir: Path) -> None:
         self.number = number
-        self.ip, self.ip6 = f"10.77.0.{number}", f"fd77::{number}"
+        self.ip, self.ip6 = f"10.{network.number}.0.{number}", f"fd{network.number}::{number}"
         self.run_dir = str(run_dir)
         self.space = network.plug_in(number)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TQ_")}

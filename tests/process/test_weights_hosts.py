@@ -11,7 +11,7 @@ import pytest
 from netns import Network
 from weights import Net
 
-from tools.netns import allowed
+from tools.netns import allowed, ip
 from transfer_queue.weights import Control, InPlace, ModuleSource, Receiver, http
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.collective import CollectiveTrainer, CollectiveTrainerInfo
@@ -58,6 +58,68 @@ def test_another_host_fetches_from_a_trainer_that_listens_everywhere(network: Ne
     assert info["address"].startswith(f"tcp:{one.ip}:" if host == "0.0.0.0" else f"tcp:[{one.ip6}]:")
     assert two.run(RECEIVER.format(info=info)) == 42.0
     one.run("trainer.shutdown(); result = 0")
+
+
+PAIR = """
+import threading
+class Pair:
+    init_weight_transfer_engine = start_weight_update = finish_weight_update = lambda self, *_: None
+    def update_weights(self, info):
+        self.info = info
+        told.set()
+        assert done.wait(30)
+told, done = threading.Event(), threading.Event()
+client, source = Pair(), StateDictSource({{f"part{{number}}": torch.full((1 << 20,), 7.0) for number in range(16)}})
+trainer = registry.trainer("tcp").trainer_init({{"host": {host!r}}}, client=client, source=source)
+thread = threading.Thread(target=lambda: trainer.send_weights(deadline_s=60))
+thread.start()
+assert told.wait(30)
+result = [trainer.receivers_info(), client.info]
+"""
+TAKES = """
+from transfer_queue.weights import InPlace, Receiver
+from transfer_queue.weights.transport.tcp import TcpEngine
+module = torch.nn.Module()
+for number in range(16):
+    module.register_buffer(f"part{{number}}", torch.zeros(1 << 20))
+engine = TcpEngine(Receiver(InPlace(module)))
+engine.init_transfer_engine({info!r})
+engine.start_weight_update()
+engine.update_weights({update!r})
+result = [engine._sharing.address, engine.num_served_nbytes]
+"""
+
+
+def test_receivers_on_other_hosts_give_each_other_what_the_trainer_sent_once(network: Network) -> None:
+    one, two = network.hosts
+    three = network.add()
+    one.run("from transfer_queue.weights import StateDictSource\nfrom transfer_queue.weights.transport import registry")
+    info, update = one.run(PAIR.format(host="0.0.0.0"))
+    for host in (two, three):
+        address, _ = host.run(TAKES.format(info=info, update=update))
+        assert address.startswith(f"tcp:{host.ip}:")
+    nbytes = 16 << 22
+    assert one.run("result = trainer.num_served_nbytes") == nbytes
+    assert two.run("result = engine.num_served_nbytes") == nbytes
+    for host in (two, three):
+        host.run("engine.finish_weight_update(); engine.shutdown(); result = 0")
+        assert host.run("result = float(module.part3.sum())") == 7.0 * (1 << 20)
+    one.run("done.set(); thread.join(); trainer.shutdown(); result = 0")
+
+
+def test_a_receiver_that_sees_one_network_of_the_trainers_host_finds_it_there(network: Network, tmp_path: Path) -> None:
+    one, _ = network.hosts
+    other = Network(1, tmp_path / "other", network=78, first=2)
+    two = other.hosts[0]
+    other.plug_in(1, one.space, "eth1")
+    for host, way in ((one, "10.77.0.254"), (two, "10.78.0.254")):  # nobody is there: that a packet goes there is all
+        ip("-n", host.space, "route", "add", "default", "via", way)
+    info = one.run(TRAINER.format(host="0.0.0.0"))
+    assert info["address"].startswith(f"tcp:{one.ip}:")
+    assert [address.rpartition(":")[0] for address in info["addresses"]] == ["tcp:10.78.0.1"]
+    assert two.run(RECEIVER.format(info=info)) == 42.0
+    one.run("trainer.shutdown(); result = 0")
+    other.close()
 
 
 def reachable(host: str) -> bool:

@@ -15,6 +15,7 @@ from transfer_queue.wire.peer import check_peer
 from transfer_queue.wire.token import token_from_environment
 
 PEER_TIMEOUT_S = 15
+MAX_CANDIDATES = 8
 SIOCGIFADDR = 0x8915
 TIMEVAL = struct.Struct("@ll")
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
@@ -137,6 +138,15 @@ def advertised(host: str) -> str:
     with contextlib.suppress(OSError):  # no way to there
         return host_towards(Address(host=far, port=9))
     return next(iter(_addresses6() if ":" in host else _addresses()), near)
+
+
+def candidates(host: str) -> list[str]:
+    """What others may be told of a server that listens on `host`: `advertised` first, then, if it listens everywhere,
+    the host's other addresses, for those that are in another network."""
+    first = advertised(host)
+    if not is_everywhere(host):
+        return [first]
+    return list(dict.fromkeys([first, *(_addresses6() if ":" in host else _addresses())]))[:MAX_CANDIDATES]
 
 
 def _addresses6() -> list[str]:

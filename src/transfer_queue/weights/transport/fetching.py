@@ -37,6 +37,7 @@ from transfer_queue.wire.blocking import at_most
 
 STALL_S = 10.0  # a bucket that has not come by then, and by its bytes at `SLOWEST`, is asked for elsewhere
 SLOWEST = 20e6
+REACH_S = 1.0  # of one of several addresses
 MAX_FAULTS = 3  # of one peer in one fetch
 
 
@@ -120,6 +121,21 @@ class TrainerLink:
         with self._lock:
             self.close()
             self.address = None
+
+
+def met_first(addresses: Sequence[Address], timeout_s: float) -> Peer:
+    """A connection to a server by the first of its addresses at which it is reached: each is tried shortly, then each
+    for its part of what time is left. Raises what was wrong with the first address."""
+    due = Deadline(timeout_s)
+    faults: list[TransferQueueError] = []
+    for is_short in (True, False) if len(addresses) > 1 else (False,):
+        for address in addresses:
+            try:
+                left_s = due.left()
+                return Peer(address, min(REACH_S, left_s) if is_short else left_s / len(addresses))
+            except TransferQueueError as error:
+                faults.append(error)
+    raise faults[0]
 
 
 def newest_of(peers: list[Address], deadline: Deadline, stall_s: float) -> tuple[Manifest, list[Address]]:

@@ -24,7 +24,7 @@ from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import system_faults
-from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, newest_of
+from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, met_first, newest_of
 from transfer_queue.weights.transport.holder import Holder
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
 from transfer_queue.weights.transport.peers import Sharing, fetch_shared
@@ -50,7 +50,7 @@ from transfer_queue.weights.version.sources import (
     weights_called,
 )
 from transfer_queue.weights.version.tensor_memory import room, warm
-from transfer_queue.wire.address import is_loopback
+from transfer_queue.wire.address import Address, candidates, is_loopback
 
 NUM_STREAMS = 2
 NUM_SHARED = 64  # buckets of a version that receivers give each other, about: each goes on once it is whole
@@ -87,8 +87,9 @@ class TcpTrainerInfo(TrainerInfo, kw_only=True):
 class TcpInfo(InitInfo, kw_only=True):
     """`address` may be empty for a replica that only joins through peers. A bucket that stalls for `stall_s` is asked
     for again, elsewhere if there is another peer. `buckets`: sizes to have memory ready for. `specs` names the tensors
-    that are to come, where the trainer can be asked for them ("": it cannot). `peers`: whether to take part in
-    updates whose receivers give each other buckets; None: if the trainer is on another host."""
+    that are to come, where the trainer can be asked for them ("": it cannot). `addresses`: further ones of the
+    trainer's host; the first at which it is reached is kept. `peers`: whether to take part in updates whose receivers
+    give each other buckets; None: if the trainer is on another host."""
 
     address: str = ""
     token: str
@@ -96,6 +97,7 @@ class TcpInfo(InitInfo, kw_only=True):
     stall_s: float = STALL_S
     buckets: tuple[Count, ...] = ()
     specs: str = ""
+    addresses: tuple[str, ...] = ()
     peers: bool | None = False
 
 
@@ -158,6 +160,9 @@ class TcpTrainer(TrainerEngine):
     def receivers_info(self) -> dict[str, Any]:
         peers = False if self._tracker is None else self.info.peers
         found = {"address": self.address, "token": self.token, "buckets": list(self._expected), "peers": peers}
+        port = p.address_of(self.address, "").port
+        others = [str(Address(host=host, port=port)) for host in candidates(self.info.host)]
+        found["addresses"] = [one for one in others if one != self.address]
         return {**found, "specs": self._wants.key} if self.info.anchor_every == 1 else found
 
     @property
@@ -293,10 +298,12 @@ class TcpEngine(Engine):
     def _connect(self, info: TcpInfo) -> None:
         self._control.close()
         self._token, self._streams, self._stall_s = info.token, info.streams, info.stall_s
-        self._control.address = p.address_of(info.address, info.token) if info.address else None
-        if info.address:
-            met = p.Peer(p.address_of(info.address, info.token), info.timeout_s)
+        where = [p.address_of(one, info.token) for one in (info.address, *info.addresses) if one]
+        self._control.address = where[0] if where else None
+        if where:
+            met = met_first(where, info.timeout_s)
             try:
+                self._control.address = met.address
                 self._sharing.open(met, info.token, info.peers)
             finally:
                 met.close()
