@@ -130,6 +130,8 @@ def receive(
         "root": lambda: root(copy_of(module)),
         "fds": lambda: len(os.listdir("/proc/self/fd")),
         "installed": lambda: engine.receiver.installed(),
+        "is_apart": lambda: engine._sharing._is_apart,  # type: ignore[attr-defined]
+        "hide": lambda: engine._sharing._server.close(),  # type: ignore[attr-defined]
         "served": lambda: engine.num_served_nbytes,  # type: ignore[attr-defined]
         "spoil_staged": lambda: [one.add_(1) for one in engine.receiver.session.opened.staging._buckets.values()][:0],  # type: ignore[union-attr]
         "outcome": lambda: engine.outcome,

@@ -12,7 +12,7 @@ import torch
 from engines import BUCKET_NBYTES, Process, Site, expected, receive
 from weights import Net, copy_of, drawn, same
 
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.weights import InPlace, Receiver, StateDictSource, plan
 from transfer_queue.weights.transport.tcp import TcpEngine, TcpTrainer
 
@@ -141,6 +141,30 @@ def test_a_receiver_killed_among_several_and_a_trainer_killed(site: Callable[...
     here.start_trainer()
     assert here.send(3).version == 1
     assert here.roots() == [expected(3)] * 3
+
+
+def test_a_trainer_killed_while_receivers_fetch_leaves_the_old_version(site: Callable[..., Site]) -> None:
+    here = site("tcp", peers=True)
+    here.send(1)
+
+    def hook(name: str, when: str) -> None:
+        if (name, when) == ("update_weights", "before"):
+            here.trainer.signal(signal.SIGSTOP)  # type: ignore[union-attr]
+        if (name, when) == ("update_weights", "underway"):
+            here.end_trainer()
+
+    with pytest.raises(ServiceUnavailable):
+        here.send(2, hook=hook)
+    assert here.roots() == [expected(1)] * 2
+
+
+def test_receivers_that_cannot_reach_each_other_take_from_the_trainer_from_then_on(line: Any) -> None:
+    client, trainer = line(lambda client: client.first.call("hide"))
+    for version in (1, 2, 3, 4):
+        trainer.send_weights(version, deadline_s=20)
+        assert client.second.call("root") == expected(1)
+        assert trainer.num_served_nbytes == version * 2 * NBYTES
+    assert client.second.call("is_apart")
 
 
 class Together:

@@ -26,7 +26,7 @@ TOKEN = "only for these tests"
 class Ranks:
     """The processes, each of which answers what it was told."""
 
-    def __init__(self, start: Callable[[str], Child], url: str, mesh: str, **more: Any) -> None:
+    def __init__(self, start: Callable[[str], Child], url: str | list[str], mesh: str, **more: Any) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         setting = json.dumps({"port": port, "mesh": mesh, "urls": url, "token": TOKEN, **more})
@@ -94,6 +94,20 @@ def test_the_shards_of_all_ranks_are_the_weights_of_the_server(site: Site, mesh:
         assert site.has(seed)
         assert site.receiver.installed().root == reports[0]["root"]
     assert reports[0]["nbytes"] < 1.6 * sum(tensor.nbytes for tensor in drawn(0).state_dict().values())  # once, aligned
+
+
+def test_receivers_of_several_ranks_give_each_other_what_they_have(site: Site, child: Callable[[str], Child]) -> None:
+    other = Site(child)
+    with other.server:
+        info = {"peers": True, "bucket_nbytes": 256}
+        ranks = Ranks(child, [site.server.url, other.server.url], "fsdp_tp", info=info)
+        for version, seed in enumerate([5, 6], 1):
+            ranks.tell(f"train {seed}")
+            assert [one["version"] for one in ranks.send()] == [version] * WORLD
+            assert site.has(seed)
+            assert other.has(seed)
+        assert site.engine.num_served_nbytes + other.engine.num_served_nbytes > 0
+    other.engine.shutdown()
 
 
 def test_all_ranks_publish(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -216,8 +217,8 @@ class Transfers:
                 peer.interrupt()
             self._changed.notify_all()
 
-    def _met(self, address: Address) -> Peer:
-        peer = Peer(address, min(self._stall_s, self._deadline.left()))
+    def _met(self, address: Address, timeout_s: float = math.inf) -> Peer:
+        peer = Peer(address, min(self._stall_s, self._deadline.left(), timeout_s))
         with self._changed:
             self._peers.append(peer)
             if self.stopped is not None:

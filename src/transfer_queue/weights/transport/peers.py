@@ -13,7 +13,6 @@ import torch
 
 from transfer_queue.errors import DigestMismatch, InvalidInput, ServiceUnavailable, TransferQueueError
 from transfer_queue.weights.receive.receiver import Receiver
-from transfer_queue.weights.receive.update_session import UpdateSession
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.fetching import MAX_FAULTS, Source, TrainerLink, Transfers
@@ -28,6 +27,7 @@ from transfer_queue.wire.blocking import at_most
 log = logging.getLogger("transfer_queue.weights")
 WAIT_S = 5.0  # for the trainer to have something to do
 MAX_ANSWER_NBYTES = 4096
+REACH_S = 2.0  # of another receiver
 MIN_NBYTES = 4 << 20  # a smaller version is there before others could be asked
 
 
@@ -65,6 +65,8 @@ class Sharing:
         self._server: WeightServer | None = None
         self._opened: tuple[str, str] | None = None
         self._is_always = False  # however small the version is
+        self._num_reached = self._num_unreached = 0  # connections to other receivers
+        self._is_apart = False  # the network keeps receivers from each other
         self.address = ""  # "": it does not listen
 
     @property
@@ -84,50 +86,59 @@ class Sharing:
             self._server = WeightServer(listening, token, StagedBuckets(self._receiver))
             self._opened = (here, token)
         self._is_always = bool(peers)
+        self._num_reached = self._num_unreached = 0
+        self._is_apart = False
 
     def takes(self, manifest: Manifest) -> bool:
         """Whether this version is to be fetched so."""
-        return bool(self.address) and (self._is_always or manifest.nbytes >= MIN_NBYTES)
+        may = bool(self.address) and not self._is_apart
+        return may and (self._is_always or manifest.nbytes >= MIN_NBYTES)
+
+    def fetch(
+        self,
+        manifest: Manifest,
+        wanted: list[int],
+        link: TrainerLink,
+        sources: Sequence[Source],
+        streams: int,
+        deadline: Deadline,
+        stall_s: float,
+    ) -> list[int]:
+        """Fetch wanted buckets as the trainer's tracker says. Returns those that did not come so, to be fetched
+        otherwise: all of them where the trainer knows of no such update. Raises what ended the update, or its
+        deadline."""
+        message = p.JoinSwarm(key_of(manifest), self.address, stall_s)
+        try:
+            link.ask(message, deadline, body=msgspec.json.encode(wanted))
+        except TransferQueueError as error:
+            log.info("version %s is fetched from the trainer: %s", manifest.version, error)
+            return wanted
+        assert link.address is not None
+        stage, session = self._receiver.stage, self._receiver.session
+        work = _Shared(manifest, wanted, link.address, self.address, sources, stage, deadline, stall_s)
+        threads = [threading.Thread(target=work.run, name="tq-weights-share", daemon=True) for _ in range(streams)]
+        with session.interrupting(work.stop) if session is not None else nullcontext():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if work.stopped is not None:
+            raise work.stopped
+        self._judge(work)
+        return sorted(work.left)
+
+    def _judge(self, work: _Shared) -> None:
+        self._num_reached += work.num_reached
+        self._num_unreached += work.num_unreached
+        if self._num_unreached >= MAX_FAULTS and not self._num_reached:
+            log.warning("no other receiver can be reached from here: versions are fetched from the trainer from now on")
+            self._is_apart = True
 
     def close(self) -> None:
         """Repeatable."""
         if self._server is not None:
             self._server.close()
         self._server, self._opened, self.address = None, None, ""
-
-
-def fetch_shared(
-    manifest: Manifest,
-    wanted: list[int],
-    link: TrainerLink,
-    name: str,
-    sources: Sequence[Source],
-    streams: int,
-    stage: Callable[..., None],
-    deadline: Deadline,
-    stall_s: float,
-    session: UpdateSession | None,
-) -> list[int]:
-    """Fetch wanted buckets as the trainer's tracker says, which knows this receiver by `name`, into `stage`. Returns
-    those that did not come so, to be fetched otherwise: all of them where the trainer knows of no such update. Raises
-    what ended the update (`session`), or its deadline."""
-    message = p.JoinSwarm(key_of(manifest), name, stall_s)
-    try:
-        link.ask(message, deadline, body=msgspec.json.encode(wanted))
-    except TransferQueueError as error:
-        log.info("version %s is fetched from the trainer: %s", manifest.version, error)
-        return wanted
-    assert link.address is not None
-    work = _Shared(manifest, wanted, link.address, name, sources, stage, deadline, stall_s)
-    threads = [threading.Thread(target=work.run, name="tq-weights-share", daemon=True) for _ in range(streams)]
-    with session.interrupting(work.stop) if session is not None else nullcontext():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if work.stopped is not None:
-        raise work.stopped
-    return sorted(work.left)
 
 
 class _Shared(Transfers):
@@ -146,6 +157,7 @@ class _Shared(Transfers):
     ) -> None:
         super().__init__(manifest, stage, deadline, stall_s)
         self.left = set(wanted)
+        self.num_reached = self.num_unreached = 0  # connections to other receivers
         self._trainer = trainer
         self._name = name
         self._ranks = {source.holder: source.address for source in sources}
@@ -172,6 +184,19 @@ class _Shared(Transfers):
             links[address] = self._met(address)
         return links[address]
 
+    def _linked(self, links: dict[Address, Peer], told: Assignment) -> Peer:
+        """With who gives it. Other receivers are not waited for long: networks may keep receivers apart."""
+        address = self._address(told)
+        if not told.peer or address in links:
+            return self._link(links, address)
+        try:
+            links[address] = self._met(address, REACH_S)
+            self.num_reached += 1
+        except TransferQueueError:
+            self.num_unreached += 1
+            raise
+        return links[address]
+
     def _next(self, trainer: Peer, came: Came) -> Assignment:
         wait_s = min(WAIT_S, self._deadline.left())
         message = p.NextBucket(self._key, self._name, came, wait_s)
@@ -184,7 +209,7 @@ class _Shared(Transfers):
             return "staged"
         address = self._address(told)
         try:
-            self._bring(self._link(links, address), told.bucket)
+            self._bring(self._linked(links, told), told.bucket)
         except (TransferQueueError, OSError) as error:
             log.info("bucket %s did not come from %s: %s", told.bucket, told.peer or "the trainer", error)
             if address in links:

@@ -27,7 +27,7 @@ from transfer_queue.weights.transport.faults import system_faults
 from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, met_first, newest_of
 from transfer_queue.weights.transport.holder import Holder
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
-from transfer_queue.weights.transport.peers import Sharing, fetch_shared
+from transfer_queue.weights.transport.peers import Sharing
 from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
 from transfer_queue.weights.transport.ranks import PackedDigests, Planned, RankMeeting, RankOffer, Sealed, meeting_place
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
@@ -344,14 +344,12 @@ class TcpEngine(Engine):
             return self._install(find, Deadline(timeout_s))
 
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
-        stage, stall_s, session = self.receiver.stage, self._stall_s, self.receiver.session
+        sources, stall_s = self._sources, self._stall_s
         if self._may_share:
-            name, sources = self._sharing.address, self._sources
-            wanted = fetch_shared(
-                manifest, wanted, self._control, name, sources, self._streams, stage, deadline, stall_s, session
-            )
+            wanted = self._sharing.fetch(manifest, wanted, self._control, sources, self._streams, deadline, stall_s)
         if wanted:
-            fetch(manifest, wanted, self._sources * self._streams, stage, deadline, stall_s, session)
+            stage, session = self.receiver.stage, self.receiver.session
+            fetch(manifest, wanted, sources * self._streams, stage, deadline, stall_s, session)
 
     def _interrupt(self) -> None:
         self._control.interrupt()

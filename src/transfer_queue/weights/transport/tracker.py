@@ -61,7 +61,7 @@ class Transfer(NamedTuple):
     until: float
 
 
-class Taker:
+class Participant:
     """A receiver that takes part. Sets of buckets are integers, a bit each."""
 
     def __init__(self, lacking: int, stall_s: float) -> None:
@@ -97,7 +97,7 @@ class Swarm:
         self._ranks: dict[int, int] = {}
         for bucket, rank in enumerate(holders):
             self._ranks[rank] = self._ranks.get(rank, 0) | 1 << self._places[bucket]
-        self._takers: dict[str, Taker] = {}
+        self._takers: dict[str, Participant] = {}
         self._under_way: dict[Hashable, Transfer] = {}
         self._uploads: Counter[int] = Counter()  # of the ranks
         self._copies = [0] * len(sizes)  # by bit: with receivers that give
@@ -114,7 +114,7 @@ class Swarm:
             if bucket not in self._places:
                 raise InvalidInput(f"bucket {bucket} of {len(self._sizes)}")
             lacking |= 1 << self._places[bucket]
-        self._takers[name] = Taker(lacking, stall_s)
+        self._takers[name] = Participant(lacking, stall_s)
 
     def leave(self, name: str) -> None:
         """It neither takes nor gives any more."""
@@ -202,7 +202,7 @@ class Swarm:
         mine = (one for one in self._under_way.values() if one.taker == name and not one.peer)
         return len(self._takers) > 1 and any(self._holders[one.bucket] == rank for one in mine)
 
-    def _from_peer(self, name: str, taker: Taker, wanted: int) -> Assignment | None:
+    def _from_peer(self, name: str, taker: Participant, wanted: int) -> Assignment | None:
         if self._offered is None:
             self._offered = _all(one.held for one in self._takers.values() if one.is_free)
         if not self._offered & wanted:
@@ -222,7 +222,7 @@ class Swarm:
         looked = [place for place, _ in zip(_bits(buckets), range(MAX_LOOKED), strict=False)]
         return min(looked, key=self._rarity.__getitem__)
 
-    def _begin(self, stream: Hashable, name: str, taker: Taker, found: Assignment, now: float) -> None:
+    def _begin(self, stream: Hashable, name: str, taker: Participant, found: Assignment, now: float) -> None:
         bucket, place = found.bucket, self._places[found.bucket]
         until = now + taker.stall_s + self._sizes[bucket] / SLOWEST + GRACE_S
         self._under_way[stream] = Transfer(name, bucket, found.peer, until)
@@ -235,7 +235,7 @@ class Swarm:
             self._uploads[self._holders[bucket]] += 1
             self._sent |= 1 << place
 
-    def _add(self, taker: Taker, bit: int) -> None:
+    def _add(self, taker: Participant, bit: int) -> None:
         """It has this bucket."""
         if not taker.held & bit:
             taker.held |= bit
@@ -243,7 +243,7 @@ class Swarm:
             if taker.gives:
                 self._count(bit, 1)
 
-    def _blame(self, taker: Taker, peer: str, giver: Taker, bit: int, came: Came) -> None:
+    def _blame(self, taker: Participant, peer: str, giver: Participant, bit: int, came: Came) -> None:
         if came == "damaged":
             if giver.gives:
                 self._count(giver.held & bit, -1)
@@ -255,7 +255,7 @@ class Swarm:
             self._count(giver.held, -1)
         giver.num_faults += 1
 
-    def _silence(self, taker: Taker) -> None:
+    def _silence(self, taker: Participant) -> None:
         if taker.gives:
             self._count(taker.held, -1)
         taker.is_silent = True
@@ -268,7 +268,7 @@ class Swarm:
             self._alone = self._alone & ~(1 << place) | (self._copies[place] == 0) << place
 
 
-class Waiting:
+class WaitingStream:
     """A stream that has asked."""
 
     def __init__(self, name: str) -> None:
@@ -278,12 +278,12 @@ class Waiting:
         self.is_over = False
 
 
-class Round:
+class OpenSwarm:
     """One update at the tracker."""
 
     def __init__(self, swarm: Swarm) -> None:
         self.swarm = swarm
-        self.waiting: dict[Hashable, Waiting] = {}  # by stream, first come first
+        self.waiting: dict[Hashable, WaitingStream] = {}  # by stream, first come first
 
 
 class Tracker:
@@ -297,14 +297,14 @@ class Tracker:
         self._uploads = uploads
         self._clock = clock
         self._lock = threading.Lock()
-        self._rounds: dict[str, Round] = {}  # oldest first
+        self._rounds: dict[str, OpenSwarm] = {}  # oldest first
         self._joined: dict[Hashable, tuple[str, str]] = {}  # by who joined: key and name
 
     def begin(self, manifest: Manifest) -> None:
         """Receivers may join the update with this version."""
         holders = [manifest.holder(bucket) for bucket in range(len(manifest.buckets))]
         with self._lock:
-            self._rounds[key_of(manifest)] = Round(Swarm(manifest.buckets, holders, self._uploads))
+            self._rounds[key_of(manifest)] = OpenSwarm(Swarm(manifest.buckets, holders, self._uploads))
             for key in list(self._rounds)[:-MAX_UPDATES]:
                 self._end(key)
 
@@ -332,7 +332,7 @@ class Tracker:
     def ask(self, stream: Hashable, key: str, name: str, came: Came, timeout_s: float) -> Assignment:
         """What the stream is to fetch next. Waits for something, at most `timeout_s`."""
         end = self._clock() + min(timeout_s, MAX_WAIT_S)
-        waiting = Waiting(name)
+        waiting = WaitingStream(name)
         with self._lock:
             found = self._find(key)
             found.swarm.hear(name)
@@ -357,7 +357,7 @@ class Tracker:
                 found.swarm.settle(owner, "")
                 self._match(found, 0.0)
 
-    def _find(self, key: str) -> Round:
+    def _find(self, key: str) -> OpenSwarm:
         if key not in self._rounds:
             raise _over(key)
         return self._rounds[key]
@@ -376,7 +376,7 @@ class Tracker:
             one.is_over = True
             one.answered.set()
 
-    def _match(self, found: Round, end: float) -> float:
+    def _match(self, found: OpenSwarm, end: float) -> float:
         """Answer those that wait, as far as there is something. How long to wait until `end`, or the next look."""
         now = self._clock()
         found.swarm.expire(now)
