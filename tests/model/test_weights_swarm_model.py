@@ -160,7 +160,7 @@ def test_each_receiver_is_given_another_bucket_one_at_a_time() -> None:
 
 
 def test_the_largest_bucket_goes_first() -> None:
-    swarm = Swarm([1, 3, 2], [0] * 3)
+    swarm = Swarm([1, 3, 2], [0] * 3, uploads=3)
     swarm.join("tcp:a:1", range(3), STALL_S)
     assert [swarm.pick(stream, "tcp:a:1", 0.0) for stream in range(3)] == [Assignment(1), Assignment(2), Assignment(0)]
 
