@@ -135,6 +135,65 @@ def test_everybody_who_lives_is_given_everything(
     assert run.is_over()
 
 
+def over_equal_links(num: int, sizes: list[int]) -> tuple[float, float]:
+    """How long it takes and what the rank sends, in models: every host has a link that carries one model in 1 s each
+    way, and what goes over a link shares it."""
+    swarm = Swarm(sizes, [0] * len(sizes))
+    names = [f"tcp:h:{number}" for number in range(num)]
+    for name in names:
+        swarm.join(name, range(len(sizes)), 1e9)
+    idle: list[Stream] = [(name, stream) for stream in (0, 1) for name in names]
+    left: dict[Stream, float] = {}
+    ends: dict[Stream, tuple[tuple[str, str], tuple[str, str]]] = {}
+    now, sent = 0.0, 0
+    while True:
+        for stream in list(idle):
+            found = swarm.pick(stream, stream[0], now)
+            if found is not None:
+                idle.remove(stream)
+            if found is not None and not found.is_done:
+                left[stream], ends[stream] = sizes[found.bucket], (("up", found.peer), ("down", stream[0]))
+                sent += 0 if found.peer else sizes[found.bucket]
+        if not left:
+            return now / sum(sizes), sent / sum(sizes)
+        speeds = shared(ends)
+        step = min(left[stream] / speeds[stream] for stream in left)
+        now += step
+        for stream in list(left):
+            left[stream] -= speeds[stream] * step
+            if left[stream] < 1e-6:
+                del left[stream], ends[stream]
+                swarm.settle(stream, "staged")
+                idle.append(stream)
+
+
+def shared(ends: dict[Stream, tuple[tuple[str, str], tuple[str, str]]]) -> dict[Stream, float]:
+    """The speed of each transfer between two ends: fair shares, link by link, the fullest first."""
+    links: dict[tuple[str, str], set[Stream]] = {}
+    for stream, both in ends.items():
+        for link in both:
+            links.setdefault(link, set()).add(stream)
+    room = dict.fromkeys(links, 1.0)
+    found: dict[Stream, float] = {}
+    while len(found) < len(ends):
+        waiting = {link: streams - found.keys() for link, streams in links.items() if streams - found.keys()}
+        fullest = min(waiting, key=lambda link: room[link] / len(waiting[link]))
+        share = room[fullest] / len(waiting[fullest])
+        for stream in waiting[fullest]:
+            found[stream] = share
+            for link in ends[stream]:
+                room[link] -= share
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "most"), [([1] * 64, 1.15), ([4, 4, *[1] * 56], 1.25)])
+def test_eight_receivers_take_little_longer_than_one_over_equal_links(sizes: list[int], most: float) -> None:
+    assert over_equal_links(1, sizes)[0] == pytest.approx(1.0)
+    took, sent = over_equal_links(8, sizes)
+    assert took < most
+    assert sent < 1.1
+
+
 @pytest.mark.parametrize("num", [2, 8, 32])
 def test_a_rank_sends_each_bucket_about_once(num: int) -> None:
     run = Run(num, [set(range(64))] * num, [0] * 64, 4)

@@ -19,6 +19,7 @@ manifest's key is its name.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import threading
 import time
@@ -297,15 +298,15 @@ class Tracker:
         self._uploads = uploads
         self._clock = clock
         self._lock = threading.Lock()
-        self._rounds: dict[str, OpenSwarm] = {}  # oldest first
+        self._swarms: dict[str, OpenSwarm] = {}  # oldest first
         self._joined: dict[Hashable, tuple[str, str]] = {}  # by who joined: key and name
 
     def begin(self, manifest: Manifest) -> None:
         """Receivers may join the update with this version."""
         holders = [manifest.holder(bucket) for bucket in range(len(manifest.buckets))]
         with self._lock:
-            self._rounds[key_of(manifest)] = OpenSwarm(Swarm(manifest.buckets, holders, self._uploads))
-            for key in list(self._rounds)[:-MAX_UPDATES]:
+            self._swarms[key_of(manifest)] = OpenSwarm(Swarm(manifest.buckets, holders, self._uploads))
+            for key in list(self._swarms)[:-MAX_UPDATES]:
                 self._end(key)
 
     def end(self, manifest: Manifest) -> None:
@@ -316,7 +317,7 @@ class Tracker:
     def close(self) -> None:
         """All are over."""
         with self._lock:
-            for key in list(self._rounds):
+            for key in list(self._swarms):
                 self._end(key)
 
     def join(self, owner: Hashable, key: str, name: str, wanted: Iterable[int], stall_s: float) -> None:
@@ -324,6 +325,8 @@ class Tracker:
         `InvalidInput`."""
         if not name.startswith("tcp:"):
             raise InvalidInput(f"receivers give buckets at tcp addresses, not at {name!r}")
+        if not 0 < stall_s < math.inf:
+            raise InvalidInput(f"buckets that stall for {stall_s} s")
         with self._lock:
             self._leave(owner)
             self._find(key).swarm.join(name, wanted, stall_s)
@@ -352,26 +355,26 @@ class Tracker:
         """Nothing comes from there any more."""
         with self._lock:
             self._leave(owner)
-            for found in self._rounds.values():
+            for found in self._swarms.values():
                 found.waiting.pop(owner, None)
                 found.swarm.settle(owner, "")
                 self._match(found, 0.0)
 
     def _find(self, key: str) -> OpenSwarm:
-        if key not in self._rounds:
+        if key not in self._swarms:
             raise _over(key)
-        return self._rounds[key]
+        return self._swarms[key]
 
     def _leave(self, owner: Hashable) -> None:
         key, name = self._joined.pop(owner, ("", ""))
-        if key in self._rounds:
-            self._rounds[key].swarm.leave(name)
-            for one in [one for one in self._rounds[key].waiting.values() if one.name == name]:
+        if key in self._swarms and (key, name) not in self._joined.values():  # it may have come back otherwise
+            self._swarms[key].swarm.leave(name)
+            for one in [one for one in self._swarms[key].waiting.values() if one.name == name]:
                 one.is_over = True
                 one.answered.set()
 
     def _end(self, key: str) -> None:
-        found = self._rounds.pop(key, None)
+        found = self._swarms.pop(key, None)
         for one in () if found is None else found.waiting.values():
             one.is_over = True
             one.answered.set()
