@@ -4,7 +4,8 @@
 
 No bytes are moved. The tensors are those of a mixture of experts (matrices of 2048 x 768 in bf16), each sharded by rows
 over all ranks, as FSDP2 does. Printed: listing at one rank, making one table of wants from its report, the plan of all
-ranks at rank 0, and the manifest from their digests; for half the tensors and for all, as both are linear.
+ranks at rank 0, the manifest from their digests; at a receiver reading that, finding its buckets (wanted), and what they
+have (parts). For half the tensors and for all, as all are linear.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 
-from transfer_queue.weights.transport.ranks import name_of, rows_of
 from transfer_queue.weights.version.boxes import Box
-from transfer_queue.weights.version.pieces import ShardDigests, Wants, plan_pieces, seal_pieces
+from transfer_queue.weights.version.manifest import Manifest
+from transfer_queue.weights.version.pieces import wanted_buckets
+from transfer_queue.weights.version.plans import Wants, plan_pieces
+from transfer_queue.weights.version.sealing import ShardDigests, seal_pieces
+from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sharded import TensorShard
 
 ROWS, COLUMNS = 2048, 768
@@ -46,17 +49,20 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(num: int, ranks: int) -> dict[str, float]:
-    listed_s, _ = timed(lambda: (name_of(rows := rows_of(table(num, 0, ranks))), msgspec.json.encode(rows)))
-    tables = [table(num, rank, ranks) for rank in range(ranks)]
+    listed_s, _ = timed(lambda: (listed := ShardTable.of(table(num, 0, ranks))).key and listed.encode())
+    tables = [ShardTable.of(table(num, rank, ranks)) for rank in range(ranks)]
     report_s, found = timed(lambda: [wants(num, rank) for rank in range(2)])
     plan_s, plans = timed(lambda: plan_pieces(tables, found))
-    digests = [ShardDigests([DIGEST] * num, [[DIGEST] * len(places) for places in one.places]) for one in plans]
+    digests = [ShardDigests.of([DIGEST] * num, [[DIGEST] * int(one.counts.sum())]) for one in plans]
     sealed: Callable[[], Any] = lambda: seal_pieces(tables, plans, digests, version=1, epoch="e", aliases={})  # noqa: E731
     seal_s, manifest = timed(sealed)
     encode_s, body = timed(manifest.encode)
-    pieces = sum(len(spec.parts) for spec in manifest.tensors)
+    decode_s, read = timed(lambda: Manifest.decode(body))
+    wanted_s, mine = timed(lambda: wanted_buckets(read, found[0]))
+    parts_s, _ = timed(lambda: [read.in_bucket(at) for at in mine])
     told = {"list": listed_s, "wants": report_s, "plan": plan_s, "seal": seal_s, "encode": encode_s}
-    return {**told, "pieces": pieces, "MB": len(body) / 1e6}
+    told |= {"decode": decode_s, "wanted": wanted_s, "parts": parts_s}
+    return {**told, "pieces": int(read.parts.counts.sum()), "MB": len(body) / 1e6}
 
 
 def main() -> None:
@@ -68,7 +74,7 @@ def main() -> None:
     for num in (asked.tensors // 2, asked.tensors):
         rounds = [measure(num, asked.ranks) for _ in range(asked.rounds)]
         middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-        times = "  ".join(f"{name} {middle[name]:.2f} s" for name in ("list", "wants", "plan", "seal", "encode"))
+        times = "  ".join(f"{name} {middle[name]:.2f} s" for name in middle if name not in ("pieces", "MB"))
         print(
             f"{num} tensors, {asked.ranks} ranks: {times}; {middle['pieces']:.0f} pieces, {middle['MB']:.0f} MB of JSON"
         )

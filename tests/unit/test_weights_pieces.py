@@ -14,25 +14,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_weights_boxes import boxes_in, splits
 from torch import nn
+from weights_plans import planned_one_by_one, sealed_one_by_one
 
-from transfer_queue.errors import BadManifest, DigestMismatch, Incomplete, InvalidInput, ShapeMismatch
+from transfer_queue.errors import BadManifest, DigestMismatch, Incomplete, InvalidInput, ProtocolError, ShapeMismatch
 from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource, seal
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.fetching import Source, fetch
-from transfer_queue.weights.version.boxes import Box, whole, within
-from transfer_queue.weights.version.manifest import FORMAT, PIECES, Manifest
+from transfer_queue.weights.version.boxes import MAX_TAKERS, Box, common, whole, within
+from transfer_queue.weights.version.manifest import COLUMNS, FORMAT, PIECES, Manifest
 from transfer_queue.weights.version.packing import digests, plan
-from transfer_queue.weights.version.pieces import (
-    MAX_TAKERS,
-    Pieces,
-    Wants,
-    pack_shards,
-    plan_pieces,
-    seal_pieces,
-    wanted_buckets,
-)
+from transfer_queue.weights.version.pieces import Pieces, pack_shards, wanted_buckets
+from transfer_queue.weights.version.plans import ShardPlan, Wants, plan_pieces
+from transfer_queue.weights.version.sealing import ShardDigests, seal_pieces
+from transfer_queue.weights.version.shard_table import ShardKind, ShardTable
 from transfer_queue.weights.version.sharded import TensorShard
 from transfer_queue.weights.version.sources import shards_of
 from transfer_queue.wire.address import Address
@@ -185,9 +181,9 @@ def test_the_root_is_that_of_the_trainers_layout_however_receivers_cut_it() -> N
     half = {"a": (Box((0, 0), (8, 4)),)}
     one, other = published(model, tables, []), published(model, tables, [half])
     assert one[0].root == other[0].root
-    assert (one[0].format, other[0].format) == (PIECES, PIECES)
-    assert len(one[0].tensors[0].parts) == 2
-    assert len(other[0].tensors[0].parts) == 4
+    assert (one[0].format, other[0].format) == (COLUMNS, COLUMNS)
+    assert len(one[0].parts.boxes_of(0)) == 2
+    assert len(other[0].parts.boxes_of(0)) == 4
     assert published(model, [shards_of(StateDictSource(model).specs())], [half])[0].root != one[0].root
 
 
@@ -235,12 +231,123 @@ def test_a_shard_that_the_table_does_not_have_like_that_is_refused() -> None:
             pack_shards(table, iter([given_tensor]), where, [torch.zeros(4, dtype=torch.uint8)])
 
 
+# columns, against one object at a time
+
+CUT: Tensors = {"a": random_tensor(torch.float32, (4, 4)), "b": random_tensor(torch.float32, (4,))}
+CUT_TABLE = shards_of(StateDictSource(CUT).specs())
+CUT_WANTS: Wants = {"a": (Box((0, 0), (4, 2)),)}
+
+
+def put(data: bytes, at: int, number: int, width: int) -> bytes:
+    return data[: at * width] + number.to_bytes(width, "little", signed=True) + data[(at + 1) * width :]
+
+
+def digests_of(
+    model: Tensors, tables: list[list[TensorShard]], wants: list[Wants], nbytes: int = 100
+) -> list[ShardDigests]:
+    return [
+        pack_shards(table, parts_of(model, table), where, [torch.zeros(n, dtype=torch.uint8) for n in where.buckets])
+        for table, where in zip(tables, plan_pieces(tables, wants, nbytes), strict=True)
+    ]
+
+
+def lying(manifest: Manifest) -> list[list[tuple[Any, ...]]]:
+    """What each bucket has."""
+    return [
+        [(part.name, part.piece, part.bucket, part.offset, part.nbytes, part.digest) for part in parts]
+        for parts in manifest.by_bucket
+    ]
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_plans_are_those_that_are_made_shard_by_shard(data: st.DataObject) -> None:
+    model = data.draw(models())
+    tables, wants = data.draw(meshes(model)), data.draw(st.lists(wants_of(model), max_size=3))
+    tables = [data.draw(st.permutations(table)) for table in tables]
+    nbytes = data.draw(st.sampled_from([1, 64, 100, 1 << 20]))
+    found = [([list(row) for row in one.places], list(one.buckets)) for one in plan_pieces(tables, wants, nbytes)]
+    assert found == planned_one_by_one(tables, wants, nbytes)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_what_is_sealed_in_columns_is_what_is_sealed_piece_by_piece(data: st.DataObject) -> None:
+    model = data.draw(models())
+    tables, wants = data.draw(meshes(model)), data.draw(st.lists(wants_of(model), max_size=3))
+    found, plans = digests_of(model, tables, wants), plan_pieces(tables, wants, 100)
+    new = seal_pieces(tables, plans, found, version=1, epoch="e", aliases={}, names_holders=True)
+    old = sealed_one_by_one(tables, planned_one_by_one(tables, wants, 100), found)
+    new, old = Manifest.decode(new.encode()), Manifest.decode(old.encode())
+    assert (new.format, old.format) == (COLUMNS, PIECES)
+    assert (new.root, new.buckets, new.holders, new.contents()) == (old.root, old.buckets, old.holders, old.contents())
+    assert lying(new) == lying(old)
+    for mine in wants:
+        fetched = [
+            bucket
+            for bucket, parts in enumerate(old.by_bucket)
+            if any(common(part.box, box) for part in parts for box in mine.get(part.name, ()))
+        ]
+        assert wanted_buckets(new, mine) == wanted_buckets(old, mine) == fetched
+
+
+def test_a_version_in_format_2_is_read_and_has_the_same_bytes_again() -> None:
+    body = cut_manifest().encode()
+    assert b'"pieces":[[[0,0],[4,2],32,' in body
+    assert Manifest.decode(body).encode() == body
+
+
+def test_a_table_and_a_plan_are_the_same_after_they_travelled() -> None:
+    table = ShardTable.of(CUT_TABLE)
+    (where,) = plan_pieces([table], [CUT_WANTS])
+    told = msgspec.json.decode(msgspec.json.encode((table, where)), type=tuple[ShardTable, ShardPlan])
+    told[0].check()
+    told[1].check(len(table))
+    assert (list(told[0]), told[0].key) == (list(table), table.key)
+    assert list(told[1].places) == list(where.places)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"column": bytes(1)}, {"column": bytes(4)}, {"column": put(bytes(8), 1, 2, 4)}, {"column": b"\xff" * 8},
+        {"names": []},
+        {"kinds": [ShardKind("float32", (4,), Box((0, 0), (4, 4)))] * 2},
+        {"kinds": [ShardKind("float32", (4,), Box((-1,), (4,)))] * 2},
+        {"kinds": [ShardKind("float33", (4,), Box((0,), (4,)))] * 2},
+    ],
+)  # fmt: skip
+def test_a_table_that_is_none_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        replace(ShardTable.of(CUT_TABLE), **changes).check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_cells": bytes(1)}, {"num_cells": bytes(4)}, {"num_cells": bytes(8)}, {"boxes": []}, {"buckets": ()},
+        {"buckets": (1,)}, {"num_cells": put(put(bytes(8), 0, 3, 4), 1, -1, 4)},
+    ],
+)  # fmt: skip
+def test_a_plan_that_is_none_is_refused(changes: dict[str, Any]) -> None:
+    (where,) = plan_pieces([[TensorShard(name, torch.int8, (4,), whole((4,))) for name in "ab"]])
+    where.check(2)
+    with pytest.raises(ProtocolError):
+        replace(where, **changes).check(2)
+
+
+def test_digests_of_another_number_of_shards_are_refused() -> None:
+    with pytest.raises(ProtocolError):
+        ShardDigests(bytes(16), bytes(17)).check(1, 1)
+
+
 # bad manifests
 
 
 def cut_manifest() -> Manifest:
-    model = {"a": random_tensor(torch.float32, (4, 4)), "b": random_tensor(torch.float32, (4,))}
-    return published(model, [shards_of(StateDictSource(model).specs())], [{"a": (Box((0, 0), (4, 2)),)}])[0]
+    """In format 2."""
+    found = digests_of(CUT, [CUT_TABLE], [CUT_WANTS])
+    return sealed_one_by_one([CUT_TABLE], planned_one_by_one([CUT_TABLE], [CUT_WANTS], 100), found)
 
 
 def changed(manifest: Manifest, **changes: Any) -> None:
@@ -268,6 +375,50 @@ def test_a_missing_or_a_second_piece_is_refused() -> None:
     for pieces in (spec.pieces[:1], (*spec.pieces, spec.pieces[0]), ()):  # type: ignore[index, misc]
         with pytest.raises(BadManifest):
             replace(manifest, tensors=(replace(spec, pieces=pieces), *manifest.tensors[1:]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: {"layout": one.layout[:-4]},
+        lambda one: {"layout": one.layout[:-1]},
+        lambda one: {"layout": put(one.layout, 0, 1, 4)},
+        lambda one: {"layout": put(one.layout, 0, -1, 4)},
+        lambda one: {"layout": put(one.layout, 1, -2, 4)},
+        lambda one: {"layout": put(one.layout, 1, 0, 4)},
+        lambda one: {"layouts": ()},
+        lambda one: {"layouts": (*one.layouts, *one.layouts)},
+        lambda one: {"layouts": (one.layouts[0][:1],)},
+        lambda one: {"layouts": ((*one.layouts[0], one.layouts[0][0]),)},
+        lambda one: {"layouts": ((Box((0,), (4,)), Box((0, 2), (4, 2))),)},
+        lambda one: {"layouts": ((Box((0, -2), (4, 4)), Box((0, 2), (4, 2))),)},
+        lambda one: {"bucket": one.bucket[:-4]},
+        lambda one: {"bucket": one.bucket + bytes(1)},
+        lambda one: {"bucket": put(one.bucket, 0, 7, 4)},
+        lambda one: {"bucket": put(one.bucket, 0, -1, 4)},
+        lambda one: {"offset": one.offset + bytes(8)},
+        lambda one: {"offset": put(one.offset, 0, -64, 8)},
+        lambda one: {"offset": put(one.offset, 0, 1 << 40, 8)},
+        lambda one: {"offset": put(one.offset, 0, 1, 8)},
+        lambda one: {"digests": one.digests[:-16]},
+        lambda one: {"digests": one.digests[:-1]},
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(change: Any) -> None:
+    manifest, _ = published(CUT, [CUT_TABLE], [CUT_WANTS])
+    pieces: Any = manifest.pieces
+    with pytest.raises(BadManifest):
+        replace(manifest, pieces=replace(pieces, **change(pieces)))
+
+
+def test_columns_are_those_of_format_3_only() -> None:
+    manifest, _ = published(CUT, [CUT_TABLE], [CUT_WANTS])
+    with pytest.raises(BadManifest, match="format 3, this is 1"):
+        replace(manifest, format=FORMAT, holders=msgspec.UNSET)
+    with pytest.raises(BadManifest, match="format 3, this is 2"):
+        replace(manifest, format=PIECES)
+    with pytest.raises(BadManifest, match="tensors in pieces, in format 3"):
+        replace(cut_manifest(), format=COLUMNS, pieces=manifest.pieces)
 
 
 def test_format_1_has_no_pieces_and_format_2_names_holders() -> None:

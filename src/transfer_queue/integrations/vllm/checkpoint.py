@@ -17,7 +17,7 @@ from transfer_queue.errors import Incomplete, InvalidInput, ShapeMismatch, Unkno
 from transfer_queue.integrations.vllm.rehearsal import Rehearsal
 from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.version.manifest import Contents
-from transfer_queue.weights.version.pieces import Wants
+from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.sources import INDEX, SafetensorsSource, TensorMeta
 
 log = logging.getLogger("transfer_queue.weights")

@@ -21,7 +21,8 @@ from transfer_queue.integrations.vllm.checkpoint import Checkpoint
 from transfer_queue.weights.receive.lazy import Supplied, supplied
 from transfer_queue.weights.receive.targets import Broken, Live, Metas, Pause, Target, Tensors
 from transfer_queue.weights.version.manifest import Contents
-from transfer_queue.weights.version.pieces import Pieces, Wants
+from transfer_queue.weights.version.pieces import Pieces
+from transfer_queue.weights.version.plans import Wants
 
 log = logging.getLogger("transfer_queue.weights")
 Named = Iterable[tuple[str, torch.Tensor]]

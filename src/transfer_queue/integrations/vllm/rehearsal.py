@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transfer_queue.errors import Incomplete, ShapeMismatch, UnknownTensor
 from transfer_queue.weights.receive.lazy import Notes, lazies
 from transfer_queue.weights.receive.targets import Metas
-from transfer_queue.weights.version.pieces import Wants
+from transfer_queue.weights.version.plans import Wants
 
 log = logging.getLogger("transfer_queue.weights")
 _EMPTY = (torch.empty, torch.empty_strided, torch.Tensor.new_empty)

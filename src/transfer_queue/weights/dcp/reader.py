@@ -77,7 +77,7 @@ class VersionReader(StorageReader):
                 raise NotSupported(f"the version there is one of kind {manifest.kind}, not all of the weights")
         except TransferQueueError as error:
             return _Unreadable(error)
-        self._buckets = {(part.name, part.box.start): part.bucket for spec in manifest.tensors for part in spec.parts}
+        self._buckets = {(part.name, part.box.start): part.bucket for parts in manifest.by_bucket for part in parts}
         return metadata_of(manifest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -172,11 +172,12 @@ class _Unreadable(Metadata):
 
 def metadata_of(manifest: Manifest) -> Metadata:
     """A chunk for each part of each tensor, aliases too."""
-    found: dict[str, Any] = {spec.name: _tensor(spec) for spec in manifest.tensors}
+    parts = manifest.parts
+    found: dict[str, Any] = {spec.name: _tensor(spec, parts.boxes_of(at)) for at, spec in enumerate(manifest.tensors)}
     found |= {alias: found[name] for alias, name in manifest.aliases.items()}
     return Metadata(found, planner_data={name: (name,) for name in found})
 
 
-def _tensor(spec: TensorSpec) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(part.box.start), torch.Size(part.box.lengths)) for part in spec.parts]
+def _tensor(spec: TensorSpec, boxes: Iterable[Box]) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.lengths)) for box in boxes]
     return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(spec.dtype)), torch.Size(spec.shape), chunks)

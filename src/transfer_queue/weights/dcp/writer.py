@@ -37,13 +37,9 @@ from transfer_queue.weights.transport.version_folders import (
 from transfer_queue.weights.version.boxes import Box
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import BUCKET_NBYTES
-from transfer_queue.weights.version.pieces import (
-    ShardDigests,
-    ShardPlan,
-    pack_shards,
-    plan_pieces,
-    seal_pieces,
-)
+from transfer_queue.weights.version.pieces import pack_shards
+from transfer_queue.weights.version.plans import CellPlace, ShardPlan, plan_pieces
+from transfer_queue.weights.version.sealing import ShardDigests, seal_pieces
 from transfer_queue.weights.version.sharded import TensorShard
 from transfer_queue.weights.version.sources import check_plain
 from transfer_queue.weights.version.tensor_memory import room
@@ -55,7 +51,12 @@ class Portion(NamedTuple):
     folder: str
     rank: int
     table: list[TensorShard]
-    plan: ShardPlan
+    places: list[CellPlace]
+    buckets: tuple[int, ...]
+
+    @property
+    def plan(self) -> ShardPlan:
+        return ShardPlan.of([(place,) for place in self.places], self.buckets)
 
 
 class VersionWriter(StorageWriter):
@@ -108,9 +109,10 @@ class VersionWriter(StorageWriter):
         folder = self._begin()
         self._shares, mine = [], []
         for rank, (plan, table, where) in enumerate(zip(plans, tables, wheres, strict=True)):
-            given = [index for index, places in enumerate(where.places) if places]  # not by another rank
-            places = tuple(where.places[index] for index in given)
-            share = Portion(folder, rank, [table[index] for index in given], where._replace(places=places))
+            found = list(where.places)
+            given = [index for index, places in enumerate(found) if places]  # not by another rank
+            places = [place for (place,) in (found[index] for index in given)]
+            share = Portion(folder, rank, [table[index] for index in given], places, where.buckets)
             self._shares.append(share)
             mine.append(dataclasses.replace(plan, items=[plan.items[index] for index in given], storage_data=share))
         return mine
@@ -118,7 +120,7 @@ class VersionWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         share: Portion = plan.storage_data
         by_bucket: dict[int, list[int]] = defaultdict(list)
-        for index, (place,) in enumerate(share.plan.places):
+        for index, place in enumerate(share.places):
             by_bucket[place.bucket].append(index)
         results: list[WriteResult] = []
         with writing(self._root):
@@ -186,24 +188,24 @@ class VersionWriter(StorageWriter):
         self, bucket: int, members: list[int], items: list[WriteItem], planner: SavePlanner, share: Portion
     ) -> list[WriteResult]:
         """Pack the items with these indexes, which are those of a bucket, and write it."""
-        nbytes = share.plan.buckets[bucket]
+        nbytes = share.buckets[bucket]
         data = room(nbytes).zero_()  # there are gaps
-        places = [share.plan.places[index][0]._replace(bucket=0) for index in members]
+        places = [share.places[index]._replace(bucket=0) for index in members]
         tensors = ((items[index].index.fqn, _resolved(items[index], planner)) for index in members)
-        where = ShardPlan(tuple((place,) for place in places), (nbytes,))
+        where = ShardPlan.of([(place,) for place in places], (nbytes,))
         packed = pack_shards([share.table[index] for index in members], tensors, where, [data])
         with open(self._root / share.folder / piece_name(share.rank, bucket), "xb") as file:
             file.write(data.numpy().data)
             flush(file)
         return [
             WriteResult(items[index].index, place.nbytes, digest)
-            for index, place, digest in zip(members, places, packed.shards, strict=True)
+            for index, place, digest in zip(members, places, packed.of_shards(), strict=True)
         ]
 
     def _sealed(self, digests: list[list[str]]) -> Manifest:
-        """In format 2 in any case: the buckets' files are not safetensors."""
+        """In format 3 in any case: the buckets' files are not safetensors."""
         tables, plans = [share.table for share in self._shares], [share.plan for share in self._shares]
-        found = [ShardDigests(one, [[digest] for digest in one]) for one in digests]
+        found = [ShardDigests.of(one, [one]) for one in digests]
         named: Any = {"version": self._version, "epoch": self._run_id, "aliases": {}}
         return seal_pieces(tables, plans, found, names_holders=True, **named)
 

@@ -16,7 +16,8 @@ import torch
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.version.boxes import Box, box_of_view, lies_in, strides_within, whole
-from transfer_queue.weights.version.pieces import Pieces, Wants
+from transfer_queue.weights.version.pieces import Pieces
+from transfer_queue.weights.version.plans import Wants
 
 aten: Any = torch.ops.aten
 Supplied: TypeAlias = "torch.Tensor | Pieces"

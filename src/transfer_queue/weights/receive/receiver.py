@@ -41,7 +41,8 @@ from transfer_queue.weights.receive.targets import READ_TIMEOUT_S, Broken, Live,
 from transfer_queue.weights.receive.update_session import OpenVersion, Phase, SessionKey, UpdateEnd, UpdateSession
 from transfer_queue.weights.version.digest import Buffer
 from transfer_queue.weights.version.manifest import Contents, Manifest, root_of
-from transfer_queue.weights.version.pieces import Wants, wanted_buckets
+from transfer_queue.weights.version.pieces import wanted_buckets
+from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.sources import named_weights
 
 ORDERED_S = 3600.0

@@ -30,7 +30,7 @@ from transfer_queue.weights.receive.lock import SharedLock
 from transfer_queue.weights.receive.stand_ins import Exchange
 from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.manifest import Contents
-from transfer_queue.weights.version.pieces import Wants
+from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.sources import named_weights, ties
 from transfer_queue.weights.version.tensor_memory import copies, write
 

@@ -40,7 +40,7 @@ from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.fetching import TrainerLink
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, describe, key_of, parse
 from transfer_queue.weights.transport.protocol import address_of
-from transfer_queue.weights.version.manifest import PIECES, Manifest, expand, root_of
+from transfer_queue.weights.version.manifest import FORMAT, Manifest, expand, root_of
 
 if TYPE_CHECKING:
     from transfer_queue.weights.transport.trainer import TrainerEngine
@@ -319,7 +319,7 @@ def whole_of(before: Manifest | None, new: Manifest) -> Manifest | None:
         return new
     if new.kind == "adapter" or before is None:
         return before
-    if before.format == PIECES:
+    if before.format != FORMAT:
         return None  # the digests of pieces are not known
     changed = {spec.name: spec.digest for spec in new.tensors}
     tensors = tuple(replace(spec, digest=changed.get(spec.name, spec.digest)) for spec in before.tensors)

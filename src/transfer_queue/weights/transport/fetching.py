@@ -31,7 +31,7 @@ from transfer_queue.weights.transport.protocol import Peer
 from transfer_queue.weights.transport.wants import MAX_NBYTES as MAX_SPECS_NBYTES
 from transfer_queue.weights.transport.wants import Specs, WantsReport
 from transfer_queue.weights.version.manifest import MAX_NBYTES, Manifest
-from transfer_queue.weights.version.pieces import Wants
+from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.tensor_memory import room
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.blocking import at_most

@@ -22,8 +22,6 @@ from transfer_queue.weights.transport.ranks import (
     RankLink,
     RankOffer,
     Sealed,
-    name_of,
-    rows_of,
 )
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.ticket import PublishTicket
@@ -129,13 +127,13 @@ class Holder:
     def _pack(self, version: int | None, deadline: Deadline) -> tuple[int, str, str]:
         """The version's number, the name of the update, and the manifest's key."""
         table = table_of(self._source)
-        rows = rows_of(table)
-        key = name_of(rows)
+        key = table.key
         self._link.meet(deadline.left())
-        offer = RankOffer(version, self.address, key, None if self._link.known == key else rows)
+        offer = RankOffer(version, self.address, key, None if self._link.known == key else table)
         planned = msgspec.json.decode(self._link.bring("offer", "", msgspec.json.encode(offer), deadline), type=Planned)
         self._link.known = key
         try:
+            planned.plan.check(len(table))
             buckets, digests = pack_here(table, parts_of(self._source), planned.plan)
         except Exception as error:  # the others are waiting
             self._tell(planned.turn, as_typed(error), deadline)

@@ -14,13 +14,10 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import torch
-from xxhash import xxh3_128_hexdigest
 
-from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.errors import (
     Aborted,
     DeadlineExceeded,
@@ -33,23 +30,14 @@ from transfer_queue.errors import (
 from transfer_queue.structs import decodable
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
-from transfer_queue.weights.version.boxes import Box
-from transfer_queue.weights.version.pieces import ShardDigests, ShardPlan
-from transfer_queue.weights.version.sharded import TensorShard
+from transfer_queue.weights.version.plans import ShardPlan
+from transfer_queue.weights.version.sealing import ShardDigests
+from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.blocking import at_most
 
 MAX_NBYTES = 1 << 30  # of a table, or a plan
 BEYOND_S = 1.0  # that a rank waits longer than it says: for the reason
-
-
-class ShardRow(NamedTuple):
-    """A `TensorShard` as JSON."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
 
 
 @decodable
@@ -59,7 +47,7 @@ class RankOffer(msgspec.Struct, frozen=True):
     version: int | None
     address: str
     key: str
-    table: list[ShardRow] | None = None
+    table: ShardTable | None = None
 
 
 @decodable
@@ -90,24 +78,6 @@ class RankFault(msgspec.Struct, frozen=True):
     text: str
 
 
-def rows_of(table: Sequence[TensorShard]) -> list[ShardRow]:
-    return [ShardRow(name, dtype_name(dtype), shape, box) for name, dtype, shape, box in table]
-
-
-def table_from(rows: Sequence[ShardRow]) -> list[TensorShard]:
-    """`ProtocolError` for boxes that are none."""
-    found = []
-    for name, dtype, shape, box in rows:
-        if not len(shape) == len(box.start) == len(box.lengths) or min((*box.start, *box.lengths), default=0) < 0:
-            raise ProtocolError(f"a rank has {box} of {name!r}, which is {list(shape)}")
-        found.append(TensorShard(name, torch_dtype(dtype), shape, box))
-    return found
-
-
-def name_of(rows: list[ShardRow]) -> str:
-    return xxh3_128_hexdigest(msgspec.json.encode(rows))
-
-
 class _Brought:
     """What a rank has brought to a step, and what it is told."""
 
@@ -136,7 +106,7 @@ class RankMeeting:
         self._visits: dict[int, object] = {}  # the connection over which a rank came last
         self._untold: set[object] = set()  # connections whose ranks have brought something, and have no answer yet
         self._fault: TransferQueueError | None = None  # why this turn cannot end well
-        self._tables: dict[int, tuple[str, list[TensorShard]]] = {}
+        self._tables: dict[int, tuple[str, ShardTable]] = {}
 
     # for connections
 
@@ -234,14 +204,15 @@ class RankMeeting:
         with self._changed:
             self._changed.wait_for(lambda: not self._untold, timeout_s)
 
-    def table(self, rank: int, offer: RankOffer) -> list[TensorShard]:
+    def table(self, rank: int, offer: RankOffer) -> ShardTable:
         """The shards of a rank, which sends them when they change."""
         if offer.table is not None:
-            found = table_from(offer.table)
+            found = offer.table
+            found.check()
             with self._changed:
                 self._tables[rank] = (offer.key, found)
             return found
-        key, found = self._tables.get(rank, ("", []))
+        key, found = self._tables.get(rank, ("", ShardTable([], [], b"")))
         if key != offer.key:
             raise ServiceUnavailable(f"the shards of rank {rank} are not known here: it has to come again")
         return found

@@ -39,8 +39,10 @@ from transfer_queue.weights.transport.wants import Specs, WantTables
 from transfer_queue.weights.version.boxes import whole
 from transfer_queue.weights.version.manifest import Count, Manifest
 from transfer_queue.weights.version.packing import BUCKET_NBYTES, Plan, pack_into, plan
-from transfer_queue.weights.version.pieces import ShardPlan, copy_box, pack_here, plan_pieces, seal_pieces
-from transfer_queue.weights.version.sharded import TensorShard
+from transfer_queue.weights.version.pieces import copy_box, pack_here
+from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
+from transfer_queue.weights.version.sealing import seal_pieces
+from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sources import (
     TensorMeta,
     WeightSource,
@@ -222,7 +224,7 @@ class TcpTrainer(TrainerEngine):
 
     def _packed_for(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
         """Cut along what receivers want."""
-        table = shards_of(draft.source.specs())
+        table = ShardTable.of(shards_of(draft.source.specs()))
         (where,) = self._planned([table])
         buckets, digests = pack_here(table, iter(draft.source.tensors()), where)
         named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
@@ -242,6 +244,8 @@ class TcpTrainer(TrainerEngine):
         buckets, packed = pack_here(mine, parts_of(draft.source), plans[0])
         others = [msgspec.json.decode(body, type=PackedDigests) for body in ranks.gather("packed", deadline)]
         named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
+        for table, where, found in zip(tables[1:], plans[1:], others, strict=True):
+            found.digests.check(len(table), len(where.columns.box))
         manifest = seal_pieces(tables, plans, [packed, *(one.digests for one in others)], **named)
         firsts = itertools.accumulate(len(one.buckets) for one in plans[:-1])
         ranks.answer([msgspec.json.encode(Sealed(key_of(manifest), first)) for first in firsts])
@@ -249,10 +253,10 @@ class TcpTrainer(TrainerEngine):
         self.store.add(manifest, buckets, [self.address, *(offer.address for offer in offers)])
         return manifest
 
-    def _planned(self, tables: list[list[TensorShard]]) -> list[ShardPlan]:
+    def _planned(self, tables: list[ShardTable]) -> list[ShardPlan]:
         """Who gives what; the plan before, as long as shards and wants stay what they were."""
         wants = self._wants.tables()
-        asked = (tables, list(wants))
+        asked = ([table.key for table in tables], list(wants))
         if self._plan is None or self._plan[0] != asked:
             bucket_nbytes = self._bucket_nbytes(self._source.specs())
             self._plan = (asked, plan_pieces(tables, list(wants.values()), bucket_nbytes))

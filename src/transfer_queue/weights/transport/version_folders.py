@@ -70,7 +70,7 @@ def piece_name(rank: int, index: int) -> str:
 
 
 def bucket_name(manifest: Manifest, index: int) -> str:
-    """The file with a bucket: a safetensors shard; in format 2 its bytes alone, numbered for the rank that wrote it."""
+    """The file with a bucket: a safetensors shard; with pieces its bytes alone, numbered for the rank that wrote it."""
     if manifest.format == FORMAT:
         return shard_name(index, len(manifest.buckets))
     rank = manifest.holder(index)

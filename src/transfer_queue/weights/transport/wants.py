@@ -17,7 +17,8 @@ from transfer_queue.codec.dtypes import dtype_name
 from transfer_queue.errors import InvalidInput, ProtocolError
 from transfer_queue.structs import decodable
 from transfer_queue.weights.version.boxes import Box, lies_in, whole
-from transfer_queue.weights.version.pieces import Wants, by_name
+from transfer_queue.weights.version.pieces import by_name
+from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.sources import TensorMeta
 
 MAX_NBYTES = 256 << 20  # of a report, or of what there is

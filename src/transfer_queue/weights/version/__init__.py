@@ -4,7 +4,11 @@ sources        where weights come from: a module, a state dict, a folder of safe
 packing        tensors into buckets and back
 boxes          parts of tensors: cutting, tiling, what a view covers
 sharded        which boxes of a DTensor a rank holds
-pieces         versions in pieces: shards cut along what receivers want, packed, sealed
+columns        flat arrays of integers in place of an object for each of millions of rows
+shard_table    what a rank holds, and what all of them do, in columns
+plans          who gives what: shards cut along what receivers want, and where the cells lie
+pieces         versions in pieces: packing them, and what a receiver has of them
+sealing        the manifest of what ranks have packed, from their digests
 delta          the exact difference to an earlier version
 manifest       a version as canonical JSON: tensors, their digests, the root that names the content
 digest, device  digests of bytes, on the host and where a GPU has them

@@ -8,24 +8,42 @@ what a trainer calls it.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, overload
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.errors import BadManifest, ProtocolError
+from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.structs import decodable
 from transfer_queue.weights.version.boxes import Box, do_tile, whole
+from transfer_queue.weights.version.columns import (
+    DIGEST_NBYTES,
+    bytes_of,
+    column_of,
+    digests_from,
+    ends_of,
+    numbered,
+    order_of,
+    spread,
+    texts_of,
+)
 from transfer_queue.weights.version.digest import ALGO, DEVICE_ALGO
 
 FORMAT = 1
-PIECES = 2  # the format of versions with tensors in pieces; all others are written in the first
-MAX_NBYTES = 256 << 20  # of the JSON: two million pieces' worth
+PIECES = 2  # of versions with tensors in pieces, each an object: is read, and not written any more
+COLUMNS = 3  # of versions with tensors in pieces, in columns; all others are written in the first format
+FORMATS = (FORMAT, PIECES, COLUMNS)
+MAX_NBYTES = 256 << 20  # of the JSON: four million pieces' worth
 ADAPTER_CONFIG = "adapter_config"  # in an adapter's `meta`: its configuration, as JSON text (there may be floats)
+MAX_TOTAL_NBYTES = 1 << 62
 MAX_DIMS = 8  # of a tensor in pieces: a piece has two to that power of corners
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -45,14 +63,14 @@ class Entry(NamedTuple):
 Contents: TypeAlias = "dict[str, Entry]"
 
 
-class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """What lies in the bucket when that is not the tensor itself but its difference to the base (`delta.decode`)."""
 
     nbytes: Count
     digest: Digest
 
 
-class TensorPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
     """A box of a tensor (`start`, `lengths`), in C order, where it lies, and the digest of its bytes."""
 
     start: tuple[Count, ...]
@@ -67,7 +85,7 @@ class TensorPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
         return Box(self.start, self.lengths)
 
 
-class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A tensor (`nbytes` and `digest` are those of the whole tensor) and where it lies, or its `pieces` do.
 
     The digest of one that came in several shards is that of their boxes and digests (`sharded_digest`).
@@ -84,13 +102,6 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pieces: tuple[TensorPiece, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
-    def parts(self) -> tuple[BucketPart, ...]:
-        """What lies in buckets."""
-        if self.pieces is msgspec.UNSET:
-            return (BucketPart(self, None, self.bucket, self.offset, *msgspec.structs.astuple(self.stored)),)
-        return tuple(BucketPart(self, one, one.bucket, one.offset, one.nbytes, one.digest) for one in self.pieces)
-
-    @property
     def stored(self) -> Stored:
         """Bytes in the bucket and their digest."""
         return self.delta or Stored(self.nbytes, self.digest)
@@ -100,11 +111,43 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Entry(self.dtype, self.shape, self.digest)
 
 
-class BucketPart(NamedTuple):
-    """What lies in one place of a bucket: a tensor, its difference, or a piece of it."""
+class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the pieces of tensors lie, in columns (`columns`); in JSON they are in base64.
+
+    `layouts` are the ways in which tensors are in pieces, boxes that tile them, as tensors first need them. `layout`
+    says which one each tensor has; -1: it is whole, and its spec says where. Of all pieces, one tensor's after the
+    other's, each in the order of its layout: `bucket`, `offset` (of 8 bytes) and `digests` (of 16).
+    """
+
+    layouts: tuple[tuple[Box, ...], ...]
+    layout: bytes
+    bucket: bytes
+    offset: bytes
+    digests: bytes
+
+    @staticmethod
+    def of(tensors: Sequence[TensorSpec]) -> PieceColumns:
+        """Of format 1 and 2. `BadManifest` for a bucket that no version has."""
+        lists = [() if spec.pieces is msgspec.UNSET else spec.pieces for spec in tensors]
+        found, layouts = numbered(tuple(piece.box for piece in pieces) for pieces in lists)
+        is_whole = np.array([spec.pieces is msgspec.UNSET for spec in tensors], np.bool_)
+        used = [] if is_whole.all() else sorted(set(found[~is_whole].tolist()))
+        layout = np.where(is_whole, -1, np.searchsorted(used, found))
+        pieces = list(itertools.chain.from_iterable(lists))
+        try:
+            bucket = bytes_of(np.array([piece.bucket for piece in pieces], np.int64))
+        except OverflowError as error:
+            raise BadManifest(f"a piece is in a bucket that is not there: {error}") from None
+        offset = bytes_of(np.array([piece.offset for piece in pieces], np.int64), 8)
+        digests = digests_from(piece.digest for piece in pieces).tobytes()
+        return PieceColumns(tuple(layouts[at] for at in used), bytes_of(layout), bucket, offset, digests)
+
+
+class BucketPart(msgspec.Struct, frozen=True, gc=False):
+    """What lies in one place of a bucket: a tensor, its difference, or a piece of it (its box)."""
 
     spec: TensorSpec
-    piece: TensorPiece | None
+    piece: Box | None
     bucket: int
     offset: int
     nbytes: int
@@ -116,7 +159,78 @@ class BucketPart(NamedTuple):
 
     @property
     def box(self) -> Box:
-        return self.piece.box if self.piece is not None else whole(self.spec.shape)
+        return self.piece if self.piece is not None else whole(self.spec.shape)
+
+
+class PartColumns:
+    """All that lies in buckets, in columns: the parts of one tensor after those of the other. `counts` of each tensor,
+    `layout` as in `PieceColumns`. Takes pieces that were checked (`_check_layouts`)."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], pieces: PieceColumns) -> None:
+        self._tensors, self._layouts = tensors, pieces.layouts
+        self.layout: Ints = column_of(pieces.layout).astype(np.int64)
+        lengths = np.array([*map(len, pieces.layouts), 1], np.int64)  # the last one is that of whole tensors
+        self.counts: Ints = lengths[self.layout]
+        self.tensor: Ints = np.repeat(np.arange(len(tensors)), self.counts)
+        is_piece = self.layout[self.tensor] >= 0
+        whole_ones = [tensors[at] for at in np.flatnonzero(self.layout < 0).tolist()]
+        stored = [spec.stored for spec in whole_ones]
+        self._box = spread(ends_of(lengths)[0][self.layout], self.counts)  # in all layouts, one after the other
+        itemsize = np.array([torch_dtype(spec.dtype).itemsize for spec in tensors], np.int64)
+        sizes = np.array([*(box.size for boxes in pieces.layouts for box in boxes), 0], np.int64)
+        self.bucket = _merged(is_piece, column_of(pieces.bucket), [spec.bucket for spec in whole_ones])
+        self.offset = _merged(is_piece, column_of(pieces.offset, 8), [spec.offset for spec in whole_ones])
+        nbytes = (sizes[self._box] * itemsize[self.tensor])[is_piece]
+        self.nbytes = _merged(is_piece, nbytes, [one.nbytes for one in stored])
+        digests = np.frombuffer(pieces.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+        self.digests: Bytes = np.empty((len(is_piece), DIGEST_NBYTES), np.uint8)
+        self.digests[is_piece], self.digests[~is_piece] = digests, digests_from(one.digest for one in stored)
+
+    def boxes_of(self, tensor: int) -> tuple[Box, ...]:
+        layout = int(self.layout[tensor])
+        return (whole(self._tensors[tensor].shape),) if layout < 0 else self._layouts[layout]
+
+    def made(self, parts: Ints) -> list[BucketPart]:
+        """These, as objects."""
+        boxes = [*itertools.chain.from_iterable(self._layouts), None]
+        columns = (self._box, self.bucket, self.offset, self.nbytes)
+        rows = zip(self.tensor[parts].tolist(), *(one[parts].tolist() for one in columns), strict=True)
+        digests = texts_of(self.digests[parts])
+        return [
+            BucketPart(self._tensors[at], boxes[box], bucket, offset, nbytes, digest)
+            for (at, box, bucket, offset, nbytes), digest in zip(rows, digests, strict=True)
+        ]
+
+
+def _merged(is_piece: NDArray[np.bool_], pieces: NDArray[Any], whole_ones: Sequence[int]) -> Ints:
+    found = np.empty(len(is_piece), np.int64)
+    found[is_piece], found[~is_piece] = pieces, whole_ones
+    return found
+
+
+class BucketParts(Sequence["list[BucketPart]"]):
+    """The parts of each bucket, in the order of the tensors; made when they are asked for first."""
+
+    def __init__(self, parts: PartColumns, num_buckets: int) -> None:
+        self._parts = parts
+        self.order = order_of(parts.bucket)
+        self._edges = np.searchsorted(parts.bucket[self.order], np.arange(num_buckets + 1)).tolist()
+        self._made: dict[int, list[BucketPart]] = {}
+
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> list[BucketPart]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[BucketPart]]: ...
+    def __getitem__(self, index: Any) -> Any:
+        at = range(len(self))[index]
+        if isinstance(at, range):
+            return [self[one] for one in at]
+        if at not in self._made:
+            self._made[at] = self._parts.made(self.order[self._edges[at] : self._edges[at + 1]])
+        return self._made[at]
 
 
 @decodable
@@ -126,8 +240,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     full: all of it. delta: the tensors that differ from version `base` with root `base_root`; `root` is the result's.
     adapter: tensors of an adapter called `label`, for any weights, or for those with root `base_root`.
     `aliases` are further names of tensors here (tied weights), `buckets` sizes in bytes, `meta` JSON without floats.
-    Format 2 is a full version of which some tensors are in pieces; `holders` says which of the trainer's ranks has each
-    bucket.
+    Format 3 is a full version of which some tensors are in `pieces`; `holders` says which of the trainer's ranks has
+    each bucket. Format 2 is the same, with the pieces in the specs.
     """
 
     format: int = FORMAT
@@ -144,6 +258,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     root: Digest
     meta: dict[str, Any] = {}
     holders: tuple[Count, ...] | msgspec.UnsetType = msgspec.UNSET
+    pieces: PieceColumns | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         try:
@@ -166,13 +281,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return xxh3_128_hexdigest(self.encode())
 
     @functools.cached_property
-    def by_bucket(self) -> list[list[BucketPart]]:
+    def parts(self) -> PartColumns:
+        """All that lies in buckets."""
+        return PartColumns(self.tensors, PieceColumns.of(self.tensors) if self.pieces is msgspec.UNSET else self.pieces)
+
+    @functools.cached_property
+    def by_bucket(self) -> BucketParts:
         """What each bucket has, in the order of the tensors."""
-        found: list[list[BucketPart]] = [[] for _ in self.buckets]
-        for spec in self.tensors:
-            for part in spec.parts:
-                found[part.bucket].append(part)
-        return found
+        return BucketParts(self.parts, len(self.buckets))
 
     def in_bucket(self, index: int) -> list[BucketPart]:
         return self.by_bucket[index]
@@ -194,12 +310,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if len(data) > MAX_NBYTES:
             raise BadManifest(f"a manifest of {len(data)} bytes, at most {MAX_NBYTES}")
         try:
-            found = msgspec.json.decode(data, type=_Head).format
-            if found not in (FORMAT, PIECES):
-                raise BadManifest(f"manifest format {found}: this release reads {FORMAT} and {PIECES}")
             manifest = msgspec.json.decode(data, type=Manifest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadManifest(str(error)) from None
+            raise _unreadable(data, error) from None
         if manifest.encode() != data:
             raise BadManifest("the manifest is not in canonical form")
         return manifest
@@ -210,6 +323,19 @@ class _Head(msgspec.Struct):
     format: int
 
 
+def _unreadable(data: bytes, error: Exception) -> BadManifest:
+    """Another format is named before anything else that may be wrong."""
+    try:
+        found = msgspec.json.decode(data, type=_Head).format
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return BadManifest(str(error))
+    return BadManifest(str(error) if found in FORMATS else _other_format(found))
+
+
+def _other_format(found: int) -> str:
+    return f"manifest format {found}: this release reads {FORMAT}, {PIECES} and {COLUMNS}"
+
+
 def expand(entries: Contents, aliases: Mapping[str, str]) -> Contents:
     """`entries` with the aliases as entries of their own."""
     return {**entries, **{alias: entries[name] for alias, name in aliases.items()}}
@@ -217,24 +343,55 @@ def expand(entries: Contents, aliases: Mapping[str, str]) -> Contents:
 
 def root_of(contents: Contents) -> str:
     """The digest of a content."""
-    return xxh3_128_hexdigest(msgspec.json.encode([(name, *contents[name]) for name in sorted(contents)]))
+    return _root((name, *entry) for name, entry in contents.items())
+
+
+def root_of_specs(specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> str:
+    """The digest of all that these hold, under all names."""
+    rows = [(spec.name, spec.dtype, spec.shape, spec.digest) for spec in specs]
+    if aliases:
+        by_name = {row[0]: row for row in rows}
+        rows += [(alias, *by_name[name][1:]) for alias, name in aliases.items()]
+    return _root(rows)
+
+
+def _root(rows: Iterable[tuple[str, str, tuple[int, ...], str]]) -> str:
+    return xxh3_128_hexdigest(msgspec.json.encode(sorted(rows, key=itemgetter(0))))
 
 
 def sharded_digest(shards: Iterable[tuple[Box, str]]) -> str:
     """The digest of a tensor that came in several boxes, each with the digest of its bytes in C order."""
-    return xxh3_128_hexdigest(msgspec.json.encode(sorted((*box, digest) for box, digest in shards)))
+    return xxh3_128_hexdigest(sharded_json(shards))
+
+
+def sharded_json(shards: Iterable[tuple[Box, str]]) -> bytes:
+    return msgspec.json.encode(sorted((*box, digest) for box, digest in shards))
 
 
 def _check(m: Manifest) -> None:
-    if m.format not in (FORMAT, PIECES) or m.algo not in (ALGO, DEVICE_ALGO):
-        raise BadManifest(
-            f"format {m.format} with digests {m.algo!r}: this release reads {FORMAT}, {PIECES}, {ALGO}, {DEVICE_ALGO}"
-        )
-    if m.format == FORMAT:
-        if m.holders is not msgspec.UNSET or any(spec.pieces is not msgspec.UNSET for spec in m.tensors):
-            raise BadManifest(f"tensors in pieces, in format {FORMAT}")
-    elif m.kind != "full" or m.holders is msgspec.UNSET or len(m.holders) != len(m.buckets):
-        raise BadManifest(f"format {PIECES} is for full versions, and names the holder of each bucket")
+    if m.format not in FORMATS:
+        raise BadManifest(_other_format(m.format))
+    if m.algo not in (ALGO, DEVICE_ALGO):
+        raise BadManifest(f"digests {m.algo!r}: this release reads {ALGO} and {DEVICE_ALGO}")
+    if (m.pieces is not msgspec.UNSET) != (m.format == COLUMNS):
+        raise BadManifest(f"pieces in columns are those of format {COLUMNS}, this is {m.format}")
+    if m.format != PIECES and any(spec.pieces is not msgspec.UNSET for spec in m.tensors):
+        raise BadManifest(f"tensors in pieces, in format {m.format}")
+    if m.format == FORMAT and m.holders is not msgspec.UNSET:
+        raise BadManifest(f"holders of buckets, in format {FORMAT}")
+    if m.format != FORMAT and (m.kind != "full" or m.holders is msgspec.UNSET or len(m.holders) != len(m.buckets)):
+        raise BadManifest(f"format {m.format} is for full versions, and names the holder of each bucket")
+    _check_kind(m)
+    _check_specs(m)
+    _check_names(m)
+    _check_layouts(m)
+    _check_places(m)
+    if m.kind != "delta" and root_of_specs(m.tensors, m.aliases) != m.root:
+        raise BadManifest("the root is not that of the tensors")
+    _check_meta(m.meta, "meta")
+
+
+def _check_kind(m: Manifest) -> None:
     if m.kind == "delta" and m.algo != ALGO:
         raise BadManifest(f"a delta has digests {ALGO}, not {m.algo}")
     if m.kind == "delta" and (m.base is None or m.base_root is None or m.base >= m.version):
@@ -243,34 +400,44 @@ def _check(m: Manifest) -> None:
         raise BadManifest(f"a version of kind {m.kind} has no base version")
     if m.kind == "full" and m.base_root is not None:
         raise BadManifest("a full version has no base")
+
+
+def _check_specs(m: Manifest) -> None:
+    """Tensors of one kind are looked at once."""
+    for dtype, shape, nbytes in {(spec.dtype, spec.shape, spec.nbytes): None for spec in m.tensors}:
+        if nbytes != math.prod(shape) * torch_dtype(dtype).itemsize:
+            raise BadManifest(f"{nbytes} bytes for {dtype} {list(shape)}")
     for spec in m.tensors:
-        _check_spec(m, spec)
-    _check_names(m)
-    _check_places(m)
-    if m.kind != "delta" and root_of(m.contents()) != m.root:
-        raise BadManifest("the root is not that of the tensors")
-    _check_meta(m.meta, "meta")
+        if spec.delta is not None and m.kind != "delta":
+            raise BadManifest(f"{spec.name!r} is stored as a difference, in a version of kind {m.kind}")
+        for piece in spec.pieces or ():
+            if piece.nbytes != piece.box.size * torch_dtype(spec.dtype).itemsize:
+                raise BadManifest(f"{spec.name!r} has a piece {list(piece.lengths)} of {piece.nbytes} bytes")
 
 
-def _check_spec(m: Manifest, spec: TensorSpec) -> None:
-    nbytes = math.prod(spec.shape) * torch_dtype(spec.dtype).itemsize
-    if spec.nbytes != nbytes:
-        raise BadManifest(f"{spec.name!r}: {spec.nbytes} bytes for {spec.dtype} {list(spec.shape)}")
-    if spec.delta is not None and m.kind != "delta":
-        raise BadManifest(f"{spec.name!r} is stored as a difference, in a version of kind {m.kind}")
-    if spec.pieces is not msgspec.UNSET:
-        _check_pieces(spec, spec.pieces)
-
-
-def _check_pieces(spec: TensorSpec, pieces: tuple[TensorPiece, ...]) -> None:
-    if not spec.nbytes or spec.bucket or spec.offset:
-        raise BadManifest(f"{spec.name!r} is in pieces, and in a place of its own")
-    if len(spec.shape) > MAX_DIMS or not do_tile(spec.shape, tuple(piece.box for piece in pieces)):
-        raise BadManifest(f"the pieces of {spec.name!r} are not its elements, each of them once")
-    itemsize = torch_dtype(spec.dtype).itemsize
-    for piece in pieces:
-        if piece.nbytes != piece.box.size * itemsize:
-            raise BadManifest(f"{spec.name!r} has a piece {list(piece.lengths)} of {piece.nbytes} bytes")
+def _check_layouts(m: Manifest) -> None:
+    """Each layout tiles the tensors that have it, and columns have a row for each piece."""
+    pieces = PieceColumns.of(m.tensors) if m.pieces is msgspec.UNSET else m.pieces
+    try:
+        layout, bucket, offset = column_of(pieces.layout), column_of(pieces.bucket), column_of(pieces.offset, 8)
+    except ValueError as error:
+        raise BadManifest(f"columns of pieces: {error}") from None
+    cut = layout[layout >= 0]
+    used = numbered(cut.tolist())[1]
+    if len(layout) != len(m.tensors) or (layout < -1).any() or used != list(range(len(pieces.layouts))):
+        raise BadManifest(f"{len(pieces.layouts)} layouts are not those of {len(m.tensors)} tensors")
+    num = int(np.array([*map(len, pieces.layouts), 0], np.int64)[cut].sum())
+    if {len(bucket), len(offset)} != {num} or len(pieces.digests) != num * DIGEST_NBYTES:
+        raise BadManifest(f"{num} pieces have {len(bucket)} buckets, {len(offset)} offsets")
+    for spec, at in zip(m.tensors, layout.tolist(), strict=True):
+        if at >= 0 and (not spec.nbytes or spec.bucket or spec.offset):
+            raise BadManifest(f"{spec.name!r} is in pieces, and in a place of its own")
+    first = {(spec.shape, at): spec.name for spec, at in zip(m.tensors, layout.tolist(), strict=True) if at >= 0}
+    for (shape, at), name in first.items():
+        if len(shape) > MAX_DIMS or not do_tile(shape, pieces.layouts[at]):
+            raise BadManifest(f"the pieces of {name!r} are not its elements, each of them once")
+    if num and min(int(bucket.min()), int(offset.min())) < 0:
+        raise BadManifest("a piece is in a place before the first")
 
 
 def _check_names(m: Manifest) -> None:
@@ -283,30 +450,33 @@ def _check_names(m: Manifest) -> None:
 
 
 def _check_places(m: Manifest) -> None:
-    """Nothing overlaps, and all lies within its bucket. By columns: there may be millions of pieces."""
-    specs, places = [], []
-    for spec in m.tensors:
-        if spec.pieces is msgspec.UNSET:
-            specs.append(spec)
-            places.append((spec.bucket, spec.offset, spec.stored.nbytes))
-        else:
-            specs += [spec] * len(spec.pieces)
-            places += [(piece.bucket, piece.offset, piece.nbytes) for piece in spec.pieces]
-    bucket, offset, nbytes = np.array(places, np.int64).reshape(-1, 3).T
+    """Nothing overlaps, and all lies within its bucket."""
+    if sum(m.buckets) > MAX_TOTAL_NBYTES:
+        raise BadManifest(f"buckets of {sum(m.buckets)} bytes")
+    parts = m.parts
+    bucket, offset, nbytes = parts.bucket, parts.offset, parts.nbytes
     sizes = np.array(m.buckets, np.int64)
     wrong = np.flatnonzero(bucket >= len(sizes))
     if len(wrong):
-        raise BadManifest(f"{specs[wrong[0]].name!r} is in bucket {bucket[wrong[0]]} of {len(sizes)}")
+        raise BadManifest(f"{_name_at(m, wrong[0])!r} is in bucket {bucket[wrong[0]]} of {len(sizes)}")
     wrong = np.flatnonzero(offset > sizes[bucket] - nbytes)
     if len(wrong):
         at = wrong[0]
-        raise BadManifest(f"bucket {bucket[at]} has {sizes[bucket[at]]} bytes, {specs[at].name!r} ends beyond")
-    order = np.lexsort((nbytes, offset, bucket))
-    bucket, offset, nbytes = bucket[order], offset[order], nbytes[order]
-    wrong = np.flatnonzero((bucket[1:] == bucket[:-1]) & (offset[1:] < offset[:-1] + nbytes[:-1]))
+        raise BadManifest(f"bucket {bucket[at]} has {sizes[bucket[at]]} bytes, {_name_at(m, at)!r} ends beyond")
+    start = ends_of(sizes)[0][bucket] + offset  # as if buckets lay one behind the other
+    order = m.by_bucket.order
+    order = order[nbytes[order] > 0]
+    if (np.diff(start[order]) < 0).any():
+        order = order[np.argsort(start[order])]
+    start = start[order]
+    wrong = np.flatnonzero(start[1:] < (start + nbytes[order])[:-1])
     if len(wrong):
-        name = specs[order[wrong[0] + 1]].name
-        raise BadManifest(f"{name!r} overlaps another tensor in bucket {bucket[wrong[0]]}")
+        at = order[wrong[0] + 1]
+        raise BadManifest(f"{_name_at(m, at)!r} overlaps another tensor in bucket {bucket[at]}")
+
+
+def _name_at(m: Manifest, part: Any) -> str:
+    return m.tensors[m.parts.tensor[part]].name
 
 
 def _check_meta(value: object, where: str) -> None:

@@ -7,9 +7,9 @@ holds for uneven shards and for dimensions that two axes of a mesh split (`_Stri
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,10 +66,11 @@ def held_of(name: str, tensor: torch.Tensor) -> list[Held]:
     return [Held(TensorShard(name, tensor.dtype, shape, box), local) for box, local in boxes]
 
 
+@functools.lru_cache(1 << 12)
 def boxes_held(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
 ) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes of the rank at `coordinate`, each with its place in the local tensor."""
+    """The boxes of the rank at `coordinate`, each with its place in the local tensor. Cached: a model has few kinds."""
     indexes = [torch.arange(n) for n in shape]
     for axis, placement in enumerate(placements):
         if placement.is_replicate():

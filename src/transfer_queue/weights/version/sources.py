@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from transfer_queue.errors import InvalidInput, UnknownTensor, UnsupportedValue
 from transfer_queue.weights.version.boxes import whole
+from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sharded import Held, TensorShard, held_of, is_sharded, local_of
 
 SHARDED = "have every rank send its own (tcp, with `rank`, `world` and `meet`), or give full_tensor()"
@@ -188,9 +189,9 @@ def shards_of(specs: Iterable[TensorMeta]) -> list[TensorShard]:
     return [TensorShard(name, dtype, shape, whole(shape)) for name, dtype, shape in specs]
 
 
-def table_of(source: WeightSource) -> list[TensorShard]:
+def table_of(source: WeightSource) -> ShardTable:
     """What it gives here (`parts_of`)."""
-    return source.shards() if isinstance(source, ShardSource) else shards_of(source.specs())
+    return ShardTable.of(source.shards() if isinstance(source, ShardSource) else shards_of(source.specs()))
 
 
 def parts_of(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
