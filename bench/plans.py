@@ -4,8 +4,8 @@
 
 No bytes are moved. The tensors are those of a mixture of experts (matrices of 2048 x 768 in bf16), each sharded by rows
 over all ranks, as FSDP2 does. Printed: listing at one rank, making one table of wants from its report, the plan of all
-ranks at rank 0, the manifest from their digests; at a receiver reading that, finding its buckets (wanted), and what they
-have (parts). For half the tensors and for all, as all are linear.
+ranks at rank 0, the manifest from their digests; at a receiver, reading that, finding its buckets (wanted) and what
+they have (parts). For half the tensors and for all, as all are linear.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 from transfer_queue.weights.version.boxes import Box
@@ -49,7 +50,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(num: int, ranks: int) -> dict[str, float]:
-    listed_s, _ = timed(lambda: (listed := ShardTable.of(table(num, 0, ranks))).key and listed.encode())
+    listed_s, _ = timed(lambda: (listed := ShardTable.of(table(num, 0, ranks))).key and msgspec.json.encode(listed))
     tables = [ShardTable.of(table(num, rank, ranks)) for rank in range(ranks)]
     report_s, found = timed(lambda: [wants(num, rank) for rank in range(2)])
     plan_s, plans = timed(lambda: plan_pieces(tables, found))
