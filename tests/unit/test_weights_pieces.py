@@ -116,7 +116,7 @@ def staged(manifest: Manifest, buckets: list[torch.Tensor], wanted: list[int] | 
     return staging.tensors(Taking(takes_pieces))  # type: ignore[arg-type]
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_whoever_takes_all_has_the_model_whatever_the_shards_and_the_cuts(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -128,7 +128,7 @@ def test_whoever_takes_all_has_the_model_whatever_the_shards_and_the_cuts(data: 
     assert all(same_bytes(found[name], tensor) for name, tensor in model.items())
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_each_receiver_has_its_wants_from_its_buckets_alone(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -143,6 +143,7 @@ def test_each_receiver_has_its_wants_from_its_buckets_alone(data: st.DataObject)
                 assert same_bytes(part, model[name][within(box, whole(tuple(model[name].shape)))])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_receiver_fetches_bytes_that_it_does_not_want_when_few_cuts_are_needed(data: st.DataObject) -> None:
     """Two ranks that split every tensor along some dimension, as tensor parallelism does."""
@@ -259,7 +260,7 @@ def lying(manifest: Manifest) -> list[list[tuple[Any, ...]]]:
     ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_plans_are_those_that_are_made_shard_by_shard(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -270,7 +271,7 @@ def test_plans_are_those_that_are_made_shard_by_shard(data: st.DataObject) -> No
     assert found == planned_one_by_one(tables, wants, nbytes)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_what_is_sealed_in_columns_is_what_is_sealed_piece_by_piece(data: st.DataObject) -> None:
     model = data.draw(models())
