@@ -15,10 +15,11 @@ import torch
 from conftest import until
 from safetensors.torch import save_file
 
-from transfer_queue.errors import Incomplete, ShapeMismatch, TransferQueueError, UnknownTensor
+from transfer_queue.errors import Incomplete, NotSupported, ShapeMismatch, TransferQueueError, UnknownTensor
 from transfer_queue.integrations.vllm import plugin
+from transfer_queue.integrations.vllm.adapters import LabeledAdapters, path_of
 from transfer_queue.integrations.vllm.model import in_layers
-from transfer_queue.weights import StateDictSource, digests, plan, seal
+from transfer_queue.weights import StateDictSource, Swap, digests, plan, seal
 from transfer_queue.weights.transport import registry
 
 
@@ -154,6 +155,18 @@ class Client:
         assert self._weight_update_active
         self.weight_transfer_engine.finish_weight_update()
         self._weight_update_active = False
+
+
+def test_a_server_without_lora_refuses_adapters() -> None:
+    source = StateDictSource({"base_model.model.linear.lora_A.weight": torch.ones(1, 2)})
+    where = plan(source.specs())
+    manifest = seal(where, digests(source), version=1, epoch="e", kind="adapter", label="math")
+    with pytest.raises(NotSupported, match="--enable-lora"):
+        LabeledAdapters(Model(), Swap(Model())).prepare(dict(source.tensors()), manifest)
+
+
+def test_the_path_of_an_adapter_holds_any_label() -> None:
+    assert (path_of("math"), path_of("a/b #1", 7)) == ("tq:math", "tq:a%2Fb%20%231#7")
 
 
 def test_the_plug_in_registers_once_and_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ engine    what a worker calls: nothing raises, and nothing but the commit keeps 
  ├─ model       the target: versions go through the model's own loader, all or none
  ├─ checkpoint  what the loader takes, known before anything is touched
  │   └─ rehearsal   the same, and which parts, from loading without memory
+ ├─ adapters    LoRA adapters by label, which vLLM's own manager loads when a request names one
  └─ ranks       the workers of one server commit together
 
 trainer   what vLLM's factory of trainers makes

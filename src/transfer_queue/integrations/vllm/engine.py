@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from transfer_queue.errors import CommitFailed, DeadlineExceeded
+from transfer_queue.integrations.vllm.adapters import LabeledAdapters
 from transfer_queue.integrations.vllm.model import LoadedModel
 from transfer_queue.integrations.vllm.ranks import Ranks
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
@@ -110,7 +111,8 @@ class WorkerEngine:
         self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
         self._ranks = Ranks()
         self.target = LoadedModel(model, vllm_config, self._ranks.all)
-        self._receiver = Receiver(self.target)
+        self._adapters = LabeledAdapters(model, self.target)
+        self._receiver = Receiver(self.target, adapter=self._adapters)
         self._engine = engine(self.transport)(self._receiver, rank=_rank(self.parallel_config), on_fault="record")
         self._engine.confine()  # a worker cannot tell who calls: vLLM's routes, or the process that made it
         self._lane = Lane()
@@ -178,6 +180,7 @@ class WorkerEngine:
         self._engine.finish_weight_update()
         if not self.target.voted:  # the others wait for what this one says
             self._ranks.all(self._engine.outcome.installed)
+        self._adapters.unload()
         log.info("%s after %.3f s", self.installed(), time.monotonic() - start)
 
     @_silent

@@ -121,7 +121,7 @@ class Lora:
         `UnknownTensor`, `ShapeMismatch`, `Incomplete` (half a layer), `NotSupported`, `BadManifest`, `InvalidInput`."""
         if not manifest.tensors:
             return Adapter(None, {})
-        config = parse_config(_config_of(manifest))
+        config = parse_config(config_of(manifest))
         halves: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             parts = _NAME.fullmatch(name)
@@ -191,7 +191,8 @@ def save(folder: str | Path, source: WeightSource, config: Mapping[str, Any]) ->
     (Path(folder) / CONFIG).write_text(json.dumps({"peft_type": "LORA", **config}, indent=2, sort_keys=True))
 
 
-def _config_of(manifest: Manifest) -> dict[str, Any]:
+def config_of(manifest: Manifest) -> dict[str, Any]:
+    """The configuration that came with an adapter. `BadManifest` where there is none."""
     try:
         found = json.loads(manifest.meta[ADAPTER_CONFIG])
     except (KeyError, TypeError, ValueError) as error:
