@@ -9,5 +9,6 @@ engine    what a worker calls: nothing raises, and nothing but the commit keeps 
  └─ ranks       the workers of one server commit together
 
 trainer   what vLLM's factory of trainers makes
- └─ source      vLLM's sources of weights as ours
+ ├─ source      vLLM's sources of weights as ours
+ └─ ray_client  Ray actors in the place of vLLM's client for them
 """

@@ -17,6 +17,7 @@ import torch
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.integrations.vllm import engine, plugin
+from transfer_queue.integrations.vllm.ray_client import RayActorClient
 from transfer_queue.integrations.vllm.source import vllm_source
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
@@ -83,12 +84,16 @@ class FactoryTrainer:
 
 
 def client_for(client: Any, options: Mapping[str, Any]) -> Client:
-    """vLLM's own HTTP client becomes a `WeightSyncClient` of the same server, which also brings labels and caches up
-    to date. Others stay as they are; one without `silent_workers` needs `silent` in the options, or `InvalidInput`:
-    workers of vLLM only report what went wrong, and somebody has to know how many there are."""
+    """vLLM's own clients become ours of the same servers, which also bring labels and caches up to date: the HTTP one a
+    `WeightSyncClient`, the one of Ray's actors a `RayActorClient`. Others stay as they are; one without
+    `silent_workers` needs `silent` in the options, or `InvalidInput`: workers of vLLM only report what went wrong, and
+    somebody has to know how many there are."""
     theirs = sys.modules.get(CLIENTS)
     if theirs is not None and type(client) is theirs.HTTPVLLMWeightSyncClient:
         return WeightSyncClient(client.base_url, timeout_s=client.timeout)
+    if theirs is not None and type(client) is theirs.RayVLLMWeightSyncClient:
+        requests = theirs.WeightTransferInitRequest, theirs.WeightTransferUpdateRequest
+        return RayActorClient(client.handles, *requests)
     if "silent" not in options and not callable(getattr(type(client), "silent_workers", None)):
         raise InvalidInput(f"a {type(client).__name__} does not know how many workers there are: give `silent`")
     return client
