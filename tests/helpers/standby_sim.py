@@ -340,9 +340,9 @@ class Simulation:
                                     count > 3, pick([1.0, 0.0, 4.0]))),
             (1, lambda: m.PrioritizeGroups(rid, partition, [name], [pick([0.5, 2.0])])),
             (2, lambda: m.ClaimSlots(rid, partition, count, pick([None, name]), wait_s)),
-            (3, lambda: m.FinishSlot(rid, partition, self._finished(), packed([below(40)]))),
+            (3, lambda: m.FinishSlots(rid, partition, self._finished(count), packed(self._some_rows(count)))),
             (4, lambda: m.Commit(rid, partition, count, None, None, pick(FIELDS), 0, b"layout", None, wait_s,
-                                 finishes=self._finished())),
+                                 finishes=self._finished(count))),
             (1, lambda: m.FailSlots(rid, partition, [m.Attempt(*pick(self._attempts))], pick(["infra", "data"]))),
             (1, lambda: m.FilterGroups(rid, partition, [name])),
             (2, lambda: m.SelectGroups(rid, partition, 1, size, None, 0.4, wait_s)),
@@ -354,8 +354,17 @@ class Simulation:
             (1, lambda: m.FinishPartition(rid, partition, "t")),
         ]  # fmt: skip
 
-    def _finished(self) -> m.FinishedSlot:
-        return m.FinishedSlot(*self._random.choice(self._attempts), 1.0, None, None, 3, {})
+    def _finished(self, num_rows: int) -> list[m.FinishedSlot]:
+        """Results of some attempts, which share so many rows out; now and then they do not."""
+        made = []
+        while num_rows > 0:
+            count = self._random.randint(1, num_rows)
+            made.append(m.FinishedSlot(*self._random.choice(self._attempts), 1.0, None, None, 3, {}, count))
+            num_rows -= count
+        return made + [made[0]] * (self._random.random() < 0.05)
+
+    def _some_rows(self, count: int) -> list[int]:
+        return self._random.sample(range(40), min(40, count))
 
     def _filled(
         self, rid: int, session: ServerSession, partition: str, count: int, keys: list[str], wait_s: float

@@ -19,9 +19,9 @@ from transfer_queue.errors import (
     GroupEnded,
     InvalidInput,
     LeaseExpired,
-    RowCleared,
     StaleAttempt,
     TransferQueueError,
+    error_from_code,
 )
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.sampler import SequentialSampler
@@ -67,8 +67,23 @@ class GroupBox(Box):
         """New rows, unless given, as the result of an attempt."""
         rows = indexes(self.put(1)) if rows is None else rows
         values: dict[str, Any] = {"reward": 1.0, "oldest": None, "newest": None, "tokens": 5, "info": {}}
-        self.ask(m.FinishSlot, m.FinishedSlot(name, slot, attempt, **values | more), packed(rows), session=b"worker")
+        one = m.FinishedSlot(name, slot, attempt, **values | more, count=len(rows))
+        self.accepted(self.ask(m.FinishSlots, [one], packed(rows), session=b"worker"))
         return rows
+
+    def put_results(self, *found: tuple[str, int, int, int], **more: Any) -> Any:
+        """The answer to new rows that are the results of attempts, each with its number of rows."""
+        finished = [m.FinishedSlot(*one, 1.0, None, None, 5, {}, count) for *one, count in found]
+        count = sum(one.count for one in finished)
+        tags = [{"row": row} for row in range(count)]
+        self.rid += 1
+        return self.handle(m.Commit(self.rid, "p", count, None, None, [], -1, b"", tags, 0.0, finishes=finished))
+
+    def accepted(self, reply: Any) -> Any:
+        """Raises why results were refused."""
+        for one in reply.refused:
+            raise error_from_code(one.code, one.text)
+        return reply
 
     def made(self, name: str, size: int = 1, **more: Any) -> list[int]:
         """A sealed group, and its rows."""
@@ -284,59 +299,6 @@ def test_a_group_whose_rows_were_cleared_is_gone_as_a_whole() -> None:
     assert box.report()["sources"][""]["evicted_for"] == {"cleared": 2}
 
 
-def test_rows_of_a_result_are_named_by_their_keys() -> None:
-    box = GroupBox()
-    rows = indexes(box.put(["a", "b"]))
-    box.open("x", 2)
-    box.claim()
-    one = m.FinishedSlot("x", 0, 0, 1.0, None, None, 5, {})
-    with pytest.raises(RowCleared):
-        box.ask(m.FinishSlot, one, b"", keys=["a", "nobody"], session=b"worker")
-    box.ask(m.FinishSlot, one, b"", keys=["a"], session=b"worker")
-    other = m.FinishedSlot("x", 1, 0, 1.0, None, None, 5, {})
-    box.ask(m.FinishSlot, other, b"", keys=["b"], session=b"worker")
-    assert indexes(box.select().rows) == rows
-    late = m.FinishedSlot("x", 0, 0, 1.0, None, None, 5, {})
-    box.ask(m.AckGroups, 1, None, False)
-    indexes(box.put(["c"]))
-    with pytest.raises(GroupEnded):
-        box.ask(m.FinishSlot, late, b"", keys=["c"], session=b"worker")
-    assert box.rows() == rows  # what came too late is cleared
-
-
-def test_rows_that_are_not_there_are_no_result() -> None:
-    box = GroupBox()
-    box.open("x")
-    box.claim()
-    with pytest.raises(RowCleared):
-        box.finish("x", rows=[77])
-    box.finish("x")
-
-
-def test_rows_and_the_result_that_they_are_come_in_one_step_or_not_at_all() -> None:
-    box = GroupBox()
-    box.open("x", 2)
-    box.claim(2)
-    box.ask(m.FailSlots, [m.Attempt("x", 1, 0)], "infra")
-    box.claim(1)
-
-    def put(slot: int, attempt: int, group: str = "x") -> list[int]:
-        finished = m.FinishedSlot(group, slot, attempt, 1.0, None, None, 5, {})
-        return indexes(box.handle(m.Commit(box.rid, "p", 1, None, None, [], -1, b"", [{}], 0.0, finishes=finished)))
-
-    rows = put(0, 0)
-    for slot, attempt, group, error in (
-        (1, 0, "x", StaleAttempt),
-        (0, 0, "x", InvalidInput),
-        (0, 0, "y", InvalidInput),
-    ):
-        with pytest.raises(error):
-            put(slot, attempt, group)
-    assert box.rows() == rows
-    rows += put(1, 1)
-    assert indexes(box.select().rows) == rows
-
-
 def test_who_selects_waits_for_fields_that_others_write_for_each_row() -> None:
     box = GroupBox()
     rows = box.made("x", 2)
@@ -494,7 +456,9 @@ class History:
                 )  # fmt: skip
             case 5 | 6 | 7:
                 self.attempts += box.claim(choose.randint(1, 4), session=session, timeout_s=waits, asker=asker) or []
-            case 8 | 9 | 10 if self.attempts:
+            case 9 | 10 if self.attempts:
+                self._finish_some()
+            case 8 if self.attempts:
                 one = self.attempts.pop(choose.randrange(len(self.attempts)))
                 rows = indexes(box.put(choose.randint(0, 2))) if choose.random() < 0.9 else [10**6]
                 box.finish(*one, rows, oldest=choose.randint(0, 4), newest=9)
@@ -515,6 +479,19 @@ class History:
             case _:
                 box.expire(box.now + choose.choice([0.0, 1.0, 20.0]))
         self._hear()
+
+    def _finish_some(self) -> None:
+        """Several results, some of which are too late, with new rows or with rows that are there, or are not."""
+        choose, box = self.random, self.box
+        choose.shuffle(self.attempts)
+        found = [(*self.attempts.pop(), choose.randint(0, 2)) for _ in range(min(len(self.attempts), 3))]
+        if choose.random() < 0.5 and sum(one[-1] for one in found):
+            box.put_results(*found)
+            return
+        count = sum(one[-1] for one in found)
+        rows = indexes(box.put(count)) if choose.random() < 0.8 else choose.sample(range(60), count)
+        finished = [m.FinishedSlot(*one, 1.0, choose.randint(0, 4), 9, 5, {}, count) for *one, count in found]
+        box.ask(m.FinishSlots, finished, packed(rows))
 
     def _rare(self, session: bytes) -> None:
         choose, box = self.random, self.box

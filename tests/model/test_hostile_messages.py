@@ -44,7 +44,7 @@ tags = st.dictionaries(names, values, max_size=3)
 fields = st.builds(FieldSchema, names, names, names, st.lists(numbers, max_size=3).map(tuple))
 finished = st.builds(
     m.FinishedSlot, groups, numbers, numbers, st.none() | st.floats(), st.none() | numbers, st.none() | numbers,
-    numbers, st.just({}),
+    numbers, st.just({}), numbers,
 )  # fmt: skip
 slices = st.dictionaries(names, st.tuples(numbers, st.none() | numbers, numbers, numbers, numbers, st.booleans()))
 shared = st.builds(m.SharedCells, fields, numbers, raw, raw, st.booleans(), raw, raw)
@@ -64,7 +64,8 @@ STRATEGIES: dict[Any, Any] = {
     GroupPolicy: st.sampled_from([GroupPolicy.windowed(1), GroupPolicy.in_order(1, 2), GroupPolicy.dropless(2),
                                   GroupPolicy.prioritized(2, samples_per_insert=2.0)]),
     list[m.SharedCells]: st.lists(shared, max_size=3),
-    m.FinishedSlot: finished, m.FinishedSlot | None: st.none() | finished,
+    list[m.FinishedSlot]: st.lists(finished, max_size=2),
+    list[m.FinishedSlot] | None: st.none() | st.lists(finished, max_size=2),
     list[tuple[str, int]]: st.lists(st.tuples(groups, numbers), max_size=3),
     list[m.Attempt]: st.lists(st.builds(m.Attempt, groups, numbers, numbers), max_size=3),
     list[m.ReplicaOverview]: st.lists(
@@ -104,7 +105,7 @@ class Place:
         for number, name in enumerate("gh"):
             self.send(m.OpenGroup(0, "p", name, 2 - number, 1, "", {}, None, number, False))
         self.send(m.StartSlots(0, "p", [("g", 0), ("h", 0)]))
-        self.send(m.FinishSlot(0, "p", m.FinishedSlot("h", 0, 0, 1.0, None, None, 5, {}), packed([3])))
+        self.send(m.FinishSlots(0, "p", [m.FinishedSlot("h", 0, 0, 1.0, None, None, 5, {})], packed([3])))
         self.send(m.OpenPartition(0, "q", "s", 1, ["c"], True, 0.0))
 
     def send(self, message: m.Request, payload: bytes = b"", session: ServerSession | None = None) -> m.Reply | None:
@@ -163,7 +164,7 @@ def sample(kind: Any) -> m.Message:
         "policy": GroupPolicy(), "group": "g", "groups": ["h"], "priorities": [1.0], "slot": 0,
         "attempts": [m.Attempt("g", 0, 0)],
         "slots": [("g", 1)], "series": "s", "consumers": ["c"], "consumer": "c", "least": 1, "most": 2, "tickets": [2],
-        "finished": m.FinishedSlot("g", 0, 0, 1.0, None, None, 5, {}), "size": 2, "min_size": 1, "kind": "infra",
+        "finished": [m.FinishedSlot("g", 0, 0, 1.0, None, None, 5, {})], "size": 2, "min_size": 1, "kind": "infra",
         "max_open": 1, "field": "x", "replicas": [m.ReplicaOverview("a", True, 1, "1", "", 0.0, None)],
         "lock": 1, "holder": {"pid": 1} if kind is m.Lock else b"", "tasks": ["t"], "step": 1,
     }  # fmt: skip

@@ -94,6 +94,28 @@ def test_a_put_and_a_get_whose_connections_are_cut_on_the_way_succeed(proxy: Pro
     assert proxy.num_cuts
 
 
+def test_results_whose_answer_is_lost_on_the_way_are_in_once(host: Host, proxy: Proxy) -> None:
+    """The client asks again over a new connection, and has the answer to what it asked first."""
+    pool = tq.group_pool("train", tq.GroupPolicy())
+    pool.open("g", 3)
+    attempts = pool.claim(3)
+    pool.fail(attempts[2])
+    (again,) = pool.claim(3)
+    found: list[Any] = []
+    results = [one.result(reward=1.0) for one in attempts]
+    writer = threading.Thread(target=lambda: found.append(pool.finish_batch(results, {"x": torch.arange(3)})))
+    proxy.stall("down")
+    writer.start()
+    until(lambda: host.client.stats()["rows"] == 2, "the results")
+    proxy.cut()
+    proxy.leave_alone()
+    writer.join()
+    assert [one.attempt for one in found[0].refused] == [attempts[2]]
+    assert host.client.stats()["rows"] == len(found[0].metadata) == 2
+    pool.finish(again, {"x": torch.tensor([2])})
+    assert tq.get_client().get_data(pool.select(1).metadata)["x"].flatten().tolist() == [0, 1, 2]
+
+
 def work(worker: Worker, crashed: list[BaseException]) -> None:
     try:
         for _ in range(CALLS):

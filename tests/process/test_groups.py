@@ -22,7 +22,15 @@ from test_standby import DURABLE, kill, replaced, server_of, standby_of
 import transfer_queue as tq
 from transfer_queue.client.drivers import run
 from transfer_queue.client.groups import GroupPool, SlotAttempt, open_pool
-from transfer_queue.errors import DeadlineExceeded, GroupEnded, GroupsShort, InvalidInput, LeaseExpired, StaleAttempt
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    GroupEnded,
+    GroupsShort,
+    InvalidInput,
+    LeaseExpired,
+    RowCleared,
+    StaleAttempt,
+)
 
 Spawn = Callable[[str], Any]
 POLICY = tq.GroupPolicy.windowed(1)
@@ -145,6 +153,92 @@ def test_a_worker_that_is_killed_fails_its_attempts_only(pool: GroupPool, fresh_
     assert pool.status()["sources"][""]["failed_attempts"] == {"infra": 1}
 
 
+def test_a_batch_of_results_is_one_put_and_what_nobody_wants_of_it_is_named(pool: GroupPool) -> None:
+    pool.open("g", 4)
+    attempts = pool.claim(4)
+    pool.fail(attempts[1])
+    (again,) = pool.claim(4)
+    results = [one.result(reward=float(one.slot), tokens=3, num_rows=2 if one.slot == 2 else 1) for one in attempts]
+    jagged = torch.nested.nested_tensor([torch.full((size,), size) for size in range(1, 6)], layout=torch.jagged)
+    found = pool.finish_batch(results, {"x": jagged, "text": [f"row {row}" for row in range(5)]})
+    assert [one.attempt for one in found.refused] == [attempts[1]]
+    with pytest.raises(StaleAttempt, match="attempt 0 at slot 1 of group 'g': attempt 1 took its place"):
+        raise found.refused[0].error
+    assert tq.get_client().stats()["rows"] == len(found.metadata) == 4
+    answer(pool, again)
+    batch = pool.select(1)
+    assert [[*member.rows] for member in batch.groups[0].members] == [[0], [1], [2, 3], [4]]
+    assert batch.groups[0].rewards == [0.0, 1.0, 2.0, 3.0]
+    rows = tq.get_client().get_data(found.metadata)
+    assert [len(row) for row in rows["x"].unbind()] == [1, 3, 4, 5]
+    assert list(rows["text"]) == ["row 0", "row 2", "row 3", "row 4"]
+
+
+def test_a_batch_of_rows_that_are_there_keeps_those_that_somebody_wants(pool: GroupPool) -> None:
+    pool.open("g", 3)
+    attempts = pool.claim(3)
+    pool.fail(attempts[0])
+    (again,) = pool.claim(3)
+    client = tq.get_client()
+    tq.kv_batch_put(["a", "b", "c"], "train", {"x": torch.arange(3)})
+    keyed = tq.KVBatchMeta(keys=["a", "b", "c"], tags=[{}] * 3, partition_id="train")
+    found = pool.finish_batch([attempts[0].result(num_rows=2), attempts[1].result()], keyed)
+    assert (len(found.refused), found.metadata.keys) == (1, ["c"])  # type: ignore[union-attr]
+    assert list(tq.kv_list("train")["train"]) == ["c"]
+    rows = client.put({"x": torch.arange(2)}, partition_id="train")
+    late = pool.finish_batch([attempts[0].result(), attempts[2].result()], rows)
+    assert (len(late.refused), late.metadata) == (1, rows[1])
+    lost = pool.finish_batch([again.result(), attempts[2].result()], rows)
+    assert [type(one.error) for one in lost.refused] == [RowCleared]
+    answer(pool, again)
+    assert len(pool.select(1).metadata) == 3
+
+
+def test_nothing_of_a_batch_is_stored_where_nothing_of_it_is_wanted(pool: GroupPool) -> None:
+    made(pool, 1), made(pool, 2)
+    first = [SlotAttempt("g1", 0, 0, "", 0, None, {}), SlotAttempt("g2", 0, 0, "", 0, None, {})]
+    pool.ack(pool.select(2), clear=True)
+    large = {"x": torch.zeros(2, 100_000)}  # a block of its own
+    found = asyncio.run(pool.async_finish_batch([one.result() for one in first], large))
+    assert [(one.attempt, type(one.error)) for one in found.refused] == [(one, GroupEnded) for one in first]
+    assert (len(found.metadata), tq.get_client().stats()["rows"]) == (0, 0)
+    until(lambda: tq.get_client().stats()["arena_nbytes_used"] == 0, "the block to be free")
+
+
+def test_a_worker_that_is_killed_between_two_batches_loses_only_what_it_had_not_finished(
+    pool: GroupPool, fresh_child: Spawn
+) -> None:
+    for number in range(2):
+        pool.open(f"g{number}", 4, prompt={"number": number})
+    worker = fresh_child(f"""
+        import os, sys, torch
+        os.environ["TQ_ADDRESS"] = {str(tq.get_client().address)!r}
+        import transfer_queue as tq
+        tq.init()
+        pool = tq.group_pool("train")
+        attempts = pool.claim(8)
+        done = [one for one in attempts if one.slot < 2]
+        rows = torch.tensor([100 * one.prompt["number"] + one.slot for one in done])
+        assert not pool.finish_batch([one.result(tokens=3) for one in done], {{"x": rows}}).refused
+        print("ready", flush=True)
+        sys.stdin.readline()
+    """)
+    assert worker.line() == "ready"
+    os.kill(worker.pid, signal.SIGKILL)
+    mine: list[SlotAttempt] = []
+    while len(mine) < 4:
+        mine += pool.claim(8, timeout_s=30)
+    assert sorted((one.group_id, one.slot, one.attempt) for one in mine) == [
+        ("g0", 2, 1), ("g0", 3, 1), ("g1", 2, 1), ("g1", 3, 1)
+    ]  # fmt: skip
+    late = [one._replace(attempt=0) for one in mine[:2]]
+    rows = torch.tensor([100 * one.prompt["number"] + one.slot for one in [*mine, *late]])
+    found = pool.finish_batch([one.result(tokens=3) for one in [*mine, *late]], {"x": rows})
+    assert [one.attempt for one in found.refused] == late
+    values = tq.get_client().get_data(pool.select(2).metadata)["x"].flatten().tolist()
+    assert values == [0, 1, 2, 3, 100, 101, 102, 103]
+
+
 def test_a_trainer_that_is_killed_gives_its_groups_back(pool: GroupPool, fresh_child: Spawn) -> None:
     made(pool, 1)
     trainer = fresh_child(f"""
@@ -202,11 +296,13 @@ def test_groups_outlive_the_server(service: Any) -> None:
     made(pool, 1)
     pool.open("half", 2, prompt={"number": 5})
     first, second = pool.claim(2)
-    answer(pool, first)
+    pool.fail(first)
+    (again,) = pool.claim(2)
     held = pool.select(1)
     standby_of(client)
     replaced(client)
-    answer(pool, second)
+    results = [one.result() for one in (first, again, second)]
+    assert [one.attempt for one in pool.finish_batch(results, {"x": torch.tensor([7, 500, 501])}).refused] == [first]
     batch = pool.select(1)
     assert [one.group_id for one in batch.groups] == ["half"], "what was lent still is"
     assert client.get_data(batch.metadata)["x"].flatten().tolist() == [500, 501]
@@ -223,7 +319,10 @@ def test_groups_outlive_the_machine(service: Any, tmp_path: Path) -> None:
     made(pool, 1)
     pool.open("half", 2, prompt={"number": 5})
     first, second = pool.claim(2)
-    answer(pool, first)
+    pool.fail(first)
+    (first,) = pool.claim(1)
+    results = [first._replace(attempt=0).result(), first.result()]
+    assert len(pool.finish_batch(results, {"x": torch.tensor([7, 500])}).refused) == 1
     held = pool.select(1)
     kill(server_of(client))
     tq.close()

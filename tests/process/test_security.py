@@ -143,7 +143,7 @@ def every_message() -> list[m.Message]:
         list[m.Tags] | None: None, str | None: None, int | None: None, list[str]: ["x"], m.Tags: {}, list[m.Tags]: [{}],
         dict[str, Any]: {}, list[int]: [1], list[float]: [1.0],
         m.Registered: m.Registered("a", 1), tq.GroupPolicy: tq.GroupPolicy(),
-        m.FinishedSlot: m.FinishedSlot("g", 0, 0, 1.0, None, None, 5, {}), m.FinishedSlot | None: None,
+        list[m.FinishedSlot]: [m.FinishedSlot("g", 0, 0, 1.0, None, None, 5, {})], list[m.FinishedSlot] | None: None,
         float | None: 1.0, Literal["infra", "data"]: "data",
     }  # fmt: skip
     found = []

@@ -95,7 +95,11 @@ def test_groups_are_followed_to_the_ack_of_their_lease(folder: Path, client: tq.
     for attempt in pool.claim(max_slots=2):
         pool.finish(attempt, {"tokens": torch.zeros(1, 2)}, reward=1.0, tokens=2)
     pool.ack(pool.select(min_groups=1))
-    assert joined(folder).ways() == {f"row {row}": ["finish", "select", "ack"] for row in (0, 1)}
+    pool.open("prompt-8", 2)
+    pool.finish_batch([one.result(tokens=2) for one in pool.claim(max_slots=2)], {"tokens": torch.zeros(2, 2)})
+    pool.ack(pool.select(min_groups=1))
+    single, batch = ["finish", "select", "ack"], ["finish_batch", "select", "ack"]
+    assert joined(folder).ways() == {"row 0": single, "row 1": single, "row 2": batch, "row 3": batch}
 
 
 def test_a_wait_is_seen_with_how_long_it_was(folder: Path, client: tq.TransferQueueClient, child: Start) -> None:

@@ -93,7 +93,7 @@ def test_groups_series_and_versions_are_in_the_overview() -> None:
     (slot,) = box.handle(m.ClaimSlots(3, "p", 1, None, 0.0)).slots
     (made,) = indexes(box.put(1, ["x"]))
     finished = m.FinishedSlot("g", slot.slot, slot.attempt, 1.0, None, None, 5, {})
-    box.handle(m.FinishSlot(4, "p", finished, packed([made])))
+    box.handle(m.FinishSlots(4, "p", [finished], packed([made])))
     lent = box.handle(m.SelectGroups(5, "p", 1, 1, None, 9.0, 0.0))
     box.handle(m.OpenPartition(6, "step", "steps", 0, ["actor"], True, 0.0))
     box.announce(41)

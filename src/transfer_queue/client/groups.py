@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,8 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.allocation import committed_meta
 from transfer_queue.client.transfer.write import TargetRows, store
-from transfer_queue.errors import InvalidInput
+from transfer_queue.codec.filling import BlockPlan
+from transfer_queue.errors import InvalidInput, TransferQueueError, error_from_code
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.metadata import BatchMeta, KVBatchMeta
 from transfer_queue.wire import messages as m
@@ -44,6 +45,47 @@ class SlotAttempt(NamedTuple):
     start_version: int
     target: int | None
     prompt: dict[str, Any]
+
+    def result(
+        self,
+        *,
+        reward: float | None = None,
+        oldest_version: int | None = None,
+        newest_version: int | None = None,
+        tokens: int = 0,
+        info: Mapping[str, Any] | None = None,
+        num_rows: int = 1,
+    ) -> SlotResult:
+        """What came of it, for `finish_batch`; each as `finish` takes it."""
+        return SlotResult(self, reward, oldest_version, newest_version, tokens, dict(info or {}), num_rows)
+
+
+class SlotResult(NamedTuple):
+    """What came of an attempt. `num_rows`: how many of the rows beside it are its own."""
+
+    attempt: SlotAttempt
+    reward: float | None
+    oldest_version: int | None
+    newest_version: int | None
+    tokens: int
+    info: dict[str, Any]
+    num_rows: int
+
+
+class RefusedResult(NamedTuple):
+    """A result that nobody wants any more, and why: `StaleAttempt`, `GroupEnded` or, where rows were named that are
+    not there, `RowCleared`."""
+
+    attempt: SlotAttempt
+    error: TransferQueueError
+
+
+@dataclass(frozen=True)
+class FinishedBatch:
+    """`metadata`: the rows of the results that are in, in order."""
+
+    metadata: BatchMeta | KVBatchMeta
+    refused: list[RefusedResult]
 
 
 class GroupMember(NamedTuple):
@@ -189,24 +231,27 @@ class GroupOperations:
         metadata. Raises `StaleAttempt` or `GroupEnded` where nobody wants the result any more (new rows are not stored,
         others are cleared), `InvalidInput` for another result than the first.
         """
-        result = m.FinishedSlot(
-            attempt.group_id, attempt.slot, attempt.attempt, reward, oldest_version, newest_version, tokens,
-            dict(info or {}),
+        plan = _placed(self, data)
+        one = attempt.result(
+            reward=reward, oldest_version=oldest_version, newest_version=newest_version, tokens=tokens, info=info,
+            num_rows=plan.rows if isinstance(plan, BlockPlan) else len(plan),
         )  # fmt: skip
-        if isinstance(data, KVBatchMeta):
-            if data.partition_id != self.partition_id:
-                raise InvalidInput(f"the rows are in {data.partition_id!r}, not in {self.partition_id!r}")
-            yield _call(self, m.FinishSlot, result, b"", b"", list(data.keys))
-            return data
-        if not isinstance(data, BatchMeta):
-            plan = ops.planned(self.session, data, None)
-            rows = TargetRows(self.partition_id, plan.rows, finishes=result)
-            reply = yield from store(self.session, plan, rows, None)
-            return committed_meta(self.session, reply, self.partition_id, plan, None)
-        if set(data.partition_ids) - {self.partition_id}:
-            raise InvalidInput(f"the rows are in {sorted(set(data.partition_ids))}, not in {self.partition_id!r}")
-        yield _call(self, m.FinishSlot, result, data.indexes.tobytes(), data.service_id)
-        return data
+        found = yield from _finish(self, [one], plan)
+        for refused in found.refused:
+            raise refused.error
+        return found.metadata
+
+    def finish_batch(
+        self, results: Sequence[SlotResult], data: TensorDict | Mapping[str, Any] | BatchMeta | KVBatchMeta
+    ) -> Operation[FinishedBatch]:
+        """The results of several attempts (`SlotAttempt.result`), in one step. `data` has the rows of all of them in
+        that order, each `num_rows`; it is what `finish` takes, and new rows are one put.
+
+        What `finish` would refuse with `StaleAttempt`, `GroupEnded` or `RowCleared` is in `refused`, and of it nothing
+        is stored; the others are in. Raises `InvalidInput`, with nothing stored, where one of them has another result
+        already, or the rows do not fit.
+        """
+        return (yield from _finish(self, results, _placed(self, data)))
 
     def fail(self, attempts: SlotAttempt | Sequence[SlotAttempt], kind: str = "infra") -> Operation[None]:
         """Attempts have failed: their siblings are tried again, by anybody, until their attempts are spent.
@@ -335,6 +380,54 @@ def _waiting(pool: PoolOf, timeout_s: float | None) -> float:
     return pool.session.timeout_s if timeout_s is None else timeout_s
 
 
+def _placed(pool: PoolOf, data: Any) -> BlockPlan | BatchMeta | KVBatchMeta:
+    """The metadata of rows that are in the pool's partition, or the plan of new ones."""
+    if not isinstance(data, (BatchMeta, KVBatchMeta)):
+        return ops.planned(pool.session, data, None)
+    places = {data.partition_id} if isinstance(data, KVBatchMeta) else set(data.partition_ids)
+    if places - {pool.partition_id}:
+        raise InvalidInput(f"the rows are in {', '.join(map(repr, places))}, not in {pool.partition_id!r}")
+    return data
+
+
+def _finish(
+    pool: PoolOf, results: Sequence[SlotResult], rows: BlockPlan | BatchMeta | KVBatchMeta
+) -> Operation[FinishedBatch]:
+    finished = [
+        m.FinishedSlot(
+            one.attempt.group_id, one.attempt.slot, one.attempt.attempt, one.reward, one.oldest_version,
+            one.newest_version, one.tokens, one.info, one.num_rows,
+        ) for one in results
+    ]  # fmt: skip
+    if isinstance(rows, BlockPlan):
+        target = TargetRows(pool.partition_id, rows.rows, finishes=finished)
+        written = yield from store(pool.session, rows, target, None)
+        metadata = committed_meta(pool.session, written, pool.partition_id, rows, None)
+        return FinishedBatch(metadata, _refused(results, written.refused))
+    if isinstance(rows, KVBatchMeta):
+        call = _call(pool, m.FinishSlots, finished, b"", b"", list(rows.keys))
+    else:
+        call = _call(pool, m.FinishSlots, finished, rows.indexes.tobytes(), rows.service_id)
+    refused = (yield call)[0].refused
+    return FinishedBatch(_left(results, rows, {one.at for one in refused}), _refused(results, refused))
+
+
+def _left(results: Sequence[SlotResult], rows: BatchMeta | KVBatchMeta, refused: Set[int]) -> BatchMeta | KVBatchMeta:
+    """The rows of the results that are in."""
+    if not refused:
+        return rows
+    firsts = itertools.accumulate((one.num_rows for one in results), initial=0)
+    spans = [range(first, first + one.num_rows) for first, one in zip(firsts, results, strict=False)]
+    kept = [row for place, span in enumerate(spans) if place not in refused for row in span]
+    if isinstance(rows, KVBatchMeta):
+        return rows.select_keys([rows.keys[row] for row in kept])
+    return rows.select_samples(kept)
+
+
+def _refused(results: Sequence[SlotResult], refused: Sequence[m.RefusedSlot]) -> list[RefusedResult]:
+    return [RefusedResult(results[one.at].attempt, error_from_code(one.code, one.text)) for one in refused]
+
+
 def _selected(one: m.LentGroup, first: itertools.count[int]) -> SelectedGroup:
     members = []
     for member in one.members:
@@ -380,6 +473,10 @@ class GroupPool:
     open, async_open = blocking(GroupOperations.open), awaitable(GroupOperations.open)
     claim, async_claim = blocking(GroupOperations.claim), awaitable(GroupOperations.claim)
     finish, async_finish = blocking(GroupOperations.finish), awaitable(GroupOperations.finish)
+    finish_batch, async_finish_batch = (
+        blocking(GroupOperations.finish_batch),
+        awaitable(GroupOperations.finish_batch),
+    )
     fail, async_fail = blocking(GroupOperations.fail), awaitable(GroupOperations.fail)
     refills, async_refills = blocking(GroupOperations.refills), awaitable(GroupOperations.refills)
     end, async_end = blocking(GroupOperations.end), awaitable(GroupOperations.end)

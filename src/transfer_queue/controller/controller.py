@@ -11,6 +11,7 @@ from transfer_queue.controller import hints
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
+from transfer_queue.controller.group_results import SortedResults, without_refused
 from transfer_queue.controller.groups import REQUESTS as GROUP_REQUESTS
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
@@ -295,17 +296,21 @@ class Controller:
             fields = [*fields, *shared_fields(message, table, self.block_index)]
         if message.expected is not None:
             check_expected(message, message.expected, table)
-        if message.finishes is not None:
-            self.groups.check_finish(message.partition, message.finishes)
+        results = self.groups.sort(message)
+        kept = None if results is None else results.kept  # of the block's rows; None: all
+        if results is not None and not len(results.kept):
+            return self._nothing_wanted(message, results)
+        if results is not None:
+            message = without_refused(message, results.kept)
         note = "" if table is None else table.check(fields, message.strict)
         table, slots = self._target(message, table)
         if message.fields and message.block != NO_BLOCK:
             number = table.group(message.fields)
-            released = table.write(slots, number, message.block)
+            released = table.write(slots, number, message.block, kept)
             between = table.between(slots)
             self.block_index.open(message.block, message.count * len(message.fields), table, number, *between)
             self.block_index.release(released)
-            if message.count == 1:
+            if message.count == 1 and (results is None or not results.refused):
                 self.state.lone_blocks.note(table, number, int(table.index[slots[0]]), message.block)
         if message.shared:
             write_shared(message, table, slots, self.block_index)
@@ -319,13 +324,18 @@ class Controller:
             if table.name in self.groups.fields_awaited:
                 self.groups.written(table.name)
         rows = rows_bytes(table.index[slots])
-        if message.finishes is not None:
-            self.groups.finish(message.partition, message.finishes, rows)
+        if results is not None:
+            self.groups.finish(message.partition, results, table.index[slots])
         keyed = message.keys is not None
         return m.Committed(
             message.rid, rows, table.tags_of(slots) if keyed else None, table.common_fields(slots) if keyed else [],
-            table.loads, note,
+            table.loads, note, [] if results is None else results.refused,
         )  # fmt: skip
+
+    def _nothing_wanted(self, message: m.Commit, results: SortedResults) -> m.Reply:
+        """Every result of a commit was refused: there are no rows, and its block is free."""
+        self.block_index.freed += [message.block] * (message.block > 0)
+        return m.Committed(message.rid, b"", None, [], 0, refused=results.refused)
 
     def _check(self, message: m.Commit) -> None:
         if message.count < 1 or (message.tags is not None and len(message.tags) != message.count):

@@ -60,12 +60,11 @@ def versions_of(one: m.FinishedSlot, group: SiblingGroup) -> tuple[int, int]:
     return oldest, newest
 
 
-def named_rows(message: m.FinishSlot, table: Table | None) -> Slots | None:
-    """The rows that a result names, by index or by key; None where one of them is not there."""
+def named_rows(message: m.FinishSlots, table: Table | None) -> Slots:
+    """The rows that results name, by index or by key; -1 for one that is not there."""
+    num_rows = len(message.rows) // 8 if message.keys is None else len(message.keys)
     if table is None:
-        return None
-    if message.keys is None:
-        rows = indexes_of(message.rows)
-        return None if bool((table.slots_of(rows) < 0).any()) else rows
-    slots = [table.keys.get(key, -1) for key in message.keys]
-    return None if -1 in slots else table.index[np.array(slots, np.int64)]
+        return np.full(num_rows, -1, np.int64)
+    named = np.array([table.keys.get(key, -1) for key in message.keys or ()], np.int64)
+    slots = named if message.keys is not None else table.slots_of(indexes_of(message.rows))
+    return np.where(slots < 0, -1, table.index[slots])

@@ -16,9 +16,10 @@ import numpy as np
 
 from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.fetch import row_set
-from transfer_queue.controller.group_checks import MAX_VERSION, check_versions, check_waiting, named_rows, versions_of
+from transfer_queue.controller.group_checks import MAX_VERSION, check_versions, check_waiting
 from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
 from transfer_queue.controller.group_reports import described, lent_group, rows_of, summary
+from transfer_queue.controller.group_results import SortedResults, enter, finish_named, sort_results
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.notices import answer_waiting, too_late
 from transfer_queue.controller.readiness import Slots
@@ -28,20 +29,16 @@ from transfer_queue.controller.wait_lines import WaitLines
 from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import (
     DeadlineExceeded,
-    GroupEnded,
     InvalidInput,
     LeaseExpired,
-    RowCleared,
-    StaleAttempt,
     TransferQueueError,
 )
-from transfer_queue.groups import PoolCore, PoolState, Result, SiblingGroup
+from transfer_queue.groups import PoolCore, PoolState, SiblingGroup
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.arrays import indexes_of
 
 REQUESTS = (
-    m.OpenPool, m.TakeTickets, m.ReturnTickets, m.OpenGroup, m.ClaimSlots, m.StartSlots, m.FinishSlot, m.FailSlots,
+    m.OpenPool, m.TakeTickets, m.ReturnTickets, m.OpenGroup, m.ClaimSlots, m.StartSlots, m.FinishSlots, m.FailSlots,
     m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.EndPool, m.SelectGroups, m.RenewGroups, m.AckGroups,
     m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool, m.PrioritizeGroups,
     m.IssueTickets, m.LendGroups, m.UnlendGroups,
@@ -76,9 +73,10 @@ class GroupPools:
         self._consumed_at: dict[tuple[str, str], float] = {}
         self._now = 0.0
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
-            m.OpenPool: self._open_pool, m.OpenGroup: self._open, m.StartSlots: self._start, m.FinishSlot: self._finish,
-            m.FailSlots: self._fail, m.FilterGroups: self._filter, m.RetargetGroup: self._retarget,
-            m.AdvancePool: self._advance, m.EndPool: self._end, m.ConsumeGroups: self._consume,
+            m.OpenPool: self._open_pool, m.OpenGroup: self._open, m.StartSlots: self._start,
+            m.FinishSlots: self._finish, m.FailSlots: self._fail, m.FilterGroups: self._filter,
+            m.RetargetGroup: self._retarget, m.AdvancePool: self._advance,
+            m.EndPool: self._end, m.ConsumeGroups: self._consume,
             m.IssueTickets: self._issue, m.ReturnTickets: self._return, m.LendGroups: self._lend,
             m.UnlendGroups: self._unlend, m.PrioritizeGroups: self._prioritize,
         }  # fmt: skip
@@ -109,12 +107,7 @@ class GroupPools:
         return m.Done(message.rid)
 
     def _lasting(self, message: Any, session: bytes) -> m.Reply:
-        try:
-            reply = self.rules[type(message)](message)
-        except (GroupEnded, StaleAttempt):
-            if isinstance(message, m.FinishSlot):  # its rows are nobody's
-                self._clear_rows(message.partition, self._unowned(message), lasting=True)
-            raise
+        reply = self.rules[type(message)](message)
         if isinstance(message, m.OpenGroup) and message.refills:
             held = self._of(session).refills
             held[message.partition] = max(0, held.get(message.partition, 0) - 1)
@@ -156,27 +149,25 @@ class GroupPools:
             claimed.append(m.ClaimedSlot(name, slot, attempt, group.source, group.start, group.target, group.prompt))
         return m.SlotsClaimed(message.rid, claimed, False)
 
-    def _finish(self, message: m.FinishSlot) -> m.Reply:
-        rows = named_rows(message, self._tables.get(message.partition))
-        if rows is None:
-            one = message.finished
-            raise RowCleared(f"rows of slot {one.slot} of group {one.group!r} are not in the partition")
-        self.finish(message.partition, message.finished, rows_bytes(rows))
-        return m.Done(message.rid)
+    def _finish(self, message: m.FinishSlots) -> m.Reply:
+        pool, table = self._pool(message.partition), self._tables.get(message.partition)
+        reply, news = finish_named(message, pool, table, partial(self._clear_rows, message.partition))
+        if news:
+            self._changed(message.partition)
+        return reply
 
-    def check_finish(self, partition: str, one: m.FinishedSlot) -> None:
-        """Raises what `finish` with new rows would."""
-        group = self._pool(partition).group(one.group)
-        versions_of(one, group)
-        group.check(one.slot, one.attempt, None)
+    def sort(self, message: m.Commit) -> SortedResults | None:
+        """Which results of a commit are wanted, and which of its rows are theirs; None where it brings none."""
+        if message.finishes is None:
+            return None
+        if message.keys is not None or message.rows is not None or message.shared:
+            raise InvalidInput("the rows of results are new ones, or named by FinishSlots")
+        return sort_results(self._pool(message.partition), message.finishes, message.count)
 
-    def finish(self, partition: str, one: m.FinishedSlot, rows: bytes) -> None:
-        """An attempt has its result, and these rows. Raises as `PoolCore.done`, and `InvalidInput`."""
-        pool = self._pool(partition)
-        oldest, newest = versions_of(one, pool.group(one.group))
-        result = Result(indexes_of(rows).tolist(), one.reward, oldest, newest, one.tokens, one.info)
-        if pool.done(one.group, one.slot, one.attempt, result):
-            self._changed(partition)
+    def finish(self, partition: str, results: SortedResults, rows: Slots) -> None:
+        """Attempts have their results, and these rows, which are new."""
+        enter(self._pool(partition), results.news, rows)
+        self._changed(partition)
 
     def _fail(self, message: m.FailSlots) -> m.Reply:
         pool = self._pool(message.partition)
@@ -421,14 +412,9 @@ class GroupPools:
         rate = self.pools[message.partition].policy.samples_per_insert
         return isinstance(message, m.SelectGroups) and rate is not None
 
-    def _clear_rows(self, partition: str, rows: list[int], lasting: bool = False) -> None:
+    def _clear_rows(self, partition: str, rows: list[int]) -> None:
         if rows and partition in self._tables:
-            message = m.Clear(0, partition, None, rows_bytes(np.array(rows, np.int64)))
-            (self.rules[m.Clear] if lasting else self.clear)(message)
-
-    def _unowned(self, message: m.FinishSlot) -> list[int]:
-        owners, rows = self._pool(message.partition).owners, named_rows(message, self._tables.get(message.partition))
-        return [] if rows is None else [row for row in rows.tolist() if row not in owners]
+            self.clear(m.Clear(0, partition, None, rows_bytes(np.array(rows, np.int64))))
 
     # who has what
 

@@ -74,21 +74,18 @@ class SiblingGroup(msgspec.Struct):
         slot.state, slot.attempts = "running", slot.attempts + 1
         return slot.attempts - 1
 
-    def finish(self, number: int, attempt: int, result: Result) -> bool:
-        """Whether the result is news: to say it twice changes nothing. It may come of an attempt that was given up and
-        that no other one followed.
-
-        Raises `StaleAttempt` for an earlier attempt, `InvalidInput` for one that was not started, and for another
-        result than the first.
-        """
-        if not self.check(number, attempt, result):
-            return False
+    def finish(self, number: int, result: Result) -> None:
+        """The last attempt has its result, which `check` says is news."""
         slot = self.slots[number]
         slot.state, slot.result = "done", result
-        return True
 
     def check(self, number: int, attempt: int, result: Result | None) -> bool:
-        """Whether a result would be news. Raises as `finish`; None is a result that no other equals."""
+        """Whether the result is news: to say it twice changes nothing. It may come of an attempt that was given up and
+        that no other one followed. None is a result that no other equals.
+
+        Raises `StaleAttempt` for an earlier attempt, `InvalidInput` for one that was not started, and for another
+        result than the first; `GroupEnded` where the slot has failed for good.
+        """
         slot = self.slot(number)
         what = f"attempt {attempt} at slot {number} of group {self.name!r}"
         if attempt < slot.attempts - 1:

@@ -202,20 +202,26 @@ class PoolCore:
         return [self.group(name).begin(number) for name, number in slots]
 
     def done(self, name: str, slot: int, attempt: int, result: Result) -> bool:
-        """An attempt has its result; the last one seals the group. Whether it was news. Raises as
-        `SiblingGroup.finish`, and `InvalidInput` for rows that another slot has."""
-        group = self.group(name)
-        known = group.slot(slot).result
-        if known is None and len(set(result.rows)) != len(result.rows):
-            raise InvalidInput(f"rows of slot {slot} of group {name!r} repeat")
-        taken = [] if known is not None else [row for row in result.rows if row in self.owners]
-        if taken:
-            raise InvalidInput(f"row {taken[0]} is a result of group {self.owners[taken[0]]!r} already")
-        if not group.finish(slot, attempt, result):
+        """An attempt has its result; the last one seals the group. Whether it was news. Raises as `check`."""
+        if not self.check(name, slot, attempt, result):
             return False
+        group = self.groups[name]
+        group.finish(slot, result)
         self.owners.update(dict.fromkeys(result.rows, name))
         self._seal(group)
         return True
+
+    def check(self, name: str, slot: int, attempt: int, result: Result | None) -> bool:
+        """Whether a result would be news; None is one with rows that are new. Raises as `SiblingGroup.check`, and
+        `InvalidInput` for rows that another slot has."""
+        group = self.group(name)
+        if result is not None and group.slot(slot).result is None:
+            if len(set(result.rows)) != len(result.rows):
+                raise InvalidInput(f"rows of slot {slot} of group {name!r} repeat")
+            taken = [row for row in result.rows if row in self.owners]
+            if taken:
+                raise InvalidInput(f"row {taken[0]} is a result of group {self.owners[taken[0]]!r} already")
+        return group.check(slot, attempt, result)
 
     def fail(self, name: str, slot: int, attempt: int, kind: str) -> None:
         """An attempt has failed: its slot is to be tried again, or the group goes on without it, or is given up."""

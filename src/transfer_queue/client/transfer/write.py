@@ -37,7 +37,7 @@ class TargetRows(NamedTuple):
     service: bytes = b""  # the life of the service that named the indexes
     strict_schema: bool | None = None  # None: as the service is configured
     expected: bytes | None = None  # the blocks that the cells lie in, unless they are to be overwritten in any case
-    finishes: m.FinishedSlot | None = None  # the attempt whose result they are
+    finishes: list[m.FinishedSlot] | None = None  # the attempts whose results they are
     shared: Sequence[m.SharedCells] = ()  # of fields besides those of the block
 
 

@@ -195,8 +195,13 @@ def _count_rows(_service: MeteredService, meter: Meter, _message: m.Request, rep
     meter.samples += len(reply.rows) // 8
 
 
+def _count_refused(_service: MeteredService, meter: Meter, _message: m.Request, reply: Any) -> None:
+    meter.errors += bool(reply.refused)
+
+
 def _count_written(service: MeteredService, meter: Meter, message: Any, reply: Any) -> None:
     meter.samples += len(reply.rows) // 8
+    meter.errors += bool(reply.refused)
     for number in (message.block, *(one.block for one in message.shared if one.is_new)):
         block = service.unit.block(number)
         if block is not None:
@@ -222,6 +227,6 @@ def _count_handed(service: MeteredService, meter: Meter, _message: m.Request, re
 
 COUNTS: dict[type, Callable[[MeteredService, Meter, m.Request, Any], None]] = {
     m.Failed: _count_error, m.RowSet: _count_rows, m.Committed: _count_written, m.Located: _count_read,
-    m.Handed: _count_handed,
+    m.Handed: _count_handed, m.SlotsFinished: _count_refused,
     m.Done: _count_named,
 }  # fmt: skip

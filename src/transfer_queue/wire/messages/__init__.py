@@ -77,7 +77,7 @@ from transfer_queue.wire.messages.groups import DescribePool as DescribePool
 from transfer_queue.wire.messages.groups import EndPool as EndPool
 from transfer_queue.wire.messages.groups import FailSlots as FailSlots
 from transfer_queue.wire.messages.groups import FilterGroups as FilterGroups
-from transfer_queue.wire.messages.groups import FinishSlot as FinishSlot
+from transfer_queue.wire.messages.groups import FinishSlots as FinishSlots
 from transfer_queue.wire.messages.groups import GroupsLent as GroupsLent
 from transfer_queue.wire.messages.groups import IssueTickets as IssueTickets
 from transfer_queue.wire.messages.groups import LendGroups as LendGroups
@@ -93,6 +93,7 @@ from transfer_queue.wire.messages.groups import RetargetGroup as RetargetGroup
 from transfer_queue.wire.messages.groups import ReturnTickets as ReturnTickets
 from transfer_queue.wire.messages.groups import SelectGroups as SelectGroups
 from transfer_queue.wire.messages.groups import SlotsClaimed as SlotsClaimed
+from transfer_queue.wire.messages.groups import SlotsFinished as SlotsFinished
 from transfer_queue.wire.messages.groups import StartSlots as StartSlots
 from transfer_queue.wire.messages.groups import TakeRefills as TakeRefills
 from transfer_queue.wire.messages.groups import TakeTickets as TakeTickets
@@ -152,6 +153,7 @@ from transfer_queue.wire.messages.rows import FinishedSlot as FinishedSlot
 from transfer_queue.wire.messages.rows import Insert as Insert
 from transfer_queue.wire.messages.rows import NameRows as NameRows
 from transfer_queue.wire.messages.rows import Names as Names
+from transfer_queue.wire.messages.rows import RefusedSlot as RefusedSlot
 from transfer_queue.wire.messages.rows import RowSet as RowSet
 from transfer_queue.wire.messages.rows import SetTags as SetTags
 from transfer_queue.wire.messages.rows import SharedCells as SharedCells
@@ -204,7 +206,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 ClientMessage: TypeAlias = (
@@ -214,7 +216,7 @@ ClientMessage: TypeAlias = (
     | GetPartition | DescribePartition | Adopt | Stats | Stop | Snapshot | Pin | Recycle | Restore
     | Ack | Renew | Release | Nack | ListDeadLetters | Requeue | Announce | Admit | GiveBack
     | Lock | KeepLock | Unlock | ListLocks | MarkStep | ResumeStep | GetStep | ReportMissing | Pull
-    | OpenPool | TakeTickets | ReturnTickets | OpenGroup | ClaimSlots | StartSlots | FinishSlot | FailSlots
+    | OpenPool | TakeTickets | ReturnTickets | OpenGroup | ClaimSlots | StartSlots | FinishSlots | FailSlots
     | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
     | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
@@ -224,7 +226,7 @@ ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
-    | StepResumed | StepTaken | Tickets | SlotsClaimed | GroupsLent | CellDigests | KeyVersions
+    | StepResumed | StepTaken | Tickets | SlotsClaimed | SlotsFinished | GroupsLent | CellDigests | KeyVersions
     | ServiceOverview | CellMap | RowInspected
 )  # fmt: skip
 
@@ -246,7 +248,7 @@ SMALL_HEADER_NBYTES, LARGE_HEADER_NBYTES = 1 << 20, 256 << 20
 LARGE = frozenset(
     one.__name__.encode()
     for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Gathered,
-                ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep, ReportMissing, FinishSlot,
+                ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep, ReportMissing, FinishSlots,
                 FailSlots, FilterGroups, AckGroups, ReleaseGroups, ReturnTickets, OpenGroup,
                 PrioritizeGroups)
 )  # fmt: skip
@@ -264,7 +266,7 @@ def header_limit(head: memoryview) -> int:
 MUTATING = frozenset((
     Allocate, Commit, Insert, Fetch, Find, Clear, SetTags, ResetConsumption, SetPartition, Moved, Gathered, Restore,
     Ack, Release, Nack, Requeue, Announce, Admit, GiveBack, Lock, Unlock, MarkStep, ResumeStep,
-    OpenPool, TakeTickets, ReturnTickets, OpenGroup, ClaimSlots, FinishSlot, FailSlots, FilterGroups,
+    OpenPool, TakeTickets, ReturnTickets, OpenGroup, ClaimSlots, FinishSlots, FailSlots, FilterGroups,
     RetargetGroup, AdvancePool, EndPool, SelectGroups, AckGroups, ReleaseGroups, TakeRefills,
     OpenPartition, FinishPartition, PrioritizeGroups,
 ))  # fmt: skip

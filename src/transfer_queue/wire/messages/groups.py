@@ -12,7 +12,7 @@ import msgspec
 
 from transfer_queue.groups.policy import GroupPolicy
 from transfer_queue.wire.messages.base import Reply, Request, Tags
-from transfer_queue.wire.messages.rows import FinishedSlot, RowSet
+from transfer_queue.wire.messages.rows import FinishedSlot, RefusedSlot, RowSet
 
 
 class Attempt(msgspec.Struct, array_like=True):
@@ -84,12 +84,13 @@ class StartSlots(Request):
     slots: list[tuple[str, int]]
 
 
-class FinishSlot(Request):
-    """An attempt has its result: `rows` are in the partition, or those with these `keys`. Refused, and they are
-    cleared, where another attempt took its place or the group has ended."""
+class FinishSlots(Request):
+    """Attempts have their results (`SlotsFinished`): `rows` are in the partition, or those with these `keys`. A result
+    is refused, and its rows are cleared, where another attempt took its place or the group has ended; it is refused,
+    too, where a row of it is not there. The others are in."""
 
     partition: str
-    finished: FinishedSlot
+    finished: list[FinishedSlot]
     rows: bytes
     service: bytes = b""
     keys: list[str] | None = None
@@ -245,6 +246,10 @@ class SlotsClaimed(Reply):
 
     slots: list[ClaimedSlot]
     ended: bool
+
+
+class SlotsFinished(Reply):
+    refused: list[RefusedSlot]
 
 
 class LentMember(msgspec.Struct, array_like=True):

@@ -13,7 +13,8 @@ PASSED = -2  # likewise: nothing is left of this batch of a rank, whose next one
 
 class FinishedSlot(msgspec.Struct, array_like=True):
     """The result of an attempt at a slot of a group, but for its rows: the versions of the weights that made its tokens
-    (None: the one that the group was started at), and what its producer says of it."""
+    (None: the one that the group was started at), and what its producer says of it. `count`: how many of the request's
+    rows are its own; they come in the order of the results."""
 
     group: str
     slot: int
@@ -23,6 +24,15 @@ class FinishedSlot(msgspec.Struct, array_like=True):
     newest: int | None
     tokens: int
     info: Tags
+    count: int = 1
+
+
+class RefusedSlot(msgspec.Struct, array_like=True):
+    """The result at place `at` of a request is not wanted; `code` and `text` are those of the error that says why."""
+
+    at: int
+    code: str
+    text: str
 
 
 class SharedCells(msgspec.Struct, array_like=True):
@@ -48,9 +58,9 @@ class Commit(Request):
     Rows are named by `keys` (upsert), by `rows` (existing indexes), or by neither (`count` new rows).
     `block` is 0 when the payload rides inline, -1 when there are only tags. `strict`: refused when a field holds
     another dtype, rank or kind. `expected`, int64 (field, row), names the block that each of these cells lies in now
-    (0: not written): where one is another, `CellsChanged` and no effect. `finishes`: the rows are the result of this
-    attempt; what would be refused there is refused here, with no effect. `shared`: cells of other fields, one for each
-    row; together they are the commit's one step.
+    (0: not written): where one is another, `CellsChanged` and no effect. `finishes`: the rows, which are new, are the
+    results of these attempts; those of a result that is not wanted are not made, and the answer says which it was.
+    `shared`: cells of other fields, one for each row; together they are the commit's one step.
     """
 
     partition: str
@@ -66,19 +76,20 @@ class Commit(Request):
     service: bytes = b""
     strict: bool = False
     expected: bytes | None = None
-    finishes: FinishedSlot | None = None
+    finishes: list[FinishedSlot] | None = None
     shared: list[SharedCells] = []  # noqa: RUF012
 
 
 class Committed(Reply):
     """`tags` are the merged tags of the rows (None: all empty), `fields` those every row now has. `loads`: see
-    `lives`. `note`: a remark for the writer."""
+    `lives`. `note`: a remark for the writer. `refused`: of the results that the rows were to be."""
 
     rows: bytes
     tags: list[Tags] | None
     fields: list[str]
     loads: int = 0
     note: str = ""
+    refused: list[RefusedSlot] = []  # noqa: RUF012  never changed
 
 
 class Insert(Request):

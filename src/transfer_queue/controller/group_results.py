@@ -1,0 +1,106 @@
+"""Results of attempts, several at a time: which of them are wanted, and which of the request's rows are theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from transfer_queue.controller.group_checks import named_rows, versions_of
+from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.table import Table
+from transfer_queue.errors import GroupEnded, InvalidInput, RowCleared, StaleAttempt
+from transfer_queue.groups import PoolCore, Result
+from transfer_queue.wire import messages as m
+
+MAX_ROWS = 1 << 24
+Span = tuple[m.FinishedSlot, int, int]  # a result, and from where to where its rows are among those of the request
+
+
+class SortedResults(NamedTuple):
+    """`news`: results that are wanted and not known yet, and the places of their rows (`kept`). `unwanted`: the places
+    of rows that nobody may use, because another attempt took the place of theirs or the group has ended."""
+
+    news: list[m.FinishedSlot]
+    kept: Slots
+    unwanted: Slots
+    refused: list[m.RefusedSlot]
+
+
+def sort_results(
+    pool: PoolCore, finished: Sequence[m.FinishedSlot], num_rows: int, rows: Slots | None = None
+) -> SortedResults:
+    """Which of these results the pool wants, and does not know yet. Nothing is changed.
+
+    `num_rows`: of the request. `rows`: their indexes, -1 for one that is not there; None: they are yet to be made.
+    Raises `InvalidInput` for results that do not share the rows out, that repeat, or that mean nothing.
+    """
+    spans = list(_spans(finished, num_rows))
+    there = np.zeros(0, np.int64) if rows is None else rows[rows >= 0]
+    if len(np.unique(there)) < len(there):
+        raise InvalidInput("a row is in the request twice")
+    news, refused = [], []
+    kept, unwanted = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
+    for place, (one, start, stop) in enumerate(spans):
+        try:
+            is_news = _check(pool, one, None if rows is None else rows[start:stop])
+        except (GroupEnded, StaleAttempt, RowCleared) as error:
+            refused.append(m.RefusedSlot(place, error.code, str(error)))
+            unwanted[start:stop] = not isinstance(error, RowCleared)
+        else:
+            news += [one] * is_news
+            kept[start:stop] = is_news
+    return SortedResults(news, np.flatnonzero(kept), np.flatnonzero(unwanted), refused)
+
+
+def enter(pool: PoolCore, news: Sequence[m.FinishedSlot], rows: Slots) -> None:
+    """Attempts have these results, and these rows in turn, as `sort_results` found them."""
+    for one, start, stop in _spans(news, len(rows)):
+        pool.done(one.group, one.slot, one.attempt, _result(pool, one, rows[start:stop]))
+
+
+def finish_named(
+    message: m.FinishSlots, pool: PoolCore, table: Table | None, clear: Callable[[list[int]], None]
+) -> tuple[m.SlotsFinished, bool]:
+    """The answer to results whose rows are there, and whether one was news. `clear` removes rows that nobody wants."""
+    rows = named_rows(message, table)
+    found = sort_results(pool, message.finished, len(rows), rows)
+    enter(pool, found.news, rows[found.kept])
+    clear([row for row in rows[found.unwanted].tolist() if row >= 0 and row not in pool.owners])
+    return m.SlotsFinished(message.rid, found.refused), bool(found.news)
+
+
+def without_refused(message: m.Commit, kept: Slots) -> m.Commit:
+    """The commit of these rows only."""
+    if len(kept) == message.count:
+        return message
+    tags = None if message.tags is None else [message.tags[place] for place in kept.tolist()]
+    values = {name: getattr(message, name) for name in message.__struct_fields__}
+    return m.Commit(**values | {"count": len(kept), "tags": tags, "replaced": []})
+
+
+def _spans(finished: Sequence[m.FinishedSlot], num_rows: int) -> Iterator[Span]:
+    if num_rows > MAX_ROWS:
+        raise InvalidInput(f"results of {num_rows} rows in one call, at most {MAX_ROWS}")
+    if len({(one.group, one.slot, one.attempt) for one in finished}) != len(finished):
+        raise InvalidInput("the result of one attempt is in the request twice")
+    if any(one.count < 0 for one in finished) or sum(one.count for one in finished) != num_rows:
+        raise InvalidInput(f"results of {[one.count for one in finished]} rows each, and {num_rows} rows")
+    stop = 0
+    for one in finished:
+        start, stop = stop, stop + one.count
+        yield one, start, stop
+
+
+def _check(pool: PoolCore, one: m.FinishedSlot, rows: Slots | None) -> bool:
+    """Whether a result is news. Raises what is wrong with it."""
+    if rows is not None and len(rows) and int(rows.min()) < 0:
+        raise RowCleared(f"rows of slot {one.slot} of group {one.group!r} are not in the partition")
+    versions_of(one, pool.group(one.group))
+    return pool.check(one.group, one.slot, one.attempt, None if rows is None else _result(pool, one, rows))
+
+
+def _result(pool: PoolCore, one: m.FinishedSlot, rows: Slots) -> Result:
+    oldest, newest = versions_of(one, pool.group(one.group))
+    return Result(rows.tolist(), one.reward, oldest, newest, one.tokens, one.info)

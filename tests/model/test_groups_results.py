@@ -1,0 +1,153 @@
+"""Results of attempts as requests: one or several at a time, with new rows or with rows that are there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tables import indexes, packed
+from test_groups_controller import GroupBox, names
+
+from transfer_queue.errors import GroupEnded, InvalidInput, RowCleared, StaleAttempt
+from transfer_queue.schema import FieldSchema
+from transfer_queue.wire import messages as m
+
+
+def test_rows_of_a_result_are_named_by_their_keys() -> None:
+    box = GroupBox()
+    rows = indexes(box.put(["a", "b"]))
+    box.open("x", 2)
+    box.claim()
+
+    def finish(slot: int, *keys: str) -> None:
+        one = m.FinishedSlot("x", slot, 0, 1.0, None, None, 5, {}, len(keys))
+        box.accepted(box.ask(m.FinishSlots, [one], b"", keys=list(keys), session=b"worker"))
+
+    with pytest.raises(RowCleared):
+        finish(0, "a", "nobody")
+    finish(0, "a")
+    finish(1, "b")
+    assert indexes(box.select().rows) == rows
+    box.ask(m.AckGroups, 1, None, False)
+    indexes(box.put(["c"]))
+    with pytest.raises(GroupEnded):
+        finish(0, "c")
+    assert box.rows() == rows  # what came too late is cleared
+
+
+def test_rows_that_are_not_there_are_no_result() -> None:
+    box = GroupBox()
+    box.open("x")
+    box.claim()
+    with pytest.raises(RowCleared):
+        box.finish("x", rows=[77])
+    box.finish("x")
+
+
+def test_rows_and_the_result_that_they_are_come_in_one_step_or_not_at_all() -> None:
+    box = GroupBox()
+    box.open("x", 2)
+    box.claim(2)
+    box.ask(m.FailSlots, [m.Attempt("x", 1, 0)], "infra")
+    box.claim(1)
+
+    def put(slot: int, attempt: int, group: str = "x") -> list[int]:
+        return indexes(box.accepted(box.put_results((group, slot, attempt, 1))))
+
+    rows = put(0, 0)
+    for slot, attempt, group, error in (
+        (1, 0, "x", StaleAttempt),
+        (0, 0, "x", InvalidInput),
+        (0, 0, "y", InvalidInput),
+    ):
+        with pytest.raises(error):
+            put(slot, attempt, group)
+    assert box.rows() == rows
+    rows += put(1, 1)
+    assert indexes(box.select().rows) == rows
+
+
+def test_results_that_nobody_wants_are_left_out_of_a_batch_and_the_others_are_in() -> None:
+    box = GroupBox()
+    box.open("x", 3)
+    box.claim(3)
+    box.ask(m.FailSlots, [m.Attempt("x", 1, 0)], "infra")
+    box.claim(1)
+    gone = box.made("gone")
+    box.clear(gone)
+    before = box.rows()
+    reply = box.put_results(("x", 0, 0, 2), ("x", 1, 0, 1), ("gone", 0, 0, 1), ("x", 2, 0, 1))
+    assert [(one.at, one.code) for one in reply.refused] == [(1, StaleAttempt.code), (2, GroupEnded.code)]
+    made = indexes(reply)
+    assert box.rows() == sorted(before + made)
+    table = box.controller.tables["p"]
+    assert [tag["row"] for tag in table.tags_of(table.slots_of(np.array(made))) or []] == [0, 1, 4], "each row its own"
+    last = indexes(box.accepted(box.put_results(("x", 1, 1, 1))))
+    assert indexes(box.select().rows) == [*made[:2], *last, made[2]]
+
+
+def test_a_batch_of_which_nothing_is_wanted_makes_no_row_and_frees_its_block() -> None:
+    box = GroupBox()
+    box.made("x"), box.made("y")
+    box.ask(m.AckGroups, box.select().lease, None, True)
+    late = [m.FinishedSlot(name, 0, 0, 1.0, None, None, 5, {}) for name in "xy"]
+    next_index = box.controller.state.next_index
+    reply = box.handle(
+        m.Commit(900, "p", 2, None, None, [FieldSchema("x", "", "", ())], 77, b"", None, 0.0, finishes=late)
+    )
+    assert [one.code for one in reply.refused] == [GroupEnded.code] * 2
+    assert indexes(reply) == box.rows() == []
+    assert (box.controller.state.next_index, 77 in box.controller.freed) == (next_index, True)
+
+
+def test_what_is_wrong_with_one_result_of_a_batch_refuses_all_of_it() -> None:
+    box = GroupBox()
+    box.open("x", 3)
+    box.claim(3)
+    rows = indexes(box.put(3))
+    done = box.finish("x", 0)
+    wrong = [
+        [("x", 1, 0, 1), ("x", 0, 0, 1)], [("x", 1, 0, 1), ("x", 2, 7, 1)], [("x", 1, 0, 1), ("nobody", 0, 0, 1)],
+        [("x", 1, 0, 1), ("x", 1, 0, 1)], [("x", 1, 0, -1), ("x", 2, 0, 3)],
+    ]  # fmt: skip
+    for results in wrong:
+        with pytest.raises(InvalidInput):
+            box.put_results(*results)
+    finished = [m.FinishedSlot("x", slot, 0, 1.0, None, None, 5, {}) for slot in (1, 2)]
+    for named in ([rows[0], rows[0]], [rows[0], done[0]], rows):
+        with pytest.raises(InvalidInput):
+            box.ask(m.FinishSlots, finished, packed(named), session=b"worker")
+    assert box.report()["sealed"] == 0
+    assert box.rows() == sorted(rows + done)
+    box.ask(m.FinishSlots, finished, packed(rows[:2]), session=b"worker")
+    assert indexes(box.select().rows) == done + rows[:2]
+
+
+def test_of_named_rows_only_those_are_cleared_whose_result_nobody_wants() -> None:
+    box = GroupBox()
+    box.open("x", 4)
+    box.claim(4)
+    box.ask(m.FailSlots, [m.Attempt("x", 0, 0)], "infra")
+    box.claim(1)
+    rows = indexes(box.put(6))
+    lost = 10**6
+    finished = [
+        m.FinishedSlot("x", slot, 0, 1.0, None, None, 5, {}, count) for slot, count in ((0, 2), (1, 2), (2, 0), (3, 2))
+    ]
+    reply = box.ask(m.FinishSlots, finished, packed([*rows[:2], rows[2], lost, *rows[3:5]]), session=b"worker")
+    assert [(one.at, one.code) for one in reply.refused] == [(0, StaleAttempt.code), (1, RowCleared.code)]
+    assert box.rows() == rows[2:]
+    again = box.ask(m.FinishSlots, finished[2:], packed(rows[3:5]), session=b"worker")
+    assert again.refused == [], "to say the same twice changes nothing"
+    box.finish("x", 1, rows=[rows[2]])
+    box.finish("x", 0, 1)
+    assert len(indexes(box.select().rows)) == 4
+
+
+def test_the_results_of_a_batch_seal_all_their_groups_before_who_waits_is_answered() -> None:
+    box = GroupBox()
+    for name in "xyz":
+        box.open(name)
+    box.claim()
+    assert box.select(1, 9, 60.0, asker="trainer") is None
+    box.put_results(*((name, 0, 0, 1) for name in "xyz"))
+    assert names(box.told()["trainer"]) == ["x", "y", "z"]
