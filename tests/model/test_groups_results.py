@@ -99,6 +99,17 @@ def test_a_batch_of_which_nothing_is_wanted_makes_no_row_and_frees_its_block() -
     assert (box.controller.state.next_index, 77 in box.controller.freed) == (next_index, True)
 
 
+def test_a_result_without_rows_is_in_though_nobody_wants_the_others() -> None:
+    box = GroupBox()
+    box.made("gone")
+    box.ask(m.AckGroups, box.select().lease, None, True)
+    box.open("x")
+    box.claim()
+    reply = box.put_results(("gone", 0, 0, 2), ("x", 0, 0, 0))
+    assert [one.at for one in reply.refused] == [0]
+    assert (names(box.select()), box.rows()) == (["x"], [])
+
+
 def test_what_is_wrong_with_one_result_of_a_batch_refuses_all_of_it() -> None:
     box = GroupBox()
     box.open("x", 3)

@@ -345,11 +345,23 @@ def test_a_pool_is_as_good_from_another_host(start_host: Callable[..., Host]) ->
     run(head.client.session, open_pool(head.client.session, "train", POLICY, None))
     here, there = GroupPool(head.client, "train"), GroupPool(other.client, "train")
     here.open("g", 2)
-    for attempt in there.claim(2):
+    attempts = there.claim(2)
+    for attempt in attempts:
         answer(there, attempt)
     batch = here.select(1, timeout_s=30)
     assert head.client.get_data(batch.metadata)["x"].flatten().tolist() == [0, 1]
-    here.ack(batch)
+    here.ack(batch, clear=True)
+    here.open("h", 2)
+    more = there.claim(2)
+    results = [one.result() for one in (attempts[0], *more, attempts[1])]
+    large = torch.arange(4)[:, None].expand(4, 50_000)  # a block of the other host's own
+    assert [one.attempt for one in there.finish_batch(results, {"x": large}).refused] == attempts
+    again = there.finish_batch([one.result() for one in attempts], {"x": large[:2]})
+    assert [type(one.error) for one in again.refused] == [GroupEnded] * 2
+    batch = here.select(1, timeout_s=30)
+    assert [int(row[0]) for row in head.client.get_data(batch.metadata)["x"].unbind()] == [1, 2]
+    here.ack(batch, clear=True)
+    until(lambda: head.used() == other.used() == 0, "all blocks to be free")
 
 
 def test_groups_are_drawn_by_priority_and_offered_again_until_they_are_used_up(client: Any) -> None:

@@ -299,7 +299,7 @@ class Controller:
         results = self.groups.sort(message)
         kept = None if results is None else results.kept  # of the block's rows; None: all
         if results is not None and not len(results.kept):
-            return self._nothing_wanted(message, results)
+            return self._without_rows(message, results)
         if results is not None:
             message = without_refused(message, results.kept)
         note = "" if table is None else table.check(fields, message.strict)
@@ -332,9 +332,11 @@ class Controller:
             table.loads, note, [] if results is None else results.refused,
         )  # fmt: skip
 
-    def _nothing_wanted(self, message: m.Commit, results: SortedResults) -> m.Reply:
-        """Every result of a commit was refused: there are no rows, and its block is free."""
+    def _without_rows(self, message: m.Commit, results: SortedResults) -> m.Reply:
+        """Every result of a commit that has rows was refused: its block is free."""
         self.block_index.freed += [message.block] * (message.block > 0)
+        if results.news:
+            self.groups.finish(message.partition, results, results.kept)
         return m.Committed(message.rid, b"", None, [], 0, refused=results.refused)
 
     def _check(self, message: m.Commit) -> None:
