@@ -5,8 +5,9 @@
 Engines answer prompts, a trainer takes whole groups of four answers. The policy learns to count: the answer to token i
 is i + 1, and a response's reward is its share of right tokens. Lengths are lognormal, median 200, and drawn before
 anybody answers. A slot of an engine waits `--token-us` for each token, as if another device decoded; a token takes as
-long however many slots are busy, which a real engine only comes near to. `--rate` is so low that answers of some
-versions ago teach as much as fresh ones; with a high one they do not, and `sync` needs fewer steps.
+long however many slots are busy, which a real engine only comes near to. What ends within 10 ms is finished in one
+call. `--rate` is so low that answers of some versions ago teach as much as fresh ones; with a high one they do not, and
+`sync` needs fewer steps.
 
 sync   the groups of a version are opened once the trainer has that version (`in_order(0)`)
 async  they are opened `--lead` versions ahead, and each is trained on at the version it was opened for
@@ -17,12 +18,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import heapq
 import math
 import threading
 import time
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ import transfer_queue as tq
 
 VOCABULARY, SIBLINGS = 16, 4
 MEDIAN, SIGMA, SHORTEST, LONGEST = 200, 1.0, 8, 8192
+STEP_S = 0.01
 FIELDS = ("questions", "answers", "log_probs")
 
 
@@ -93,33 +95,59 @@ def load(policy: Policy, row: Any) -> None:
     policy.version = int(row["version"][0])
 
 
-async def slot(pool: Any, policy: Policy, token_s: float) -> None:
-    """One response after the other, until no more prompts come."""
-    from transfer_queue.errors import GroupEnded
+class Response(NamedTuple):
+    """One that takes until `ends`; `number` is that of its prompt and slot."""
 
-    while attempts := await pool.async_claim():
-        attempt = attempts[0]
-        if policy.version < attempt.start_version:  # an older group may get newer weights
-            load(policy, await tq.async_kv_batch_get("policy", "weights"))
-        version, length = policy.version, attempt.prompt["lengths"][attempt.slot]
-        row, reward = answer(policy, attempt.prompt["number"] * SIBLINGS + attempt.slot, length)
-        await asyncio.sleep(token_s * length)
-        with contextlib.suppress(GroupEnded):  # with `first`: it was dropped meanwhile
-            rows = {name: column[None] for name, column in row.items()}
-            made_by = {"oldest_version": version, "newest_version": version}
-            await pool.async_finish(attempt, rows, reward=reward, tokens=length, **made_by)
+    ends: float
+    number: int
+    result: Any
+    row: dict[str, Tensor]
+
+
+def begin(policy: Policy, attempt: Any, token_s: float) -> Response:
+    number, length = attempt.prompt["number"] * SIBLINGS + attempt.slot, attempt.prompt["lengths"][attempt.slot]
+    row, reward = answer(policy, number, length)
+    made_by = {"oldest_version": policy.version, "newest_version": policy.version}
+    result = attempt.result(reward=reward, tokens=length, **made_by)
+    return Response(time.monotonic() + token_s * length, number, result, row)
+
+
+async def finish(pool: Any, ended: list[Response]) -> None:
+    """One put. With `first` the groups of some were dropped meanwhile: these are refused."""
+    rows = {name: [one.row[name] for one in ended] for name in FIELDS}
+    await pool.async_finish_batch([one.result for one in ended], rows)
+
+
+async def respond(pool: Any, policy: Policy, slots: int, token_s: float) -> None:
+    """Responses in all slots, until no more prompts come. Those that end within `STEP_S` are finished together, and
+    the slots that are free are claimed in one call, which waits for prompts while others run."""
+    running: list[Response] = []
+    claiming: asyncio.Task[Any] | None = None
+    looked, comes = 0.0, True
+    while comes or running:
+        if claiming is None and comes and len(running) < slots:
+            claiming = asyncio.create_task(pool.async_claim(slots - len(running)))
+        left = max(running[0].ends, looked + STEP_S) - time.monotonic() if running else None
+        await (asyncio.wait([claiming], timeout=left) if claiming is not None else asyncio.sleep(left or 0.0))
+        if claiming is not None and claiming.done():
+            attempts, claiming = claiming.result(), None
+            comes = bool(attempts)
+            if any(policy.version < one.start_version for one in attempts):  # an older group may get newer weights
+                load(policy, await tq.async_kv_batch_get("policy", "weights"))
+            for attempt in attempts:
+                heapq.heappush(running, begin(policy, attempt, token_s))
+        if running and time.monotonic() >= max(running[0].ends, looked + STEP_S):
+            looked = time.monotonic()
+            ended = [heapq.heappop(running) for _ in range(sum(one.ends <= looked for one in running))]
+            await finish(pool, ended)
 
 
 def engine(slots: int, token_s: float, ready: Any) -> None:
     torch.set_num_threads(1)
     tq.init()
     pool, policy = tq.group_pool("train"), Policy()
-
-    async def work() -> None:
-        await asyncio.gather(*(slot(pool, policy, token_s) for _ in range(slots)))
-
     ready.wait()
-    asyncio.run(work())
+    asyncio.run(respond(pool, policy, slots, token_s))
     tq.close()
 
 
