@@ -35,11 +35,12 @@ class Doing(IntEnum):
 
     WORK = 0
     WAIT = 1
-    """For rows that are not ready yet, for weights that are new enough, for others to take them."""
+    """For rows that are not ready yet, for weights that are new enough."""
     SAMPLES = 2
     """Moving fields of rows in or out, and telling how it goes."""
     WEIGHTS = 3
-    """Packing them, saving them, reading them; while generation is frozen for new ones."""
+    """Packing them, saving them, reading them; until others have taken them; while generation is frozen for new
+    ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

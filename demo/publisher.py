@@ -1,10 +1,12 @@
 """The trainer's way to the rollout workers: every version of the policy goes to all of them, whatever they do.
 
-They come and go, so the trainer engine's client is a `Fleet`: who dies is left out, who comes late is brought up.
+It is packed, and travels while the trainer goes on: until the policy is changed, which waits for it. They come and go,
+so the trainer engine's client is a `Fleet`: who dies is left out, who comes late is brought up.
 """
 
 from __future__ import annotations
 
+import math
 import time
 
 from torch import nn
@@ -18,12 +20,14 @@ from transfer_queue.errors import TransferQueueError
 from transfer_queue.weights import ModuleSource
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.ticket import PublishTicket
 from transfer_queue.weights.transport.trainer import TrainerEngine
 
 _DEADLINE_S = 60.0
 _CALL_S = 30.0
 _HEARTBEAT_S = 0.5
 _AGAIN_S = 0.02
+_GLANCE_S = 0.5
 
 
 class Publisher:
@@ -39,9 +43,13 @@ class Publisher:
         )
         self._callers: dict[str, Caller] = {}
         self._trainer: TrainerEngine | None = None
+        self._version = 0
+        self._deadline = math.inf
+        self._ticket: PublishTicket | None = None  # None: it is to be sent again
 
     def publish(self, version: int) -> None:
-        """Announce and send the weights as they are now; returns when all workers that live have them.
+        """Announce the weights as they are now, and begin to send them; returns when they are packed. They may not
+        change before `settle`.
 
         It is announced first: workers that may start more samples now do so with the old weights, and get the new ones
         between two tokens. Such samples count as one version older.
@@ -51,15 +59,32 @@ class Publisher:
         """
         tq.set_weight_version(version, self._settings.run_id)
         self._port.pass_by("announced", version - 1)
-        deadline = time.monotonic() + _DEADLINE_S
-        while not self._sent(version):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"version {version} reached nobody: {self._fleet.status()}")
-            time.sleep(_AGAIN_S)  # until the parent has noticed who died
+        self._version, self._deadline = version, time.monotonic() + _DEADLINE_S
+        self._meet()
+        self._send()
 
-    def meet(self) -> None:
-        """Take in workers that have come since, and forget those that are gone. The fleet brings the former the newest
-        version."""
+    def settle(self) -> None:
+        """Return when all workers that live have what was published last. What reached nobody is sent again, for a
+        minute: then `TimeoutError`."""
+        with self._port.spending(Doing.WEIGHTS):
+            while not self._arrived():
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError(f"version {self._version} reached nobody: {self._fleet.status()}")
+                if self._ticket is not None:
+                    self._ticket.wait(_GLANCE_S)
+                    continue
+                time.sleep(_AGAIN_S)  # until the parent has noticed who died
+                self._meet()
+                self._begin()
+
+    def look_around(self) -> None:
+        """Take in workers that have come since, forget those that are gone, and send again what reached nobody."""
+        self._meet()
+        if not self._arrived() and self._ticket is None:
+            self._send()
+
+    def _meet(self) -> None:
+        """The fleet brings those that have come since the newest version."""
         found = {f"{name} {tag['address']}": tag["address"] for name, tag in self._port.tags(REPLICAS).items()}
         for name in self._callers.keys() - found.keys():
             self._fleet.leave(name)
@@ -76,19 +101,29 @@ class Publisher:
         if self._trainer is not None:
             self._trainer.shutdown()
 
-    def _sent(self, version: int) -> bool:
-        """Whether somebody has it now, or nobody is there to have it."""
-        self.meet()
-        begun = time.monotonic()
+    def _send(self) -> None:
+        with self._port.spending(Doing.WEIGHTS):
+            self._begin()
+
+    def _begin(self) -> None:
         try:
             if self._trainer is None:
                 self._trainer = registry.trainer("shm").trainer_init({}, client=self._fleet, source=self._source)
-            report = self._trainer.send_weights(version, deadline_s=_DEADLINE_S)
+            self._ticket = self._trainer.publish(self._version, deadline_s=_DEADLINE_S)
         except TransferQueueError:
-            if self._trainer is not None:
-                self._trainer.shutdown()  # its next life may use the number again
-                self._trainer = None
+            self._give_up()
+
+    def _arrived(self) -> bool:
+        """Whether somebody has it now, or nobody is there to have it."""
+        if self._ticket is None or not self._ticket.done:
             return False
-        self._port.account(Doing.WEIGHTS, begun, begun + report.pack_s)
-        self._port.account(Doing.WAIT, begun + report.pack_s, time.monotonic())
-        return True
+        try:
+            self._ticket.result()
+        except TransferQueueError:
+            self._give_up()
+        return self._ticket is not None
+
+    def _give_up(self) -> None:
+        if self._trainer is not None:
+            self._trainer.shutdown()  # its next life may use the number again
+        self._trainer = self._ticket = None

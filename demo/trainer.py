@@ -91,12 +91,14 @@ class Trainer:
             if step == settings.steps:
                 break
             taken, sums = self._gradients(step)
+            self._publisher.settle()
             values = sums.values(step + 1, self._update(step, sums))
             step += 1
             self._save(step, values)
             port.pass_by("saved", step)
             for rows in taken:
                 port.acknowledge(rows)
+        self._publisher.settle()
         self._say_goodbye()
 
     def _begin(self) -> tuple[int, dict[str, float]]:
@@ -169,7 +171,7 @@ class Trainer:
                 _FIELDS,
                 self._settings.rows_per_read,
                 max_staleness=self._settings.max_lag,
-                meanwhile=self._publisher.meet,
+                meanwhile=self._publisher.look_around,
             )
             assert rows is not None, "nobody else clears rows"
             with self._port.spending(Doing.WORK):
