@@ -34,6 +34,7 @@ CASES: dict[int, Callable[[Bench], list[Row]]] = {
     26: weights.recovery,
     27: rows.reads,
     28: rows.singles,
+    29: weights.published,
     11: life.cold_start,
     12: life.memory,
     16: starting.start_up,
@@ -69,4 +70,5 @@ TITLES: dict[int, str] = {
     26: "recovery after a failed update of weights",
     27: "rows as rollouts write them",
     28: "rows one at a time",
+    29: "weights published, while training goes on",
 }

@@ -1,4 +1,4 @@
-"""Weights to running servers, beside the usual other ways; cases 22 to 26."""
+"""Weights to running servers, beside the usual other ways; cases 22 to 26, and 29."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ SIZES = (100_000_000, 500_000_000, 1_000_000_000, 2_000_000_000)
 FANOUT = (1, 2, 4, 8)
 FANOUT_NBYTES = 1_000_000_000
 TOGETHER_NBYTES = 500_000_000
+PUBLISHED_NBYTES = 400_000_000
 STEPS = ("total", "pack", "update", "commit")
 MEMORY = Path("/dev/shm")
 ROUNDS = 5
@@ -320,3 +321,42 @@ def recovery(bench: Bench) -> list[Row]:
             trainer.call("weights.send", LONG_S)
         same(trainer, server)
     return [samples.row(26, "recovery after a failed update", "s").at_most("<= 0.1 s", 0.1)]
+
+
+def published(bench: Bench) -> list[Row]:
+    """Case 29: `publish` until it returns, when nothing and when a version is on its way, beside packing alone."""
+    rows: list[Row] = []
+    for engine in ("shm", "tcp"):
+        samples, what = Samples(), f"weights, {PUBLISHED_NBYTES / 1e9:.2g} GB, {engine}: publish returned"
+        with agents(bench, "trainer", "server") as (trainer, server):
+            for seed, agent in enumerate((trainer, server)):
+                agent.call("weights.build", LONG_S, nbytes=PUBLISHED_NBYTES, seed=seed)
+            url = server.call("weights.receive", engine=engine, target="swap", every_s=0.02)["url"]
+            trainer.call("weights.train", engine=engine, urls=[url], info={})
+            bench.guard(samples, "ours", partial(publish_rounds, bench, samples, trainer))
+            same(trainer, server)
+            trainer.call("weights.stop_training")
+            server.call("weights.stop_receiving")
+        packing = samples.quantile("ours", "pack")
+        for metric, when in (("idle", ""), ("busy", ", another version on its way")):
+            row = samples.row(29, what + when, metric)
+            row.within("<= 1.3 x packing", ratio(row.values.get("ours"), packing), 1.3)
+            row.notes.append(f"packing alone: {(packing or 0) * 1e3:.1f} ms")
+            rows.append(row)
+    return rows
+
+
+def publish_rounds(bench: Bench, samples: Samples, trainer: Agent) -> None:
+    ways: dict[str, Callable[[], float]] = {
+        "pack": lambda: trainer.call("weights.pack", LONG_S)["s"],
+        "idle": lambda: trainer.call("weights.publish", LONG_S)["returned"],
+        "busy": lambda: trainer.call("weights.publish", LONG_S, count=2)["returned"],
+    }
+    names = list(ways)
+    for number in range(-3, bench.options.repeat):
+        found = {}
+        for name in names[number % 3 :] + names[: number % 3]:
+            trainer.call("weights.change", LONG_S, every=1)
+            found[name] = ways[name]()
+        if number >= 0:
+            samples.add("ours", found)

@@ -17,7 +17,9 @@ from transfer_queue.weights import CommitInfo, Control, InPlace, ModuleSource, R
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
 from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.shm import Memory, starts_of
 from transfer_queue.weights.version.digest import byte_view
+from transfer_queue.weights.version.packing import pack_into, plan
 
 ROWS, COLUMNS = 4096, 1024
 TENSOR_NBYTES = 2 * ROWS * COLUMNS
@@ -147,6 +149,33 @@ def send(session: Session, full: bool = False) -> dict[str, Any]:
     return {"total": total, "nbytes": report.nbytes, "full": float(report.kind == "full"), **steps}
 
 
+def pack(session: Session) -> dict[str, Any]:
+    """Packing and nothing else, into shared memory that was written before: what `publish` cannot do without."""
+    trainer, source = session.scratch["trainer"], ModuleSource(session.scratch["model"])
+    where = plan(source.specs(), trainer.info.bucket_nbytes)
+    starts = starts_of(where.buckets)
+    if "packed" not in session.scratch:
+        session.scratch["packed"] = Memory(starts[-1])
+    memory = session.scratch["packed"].data
+    places = [memory[at : at + size] for at, size in zip(starts, where.buckets, strict=False)]
+    before = time.monotonic()
+    pack_into(source, where, places)
+    return {"s": time.monotonic() - before}
+
+
+def publish(session: Session, count: int = 1) -> dict[str, Any]:
+    """Until the last of `count` calls, one right after the other, returned, from when it was made; until all ended."""
+    trainer, begun = session.scratch["trainer"], time.monotonic()
+    tickets = []
+    for _ in range(count):
+        before = time.monotonic()
+        tickets.append(trainer.publish(deadline_s=DEADLINE_S))
+    returned = time.monotonic()
+    for ticket in tickets:
+        ticket.result()
+    return {"returned": returned - before, "total": time.monotonic() - begun}
+
+
 class Misfit:
     """The source of a version that no receiver can take: a tensor has another shape."""
 
@@ -190,4 +219,5 @@ def stop_training(session: Session) -> dict[str, Any]:
     with contextlib.suppress(KeyError):
         session.scratch.pop("fleet").close()
         session.scratch.pop("trainer").shutdown()
+        session.scratch.pop("packed").close()
     return {}
