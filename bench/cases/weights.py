@@ -334,6 +334,7 @@ def published(bench: Bench) -> list[Row]:
             url = server.call("weights.receive", engine=engine, target="swap", every_s=0.02)["url"]
             trainer.call("weights.train", engine=engine, urls=[url], info={})
             bench.guard(samples, "ours", partial(publish_rounds, bench, samples, trainer))
+            trainer.call("weights.publish", LONG_S)
             same(trainer, server)
             trainer.call("weights.stop_training")
             server.call("weights.stop_receiving")
