@@ -296,7 +296,7 @@ class Controller:
             fields = [*fields, *shared_fields(message, table, self.block_index)]
         if message.expected is not None:
             check_expected(message, message.expected, table)
-        results = self.groups.sort(message)
+        results = None if message.finishes is None else self.groups.sort(message, message.finishes)
         kept = None if results is None else results.kept  # of the block's rows; None: all
         if results is not None and not len(results.kept):
             return self._without_rows(message, results)

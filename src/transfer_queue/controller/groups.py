@@ -156,13 +156,11 @@ class GroupPools:
             self._changed(message.partition)
         return reply
 
-    def sort(self, message: m.Commit) -> SortedResults | None:
-        """Which results of a commit are wanted, and which of its rows are theirs; None where it brings none."""
-        if message.finishes is None:
-            return None
+    def sort(self, message: m.Commit, finished: list[m.FinishedSlot]) -> SortedResults:
+        """Which results of a commit are wanted, and which of its rows are theirs."""
         if message.keys is not None or message.rows is not None or message.shared:
             raise InvalidInput("the rows of results are new ones, or named by FinishSlots")
-        return sort_results(self._pool(message.partition), message.finishes, message.count)
+        return sort_results(self._pool(message.partition), finished, message.count)
 
     def finish(self, partition: str, results: SortedResults, rows: Slots) -> None:
         """Attempts have their results, and these rows, which are new."""
