@@ -326,3 +326,18 @@ def test_folders_are_those_of_peft(tmp_path: Path) -> None:
     for folder in ("one", "none"):
         with pytest.raises(InvalidInput, match=r"adapter_config\.json"):
             load(tmp_path / folder)
+
+
+def test_a_server_may_have_nothing_to_prepare() -> None:
+    taken: list[int] = []
+
+    class Sink:
+        def prepare(self, tensors: Any, manifest: Any) -> None:
+            """It only looks."""
+
+        def __call__(self, prepared: None, manifest: Any) -> None:
+            taken.append(manifest.version)
+
+    receiver = Receiver(Swap(Net()), adapter=Sink())
+    install(receiver, adapter(lora(1), 1))
+    assert taken == [1]

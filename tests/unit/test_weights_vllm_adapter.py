@@ -165,6 +165,21 @@ def test_a_server_without_lora_refuses_adapters() -> None:
         LabeledAdapters(Model(), Swap(Model())).prepare(dict(source.tensors()), manifest)
 
 
+def test_a_refused_adapter_leaves_nothing_behind_and_weights_are_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = worker(tmp_path)
+    trainer = registry.trainer("shm").trainer_init({}, client=Client(made), source=StateDictSource(weights(2.0)))
+    half = StateDictSource({"base_model.model.linear.lora_A.weight": torch.ones(1, 2)})
+    with pytest.raises(NotSupported, match="--enable-lora"):
+        trainer.send_adapter("math", half, {"r": 1}, deadline_s=20, for_base=False)
+    assert trainer.send_weights(deadline_s=20).version == 1
+    assert float(made.model.linear.bias.detach().max()) == 2.0
+    made.shutdown()
+    trainer.shutdown()
+    caplog.clear()  # its tracebacks hold the connection
+
+
 def test_the_path_of_an_adapter_holds_any_label() -> None:
     assert (path_of("math"), path_of("a/b #1", 7)) == ("tq:math", "tq:a%2Fb%20%231#7")
 

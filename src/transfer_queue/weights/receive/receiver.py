@@ -308,12 +308,13 @@ class Receiver:
         """
         session, opened = self._current()
         with opened.verifying:
-            if not opened.repeated and opened.prepared is None:
+            if not opened.repeated and not opened.is_prepared:
                 missing = opened.staging.missing
                 if missing:
                     raise Incomplete(f"{len(missing)} buckets are missing, such as {missing[0]}")
                 try:
                     opened.prepared = self._prepare(opened)
+                    opened.is_prepared = True
                 except BaseException as error:  # an interrupt ends the update too
                     self._over(session, opened, reason=str(error))
                     raise

@@ -52,13 +52,14 @@ class OpenVersion:
         self.staging = Staging(manifest, wanted)
         self.verifying = threading.Lock()
         self.prepared: Any = None
+        self.is_prepared = False  # what a server prepares may be None
         self.committing = False
 
     @property
     def phase(self) -> Phase:
         if self.committing:
             return Phase.COMMITTING
-        if self.repeated or self.prepared is not None:
+        if self.repeated or self.is_prepared:
             return Phase.READY
         return Phase.OPEN if self.staging.missing else Phase.STAGED
 
