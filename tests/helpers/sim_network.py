@@ -236,6 +236,10 @@ class Socket:
     def setsockopt(self, *_: Any) -> None:
         pass
 
+    def fileno(self) -> int:
+        """Closed: what has not arrived by the end of a connection never does."""
+        return -1
+
 
 class SimTransport(asyncio.Transport):
     """One end of a connection."""
