@@ -185,13 +185,7 @@ def fetch(
         begun[source.holder] += 1
         if begun[source.holder] <= (len(wanted) if source.holder is None else num_each[source.holder]):
             threads.append(threading.Thread(target=work.run, args=(source,), name="tq-weights-fetch", daemon=True))
-    with session.interrupting(work.stop) if session is not None else nullcontext():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if work.stopped is not None:
-        raise work.stopped
+    work.carry_out(threads, session)
     if work.num_left:
         raise Incomplete(f"{work.num_left} buckets did not come")
 
@@ -208,6 +202,16 @@ class Transfers:
         self._stall_s = stall_s
         self._changed = threading.Condition()
         self._peers: list[Peer] = []
+
+    def carry_out(self, threads: Sequence[threading.Thread], session: UpdateSession | None) -> None:
+        """Run these, which end by themselves, or with `session`. Raises what has stopped them."""
+        with session.interrupting(self.stop) if session is not None else nullcontext():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if self.stopped is not None:
+            raise self.stopped
 
     def stop(self) -> None:
         """The update is over: nobody is waited for any more. Never blocks."""

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import msgspec
 import torch
@@ -117,13 +116,7 @@ class Sharing:
         stage, session = self._receiver.stage, self._receiver.session
         work = _Shared(manifest, wanted, link.address, self.address, sources, stage, deadline, stall_s)
         threads = [threading.Thread(target=work.run, name="tq-weights-share", daemon=True) for _ in range(streams)]
-        with session.interrupting(work.stop) if session is not None else nullcontext():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        if work.stopped is not None:
-            raise work.stopped
+        work.carry_out(threads, session)
         self._judge(work)
         return sorted(work.left)
 
