@@ -38,7 +38,7 @@ from transfer_queue.weights.transport.version_store import VersionStore, newest_
 from transfer_queue.weights.transport.wants import Specs, WantTables
 from transfer_queue.weights.version.boxes import whole
 from transfer_queue.weights.version.manifest import Count, Manifest
-from transfer_queue.weights.version.packing import BUCKET_NBYTES, Plan, pack_into, plan
+from transfer_queue.weights.version.packing import BUCKET_NBYTES, Plan, nbytes_of, pack_into, plan
 from transfer_queue.weights.version.pieces import copy_box, pack_here
 from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
 from transfer_queue.weights.version.sealing import seal_pieces
@@ -220,7 +220,7 @@ class TcpTrainer(TrainerEngine):
     def _bucket_nbytes(self, specs: list[TensorMeta]) -> int:
         if self.info.bucket_nbytes or self._tracker is None:
             return int(self.info.bucket_nbytes) or BUCKET_NBYTES
-        return min(BUCKET_NBYTES, max(MIN_SHARED_NBYTES, -(-sum(plan(specs).buckets) // NUM_SHARED)))
+        return min(BUCKET_NBYTES, max(MIN_SHARED_NBYTES, -(-nbytes_of(specs) // NUM_SHARED)))
 
     def _packed_for(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
         """Cut along what receivers want."""

@@ -58,6 +58,11 @@ class Packed(NamedTuple):
     digests: dict[str, str]
 
 
+def nbytes_of(specs: Iterable[TensorMeta]) -> int:
+    """Bytes of all tensors, without what lies between them in buckets."""
+    return sum(map(_nbytes, specs))
+
+
 def plan(specs: Iterable[TensorMeta], bucket_nbytes: int = BUCKET_NBYTES, align: int = ALIGN) -> Plan:
     """Fill buckets in order, each tensor at a multiple of `align` bytes. One larger than a bucket has its own."""
     if bucket_nbytes < 1 or align < 1:
