@@ -59,9 +59,8 @@ class ReplicaMonitor:
                     well = self._look_after(infos)
                 finally:
                     one.busy.release()
-                rest_s = (
-                    fleet.heartbeat_s if well or was_waited_for else min(2 * rest_s, max(MAX_REST_S, fleet.heartbeat_s))
-                )
+                longer_s = min(2 * rest_s, max(MAX_REST_S, fleet.heartbeat_s))
+                rest_s = fleet.heartbeat_s if well or was_waited_for else longer_s
                 seen = newest
             fleet.wait_for_work(one, rest_s, seen)
 
