@@ -68,8 +68,8 @@ STRATEGIES: dict[Any, Any] = {
     list[m.FinishedSlot] | None: st.none() | st.lists(finished, max_size=2),
     list[tuple[str, int]]: st.lists(st.tuples(groups, numbers), max_size=3),
     list[m.Attempt]: st.lists(st.builds(m.Attempt, groups, numbers, numbers), max_size=3),
-    list[m.ReplicaOverview]: st.lists(
-        st.builds(m.ReplicaOverview, names, st.booleans(), st.none() | numbers, names, names, st.floats(),
+    list[m.ReplicaStatus]: st.lists(
+        st.builds(m.ReplicaStatus, names, st.booleans(), st.none() | numbers, names, names, st.floats(),
                   st.none() | st.floats()), max_size=3),
     dict[str, int]: st.dictionaries(names, numbers),
     dict[str, tuple[int, int]]: st.dictionaries(names, st.tuples(numbers, numbers), max_size=3),
@@ -165,7 +165,7 @@ def sample(kind: Any) -> m.Message:
         "attempts": [m.Attempt("g", 0, 0)],
         "slots": [("g", 1)], "series": "s", "consumers": ["c"], "consumer": "c", "least": 1, "most": 2, "tickets": [2],
         "finished": [m.FinishedSlot("g", 0, 0, 1.0, None, None, 5, {})], "size": 2, "min_size": 1, "kind": "infra",
-        "max_open": 1, "field": "x", "replicas": [m.ReplicaOverview("a", True, 1, "1", "", 0.0, None)],
+        "max_open": 1, "field": "x", "replicas": [m.ReplicaStatus("a", True, 1, "1", "", 0.0, None)],
         "lock": 1, "holder": {"pid": 1} if kind is m.Lock else b"", "tasks": ["t"], "step": 1,
     }  # fmt: skip
     if kind is m.Commit:

@@ -263,8 +263,8 @@ def test_what_is_not_there_is_unknown() -> None:
 
 
 REPLICAS = [
-    m.ReplicaOverview("a", True, 3, "3", "", 1.0, 0.5),
-    m.ReplicaOverview("b", False, None, "", "it is gone", 2.0, None),
+    m.ReplicaStatus("a", True, 3, "3", "", 1.0, 0.5),
+    m.ReplicaStatus("b", False, None, "", "it is gone", 2.0, None),
 ]
 
 
@@ -278,8 +278,8 @@ def test_replicas_are_shown_as_their_trainer_said_and_end_with_it() -> None:
     one, other = overview(box).fleets
     assert (one.session, one.said_s, [found.name for found in one.replicas]) == (b"one", 4.0, ["a", "b"])
     assert one.replicas == [
-        m.ReplicaOverview("a", True, 3, "3", "", 5.0, 4.5),
-        m.ReplicaOverview("b", False, None, "", "it is gone", 6.0, None),
+        m.ReplicaStatus("a", True, 3, "3", "", 5.0, 4.5),
+        m.ReplicaStatus("b", False, None, "", "it is gone", 6.0, None),
     ]
     box.controller.end_session(b"one")
     assert overview(box).fleets == [other]

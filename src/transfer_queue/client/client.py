@@ -328,7 +328,7 @@ class Operations:
         """
         return looks.overview(self.session, most)
 
-    def report_replicas(self, replicas: Iterable[looks.ReplicaLike]) -> Operation[None]:
+    def report_replicas(self, replicas: Iterable[m.ReplicaStatus]) -> Operation[None]:
         """Say which inference servers this process sends weights to and how they are (`Fleet.status()`), in place of
         what it said before; `Fleet(queue=client)` does it by itself. People see it in overviews. It lasts as long as
         this client is attached. Raises `InvalidInput` for more than 4096."""

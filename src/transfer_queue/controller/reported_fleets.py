@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import msgspec
+
 from transfer_queue.errors import InvalidInput
 from transfer_queue.wire import messages as m
 
@@ -16,7 +18,7 @@ class ReportedFleets:
     requests = (m.ReportReplicas,)
 
     def __init__(self) -> None:
-        self._said: dict[bytes, tuple[float, list[m.ReplicaOverview]]] = {}
+        self._said: dict[bytes, tuple[float, list[m.ReplicaStatus]]] = {}
 
     def handle(self, message: m.ReportReplicas, ticket: Hashable, session: bytes, now: float) -> m.Reply:
         """`InvalidInput` for more replicas than are kept."""
@@ -36,9 +38,9 @@ class ReportedFleets:
         for session, (at, replicas) in self._said.items():
             ago_s = max(0.0, now - at)
             aged = [
-                m.ReplicaOverview(
-                    one.name[:MAX_WORDS], one.ready, one.version, one.label[:MAX_WORDS], one.reason[:MAX_WORDS],
-                    one.since_s + ago_s, None if one.heard_s is None else one.heard_s + ago_s,
+                msgspec.structs.replace(
+                    one, name=one.name[:MAX_WORDS], label=one.label[:MAX_WORDS], reason=one.reason[:MAX_WORDS],
+                    since_s=one.since_s + ago_s, heard_s=None if one.heard_s is None else one.heard_s + ago_s,
                 )
                 for one in replicas
             ]  # fmt: skip

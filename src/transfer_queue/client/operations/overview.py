@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,32 +39,9 @@ class PartitionMap:
         return len(self.first_rows)
 
 
-class ReplicaLike(Protocol):
-    """A `weights.fleet.ReplicaStatus`, or what has its attributes."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ready(self) -> bool: ...
-    @property
-    def version(self) -> int | None: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def since_s(self) -> float: ...
-    @property
-    def heard_s(self) -> float | None: ...
-
-
-def report_replicas(session: Session, replicas: Iterable[ReplicaLike]) -> Operation[None]:
+def report_replicas(session: Session, replicas: Iterable[m.ReplicaStatus]) -> Operation[None]:
     """See `TransferQueueClient.report_replicas`."""
-    said = [
-        m.ReplicaOverview(one.name, one.ready, one.version, one.label, one.reason, one.since_s, one.heard_s)
-        for one in replicas
-    ]
-    yield Call(m.ReportReplicas(session.next_rid(), said))
+    yield Call(m.ReportReplicas(session.next_rid(), list(replicas)))
 
 
 def overview(session: Session, most: int) -> Operation[m.ServiceOverview]:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from transfer_queue.errors import (
     NotInitialized,
     NotOpen,
@@ -25,6 +23,7 @@ from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed
 from transfer_queue.weights.transport.reports import UNKNOWN, relabel, silent_workers
 from transfer_queue.weights.transport.trainer import TrainerEngine
+from transfer_queue.wire.messages.overview import ReplicaStatus as ReplicaStatus
 
 
 class Decided(NamedTuple):
@@ -62,18 +61,6 @@ class Serving(NamedTuple):
             return self.label == newest.label
         same = (self.version, self.run_id) == (newest.version, newest.run_id)
         return same and all(self.adapters.get(label) == version for label, (version, _) in newest.adapters.items())
-
-
-class ReplicaStatus(msgspec.Struct, frozen=True):
-    """`reason`: why it is fenced, "" while it is ready. Seconds: since it is so, and since it was last heard of."""
-
-    name: str
-    ready: bool
-    version: int | None
-    label: str
-    reason: str
-    since_s: float
-    heard_s: float | None
 
 
 class Replica:

@@ -124,7 +124,7 @@ from transfer_queue.wire.messages.overview import InspectRow as InspectRow
 from transfer_queue.wire.messages.overview import LeaseOverview as LeaseOverview
 from transfer_queue.wire.messages.overview import MapCells as MapCells
 from transfer_queue.wire.messages.overview import PartitionOverview as PartitionOverview
-from transfer_queue.wire.messages.overview import ReplicaOverview as ReplicaOverview
+from transfer_queue.wire.messages.overview import ReplicaStatus as ReplicaStatus
 from transfer_queue.wire.messages.overview import ReportReplicas as ReportReplicas
 from transfer_queue.wire.messages.overview import RowEvent as RowEvent
 from transfer_queue.wire.messages.overview import RowInspected as RowInspected

@@ -88,10 +88,10 @@ class SessionOverview(msgspec.Struct, array_like=True):
     pinned_nbytes: int
 
 
-class ReplicaOverview(msgspec.Struct, array_like=True):
-    """An inference server, as the fleet of a trainer knows it (`weights.fleet.ReplicaStatus`): whether it serves the
-    newest version; which one it serves (None: not known, or none that was sent) and what its users call that; why it
-    is not ready; since when that is so; when it was heard last (None: never)."""
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """An inference server, as the fleet of a trainer knows it: whether it serves the newest version; which one it
+    serves (None: not known, or none that was sent) and what its users call that. `reason`: why it is fenced, "" while
+    it is ready. Seconds: since it is so, and since it was last heard of (None: never)."""
 
     name: str
     ready: bool
@@ -107,13 +107,13 @@ class FleetOverview(msgspec.Struct, array_like=True):
 
     session: bytes
     said_s: float
-    replicas: list[ReplicaOverview]
+    replicas: list[ReplicaStatus]
 
 
 class ReportReplicas(Request):
     """What the asker's weights go to, in place of what it said before (`Done`). It is forgotten with its session."""
 
-    replicas: list[ReplicaOverview]
+    replicas: list[ReplicaStatus]
 
 
 class DescribeService(Request):
