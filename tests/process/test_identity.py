@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fleets
 import pytest
 import torch
 from conftest import freeze, until
@@ -440,3 +441,21 @@ def test_a_client_over_tcp_meets_the_next_life(start_host: Callable[..., Host]) 
             far.get_data(old)
     finally:
         far.close()
+
+
+def test_a_fleet_that_outlives_the_service_reports_its_replicas_to_the_next_one(lives: Lives) -> None:
+    client = tq.get_client()
+    site = fleets.Site(1, queue=client)
+
+    def seen() -> list[tuple[str, int | None]]:
+        return [(one.name, one.version) for fleet in client.overview().fleets for one in fleet.replicas]
+
+    try:
+        site.send(1)
+        until(lambda: seen() == [("a", 1)], "the report of a version")
+        lives.again()
+        with contextlib.suppress(ServiceRestarted):  # unless the fleet's thread was told first
+            client.overview()
+        until(lambda: seen() == [("a", 1)], "the report to the next service")
+    finally:
+        site.close()
