@@ -191,7 +191,9 @@ def fetch(
 
 
 class Transfers:
-    """Fetches buckets of a version into `stage`, over connections that `stop` ends. For several threads."""
+    """Fetches buckets of a version into `stage`, over connections that `stop` ends. For several threads.
+
+    `stopped`: why it has ended before all came. The first reason stays: others are what its end did to connections."""
 
     def __init__(self, manifest: Manifest, stage: Callable[..., None], deadline: Deadline, stall_s: float) -> None:
         self.stopped: TransferQueueError | None = None
@@ -312,7 +314,5 @@ class _Work(Transfers):
             self._todo.append(index)
             self._faults[address] += 1
             able = [one for one in self._sources if self._has(one, index) and self._faults[one.address] < MAX_FAULTS]
-            if not able:
-                self.stopped = typed  # nobody is left who has it
-            self.stopped = self._ends_all(typed) or self.stopped
+            self.stopped = self.stopped or self._ends_all(typed) or (None if able else typed)
             self._changed.notify_all()

@@ -167,7 +167,7 @@ class _Shared(Transfers):
                 came = self._fetched(links, told) if told.bucket >= 0 else ""
         except (TransferQueueError, OSError) as error:
             log.info("what is left of version %s is fetched from the trainer: %s", self._manifest.version, error)
-            self.stopped = self._ends_all(_typed(error)) or self.stopped
+            self.stopped = self.stopped or self._ends_all(_typed(error))
         finally:
             for link in links.values():
                 self._leave(link)
@@ -207,7 +207,7 @@ class _Shared(Transfers):
             log.info("bucket %s did not come from %s: %s", told.bucket, told.peer or "the trainer", error)
             if address in links:
                 self._leave(links.pop(address))
-            self.stopped = self._ends_all(_typed(error)) or self.stopped
+            self.stopped = self.stopped or self._ends_all(_typed(error))
             if not told.peer:
                 self._faults[""] += 1
             return "damaged" if isinstance(error, DigestMismatch) else "lost"
