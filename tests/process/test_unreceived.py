@@ -226,6 +226,45 @@ def test_a_cancel_is_heard_although_its_connection_was_closed_before_the_answer_
         kept.close()
 
 
+@pytest.mark.parametrize("kind", ["get", "fetch", "allocate"])
+def test_a_request_that_its_cancellation_overtook_is_not_begun(client: tq.TransferQueueClient, kind: str) -> None:
+    """They come over two connections, as after an interrupt, and the server may look at the second one first."""
+    large = client.put(rows(1, 2, LARGE), partition_id="p")
+    used = client.stats()["arena_nbytes_used"]
+    request = {
+        "get": m.Get(1, "p", None, large.indexes.tobytes(), ["x"], True),
+        "fetch": fetch(1),
+        "allocate": m.Allocate(1, 1 << 20, False, 0.0),
+    }[kind]
+    session = secrets.token_bytes(16)
+    asker, other = (Connection(client.address, session, 5.0) for _ in range(2))
+    frames = _framed(request)
+    asker._frames.socket.sendall(frames[:-1])
+    other.notify(m.Cancel(1))
+    other.call(m.ListPartitions(2), None, 5.0)
+    asker._frames.socket.sendall(frames[-1:])
+    assert isinstance(asker._frames.receive(5.0)[0], m.Failed)
+    assert left(client) == 2
+    assert client.stats()["pinned_nbytes"] == {}
+    assert client.stats()["arena_nbytes_used"] == used
+    for connection in (asker, other):
+        connection.close()
+
+
+def test_a_request_whose_connection_is_newer_than_its_cancellation_is_begun(client: tq.TransferQueueClient) -> None:
+    """As a unit asks again for a client that came back over another connection."""
+    client.put({"x": torch.zeros(1)}, partition_id="p")
+    session = secrets.token_bytes(16)
+    one = Connection(client.address, session, 5.0)
+    one.notify(m.Cancel(1))
+    one.call(m.ListPartitions(2), None, 5.0)
+    two = Connection(client.address, session, 5.0)
+    assert isinstance(two.call(fetch(1), None, 5.0)[0], m.RowSet)
+    assert left(client) == 0
+    for connection in (one, two):
+        connection.close()
+
+
 def test_a_cancel_that_overtakes_the_answer_of_a_waiting_request_gives_everything_back(
     client: tq.TransferQueueClient,
 ) -> None:
@@ -296,10 +335,13 @@ threading.Thread(target=strike, daemon=True).start()
 others = {{}}
 for number in range({count}):
     try:
-        go.set()
-        while True:
-            work()
-    except KeyboardInterrupt:
+        try:
+            go.set()
+            while True:
+                work()
+        except KeyboardInterrupt:
+            struck.set()
+    except KeyboardInterrupt:  # a second one, sent as the first one took its time
         struck.set()
     except BaseException as error:
         others[type(error).__name__] = others.get(type(error).__name__, 0) + 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.nested._internal.nested_int import NestedIntNode
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from transfer_queue.codec import nested
@@ -110,3 +111,16 @@ def test_a_compiled_function_takes_it_as_any_nested_tensor() -> None:
     doubled = torch.compile(lambda rows: rows * 2, backend="eager", fullgraph=True)(ours)
     assert type(doubled) is NestedTensor
     assert doubled.values().tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_an_interrupt_inside_torch_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks in Python whether a length is a number, and makes a TypeError of what is raised there."""
+    values, offsets = torch.zeros(6, 4), Offsets.of(np.array([0, 2, 6]))
+    nested.jagged(values, offsets, 1)
+
+    def interrupted(self: NestedIntNode) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NestedIntNode, "is_int", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        nested.jagged(values, offsets, 1)

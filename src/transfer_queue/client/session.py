@@ -15,6 +15,7 @@ import secrets
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -119,7 +120,8 @@ class Session:
         self.changes = 0  # the number of the last change of cells
         self._change_numbers = itertools.count(1)  # no two threads get the same
         self._rids = itertools.count(1)
-        self._deferred: list[tuple[m.Message, str]] = []
+        self._deferred: deque[tuple[m.Message, str]] = deque()  # what servers are owed; any thread adds to it
+        self._paying = threading.RLock()
         self._one_way = OneWay()
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
         self._kept: Connection | None = None
@@ -374,19 +376,21 @@ class Session:
             self._deferred.append((message, to))
 
     def _send_deferred(self) -> None:
-        owed, self._deferred = self._deferred, []
-        try:
-            while owed:
-                self._notify(*owed[0])
-                owed.pop(0)
-        finally:  # after an interrupt
-            self._deferred += owed
+        with self._paying:
+            for _ in range(len(self._deferred)):  # what cannot be said now is owed again
+                if not self._deferred:
+                    return
+                one = self._deferred[0]
+                self._notify(*one)  # an interrupt leaves it where it is
+                if self._deferred and self._deferred[0] is one:
+                    self._deferred.popleft()
 
     def _send_deferred_on(self, connection: AsyncConnection, to: str) -> None:
         """What this server is owed, from the running loop."""
-        for message in [message for message, server in self._deferred if server == to]:
-            connection.notify(message)
-        self._deferred = [one for one in self._deferred if one[1] != to]
+        for one in [one for one in list(self._deferred) if one[1] == to]:
+            connection.notify(one[0])
+            with contextlib.suppress(ValueError):  # another thread has said it too
+                self._deferred.remove(one)
 
     def _unpin(self, rid: int, blocks: list[int]) -> None:
         self.notify(m.Unpin(rid, blocks))

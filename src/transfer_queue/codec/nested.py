@@ -100,7 +100,12 @@ def jagged(values: torch.Tensor, offsets: Offsets, ragged: int) -> torch.Tensor:
     It knows its longest row, as those of `torch.nested.nested_tensor` do: without, `to_padded_tensor` pads to the
     length of all rows together.
     """
-    return (_put_together if _is_known() else constructed)(values, offsets, ragged)
+    try:
+        return (_put_together if _is_known() else constructed)(values, offsets, ragged)
+    except TypeError as error:  # torch asks the length in Python, and gives another name to what is raised there
+        if "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from error
+        raise
 
 
 def constructed(values: torch.Tensor, offsets: Offsets, ragged: int) -> torch.Tensor:

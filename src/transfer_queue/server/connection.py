@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator
 from typing import Protocol, cast
 
 from transfer_queue.errors import (
+    Aborted,
     AccessDenied,
     InternalError,
     ProtocolError,
@@ -73,6 +74,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._local = local
         self._pid = 0  # of the peer, where it is on this host
         self._session: ServerSession | None = None
+        self._number = 0  # among the connections of its session
         self._life = handshake.ANY
         self._reception = handshake.Reception(m.PROTOCOL_VERSION, self._token)
         self._reader = FrameReader(
@@ -210,7 +212,7 @@ class ServerConnection(asyncio.BufferedProtocol):
                     if isinstance(message, m.Received):
                         self._server.service.confirm(message, session)
                     elif isinstance(message, ONE_WAY):
-                        self._server.service.notify(message, session)
+                        self._told(message, session)
                 nbytes = os.readv(fd, [self._reader.buffer()])
                 if not nbytes:
                     break
@@ -224,9 +226,14 @@ class ServerConnection(asyncio.BufferedProtocol):
         elif isinstance(message, m.Request):
             self._request(message, payload, self._session)
         elif isinstance(message, ONE_WAY):
-            self._server.service.notify(message, self._session)
+            self._told(message, self._session)
         else:
             raise ProtocolError(f"{type(message).__name__} on an open session")
+
+    def _told(self, message: m.Message, session: ServerSession) -> None:
+        if isinstance(message, m.Cancel):
+            session.call_off(message.rid, self._number)
+        self._server.service.notify(message, session)
 
     def _destination(self, message: m.Message, nbytes: int) -> memoryview:
         if self._session is None:
@@ -265,6 +272,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._server.connection_limit.known(self)
         self._reader.max_header_nbytes = MAX_HEADER_NBYTES
         self._session = self._server.service.sessions.attach(hello.session, self._local, self._pid)
+        self._number = self._session.opened
         self._send(self._server.welcome(self._local))
 
     def _token(self, role: int) -> str:
@@ -289,6 +297,9 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._server.service.unit.unpin(message.block, self._reception.nonce)
         if self._life is not self._server.service.life:  # this unit came to serve another life meanwhile
             self._send(m.Failed(message.rid, ServiceRestarted.code, "the service that this unit served has ended"))
+            return
+        if session.is_called_off(message.rid, self._number):
+            self._send(m.Failed(message.rid, Aborted.code, "this request was called off before it was read"))
             return
         ticket = (self, message.rid)
         try:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from transfer_queue.wire import messages as m
 
 REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
+REMEMBERED_CANCELS = 1024  # of each session
 GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
 TAKEN = (  # answers that gave something
     m.RowSet, m.Admitted, m.Allocated, m.Locked, m.Tickets, m.SlotsClaimed, m.GroupsLent,
@@ -24,10 +25,12 @@ class ServerSession:
         self.local = local
         self.pid = pid  # of the process, where it is on this host and known
         self.connections = 0
+        self.opened = 0  # how many there have been: the number of the newest
         self.ended = False  # it said goodbye
         self.replies: OrderedDict[int, Answer] = OrderedDict()
         self._replies_nbytes = 0
         self.parked: dict[int, Hashable] = {}  # ticket of each parked request
+        self._called_off: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by request: over which, newest then
 
     def remember(self, answer: Answer) -> None:
         """Keep the answer for when its request comes again; the oldest go when there are many or they are large."""
@@ -46,6 +49,18 @@ class ServerSession:
         answer = self.replies.get(rid)
         if answer is not None and isinstance(answer[0], TAKEN):
             self.forget(rid)
+
+    def call_off(self, rid: int, over: int) -> None:
+        """The request was cancelled over connection number `over`: another one that is open now may still bring it,
+        for nothing says which of two connections is read first. A newer one asks again on purpose."""
+        self._called_off[rid] = (over, self.opened)
+        if len(self._called_off) > REMEMBERED_CANCELS:
+            self._called_off.popitem(last=False)
+
+    def is_called_off(self, rid: int, over: int) -> bool:
+        """Whether connection number `over` brings a request that had been cancelled before it was read."""
+        found = self._called_off.get(rid)
+        return found is not None and over != found[0] and over <= found[1]
 
     def forget(self, rid: int) -> None:
         """The request will not come again, or is to be carried out anew."""
@@ -77,6 +92,7 @@ class Sessions:
         self._away.pop(ident, None)
         session.pid = pid or session.pid  # a forked child's session was opened by its parent
         session.connections += 1
+        session.opened += 1
         return session
 
     def detach(self, session: ServerSession, now: float) -> bool:
