@@ -12,6 +12,7 @@ from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operati
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable
 from transfer_queue.trace import switch
 from transfer_queue.wire import messages as m
 
@@ -50,9 +51,11 @@ def run(session: Session, operation: Operation[T], note: OperationNote | None = 
             note.ended(result)
         return result
     except BaseException as error:
+        session.given_up.append((given, error))  # first of all, in one step: a second interrupt may come at any other
         if note is not None:
             note.ended(None, error)
-        session.give_up(given, error)
+        if not isinstance(error, (ServiceUnavailable, DeadlineExceeded)):  # a server that just did not answer
+            session.settle()
         raise
 
 

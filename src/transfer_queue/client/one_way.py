@@ -1,37 +1,95 @@
-"""What a session told servers that answer nothing to it: a server that is killed may not have read it."""
+"""What a session tells servers that answer nothing to it: what was said, which a server that is killed may not have
+read, and what is still to be said."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
 
+from transfer_queue.client.effects import Call
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable
 from transfer_queue.wire import messages as m
 
 REMEMBERED = 256  # of each kind, for each server
+Owed: TypeAlias = "tuple[m.Message, str]"  # and the server; "" is the session's own
+GivenUp: TypeAlias = "tuple[list[Call], BaseException]"  # calls that are to have had no effect, and why
 
 
 class OneWay:
-    """To say it twice does no harm. One thing would: a forked child has several pins of one block under no request, so
-    that a release which is said twice may end two of them. Those are not said again."""
+    """For many threads, any of which may be interrupted (KeyboardInterrupt) anywhere: nothing that is owed is lost.
+
+    To say it twice does no harm. One thing would: a forked child has several pins of one block under no request, so
+    that a release which is said twice may end two of them. Those are not said again.
+    """
 
     def __init__(self) -> None:
         self.confirmed: deque[int] = deque(maxlen=REMEMBERED)  # answers that were received
         self.missed: set[str] = set()  # servers that something could not be said to
+        self.given_up: deque[GivenUp] = deque()  # appended to in one step, which no second interrupt can come before
         self._said: dict[str, deque[m.Message]] = {}
+        self._owed: deque[Owed] = deque()
+        self._paying = threading.RLock()
 
     def said(self, message: m.Message, to: str) -> None:
         if isinstance(message, (m.Discard, m.Cancel)) or (isinstance(message, m.Unpin) and message.rid > 0):
             self._said.setdefault(to, deque(maxlen=REMEMBERED)).append(message)
 
-    def catch_up(self, to: str) -> list[tuple[m.Message, str]]:
-        """What to say to a server that has just answered, where something could not be said to it."""
-        if to not in self.missed:
-            return []
-        self.missed.discard(to)
-        return self.again(to)
-
-    def again(self, to: str) -> list[tuple[m.Message, str]]:
-        """What to say to a server once more whose connections were lost."""
-        again: list[tuple[m.Message, str]] = [(message, to) for message in self._said.get(to, ())]
+    def again(self, to: str) -> None:
+        """Owe a server whose connections were lost what it was told."""
+        self._owed.extend([(message, to) for message in self._said.get(to, ())])
         if self.confirmed and not to:
-            again.append((m.Received(list(self.confirmed)), to))
-        return again
+            self._owed.append((m.Received(list(self.confirmed)), to))
+
+    def heard_from(self, to: str) -> bool:
+        """A server has answered, and where it could not be told something, it can be now. Whether anything is owed."""
+        if self.missed and to in self.missed:
+            self.missed.discard(to)
+            self.again(to)
+        return bool(self._owed or self.given_up)
+
+    def owe(self, message: m.Message, to: str) -> None:
+        """It could not be said: it is with the next call, to another host's server once that has answered something."""
+        if to:
+            self.missed.add(to)
+        else:
+            self._owed.append((message, to))
+
+    def owe_cancel(self, rid: int, to: str) -> None:
+        self._owed.append((m.Cancel(rid), to))
+        self.said(*self._owed[-1])
+
+    def pay(self, say: Callable[[m.Message, str], None]) -> None:
+        """Say what is owed; `say` owes again what it cannot. What an interrupt keeps from being said stays owed."""
+        with self._paying:
+            self._settle()
+            for _ in range(len(self._owed)):
+                if not self._owed:
+                    return
+                one = self._owed[0]
+                say(*one)
+                if self._owed and self._owed[0] is one:
+                    self._owed.popleft()
+
+    def pay_one(self, to: str, say: Callable[[m.Message], None]) -> None:
+        """As `pay`, what this server is owed."""
+        self._settle()
+        for one in [one for one in list(self._owed) if one[1] == to]:
+            say(one[0])
+            with contextlib.suppress(ValueError):  # another thread has said it too
+                self._owed.remove(one)
+
+    def _settle(self) -> None:
+        """Owe the cancellation of calls that were given up; not to another host's server that just did not answer."""
+        while self.given_up:
+            given = self.given_up[0]
+            unanswered = isinstance(given[1], (ServiceUnavailable, DeadlineExceeded))
+            for call in given[0]:
+                self.said(m.Cancel(call.request.rid), call.to)
+                if not (unanswered and call.to):
+                    self._owed.append((m.Cancel(call.request.rid), call.to))
+            with contextlib.suppress(IndexError):
+                if self.given_up[0] is given:
+                    self.given_up.popleft()

@@ -15,7 +15,6 @@ import secrets
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -120,9 +119,8 @@ class Session:
         self.changes = 0  # the number of the last change of cells
         self._change_numbers = itertools.count(1)  # no two threads get the same
         self._rids = itertools.count(1)
-        self._deferred: deque[tuple[m.Message, str]] = deque()  # what servers are owed; any thread adds to it
-        self._paying = threading.RLock()
         self._one_way = OneWay()
+        self.given_up = self._one_way.given_up  # calls that are to have had no effect: append, then `settle`
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
         self._kept: Connection | None = None
         self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[AsyncConnection]] = {}
@@ -263,7 +261,7 @@ class Session:
 
     def _retry(self, effect: Call, deadline: float) -> Retry:
         m.check_request(effect.request)  # a server closes the connection over what it cannot read
-        self._deferred += self._one_way.again(effect.to)
+        self._one_way.again(effect.to)
         return Retry(self._address_of(effect.to).is_local, deadline)
 
     def _judge(self, error: ServiceUnavailable) -> None:
@@ -293,17 +291,14 @@ class Session:
             if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
                 raise Interrupted from None
             if isinstance(error, DeadlineExceeded):
-                self._deferred.append((m.Cancel(effect.request.rid), effect.to))
-                self._one_way.said(*self._deferred[-1])
+                self._one_way.owe_cancel(effect.request.rid, effect.to)
             raise
         if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
             connection.close()  # interrupted just too late
         else:
             self._give_back(connection, effect.to)
-        if self._one_way.missed:
-            self._deferred += self._one_way.catch_up(effect.to)
-        if self._deferred:
-            self._send_deferred()
+        if self._one_way.heard_from(effect.to):
+            self._one_way.pay(self._notify)
         return found
 
     def call_together(self, calls: Sequence[Call]) -> list[tuple[Any, memoryview]]:
@@ -338,29 +333,23 @@ class Session:
         except ServiceRestarted:
             return
         except (ServiceUnavailable, DeadlineExceeded):
-            self._owe(message, to)
+            self._one_way.owe(message, to)
             return
         try:
             connection.notify(message)
         except (ServiceUnavailable, DeadlineExceeded):
             connection.close()
-            self._owe(message, to)
+            self._one_way.owe(message, to)
             return
         except BaseException:
             connection.close()
             raise
         self._give_back(connection, to)
 
-    def give_up(self, calls: Sequence[Call], error: BaseException) -> None:
-        """These calls are to have had no effect. What a server that just did not answer, or a second interrupt, keeps
-        from being said now is said with the next call."""
-        unanswered = isinstance(error, (ServiceUnavailable, DeadlineExceeded))
-        for call in calls:
-            self._one_way.said(m.Cancel(call.request.rid), call.to)
-            if not (unanswered and call.to):
-                self._deferred.append((m.Cancel(call.request.rid), call.to))
-        if not unanswered:
-            self._send_deferred()
+    def settle(self) -> None:
+        """Cancel the calls that were `given_up`. What a second interrupt keeps from being said is said with the next
+        call."""
+        self._one_way.pay(self._notify)
 
     def _notify_unit(self, message: m.Message, to: str) -> None:
         """Of a session that has ended the server may live on: a unit whose controller was started anew. What is pinned
@@ -368,29 +357,6 @@ class Session:
         if self._kept is not None and not to:
             with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
                 self._kept.notify(message)
-
-    def _owe(self, message: m.Message, to: str) -> None:
-        if to:  # another host may be gone: it is told when it has answered something
-            self._one_way.missed.add(to)
-        else:
-            self._deferred.append((message, to))
-
-    def _send_deferred(self) -> None:
-        with self._paying:
-            for _ in range(len(self._deferred)):  # what cannot be said now is owed again
-                if not self._deferred:
-                    return
-                one = self._deferred[0]
-                self._notify(*one)  # an interrupt leaves it where it is
-                if self._deferred and self._deferred[0] is one:
-                    self._deferred.popleft()
-
-    def _send_deferred_on(self, connection: AsyncConnection, to: str) -> None:
-        """What this server is owed, from the running loop."""
-        for one in [one for one in list(self._deferred) if one[1] == to]:
-            connection.notify(one[0])
-            with contextlib.suppress(ValueError):  # another thread has said it too
-                self._deferred.remove(one)
 
     def _unpin(self, rid: int, blocks: list[int]) -> None:
         self.notify(m.Unpin(rid, blocks))
@@ -415,9 +381,8 @@ class Session:
             try:
                 connection = await self._connection(timeout_s, effect.to)
                 found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
-                self._deferred += self._one_way.catch_up(effect.to)
-                if self._deferred:
-                    self._send_deferred_on(connection, effect.to)
+                if self._one_way.heard_from(effect.to):
+                    self._one_way.pay_one(effect.to, connection.notify)
                 break
             except ServiceUnavailable as error:
                 self._judge(error)
@@ -442,7 +407,7 @@ class Session:
         if connection is not None and connection.error is None:
             connection.confirm(rid)
             return
-        self._owe(m.Received([rid]), to)
+        self._one_way.owe(m.Received([rid]), to)
 
     def notify_on_loop(self, message: m.Message, to: str = "") -> None:
         """As `notify`, from the running loop and without waiting: over its connection, else with the next call."""
@@ -451,7 +416,7 @@ class Session:
         if connection is not None and connection.error is None:
             connection.notify(message)
             return
-        self._owe(message, to)
+        self._one_way.owe(message, to)
 
     async def _connection(self, timeout_s: float, to: str) -> AsyncConnection:
         """The connection of the running loop to one server. A task of its own opens it, so that nobody else's call ends
