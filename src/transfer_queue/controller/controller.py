@@ -216,7 +216,7 @@ class Controller:
         self._unreceived.received(session, rid)
 
     def take_back(self, session: bytes, rid: int) -> None:
-        """Nobody gets the answer to this request: what it took is undone, unless it was received."""
+        """Nobody gets the answer to this request: what it took is undone."""
         grant = self._unreceived.take(session, rid)
         if grant is not None:
             self._undo(grant, session)

@@ -1,0 +1,55 @@
+"""Interrupts from the keyboard at every place of a call where the interpreter looks for one, one place after the other.
+
+CPython looks as a function in Python begins, and as one in C has returned, whose result is then lost.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+
+class Strike(NamedTuple):
+    """`place`: the function that had begun or had returned. `result` is that of a call that nothing struck."""
+
+    place: str
+    result: Any = None
+
+
+def strikes(action: Callable[[], Any], most: int = 5000) -> Iterator[Strike]:
+    """Call `action` again and again, and strike one place later each time; the last time nothing strikes, and `place`
+    is "". What the interrupt ends must be as if it had not begun, or be whole: look after each."""
+    for number in range(most):
+        place: list[str] = []
+        begun = 0
+
+        def look(frame: Any, event: str, function: Any, number: int = number, place: list[str] = place) -> None:
+            nonlocal begun
+            if event not in ("call", "c_return"):
+                return
+            begun += 1
+            if begun > number + 2:  # the first are this file's own
+                sys.setprofile(None)
+                place.append(
+                    f"{event} {getattr(function, '__qualname__', frame.f_code.co_name)} in {frame.f_code.co_name}"
+                )
+                raise KeyboardInterrupt
+
+        try:
+            result = _profiled(action, look)
+        except KeyboardInterrupt:
+            yield Strike(place[0])
+            continue
+        yield Strike(place[0] if place else "", result)
+        if not place:
+            return
+    raise AssertionError(f"more than {most} places")
+
+
+def _profiled(action: Callable[[], Any], look: Any) -> Any:
+    sys.setprofile(look)
+    try:
+        return action()
+    finally:
+        sys.setprofile(None)
