@@ -2,6 +2,8 @@
 
 A claim is for several names. It gets all of them at once, when nobody has one of them and nobody who came earlier waits
 for one. So there is no deadlock, nobody is overtaken, and who waits has nothing that others could use.
+
+An interrupt from the keyboard may leave a step half done: `leave` with the same claim completes it.
 """
 
 from __future__ import annotations
@@ -37,34 +39,43 @@ class Claims(Generic[N, C]):
     def leave(self, claim: C) -> list[C]:
         """`claim` gives up what it has or waits for; returns those that have their names now, in order of arrival. One
         that left before changes nothing."""
-        names = self._names.pop(claim, ())
+        names = self._names.get(claim, ())
         for name in names:
             if self._has.get(name) == claim:
                 del self._has[name]
-            queue = self._queues.get(name)
-            if queue is not None:
-                queue.pop(claim, None)
-                if not queue:
-                    del self._queues[name]
+            self._unqueue(name, claim)
         first = dict.fromkeys(next(iter(self._queues[name])) for name in names if name in self._queues)
-        return [one for one in first if self._advance(one)]
+        found = [one for one in first if self._advance(one)]
+        self._names.pop(claim, None)
+        return found
 
     def _advance(self, claim: C) -> bool:
         """Give a claim that waits its names when it is its turn."""
         mine = self._names[claim]
-        if any(name in self._has or next(iter(self._queues[name])) != claim for name in mine):
-            return False
         for name in mine:
-            del self._queues[name][claim]
-            if not self._queues[name]:
-                del self._queues[name]
+            holder = self._has.get(name)
+            if holder != claim and (holder is not None or next(iter(self._queues[name])) != claim):
+                return False
+        for name in mine:
             self._has[name] = claim
+            self._unqueue(name, claim)
         return True
+
+    def _unqueue(self, name: N, claim: C) -> None:
+        queue = self._queues.get(name)
+        if queue is not None:
+            queue.pop(claim, None)
+            if not queue:
+                del self._queues[name]
 
     def has(self, claim: C) -> bool:
         """Whether this claim has its names."""
         names = self._names.get(claim, ())
         return bool(names) and self._has.get(names[0]) == claim
+
+    def holders(self) -> list[C]:
+        """All claims that have their names. Costs them all."""
+        return [claim for claim in self._names if self.has(claim)]
 
     def holder(self, name: N) -> C | None:
         return self._has.get(name)

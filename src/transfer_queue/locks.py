@@ -24,7 +24,13 @@ from transfer_queue.client.local_locks import LoopWaiter, ThreadWaiter, local
 from transfer_queue.client.locks import GlobalLease, keeper, listing, taking
 from transfer_queue.client.recording import noting
 from transfer_queue.client.tracing import traced
-from transfer_queue.errors import InvalidInput, LockLostError, LockNotAllowed, UnsupportedValue
+from transfer_queue.errors import (
+    InvalidInput,
+    LockLostError,
+    LockNotAllowed,
+    TransferQueueError,
+    UnsupportedValue,
+)
 
 T = TypeVar("T")
 Keys = str | list[str]
@@ -35,14 +41,11 @@ class _Inside:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._ended = False
+        self.has_ended = False  # set, not called: an interrupt may strike as a function begins
 
     @property
     def is_held(self) -> bool:
-        return not self._ended and self._pid == os.getpid()
-
-    def end(self) -> None:
-        self._ended = True
+        return not self.has_ended and self._pid == os.getpid()
 
 
 _inside: dict[str, ContextVar[_Inside | None]] = {
@@ -53,16 +56,6 @@ _inside: dict[str, ContextVar[_Inside | None]] = {
 def _is_inside(kind: str) -> bool:
     held = _inside[kind].get()
     return held is not None and held.is_held
-
-
-@contextlib.contextmanager
-def _holding(kind: str) -> Iterator[None]:
-    mark = _Inside()
-    _inside[kind].set(mark)
-    try:
-        yield
-    finally:
-        mark.end()
 
 
 def _checked(kind: str, keys: Keys, partition_id: str) -> list[str]:
@@ -100,23 +93,31 @@ def kv_local_lock(keys: Keys, partition_id: str, timeout: float | None = None) -
     """
     _refuse_loop("kv_local_lock")
     names = [(partition_id, key) for key in _checked("kv_local_lock", keys, partition_id)]
+    mark = _Inside()
     waiter: ThreadWaiter = local.take(names, timeout)
     try:
-        with _holding("kv_local_lock"):
-            yield
+        _inside["kv_local_lock"].set(mark)
+        yield
     finally:
-        local.leave(waiter)
+        mark.has_ended = True
+        try:
+            local.leave(waiter)
+        except BaseException:
+            local.leave_at_last(waiter)
+            raise
 
 
 @contextlib.asynccontextmanager
 async def async_kv_local_lock(keys: Keys, partition_id: str, timeout: float | None = None) -> AsyncIterator[None]:
     """As `kv_local_lock`, for tasks; a cancelled task takes nothing."""
     names = [(partition_id, key) for key in _checked("kv_local_lock", keys, partition_id)]
+    mark = _Inside()
     waiter: LoopWaiter = await local.take_on_loop(names, timeout)
     try:
-        with _holding("kv_local_lock"):
-            yield
+        _inside["kv_local_lock"].set(mark)
+        yield
     finally:
+        mark.has_ended = True
         local.leave(waiter)
 
 
@@ -139,17 +140,26 @@ def kv_global_lock(
     wanted = _checked_global(keys, partition_id, lease_s)
     session = interface._session()
     operation = traced(taking(session, partition_id, wanted, timeout, lease_s), "kv_global_lock")
+    mark = _Inside()
     lease = run(session, operation, noting(session, "kv_global_lock"))
     raised = True
     try:
         keeper.add(lease)
-        with _holding("kv_global_lock"):
-            yield lease
+        _inside["kv_global_lock"].set(mark)
+        yield lease
         raised = False
     finally:
-        keeper.remove(lease)
-        with contextlib.suppress(LockLostError) if raised else contextlib.nullcontext():
+        mark.has_ended = lease.has_ended = True
+        try:
+            keeper.look()
             run(session, lease.giving_back())
+        except LockLostError:
+            if not raised:
+                raise
+        except BaseException:  # an interrupt, amid it perhaps
+            with contextlib.suppress(TransferQueueError):
+                run(session, lease.giving_back())
+            raise
 
 
 @contextlib.asynccontextmanager
@@ -160,15 +170,17 @@ async def async_kv_global_lock(
     wanted = _checked_global(keys, partition_id, lease_s)
     session = interface._session()
     operation = traced(taking(session, partition_id, wanted, timeout, lease_s), "async_kv_global_lock")
+    mark = _Inside()
     lease = await run_async(session, operation, noting(session, "kv_global_lock"))
     raised = True
     try:
         keeper.add(lease)
-        with _holding("kv_global_lock"):
-            yield lease
+        _inside["kv_global_lock"].set(mark)
+        yield lease
         raised = False
     finally:
-        keeper.remove(lease)
+        mark.has_ended = lease.has_ended = True
+        keeper.look()
         giving_back = asyncio.ensure_future(run_async(session, lease.giving_back()))
         with contextlib.suppress(LockLostError) if raised else contextlib.nullcontext():
             await asyncio.shield(giving_back)  # cancelled once more, it is given back all the same

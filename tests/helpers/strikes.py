@@ -5,6 +5,7 @@ CPython looks as a function in Python begins, and as one in C has returned, whos
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -36,12 +37,10 @@ def strikes(action: Callable[[], Any], most: int = 5000) -> Iterator[Strike]:
                 )
                 raise KeyboardInterrupt
 
-        try:
+        result = None
+        with contextlib.suppress(KeyboardInterrupt):
             result = _profiled(action, look)
-        except KeyboardInterrupt:
-            yield Strike(place[0])
-            continue
-        yield Strike(place[0] if place else "", result)
+        yield Strike(place[0] if place else "", result)  # the interrupt, and what it held, is gone
         if not place:
             return
     raise AssertionError(f"more than {most} places")

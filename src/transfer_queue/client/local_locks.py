@@ -16,18 +16,22 @@ Name: TypeAlias = tuple[str, str]  # partition, key
 
 
 class ThreadWaiter:
-    """A thread that waits for its turn."""
+    """A thread that waits for its turn. With a bare lock: one that an interrupt struck as it told an Event would leave
+    the Event locked."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._turn = threading.Lock()
+        self._turn.acquire()
 
     def wake(self) -> bool:
         """Tell that it is its turn; False when nobody is there to hear it."""
-        self._event.set()
+        with contextlib.suppress(RuntimeError):  # it was told already
+            self._turn.release()
         return True
 
     def wait(self, timeout_s: float | None) -> None:
-        self._event.wait(timeout_s)
+        """Once at most."""
+        self._turn.acquire(timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
 
 
 class LoopWaiter:
@@ -71,7 +75,7 @@ class LocalLocks:
                 waiter.wait(timeout_s)
                 self._check(waiter, names, timeout_s)
         except BaseException:
-            self.leave(waiter)
+            self.leave_at_last(waiter)
             raise
         return waiter
 
@@ -103,6 +107,14 @@ class LocalLocks:
             leaving: list[ThreadWaiter | LoopWaiter] = [waiter]
             while leaving:
                 leaving += [one for one in self._claims.leave(leaving.pop()) if not one.wake()]
+
+    def leave_at_last(self, waiter: ThreadWaiter | LoopWaiter) -> None:
+        """As `leave`, after an interrupt that may have struck amid it: some may have their turn and not know it."""
+        self.leave(waiter)
+        with self._mutex:
+            unheard = [one for one in self._claims.holders() if not one.wake()]
+        for one in unheard:
+            self.leave(one)
 
 
 local = LocalLocks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 import time
@@ -34,6 +35,7 @@ class GlobalLease:
         self.token = str(number)
         self.fence = dict.fromkeys(keys, number)
         self.lost = False
+        self.has_ended = False  # nobody needs it any more: it is not renewed
         self.deadline = deadline  # time.monotonic(): until then nobody else has it
         self.renew_at = deadline - lease_s + lease_s / 3
         self._session = session
@@ -119,48 +121,50 @@ def _own_address() -> str:
 
 
 class Keeper:
-    """Renews the leases of this process, in one thread that ends soon after the last of them."""
+    """Renews the leases of this process, in one thread that ends soon after the last of them.
+
+    Other threads only put notes: an interrupt as they hold a lock would stop the renewals of all.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._leases: set[GlobalLease] = set()
-        self._runs = False
-        self._wakes_at = 0.0  # when the thread looks again unless it is told to
+        self._notes: queue.SimpleQueue[GlobalLease | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def add(self, lease: GlobalLease) -> None:
-        with self._changed:
-            self._leases.add(lease)
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="tq-locks", daemon=True).start()
-            elif lease.renew_at < self._wakes_at:
-                self._changed.notify()
+        """Renew it until it `has_ended` or is lost."""
+        self._notes.put(lease)
+        with self._lock:
+            if self._thread is None or self._thread.ident is None:  # an interrupt may have come before its start
+                self._thread = threading.Thread(target=self._run, name="tq-locks", daemon=True)
+                self._thread.start()
 
-    def remove(self, lease: GlobalLease) -> None:
-        with self._changed:
-            self._leases.discard(lease)
-            if not self._leases and self._wakes_at > time.monotonic() + LINGER_S:
-                self._changed.notify()
+    def look(self) -> None:
+        """A lease has ended."""
+        self._notes.put(None)
 
     def _run(self) -> None:
-        while (due := self._due()) is not None:
-            for lease in due:
+        leases: set[GlobalLease] = set()
+        while True:
+            now = time.monotonic()
+            due = min((lease.renew_at for lease in leases), default=now + LINGER_S)
+            with contextlib.suppress(queue.Empty):
+                note = self._notes.get(timeout=max(0.0, due - now))
+                if note is not None:
+                    leases.add(note)
+            leases = {lease for lease in leases if not lease.lost and not lease.has_ended}
+            for lease in [lease for lease in leases if lease.renew_at <= time.monotonic()]:
                 lease.renew()
+            if not leases and time.monotonic() >= due and self._ends():
+                return
 
-    def _due(self) -> list[GlobalLease] | None:
-        """Wait for leases that have to be renewed; None when there is nothing more to do."""
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                alive = [lease for lease in self._leases if not lease.lost]
-                due = [lease for lease in alive if lease.renew_at <= now]
-                if due:
-                    return due
-                self._wakes_at = min((lease.renew_at for lease in alive), default=now + LINGER_S)
-                told = self._changed.wait(self._wakes_at - now)
-                if not alive and not told and all(lease.lost for lease in self._leases):
-                    self._runs = False
-                    return None
+    def _ends(self) -> bool:
+        """Whether this thread is the last: nobody has put a lease since it looked."""
+        with self._lock:
+            if self._notes.empty():
+                self._thread = None
+                return True
+            return False
 
 
 keeper = Keeper()

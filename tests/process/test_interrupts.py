@@ -1,0 +1,146 @@
+"""An interrupt (Ctrl-C) at every place of a call where the interpreter looks for one: what it ended is as if it had not
+begun, or is whole, and nobody has to wait for what it left."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import until
+from strikes import strikes
+
+import transfer_queue as tq
+from transfer_queue.client.local_locks import LocalLocks, ThreadWaiter, local
+
+LARGE = {"x": torch.zeros(4, 100_000), "y": torch.zeros(4)}
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of connections that are left to the collector
+
+
+@pytest.fixture
+def client(service: Callable[..., tq.TransferQueueClient]) -> tq.TransferQueueClient:
+    """One that does not look for answers before it sleeps: its calls have the same places each time."""
+    return service(client={"spin_us": 0})
+
+
+def every(action: Callable[[], Any], is_clean: Callable[[], bool]) -> Iterator[str]:
+    """Strike `action` at every place, and look after each whether nothing is left of it. Gives the places; torch
+    swallows interrupts at a few, and what got through ends the run: its result is in its asker's hands."""
+    for strike in strikes(action):
+        if strike.result is None:
+            gc.collect(0)
+            until(is_clean, f"the end of a call that was struck at {strike.place!r}", 10)
+        yield strike.place
+        if strike.result is not None:
+            return
+
+
+def left(client: tq.TransferQueueClient) -> int:
+    _, status = client.get_consumption_status("t", "p")
+    return 0 if status is None else int((status == 0).sum())
+
+
+@pytest.mark.parametrize("way", ["get_meta", "take", "lease"])
+def test_rows_that_nobody_got_are_offered_again(client: tq.TransferQueueClient, way: str) -> None:
+    client.put({"x": torch.zeros(2, 8)}, partition_id="p")
+
+    def fetch() -> Any:
+        if way == "take":
+            return client.take("p", ["x"], 2, "t")
+        return client.get_meta(["x"], 2, "p", task_name="t", lease_s=600 if way == "lease" else None)
+
+    def is_clean() -> bool:
+        return left(client) == 2 and not client.overview().leases and not client.stats()["pinned_nbytes"]
+
+    assert len(list(every(fetch, is_clean))) > 100
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_read_leaves_nothing_pinned(client: tq.TransferQueueClient, copy: bool) -> None:
+    meta = client.put(LARGE, partition_id="p")
+    reading = every(lambda: client.get_data(meta, copy=copy), lambda: not client.stats()["pinned_nbytes"])
+    assert len(list(reading)) > 100
+
+
+@pytest.mark.parametrize("way", ["put", "kv_batch_put", "allocate"])
+def test_a_write_is_whole_or_nothing(client: tq.TransferQueueClient, way: str) -> None:
+    client.put(LARGE, partition_id="other")
+    before = client.stats()["arena_nbytes_used"]
+
+    def write() -> Any:
+        if way == "put":
+            return client.put(LARGE, partition_id="p")
+        if way == "kv_batch_put":
+            return tq.kv_batch_put(list("abcd"), "p", fields=LARGE)
+        return client.allocate({"x": ((2, 50_000), torch.float32)})
+
+    def is_clean() -> bool:
+        found = [one for one in client.overview().partitions if one.name == "p"]
+        assert all(one.written == [4, 4] for one in found if one.rows), found
+        client.clear_partition("p")
+        return client.stats()["arena_nbytes_used"] <= before + (1 << 16)
+
+    assert len(list(every(write, is_clean))) > 100
+
+
+def test_an_acknowledgement_counts_for_all_its_rows_or_for_none(client: tq.TransferQueueClient) -> None:
+    client.put({"x": torch.zeros(2, 8)}, partition_id="p")
+    lent = [client.get_meta(["x"], 2, "p", task_name="t", lease_s=600)]
+
+    def is_clean() -> bool:
+        leases = client.overview().leases
+        assert [one.rows for one in leases] in ([], [2])
+        if not leases:
+            client.reset_consumption("p", "t")
+            lent[0] = client.get_meta(["x"], 2, "p", task_name="t", lease_s=600)
+        return True
+
+    assert len(list(every(lambda: client.ack(lent[0]), is_clean))) > 30
+
+
+def test_a_lock_of_the_service_is_held_by_nobody(client: tq.TransferQueueClient) -> None:
+    def locked() -> None:
+        with tq.kv_global_lock("k", "p", timeout=5, lease_s=600):
+            pass
+
+    assert len(list(every(locked, lambda: not any(tq.kv_lock_list("p").values())))) > 100
+
+
+def test_a_lock_of_this_process_is_held_by_nobody() -> None:
+    def locked() -> None:
+        with tq.kv_local_lock(["a", "b"], "p", timeout=5):
+            pass
+
+    assert len(list(every(locked, lambda: not len(local)))) > 30
+
+
+def test_who_waits_for_a_lock_of_this_process_gets_it() -> None:
+    """Its holder's leaving is struck, while two more wait in order."""
+    names = [("p", "a"), ("p", "b")]
+    locks, waiters = LocalLocks(), [ThreadWaiter() for _ in range(3)]
+
+    def prepare() -> None:
+        for waiter, wanted in zip(waiters, (names, names, names[:1]), strict=True):
+            waiter.__init__()  # type: ignore[misc]
+            locks._add(waiter, wanted)
+
+    def leave() -> None:
+        try:
+            locks.leave(waiters[0])
+        except BaseException:
+            locks.leave_at_last(waiters[0])
+            raise
+
+    prepare()
+    num_places = 0
+    for _ in strikes(leave):
+        num_places += 1
+        for waiter in waiters[1:]:
+            assert not waiter._turn.locked()
+            locks._claims.check_invariants()
+            locks.leave(waiter)
+        assert not len(locks)
+        prepare()
+    assert num_places > 10
