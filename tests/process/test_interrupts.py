@@ -4,6 +4,7 @@ begun, or is whole, and nobody has to wait for what it left."""
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from strikes import strikes
 
 import transfer_queue as tq
 from transfer_queue.client.local_locks import LocalLocks, ThreadWaiter, local
+from transfer_queue.errors import InvalidInput
 
 LARGE = {"x": torch.zeros(4, 100_000), "y": torch.zeros(4)}
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of connections that are left to the collector
@@ -98,6 +100,59 @@ def test_an_acknowledgement_counts_for_all_its_rows_or_for_none(client: tq.Trans
         return True
 
     assert len(list(every(lambda: client.ack(lent[0]), is_clean))) > 30
+
+
+def test_attempts_that_nobody_got_are_claimed_by_others(client: tq.TransferQueueClient) -> None:
+    pool = tq.group_pool("p", tq.GroupPolicy())
+    groups = (f"g{number}" for number in itertools.count())
+    pool.open(next(groups), 4)
+
+    def is_clean() -> bool:
+        attempts = pool.claim(max_slots=4, timeout_s=5)
+        pool.finish_batch([attempt.result() for attempt in attempts], {"x": torch.zeros(len(attempts), 3)})
+        pool.open(next(groups), 4)
+        return len(attempts) == 4
+
+    assert len(list(every(lambda: pool.claim(max_slots=4), is_clean))) > 50
+
+
+def test_groups_that_nobody_got_are_selected_by_others(client: tq.TransferQueueClient) -> None:
+    pool = tq.group_pool("p", tq.GroupPolicy())
+    pool.open("g", 1)
+    pool.finish(pool.claim()[0], {"x": torch.zeros(1, 3)})
+
+    def is_clean() -> bool:
+        batch = pool.select(min_groups=1, timeout_s=5)
+        pool.release(batch)
+        return len(batch.groups) == 1
+
+    assert len(list(every(lambda: pool.select(min_groups=1), is_clean))) > 50
+
+
+def test_a_result_is_there_once_when_it_is_sent_again(client: tq.TransferQueueClient) -> None:
+    pool = tq.group_pool("p", tq.GroupPolicy())
+    attempts: list[Any] = []
+
+    def prepare() -> None:
+        pool.open(f"g{len(attempts)}", 1)
+        attempts.append(pool.claim(timeout_s=5)[0])
+
+    def finish() -> Any:
+        return pool.finish(attempts[-1], {"x": torch.zeros(1, 3)})
+
+    def is_clean() -> bool:
+        try:
+            finish()
+        except InvalidInput as error:  # the struck one was whole
+            if "has another result already" not in str(error):
+                raise
+        assert pool.status()["sealed"] == len(attempts)
+        assert [one.written for one in client.overview().partitions if one.name == "p"] == [[len(attempts)]]
+        prepare()
+        return True
+
+    prepare()
+    assert len(list(every(finish, is_clean))) > 50
 
 
 def test_a_lock_of_the_service_is_held_by_nobody(client: tq.TransferQueueClient) -> None:
