@@ -394,3 +394,22 @@ def test_attaching_to_nothing_fails_promptly(monkeypatch: pytest.MonkeyPatch, tm
 def test_no_tcp_without_an_address(client: tq.TransferQueueClient) -> None:
     server = psutil.Process(client.stats()["pid"])
     assert not [c for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+
+
+def test_a_server_that_hangs_as_it_starts_ends_with_its_starter(child: Spawn, tmp_path: Path) -> None:
+    """It makes the user's sampler, which waits for ever, when its starter is killed."""
+    told = tmp_path / "pid"
+    (tmp_path / "stuck.py").write_text(
+        "import os, threading\n"
+        "from transfer_queue.sampler import SequentialSampler\n"
+        "class Stuck(SequentialSampler):\n"
+        "    def __init__(self):\n"
+        f"        open({str(told)!r}, 'w').write(f'{{os.getpid()}} ')\n"
+        "        threading.Event().wait()\n"
+    )
+    code = "tq.init({'controller': {'sampler': 'stuck:Stuck'}})"
+    starter = child(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import transfer_queue as tq; {code}")
+    until(lambda: told.exists() and told.read_text().endswith(" "), "the making of the sampler")
+    server = psutil.Process(int(told.read_text()))
+    starter.kill()
+    until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the end of the server", 20)

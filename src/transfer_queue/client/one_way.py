@@ -28,9 +28,9 @@ class OneWay:
     def __init__(self) -> None:
         self.confirmed: deque[int] = deque(maxlen=REMEMBERED)  # answers that were received
         self.missed: set[str] = set()  # servers that something could not be said to
+        self.owed: deque[Owed] = deque()
         self.given_up: deque[GivenUp] = deque()  # appended to in one step, which no second interrupt can come before
         self._said: dict[str, deque[m.Message]] = {}
-        self._owed: deque[Owed] = deque()
         self._paying = threading.RLock()
 
     def said(self, message: m.Message, to: str) -> None:
@@ -39,47 +39,46 @@ class OneWay:
 
     def again(self, to: str) -> None:
         """Owe a server whose connections were lost what it was told."""
-        self._owed.extend([(message, to) for message in self._said.get(to, ())])
+        self.owed.extend([(message, to) for message in self._said.get(to, ())])
         if self.confirmed and not to:
-            self._owed.append((m.Received(list(self.confirmed)), to))
+            self.owed.append((m.Received(list(self.confirmed)), to))
 
-    def heard_from(self, to: str) -> bool:
-        """A server has answered, and where it could not be told something, it can be now. Whether anything is owed."""
-        if self.missed and to in self.missed:
+    def heard_from(self, to: str) -> None:
+        """A server has answered: where it could not be told something, it can be now."""
+        if to in self.missed:
             self.missed.discard(to)
             self.again(to)
-        return bool(self._owed or self.given_up)
 
     def owe(self, message: m.Message, to: str) -> None:
         """It could not be said: it is with the next call, to another host's server once that has answered something."""
         if to:
             self.missed.add(to)
         else:
-            self._owed.append((message, to))
+            self.owed.append((message, to))
 
     def owe_cancel(self, rid: int, to: str) -> None:
-        self._owed.append((m.Cancel(rid), to))
-        self.said(*self._owed[-1])
+        self.owed.append((m.Cancel(rid), to))
+        self.said(*self.owed[-1])
 
     def pay(self, say: Callable[[m.Message, str], None]) -> None:
         """Say what is owed; `say` owes again what it cannot. What an interrupt keeps from being said stays owed."""
         with self._paying:
             self._settle()
-            for _ in range(len(self._owed)):
-                if not self._owed:
+            for _ in range(len(self.owed)):
+                if not self.owed:
                     return
-                one = self._owed[0]
+                one = self.owed[0]
                 say(*one)
-                if self._owed and self._owed[0] is one:
-                    self._owed.popleft()
+                if self.owed and self.owed[0] is one:
+                    self.owed.popleft()
 
     def pay_one(self, to: str, say: Callable[[m.Message], None]) -> None:
         """As `pay`, what this server is owed."""
         self._settle()
-        for one in [one for one in list(self._owed) if one[1] == to]:
+        for one in [one for one in list(self.owed) if one[1] == to]:
             say(one[0])
             with contextlib.suppress(ValueError):  # another thread has said it too
-                self._owed.remove(one)
+                self.owed.remove(one)
 
     def _settle(self) -> None:
         """Owe the cancellation of calls that were given up; not to another host's server that just did not answer."""
@@ -89,7 +88,7 @@ class OneWay:
             for call in given[0]:
                 self.said(m.Cancel(call.request.rid), call.to)
                 if not (unanswered and call.to):
-                    self._owed.append((m.Cancel(call.request.rid), call.to))
+                    self.owed.append((m.Cancel(call.request.rid), call.to))
             with contextlib.suppress(IndexError):
                 if self.given_up[0] is given:
                     self.given_up.popleft()

@@ -297,7 +297,8 @@ class Session:
             connection.close()  # interrupted just too late
         else:
             self._give_back(connection, effect.to)
-        if self._one_way.heard_from(effect.to):
+        if self._one_way.owed or self._one_way.missed or self.given_up:
+            self._one_way.heard_from(effect.to)
             self._one_way.pay(self._notify)
         return found
 
@@ -381,7 +382,8 @@ class Session:
             try:
                 connection = await self._connection(timeout_s, effect.to)
                 found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
-                if self._one_way.heard_from(effect.to):
+                if self._one_way.owed or self._one_way.missed or self.given_up:
+                    self._one_way.heard_from(effect.to)
                     self._one_way.pay_one(effect.to, connection.notify)
                 break
             except ServiceUnavailable as error:

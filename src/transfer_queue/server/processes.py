@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,3 +83,26 @@ def view() -> str:
     """Names what process numbers mean here: this life of this host, and the namespace of its numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     return f"{boot[:12]}-{os.stat('/proc/self/ns/pid').st_ino:x}"
+
+
+@contextlib.contextmanager
+def ending_with_reader(pipe: int) -> Iterator[None]:
+    """Until the block ends, this process ends at once when nobody reads the pipe any more: what a user wrote runs in the
+    block, and may hang for ever. No thread is left then."""
+    ended, end = os.pipe()
+    watch = threading.Thread(target=_end_with_reader, args=(pipe, ended), name="tq-starter", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        os.close(end)
+        watch.join()
+        os.close(ended)
+
+
+def _end_with_reader(pipe: int, ended: int) -> None:
+    looking = select.poll()
+    for descriptor in (pipe, ended):
+        looking.register(descriptor, 0)  # that the other end was closed is always told
+    if any(descriptor == pipe for descriptor, _ in looking.poll()):
+        os._exit(1)
