@@ -87,8 +87,8 @@ def view() -> str:
 
 @contextlib.contextmanager
 def ending_with_reader(pipe: int) -> Iterator[None]:
-    """Until the block ends, this process ends at once when nobody reads the pipe any more: what a user wrote runs in the
-    block, and may hang for ever. No thread is left then."""
+    """Until the block ends, this process ends at once when nobody reads the pipe any more: what a user wrote runs in
+    it, and may hang for ever. No thread is left then."""
     ended, end = os.pipe()
     watch = threading.Thread(target=_end_with_reader, args=(pipe, ended), name="tq-starter", daemon=True)
     watch.start()
