@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-LEFT_OUT = (logging.__file__, "<frozen importlib")
+LEFT_OUT = (logging.__file__, "<frozen importlib", __file__)
 MOST = 5000
 
 
@@ -24,23 +24,24 @@ class Strike(NamedTuple):
     result: Any = None
 
 
-def strikes(action: Callable[[], Any], *left_out: str) -> Iterator[Strike]:
-    """Call `action` again and again, and strike one place later each time, but in no source file that is `left_out`;
-    the last time nothing strikes, and `place` is "".
+def strikes(action: Callable[[], Any], *left_out: str, only: str = "", step: int = 1) -> Iterator[Strike]:
+    """Call `action` again and again, and strike `step` places later each time; the last time nothing strikes, and
+    `place` is "". Places are in files with `only` in their paths, and in none that is `left_out`.
 
     What the interrupt ends must be as if it had not begun, or be whole: look after each. The collector rests meanwhile:
     what it calls comes at another place each time, and swallows interrupts.
     """
-    for number in range(MOST):
+    for number in range(0, MOST, step):
         place: list[str] = []
         begun = 0
 
         def look(frame: Any, event: str, function: Any, number: int = number, place: list[str] = place) -> None:
             nonlocal begun
-            if event not in ("call", "c_return") or frame.f_code.co_filename.startswith((*LEFT_OUT, *left_out)):
+            file = frame.f_code.co_filename
+            if event not in ("call", "c_return") or only not in file or file.startswith((*LEFT_OUT, *left_out)):
                 return
             begun += 1
-            if begun > number + 2:  # the first are this file's own
+            if begun > number:
                 sys.setprofile(None)
                 place.append(
                     f"{event} {getattr(function, '__qualname__', frame.f_code.co_name)} in {frame.f_code.co_name}"

@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import until
+import weights_servers
+from conftest import Child, until
 from strikes import strikes
+from weights import Net, copy_of, root
 
 import transfer_queue as tq
 from transfer_queue.client.local_locks import LocalLocks, ThreadWaiter, local
 from transfer_queue.errors import InvalidInput
+from transfer_queue.weights import ModuleSource
+from transfer_queue.weights.http import WeightSyncClient
+from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.deadline import held
 
 LARGE = {"x": torch.zeros(4, 100_000), "y": torch.zeros(4)}
 pytestmark = [
@@ -210,7 +218,7 @@ def test_who_waits_for_a_lock_of_this_process_gets_it() -> None:
 
     prepare()
     num_places = 0
-    for _ in strikes(leave):
+    for _ in strikes(leave, __file__):
         num_places += 1
         for waiter in waiters[1:]:
             assert not waiter._turn.locked()
@@ -218,4 +226,40 @@ def test_who_waits_for_a_lock_of_this_process_gets_it() -> None:
             locks.leave(waiter)
         assert not len(locks)
         prepare()
+    assert num_places > 10
+
+
+def test_a_lock_that_is_waited_for_with_a_time_out_is_held_by_nobody() -> None:
+    lock = threading.RLock()
+
+    def locked() -> None:
+        with held(lock, 5) as is_held:
+            assert is_held
+
+    assert len(list(every(locked, lambda: not lock._is_owned()))) > 5
+
+
+@pytest.mark.parametrize("engine", ["tcp", "shm"])
+def test_the_next_update_of_weights_is_taken(engine: str, child: Callable[[str], Child]) -> None:
+    """After each interrupt of `send_weights`, in a few seconds every 31st of its places."""
+    path = f"import sys; sys.path.insert(0, {str(Path(weights_servers.__file__).parent)!r})"
+    server = child(f"{path}; import weights_servers as them; them.ENGINE = {engine!r}; them.run_server()")
+    server.say("0")
+    module = Net()
+    trainer = registry.trainer(engine).trainer_init(
+        {}, client=WeightSyncClient(server.line(), weights_servers.TOKEN), source=ModuleSource(module)
+    )
+    num_places = 0
+    try:
+        trainer.send_weights(deadline_s=20)
+        for _ in strikes(lambda: trainer.send_weights(deadline_s=20), only="/transfer_queue/", step=31):
+            with torch.no_grad():
+                module.first.weight.add_(1)
+            trainer.send_weights(deadline_s=5)
+            server.say()
+            assert json.loads(server.line())["root"] == root(copy_of(module))
+            num_places += 1
+    finally:
+        trainer.shutdown()
+    server.finish()
     assert num_places > 10

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from transfer_queue.background_call import BackgroundCall
@@ -24,6 +26,21 @@ class Deadline:
         if left_s <= 0:
             raise DeadlineExceeded(f"{what} did not end before its deadline")
         return left_s
+
+
+@contextlib.contextmanager
+def held(lock: threading.RLock, timeout_s: float) -> Iterator[bool]:
+    """Hold a `threading.RLock` that this thread does not hold yet. Gives False where it did not come in time (-1: any).
+
+    An interrupt may strike as `acquire` returns, and its answer is lost: only the lock knows then whose it is.
+    """
+    try:
+        yield lock.acquire(timeout=timeout_s)
+    finally:
+        try:  # noqa: SIM105 one step: an interrupt may strike between two
+            lock.release()
+        except RuntimeError:  # it is not this thread's
+            pass
 
 
 class TimedCall(BackgroundCall[T]):

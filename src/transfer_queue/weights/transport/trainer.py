@@ -32,7 +32,7 @@ from transfer_queue.errors import (
 from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport.clients import Client, Partial
-from transfer_queue.weights.transport.deadline import Deadline, TimedCall
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall, held
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, describe, key_of, parse
 from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
@@ -82,7 +82,7 @@ class TrainerEngine(ABC):
         self._adapters: dict[str, str | None] = {}  # label -> base_root, of those that all receivers have
         self._client = client
         self._source = source
-        self._busy = threading.Lock()  # one update at a time
+        self._busy = threading.RLock()  # one update at a time
         self._packing = threading.Lock()  # one version at a time, also while another one is on its way
         self._waiting: PublishTicket | None = None  # a version that was packed while another one was on its way
         self._tickets: list[PublishTicket] = []  # that have not ended
@@ -184,12 +184,10 @@ class TrainerEngine(ABC):
     @contextmanager
     def _turn(self, deadline: Deadline) -> Iterator[None]:
         """Within, no other version is on its way."""
-        if not self._busy.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded("another version was on its way until the deadline")
-        try:
+        with held(self._busy, deadline.left()) as is_held:
+            if not is_held:
+                raise DeadlineExceeded("another version was on its way until the deadline")
             yield
-        finally:
-            self._busy.release()
 
     @contextmanager
     def _concluding(self) -> Iterator[None]:
@@ -239,12 +237,10 @@ class TrainerEngine(ABC):
         Waits for a version that is being sent. `VersionGone` when there is none; `DeadlineExceeded`.
         """
         deadline = Deadline(timeout_s)
-        if not self._busy.acquire(timeout=timeout_s):
-            raise DeadlineExceeded(f"another version was being sent for {timeout_s} s")
-        try:
+        with held(self._busy, timeout_s) as is_held:
+            if not is_held:
+                raise DeadlineExceeded(f"another version was being sent for {timeout_s} s")
             return self._infos(deadline)
-        finally:
-            self._busy.release()
 
     def _infos(self, deadline: Deadline) -> list[dict[str, Any]]:
         newest = self._newest.get("")
@@ -373,7 +369,7 @@ class TrainerEngine(ABC):
         label = adapter.label
         if not 0 < len(label) <= MAX_LABEL:
             raise InvalidInput(f"an adapter's label of {len(label)} characters, at most {MAX_LABEL}")
-        with self._busy:
+        with held(self._busy, -1):
             draft = PendingVersion(source, self._number(label, version), self.run_id, adapter=adapter)
             report, manifest = self._send(draft, Deadline(deadline_s))
             self._adapters.pop(label, None)
