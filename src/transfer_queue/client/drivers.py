@@ -51,11 +51,10 @@ def run(session: Session, operation: Operation[T], note: OperationNote | None = 
             note.ended(result)
         return result
     except BaseException as error:
-        session.given_up.append((given, error))  # first of all, in one step: a second interrupt may come at any other
+        session.given_up.append((given, error.__class__))  # first of all: a second interrupt may come with any call
         if note is not None:
             note.ended(None, error)
-        if not isinstance(error, (ServiceUnavailable, DeadlineExceeded)):  # a server that just did not answer
-            session.settle()
+        session.settle(not isinstance(error, (ServiceUnavailable, DeadlineExceeded)))
         raise
 
 

@@ -15,7 +15,8 @@ from transfer_queue.wire import messages as m
 
 REMEMBERED = 256  # of each kind, for each server
 Owed: TypeAlias = "tuple[m.Message, str]"  # and the server; "" is the session's own
-GivenUp: TypeAlias = "tuple[list[Call], BaseException]"  # calls that are to have had no effect, and why
+# Calls that are to have had no effect, and the class of the error that ended them: the error would keep their frames.
+GivenUp: TypeAlias = "tuple[list[Call], type[BaseException]]"
 
 
 class OneWay:
@@ -63,7 +64,7 @@ class OneWay:
     def pay(self, say: Callable[[m.Message, str], None]) -> None:
         """Say what is owed; `say` owes again what it cannot. What an interrupt keeps from being said stays owed."""
         with self._paying:
-            self._settle()
+            self.settle()
             for _ in range(len(self.owed)):
                 if not self.owed:
                     return
@@ -74,17 +75,17 @@ class OneWay:
 
     def pay_one(self, to: str, say: Callable[[m.Message], None]) -> None:
         """As `pay`, what this server is owed."""
-        self._settle()
+        self.settle()
         for one in [one for one in list(self.owed) if one[1] == to]:
             say(one[0])
             with contextlib.suppress(ValueError):  # another thread has said it too
                 self.owed.remove(one)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Owe the cancellation of calls that were given up; not to another host's server that just did not answer."""
         while self.given_up:
             given = self.given_up[0]
-            unanswered = isinstance(given[1], (ServiceUnavailable, DeadlineExceeded))
+            unanswered = issubclass(given[1], (ServiceUnavailable, DeadlineExceeded))
             for call in given[0]:
                 self.said(m.Cancel(call.request.rid), call.to)
                 if not (unanswered and call.to):

@@ -347,10 +347,13 @@ class Session:
             raise
         self._give_back(connection, to)
 
-    def settle(self) -> None:
-        """Cancel the calls that were `given_up`. What a second interrupt keeps from being said is said with the next
-        call."""
-        self._one_way.pay(self._notify)
+    def settle(self, is_answered: bool) -> None:
+        """Cancel the calls that were `given_up`. What a server that just did not answer, or a second interrupt, keeps
+        from being said now is said with the next call."""
+        if is_answered:
+            self._one_way.pay(self._notify)
+        else:
+            self._one_way.settle()
 
     def _notify_unit(self, message: m.Message, to: str) -> None:
         """Of a session that has ended the server may live on: a unit whose controller was started anew. What is pinned

@@ -541,7 +541,7 @@ def _name(sock: socket.socket) -> str:
 def serve(config: ServerConfig, announce: int) -> None:
     """Run a server in this process until it is stopped."""
     logging.basicConfig(level=config.logging_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    with processes.ending_with_reader(announce):
+    with processes.ending_with(config.owner_pid):
         server = Server(config)
     gc.freeze()
     # Replies are trees of small objects without cycles. A new table's lists should be old before they are long: the

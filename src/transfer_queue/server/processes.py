@@ -86,11 +86,18 @@ def view() -> str:
 
 
 @contextlib.contextmanager
-def ending_with_reader(pipe: int) -> Iterator[None]:
-    """Until the block ends, this process ends at once when nobody reads the pipe any more: what a user wrote runs in
-    it, and may hang for ever. No thread is left then."""
+def ending_with(owner: int) -> Iterator[None]:
+    """Until the block ends, this process ends at once when the process `owner` (0: none) does: what a user wrote runs
+    in it, and may hang for ever. No thread is left then."""
+    try:
+        life = os.pidfd_open(owner) if owner else -1
+    except ProcessLookupError:
+        life = -1
+    if life < 0:
+        yield
+        return
     ended, end = os.pipe()
-    watch = threading.Thread(target=_end_with_reader, args=(pipe, ended), name="tq-starter", daemon=True)
+    watch = threading.Thread(target=_end_with, args=(life, ended), name="tq-owner", daemon=True)
     watch.start()
     try:
         yield
@@ -98,11 +105,13 @@ def ending_with_reader(pipe: int) -> Iterator[None]:
         os.close(end)
         watch.join()
         os.close(ended)
+        os.close(life)
 
 
-def _end_with_reader(pipe: int, ended: int) -> None:
+def _end_with(life: int, ended: int) -> None:
+    """`ended`: a pipe whose other end is closed when there is nothing to watch any more."""
     looking = select.poll()
-    for descriptor in (pipe, ended):
-        looking.register(descriptor, 0)  # that the other end was closed is always told
-    if any(descriptor == pipe for descriptor, _ in looking.poll()):
+    looking.register(life, select.POLLIN)
+    looking.register(ended, select.POLLIN)
+    if all(descriptor == life for descriptor, _ in looking.poll()):
         os._exit(1)
