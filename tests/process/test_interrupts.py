@@ -71,6 +71,21 @@ def test_rows_that_nobody_got_are_offered_again(client: tq.TransferQueueClient, 
     assert len(list(every(fetch, is_clean))) > 100
 
 
+def test_a_second_interrupt_does_not_lose_what_the_first_one_gives_back(
+    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one strikes as the call is about to confirm its rows, the second one before or after it."""
+    client.put({"x": torch.zeros(2, 8)}, partition_id="p")
+
+    def interrupted(rid: int, to: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client.session, "confirm", interrupted)
+    fetching = every(lambda: client.get_meta(["x"], 2, "p", task_name="t"), lambda: left(client) == 2)
+    assert any("settle" in place for place in fetching)
+    assert left(client) == 2
+
+
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_read_leaves_nothing_pinned(client: tq.TransferQueueClient, copy: bool) -> None:
     meta = client.put(LARGE, partition_id="p")

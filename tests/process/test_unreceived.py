@@ -8,7 +8,6 @@ import os
 import random
 import secrets
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -462,51 +461,3 @@ def test_a_view_that_was_given_up_half_made_keeps_no_other_from_ending(client: t
     client.get_data(meta)
     gc.collect()
     until(lambda: client.stats()["pinned_nbytes"] == {}, "the end of both pins")
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of connections that are left to the collector
-def test_a_second_interrupt_does_not_lose_what_the_first_one_gives_back(
-    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It strikes as any of the functions begins that are called after the first one."""
-    client.put(rows(1, 2), partition_id="p")
-    places: list[str] = []
-    while len(places) < 200:
-        until(lambda: left(client) == 2, "the undoing of the fetch")
-        struck = _struck_twice(client, monkeypatch, len(places))
-        gc.collect()
-        if struck is None:
-            break
-        places.append(struck)
-    assert len(places) > 5, places
-    assert left(client) == 2
-
-
-def _struck_twice(client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch, after: int) -> str | None:
-    """Where the second interrupt of a fetch struck: as the function `after` so many others began."""
-    begun = 0
-    found: list[str] = []
-
-    def second(frame: Any, event: str, _: Any) -> None:
-        nonlocal begun
-        begun += 1
-        if begun > after:
-            sys.settrace(None)
-            found.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
-            raise KeyboardInterrupt
-
-    def first(rid: int, to: str) -> None:
-        sys.settrace(second)
-        raise KeyboardInterrupt
-
-    def get() -> None:
-        try:
-            client.get_meta(["x"], 2, "p", task_name="t")
-        finally:
-            sys.settrace(None)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(client.session, "confirm", first)
-        with pytest.raises(KeyboardInterrupt):
-            get()
-    return found[0] if found else None

@@ -32,7 +32,7 @@ class OneWay:
         self.owed: deque[Owed] = deque()
         self.given_up: deque[GivenUp] = deque()  # appended to in one step, which no second interrupt can come before
         self._said: dict[str, deque[m.Message]] = {}
-        self._paying = threading.RLock()
+        self._paying, self._settling = threading.RLock(), threading.RLock()  # the first is held while messages are sent
 
     def said(self, message: m.Message, to: str) -> None:
         if isinstance(message, (m.Discard, m.Cancel)) or (isinstance(message, m.Unpin) and message.rid > 0):
@@ -58,8 +58,9 @@ class OneWay:
             self.owed.append((message, to))
 
     def owe_cancel(self, rid: int, to: str) -> None:
-        self.owed.append((m.Cancel(rid), to))
-        self.said(*self.owed[-1])
+        cancel = m.Cancel(rid)
+        self.said(cancel, to)
+        self.owed.append((cancel, to))
 
     def pay(self, say: Callable[[m.Message, str], None]) -> None:
         """Say what is owed; `say` owes again what it cannot. What an interrupt keeps from being said stays owed."""
@@ -70,26 +71,29 @@ class OneWay:
                     return
                 one = self.owed[0]
                 say(*one)
-                if self.owed and self.owed[0] is one:
-                    self.owed.popleft()
+                self._paid(one)
 
     def pay_one(self, to: str, say: Callable[[m.Message], None]) -> None:
         """As `pay`, what this server is owed."""
         self.settle()
         for one in [one for one in list(self.owed) if one[1] == to]:
             say(one[0])
-            with contextlib.suppress(ValueError):  # another thread has said it too
-                self.owed.remove(one)
+            self._paid(one)
+
+    def _paid(self, one: Owed) -> None:
+        with contextlib.suppress(ValueError):  # another thread has said it too
+            self.owed.remove(one)
 
     def settle(self) -> None:
         """Owe the cancellation of calls that were given up; not to another host's server that just did not answer."""
-        while self.given_up:
-            given = self.given_up[0]
-            unanswered = issubclass(given[1], (ServiceUnavailable, DeadlineExceeded))
-            for call in given[0]:
-                self.said(m.Cancel(call.request.rid), call.to)
-                if not (unanswered and call.to):
-                    self.owed.append((m.Cancel(call.request.rid), call.to))
-            with contextlib.suppress(IndexError):
-                if self.given_up[0] is given:
+        with self._settling:
+            while self.given_up:
+                calls, ended_by = given = self.given_up[0]
+                unanswered = issubclass(ended_by, (ServiceUnavailable, DeadlineExceeded))
+                for call in calls:
+                    if unanswered and call.to:
+                        self.said(m.Cancel(call.request.rid), call.to)
+                    else:
+                        self.owe_cancel(call.request.rid, call.to)
+                if self.given_up and self.given_up[0] is given:
                     self.given_up.popleft()
