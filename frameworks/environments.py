@@ -31,8 +31,8 @@ ENVIRONMENTS = {
     "nemo-rl": _with_this_package(
         "nemo-rl", "tensordict==0.12.2", "ray", "datasets", "pillow", "pydantic", "requests", "transformers"
     ),
-    "td-oldest": _with_this_package("td-oldest", "tensordict==0.10.0"),
-    "td-newest": _with_this_package("td-newest", "tensordict"),
+    "td-oldest": _with_this_package("td-oldest", "tensordict==0.10.0", "pillow"),
+    "td-newest": _with_this_package("td-newest", "tensordict", "pillow"),
     # What programs written for TransferQueue import beside it: its own requirements.
     "programs": _with_this_package("programs", "tensordict", "ray[default]", "hydra-core"),
     "transferqueue": Environment(
