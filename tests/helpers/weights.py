@@ -9,9 +9,11 @@ import torch
 
 from transfer_queue.weights import InPlace, Manifest, Receiver, StateDictSource, WeightSource, pack, plan, seal
 from transfer_queue.weights.receive.receiver import CommitInfo
-from transfer_queue.weights.version.delta import DeltaSource
+from transfer_queue.weights.transport.pending import PendingVersion
 from transfer_queue.weights.version.manifest import root_of
-from transfer_queue.weights.version.sources import named_weights
+from transfer_queue.weights.version.plans import plan_pieces
+from transfer_queue.weights.version.shard_table import ShardTable
+from transfer_queue.weights.version.sources import named_weights, shards_of
 
 Weights = dict[str, torch.Tensor]
 ROOM_S = 30.0
@@ -88,13 +90,19 @@ def full(weights: Mapping[str, torch.Tensor] | WeightSource, version: int, epoch
 
 
 def delta(old: Weights, new: Weights, version: int, base: int, epoch: str = "e") -> Version:
-    source = DeltaSource(old, root(old), StateDictSource(new))
-    where = plan(source.specs(), 128)
-    buckets, digests = [], {}
-    for packed in pack(source, where):
-        buckets.append(packed.data.clone())
-        digests.update(packed.digests)
-    return Version(source.manifest(where, digests, version=version, epoch=epoch, base=base), buckets)
+    return change(StateDictSource(old), StateDictSource(new), version, base, epoch)
+
+
+def change(old: WeightSource, new: WeightSource, version: int, base: int, epoch: str = "e") -> Version:
+    """The difference, as a trainer of one rank makes it."""
+    before = PendingVersion(old, base, epoch, keeps=True)
+    table = ShardTable.of(shards_of(old.specs()))
+    plans = plan_pieces([table], bucket_nbytes=128)
+    before.seal_cells([table], plans, [before.read(table, iter(old.tensors()), plans[0], compares=False)])
+    after = PendingVersion(new, version, epoch, before.settled(), keeps=True)
+    assert after.compares([ShardTable.of(shards_of(new.specs()))], plans)
+    packed = after.read(table, iter(new.tensors()), plans[0], compares=True)
+    return Version(after.seal_cells([table], plans, [packed]), after.buckets)
 
 
 def root(weights: Mapping[str, torch.Tensor]) -> str:

@@ -89,8 +89,8 @@ def test_key_order_and_spaces_are_not_canonical() -> None:
 
 
 def test_another_format_is_named_before_anything_else_is_read() -> None:
-    with pytest.raises(BadManifest, match="format 4: this release reads 1, 2 and 3"):
-        Manifest.decode(b'{"format":4,"of":"the future"}')
+    with pytest.raises(BadManifest, match="format 5: this release reads 1 to 4"):
+        Manifest.decode(b'{"format":5,"of":"the future"}')
 
 
 @pytest.mark.parametrize(

@@ -412,11 +412,11 @@ def test_columns_that_do_not_fit_are_refused(change: Any) -> None:
         replace(manifest, pieces=replace(pieces, **change(pieces)))
 
 
-def test_columns_are_those_of_format_3_only() -> None:
+def test_columns_are_those_of_formats_3_and_4_only() -> None:
     manifest, _ = published(CUT, [CUT_TABLE], [CUT_WANTS])
-    with pytest.raises(BadManifest, match="format 3, this is 1"):
+    with pytest.raises(BadManifest, match="format 3 and 4, this is 1"):
         replace(manifest, format=FORMAT, holders=msgspec.UNSET)
-    with pytest.raises(BadManifest, match="format 3, this is 2"):
+    with pytest.raises(BadManifest, match="format 3 and 4, this is 2"):
         replace(manifest, format=PIECES)
     with pytest.raises(BadManifest, match="tensors in pieces, in format 3"):
         replace(cut_manifest(), format=COLUMNS, pieces=manifest.pieces)

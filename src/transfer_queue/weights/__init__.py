@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transfer_queue.weights.receive.targets import InPlace as InPlace
     from transfer_queue.weights.receive.targets import Swap as Swap
     from transfer_queue.weights.receive.targets import Target as Target
-    from transfer_queue.weights.version.delta import DeltaSource as DeltaSource
     from transfer_queue.weights.version.manifest import Manifest as Manifest
     from transfer_queue.weights.version.manifest import TensorSpec as TensorSpec
     from transfer_queue.weights.version.packing import Packed as Packed
@@ -50,7 +49,6 @@ _HOMES = {
     "receive.adapters": ("Lora",),
     "control.control": ("Control",),
     "control.control_async": ("AsyncControl",),
-    "version.delta": ("DeltaSource",),
     "receive.gate": ("Gate",),
     "version.manifest": ("Manifest", "TensorSpec"),
     "version.packing": ("Packed", "Plan", "digests", "pack", "plan", "seal", "unpack"),

@@ -12,16 +12,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from transfer_queue.errors import CommitFailed, NotSupported, StaleBase
 from transfer_queue.integrations.vllm.checkpoint import Checkpoint
 from transfer_queue.weights.receive.lazy import Supplied, supplied
-from transfer_queue.weights.receive.targets import Broken, Live, Metas, Pause, Target, Tensors
+from transfer_queue.weights.receive.targets import Broken, Live, Metas, Pause, Target
 from transfer_queue.weights.version.manifest import Contents
-from transfer_queue.weights.version.pieces import Pieces
 from transfer_queue.weights.version.plans import Wants
 
 log = logging.getLogger("transfer_queue.weights")
@@ -61,12 +60,10 @@ class LoadedModel(Target):
         self._checkpoint.check(contents)
         self._metas = {name: contents[name][:2] for name in in_layers(list(contents))}
 
-    def bases(self) -> Tensors:
+    def bases(self) -> Mapping[str, Supplied]:
         if self._held is None:
             raise StaleBase("nothing was installed here yet: send a full version")
-        if any(isinstance(tensor, Pieces) for tensor in self._held.values()):
-            raise StaleBase("only parts of the tensors are here: send a full version")
-        return cast(Tensors, self._held)
+        return self._held
 
     def prepare(self, staged: Mapping[str, Supplied]) -> Loading:
         held = self._held or {}

@@ -267,7 +267,7 @@ class Receiver:
             if session is None or session.opened is None:
                 repeated = self._is_repeated(manifest)
                 contents = self._contents if repeated else self._result(manifest)
-                wanted = None if repeated else self._wanted(manifest)
+                wanted = None if repeated else self._wanted(manifest, contents)
                 opened = OpenVersion(manifest, contents, repeated, wanted)
                 session = session or self._new_session(manifest.epoch, timeout_s)
                 session.opened = opened
@@ -380,11 +380,11 @@ class Receiver:
 
     # what may be installed
 
-    def _wanted(self, m: Manifest) -> list[int] | None:
-        """The buckets of the version that are needed here; None: all."""
-        if m.kind != "full":
+    def _wanted(self, m: Manifest, contents: Contents) -> list[int] | None:
+        """The buckets of the version that are needed here; None: all. `contents`: what it leads to."""
+        if m.kind == "adapter":
             return None
-        wants = self._target.wanted({name: entry[:2] for name, entry in m.contents().items()})
+        wants = self._target.wanted({name: entry[:2] for name, entry in contents.items()})
         return None if wants is None else wanted_buckets(m, wants)
 
     def _is_repeated(self, m: Manifest) -> bool:
@@ -437,7 +437,7 @@ class Receiver:
         contents = {**self._contents, **changed}
         if root_of(contents) != m.root:
             raise BadManifest("the delta does not lead to its root")
-        if any(spec.delta for spec in m.tensors):
+        if m.parts.needs_base:
             self._target.bases()
         return contents
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from transfer_queue.errors import DigestMismatch, InvalidInput, StaleBase
-from transfer_queue.weights.receive.targets import Staged, Target, Tensors
-from transfer_queue.weights.version import delta, device
+from transfer_queue.errors import DigestMismatch, InvalidInput
+from transfer_queue.weights.receive.results import Results
+from transfer_queue.weights.receive.targets import Staged, Target
+from transfer_queue.weights.version import device
 from transfer_queue.weights.version.digest import ALGO, Buffer, copy_and_digest, digest_of, host_bytes
-from transfer_queue.weights.version.manifest import BucketPart, Manifest, TensorSpec
-from transfer_queue.weights.version.packing import NUM_THREADS, views
+from transfer_queue.weights.version.manifest import BucketPart, Manifest
+from transfer_queue.weights.version.packing import views
 from transfer_queue.weights.version.pieces import Pieces
 from transfer_queue.weights.version.tensor_memory import room
 
@@ -27,10 +27,6 @@ class Staging:
         self._wanted = list(range(len(self._parts)) if wanted is None else wanted)
         self._lock = threading.Lock()
         self._buckets: dict[int, torch.Tensor] = {}
-
-    @property
-    def has_differences(self) -> bool:
-        return any(spec.delta for spec in self.manifest.tensors)
 
     @property
     def missing(self) -> list[int]:
@@ -85,7 +81,7 @@ class Staging:
         places = self.parts()
         found: dict[str, Staged | Pieces] = {}
         if self.manifest.kind == "delta":
-            found.update(self._results(places, target))
+            found.update(Results(self.manifest, places, target).tensors())
         else:
             found = {part.name: view for part, view in places if part.piece is None}
             found |= self._pieces(places, target.takes_pieces)
@@ -101,25 +97,3 @@ class Staging:
         if takes_pieces:
             return dict(found)
         return {name: pieces.whole() for name, pieces in found.items()}
-
-    def _results(self, places: list[tuple[BucketPart, torch.Tensor]], target: Target) -> dict[str, Staged]:
-        """What a delta leads to. A target that has not all of the model has no use for what it lacks."""
-        bases: Tensors = {}
-        if self.has_differences:
-            bases = target.bases()
-            places = [(part, view) for part, view in places if part.name in bases]
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-stage") as helpers:
-            values = helpers.map(lambda one: self._result(one[0].spec, one[1], bases, target), places)
-            return {part.name: value for (part, _), value in zip(places, values, strict=True)}
-
-    def _result(self, spec: TensorSpec, part: torch.Tensor, bases: Tensors, target: Target) -> Staged:
-        if spec.delta is None:
-            return part.clone()  # a small tensor would keep its bucket in memory
-        live = bases[spec.name].detach()
-        base = live.cpu().contiguous()
-        patch = delta.read(part, base)
-        in_place = target.takes_patches and base.data_ptr() == live.data_ptr()
-        whole = None if in_place else room(base.nbytes).view(base.dtype).reshape(base.shape)
-        if patch.result(base, whole) != spec.digest:
-            raise StaleBase(f"{spec.name!r} is not what it was when its version was installed: send a full version")
-        return patch if whole is None else whole

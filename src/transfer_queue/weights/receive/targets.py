@@ -79,8 +79,9 @@ class Target(ABC):
         """Raise unless this content fits the model: `UnknownTensor`, `ShapeMismatch`, `Incomplete`."""
 
     @abstractmethod
-    def bases(self) -> Tensors:
-        """The live tensors, which differences apply to. `ShapeMismatch` when their bytes may not be those received."""
+    def bases(self) -> Mapping[str, Any]:
+        """The live tensors, or the pieces of them that are here (`pieces.Pieces`), which differences apply to.
+        `ShapeMismatch` when their bytes may not be those received."""
 
     @abstractmethod
     def prepare(self, staged: Mapping[str, Any]) -> Any:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from transfer_queue.errors import (
@@ -40,7 +42,8 @@ from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.fetching import TrainerLink
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, describe, key_of, parse
 from transfer_queue.weights.transport.protocol import address_of
-from transfer_queue.weights.version.manifest import FORMAT, Manifest, expand, root_of
+from transfer_queue.weights.version.columns import DIGEST_NBYTES
+from transfer_queue.weights.version.manifest import Manifest, PieceColumns, expand, root_of
 
 if TYPE_CHECKING:
     from transfer_queue.weights.transport.trainer import TrainerEngine
@@ -319,13 +322,24 @@ def whole_of(before: Manifest | None, new: Manifest) -> Manifest | None:
         return new
     if new.kind == "adapter" or before is None:
         return before
-    if before.format != FORMAT:
-        return None  # the digests of pieces are not known
     changed = {spec.name: spec.digest for spec in new.tensors}
     tensors = tuple(replace(spec, digest=changed.get(spec.name, spec.digest)) for spec in before.tensors)
     root = root_of(expand({spec.name: spec.entry for spec in tensors}, before.aliases))
     if root != new.root:
         return None  # names of tied tensors differ: nothing to serve until the next full version
     return replace(
-        before, version=new.version, epoch=new.epoch, label=new.label, meta=new.meta, tensors=tensors, root=root
-    )
+        before, version=new.version, epoch=new.epoch, label=new.label, meta=new.meta, tensors=tensors, root=root,
+        pieces=_pieces_of(before, new),
+    )  # fmt: skip
+
+
+def _pieces_of(before: Manifest, new: Manifest) -> PieceColumns | msgspec.UnsetType:
+    """Those of `before`, with the digests of `new`, whose tensors are in the same order and pieces."""
+    if before.pieces is msgspec.UNSET or new.pieces is msgspec.UNSET:
+        return before.pieces
+    names = {spec.name for spec in new.tensors}
+    is_new = np.array([spec.name in names for spec in before.tensors], np.bool_)
+    counts = np.where(before.parts.layout < 0, 0, before.parts.counts)
+    digests = np.frombuffer(before.pieces.digests, np.uint8).reshape(-1, DIGEST_NBYTES).copy()
+    digests[np.repeat(is_new, counts)] = np.frombuffer(new.pieces.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+    return replace(before.pieces, digests=digests.tobytes())

@@ -8,7 +8,7 @@ why. Every operation has a deadline; after a failed update the next version begi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ from transfer_queue.weights.transport.info import InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.transport.pending import PendingVersion
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.version.manifest import MAX_NBYTES, Manifest
-from transfer_queue.weights.version.packing import Plan, digests, pack, plan
+from transfer_queue.weights.version.packing import digests, pack, plan
 from transfer_queue.weights.version.sources import Once, WeightSource
 from transfer_queue.weights.version.tensor_memory import room
 from transfer_queue.wire.address import Address, advertised, host_towards
@@ -145,7 +145,7 @@ class CollectiveTrainer(TrainerEngine):
         self._store: Any = dist.TCPStore(info.host, info.port, is_master=True, timeout=limit, wait_for_workers=False)
         self._group: Group | None = None
         self._round = 0
-        self._draft: tuple[WeightSource, Plan] | None = None
+        self._draft: Callable[[], Iterator[torch.Tensor]] | None = None  # gives the buckets that are to be sent
 
     def receivers_info(self) -> dict[str, Any]:
         return {
@@ -166,11 +166,18 @@ class CollectiveTrainer(TrainerEngine):
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         if self._group is None:
             self._meet(deadline)
+        if draft.keeps and draft.adapter is None:
+            manifest = self._packed(draft)
+            self._give(manifest, draft.buckets, deadline)
+            return manifest
         source = Once(draft.source)  # digests leave before the bytes do, and those from another thread
         where = plan(source.specs(), self.info.bucket_nbytes)
         manifest = draft.seal(where, digests(source))
-        self._draft = (source, where)
+        self._draft = lambda: (packed.data for packed in pack(source, where))
         return manifest
+
+    def _give(self, manifest: Manifest, buckets: list[torch.Tensor], deadline: Deadline) -> None:
+        self._draft = lambda: iter(buckets)
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
         sending = TimedCall(self._send_all, self._draft, manifest, deadline)
@@ -184,17 +191,18 @@ class CollectiveTrainer(TrainerEngine):
         finally:
             self._draft = None
 
-    def _send_all(self, drafted: tuple[WeightSource, Plan] | None, manifest: Manifest, deadline: Deadline) -> None:
+    def _send_all(
+        self, drafted: Callable[[], Iterator[torch.Tensor]] | None, manifest: Manifest, deadline: Deadline
+    ) -> None:
         group = self._group
         assert group is not None
         assert drafted is not None
-        source, where = drafted
         try:
             body = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
             group.broadcast(torch.tensor([len(body)], device=group.device), deadline)
             group.broadcast(body.to(group.device), deadline)
-            for packed in pack(source, where):
-                group.broadcast(packed.data.to(group.device), deadline)
+            for bucket in drafted():
+                group.broadcast(bucket.to(group.device), deadline)
         except BaseException:  # after an interrupt the group is out of step
             self._give_up()
             raise

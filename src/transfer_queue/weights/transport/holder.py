@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.errors import InvalidInput, StaleBase, TransferQueueError
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.pending import SyncReport
 from transfer_queue.weights.transport.ranks import (
-    PackedDigests,
+    GIVE_WHOLE,
     Planned,
     RankFault,
     RankLink,
@@ -25,7 +25,10 @@ from transfer_queue.weights.transport.ranks import (
 )
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.ticket import PublishTicket
-from transfer_queue.weights.version.pieces import pack_here
+from transfer_queue.weights.transport.version_store import LastAsked
+from transfer_queue.weights.version.anchor import Anchor, Changes
+from transfer_queue.weights.version.sealing import PackedCells
+from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sources import WeightSource, parts_of, table_of
 
 
@@ -36,10 +39,21 @@ class HeldBuckets:
         self._keep = keep
         self._lock = threading.Lock()
         self._held: dict[str, tuple[int, list[torch.Tensor]]] = {}  # by key, oldest first
+        self._asked = LastAsked()
 
     def add(self, key: str, first: int, buckets: list[torch.Tensor]) -> None:
+        """Also anew, once an update with it has ended: who asks from then on is a late one."""
         with self._lock:
             self._held[key] = (first, buckets)
+            self._asked.forget(key)
+
+    def take_back(self, key: str) -> bool:
+        """See `VersionStore.take_back`."""
+        with self._lock:
+            if self._asked.lately(key):
+                return False
+            self._held.pop(key, None)
+            return True
 
     def retain(self) -> None:
         """The last one that was added was committed: let go of what is beyond as much as is kept."""
@@ -61,6 +75,7 @@ class HeldBuckets:
         with self._lock:
             if key not in self._held:
                 raise gone(key)
+            self._asked.note(key)
             first, buckets = self._held[key]
         if not first <= index < first + len(buckets):
             raise InvalidInput(f"bucket {index} is not held here: {first} to {first + len(buckets) - 1} are")
@@ -68,6 +83,24 @@ class HeldBuckets:
 
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:
         raise InvalidInput("memory is not lent over TCP")
+
+
+class HeldBase(NamedTuple):
+    """The version that all receivers have, as this rank packed it: its cells, and as `Sealed` has it."""
+
+    anchor: Anchor
+    key: str
+    first: int
+
+
+class HeldDraft(NamedTuple):
+    """What this rank has packed of a version: all of it, or what changed in the base's cells."""
+
+    version: int
+    turn: str
+    sealed: Sealed
+    anchor: Anchor
+    changes: Changes | None
 
 
 class Holder:
@@ -82,6 +115,7 @@ class Holder:
         self._source = source
         self._busy = threading.Lock()
         self._ticket: PublishTicket | None = None
+        self._base: HeldBase | None = None
         self.store = HeldBuckets(info.keep)
         self._link = RankLink(p.address_of(meet, token), info.rank)
         listening, self.address = listen_tcp(info.host, info.port)
@@ -96,26 +130,24 @@ class Holder:
             self.shutdown()
             raise
 
-    def send_weights(self, version: int | None = None, *, deadline_s: float, full: bool = True) -> SyncReport:
+    def send_weights(self, version: int | None = None, *, deadline_s: float, full: bool = False) -> SyncReport:
         """This rank's part of the update that rank 0 leads, and its report. Every rank has to call it.
 
         Raises what ended the update, on every rank, at most 2 s after `deadline_s` (packing is not interrupted). What
         was packed may be fetched until the version is given up, or followed by `keep` others.
         """
-        del full  # all are
         deadline = Deadline(deadline_s)
         with self._busy:
             self._settle(deadline)
-            turn, key = self._pack(version, deadline)[1:]
-            return self._serve(turn, key, deadline)
+            return self._serve(self._pack(version, deadline, full=full), deadline)
 
     def publish(self, version: int | None = None, *, deadline_s: float) -> PublishTicket:
         """This rank's part of the `publish` that rank 0 leads: returns when all ranks have packed."""
         deadline = Deadline(deadline_s)
         with self._busy:
             self._settle(deadline)
-            number, turn, key = self._pack(version, deadline)
-            self._ticket = PublishTicket(number).start(lambda: self._serve(turn, key, deadline))
+            draft = self._pack(version, deadline, full=True)
+            self._ticket = PublishTicket(draft.version).start(lambda: self._serve(draft, deadline))
             return self._ticket
 
     def _settle(self, deadline: Deadline) -> None:
@@ -124,36 +156,69 @@ class Holder:
             self._ticket.settle(deadline)
 
     @system_faults()
-    def _pack(self, version: int | None, deadline: Deadline) -> tuple[int, str, str]:
-        """The version's number, the name of the update, and the manifest's key."""
+    def _pack(self, version: int | None, deadline: Deadline, *, full: bool) -> HeldDraft:
         table = table_of(self._source)
         key = table.key
         self._link.meet(deadline.left())
-        offer = RankOffer(version, self.address, key, None if self._link.known == key else table)
+        base = self._base
+        offer = RankOffer(
+            version, self.address, key, None if self._link.known == key else table,
+            "" if full or base is None else base.key,
+        )  # fmt: skip
         planned = msgspec.json.decode(self._link.bring("offer", "", msgspec.json.encode(offer), deadline), type=Planned)
         self._link.known = key
         try:
             planned.plan.check(len(table))
-            buckets, digests = pack_here(table, parts_of(self._source), planned.plan)
+            anchor, packed, changes = self._read(table, planned)
         except Exception as error:  # the others are waiting
             self._tell(planned.turn, as_typed(error), deadline)
             raise
-        packed = msgspec.json.encode(PackedDigests(digests))
-        body = self._link.bring("packed", planned.turn, packed, deadline)
+        body = self._link.bring("packed", planned.turn, msgspec.json.encode(packed), deadline)
         sealed = msgspec.json.decode(body, type=Sealed)
-        self.store.add(sealed.key, sealed.first, buckets)
-        return planned.version, planned.turn, sealed.key
+        self.store.add(sealed.key, sealed.first, anchor.buckets if changes is None else changes.buckets)
+        return HeldDraft(planned.version, planned.turn, sealed, anchor, changes)
+
+    def _read(self, table: ShardTable, planned: Planned) -> tuple[Anchor, PackedCells, Changes | None]:
+        parts = parts_of(self._source)
+        if planned.compares:
+            if self._base is None or not self._base.anchor.fits(table, planned.plan):
+                raise StaleBase("this rank has no version before with these shards and this plan")
+            changes = self._base.anchor.compare(parts)
+            return self._base.anchor, PackedCells(changes.digests, changes.stored), changes
+        anchor, digests = Anchor.pack(table, parts, planned.plan)
+        return anchor, PackedCells(digests), None
 
     @system_faults()
-    def _serve(self, turn: str, key: str, deadline: Deadline) -> SyncReport:
+    def _serve(self, draft: HeldDraft, deadline: Deadline) -> SyncReport:
         """Have it fetched until the update has ended."""
+        sealed, changes = draft.sealed, draft.changes
         try:
-            report = self._link.bring("served", turn, b"", deadline)
+            report = self._link.bring("served", draft.turn, b"", deadline)
+            if report == GIVE_WHOLE:
+                self._follow(draft)
+                changes = None
+                report = self._link.bring("served", draft.turn, b"", deadline)
         except BaseException:  # nobody is to have it; an interrupt must not keep its memory
-            self.store.withdraw(key)
+            self.store.withdraw(sealed.key)
             raise
+        if changes is not None:
+            self._follow(draft)
+        elif self.info.anchor_every > 1:
+            self._base = HeldBase(draft.anchor, sealed.whole_key, sealed.whole_first)
+            self.store.add(sealed.whole_key, sealed.whole_first, draft.anchor.buckets)
         self.store.retain()
         return msgspec.json.decode(report, type=SyncReport)
+
+    def _follow(self, draft: HeldDraft) -> None:
+        """The anchor has the changes of the draft, and is given as all of its version."""
+        sealed, base = draft.sealed, self._base
+        assert base is not None
+        assert draft.changes is not None
+        self._base = None  # in between it is of no version
+        draft.anchor.follow(draft.changes, copy=not self.store.take_back(base.key))
+        self.store.withdraw(sealed.key)
+        self.store.add(sealed.whole_key, sealed.whole_first, draft.anchor.buckets)
+        self._base = HeldBase(draft.anchor, sealed.whole_key, sealed.whole_first)
 
     def _tell(self, turn: str, error: TransferQueueError, deadline: Deadline) -> None:
         fault = msgspec.json.encode(RankFault(error.code, str(error)))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from transfer_queue.structs import decodable
-from transfer_queue.weights.version.delta import DeltaSource
+from transfer_queue.weights.version.anchor import Anchor, Changes
 from transfer_queue.weights.version.digest import ALGO
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import Plan, seal
-from transfer_queue.weights.version.sources import TensorMeta, WeightSource
-from transfer_queue.weights.version.tensor_memory import write
+from transfer_queue.weights.version.plans import ShardPlan
+from transfer_queue.weights.version.sealing import PackedCells, seal_changes, seal_pieces
+from transfer_queue.weights.version.shard_table import ShardTable
+from transfer_queue.weights.version.sources import WeightSource
 
 
 class PendingAdapter(NamedTuple):
@@ -25,66 +27,98 @@ class PendingAdapter(NamedTuple):
     meta: dict[str, Any]
 
 
-class PendingBase:
-    """An earlier version with its weights: for differences, and as a source for receivers that lack theirs."""
+class Base(NamedTuple):
+    """The version that all receivers have, for differences, and for receivers that lack theirs: this rank's cells of
+    it, the manifest of all of it, and the shards (their keys) and plans of all ranks."""
 
-    def __init__(self, manifest: Manifest, source: WeightSource) -> None:
-        self.manifest = manifest
-        self.digests = {spec.name: spec.digest for spec in manifest.tensors}
-        self.weights = {name: tensor.clone() for name, tensor in source.tensors()}
-        self._specs = source.specs()
-        self._aliases = source.aliases()
-
-    def follow(self, manifest: Manifest, source: WeightSource) -> None:
-        """These are the weights now. Copies what changed."""
-        changed = {spec.name for spec in manifest.tensors}
-        for name, tensor in source.tensors():
-            if name in changed:
-                write(self.weights[name], tensor.detach())
-        self.manifest = manifest
-        self.digests.update((spec.name, spec.digest) for spec in manifest.tensors)
-
-    def specs(self) -> list[TensorMeta]:
-        return self._specs
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.weights.items()
-
-    def aliases(self) -> dict[str, str]:
-        return self._aliases
+    anchor: Anchor
+    manifest: Manifest
+    tables: tuple[str, ...]
+    plans: Sequence[ShardPlan]
 
 
 class PendingVersion:
-    """A version about to be packed."""
+    """A version about to be packed, and what was packed of it: all of it, or what differs from `base` (see `compares`).
+    `keeps`: this rank's cells stay here, as the base of the next versions."""
 
     def __init__(
         self,
         source: WeightSource,
         version: int,
         run_id: str,
-        base: PendingBase | None = None,
+        base: Base | None = None,
         adapter: PendingAdapter | None = None,
+        keeps: bool = False,
     ) -> None:
         self.version = version
         self.run_id = run_id
         self.adapter = adapter
-        self.read = source  # what the version was read from
+        self.source = source
         self.label = adapter.label if adapter else ""
-        self.is_whole = base is None and adapter is None
-        self._base = base
-        self._delta = DeltaSource(base.weights, base.manifest.root, source, base.digests) if base else None
-        self.source: WeightSource = self._delta or source
+        self.base = base
+        self.keeps = keeps
+        self.buckets: list[torch.Tensor] = []  # what this rank gives
+        self.whole: Manifest | None = None  # of all of it, also where only a difference is sent
+        self.changes: Changes | None = None
+        self._anchor: Anchor | None = None
+        self._tables: tuple[str, ...] = ()
+        self._plans: Sequence[ShardPlan] = ()
+
+    def compares(self, tables: Sequence[ShardTable], plans: Sequence[ShardPlan]) -> bool:
+        """Whether there is a base with these shards, plans and ties."""
+        base = self.base
+        if base is None or base.manifest.aliases != self.source.aliases():
+            return False
+        return base.tables == tuple(table.key for table in tables) and base.plans == plans
+
+    def read(
+        self, table: ShardTable, parts: Iterator[tuple[str, torch.Tensor]], where: ShardPlan, *, compares: bool
+    ) -> PackedCells:
+        """Read what the source gives here, `parts` by `table`, and pack it, or how it differs from the base."""
+        if compares:
+            assert self.base is not None
+            self.changes = self.base.anchor.compare(parts)
+            self.buckets = self.changes.buckets
+            return PackedCells(self.changes.digests, self.changes.stored)
+        self._anchor, digests = Anchor.pack(table, parts, where)
+        self.buckets = self._anchor.buckets
+        return PackedCells(digests)
+
+    def seal_cells(
+        self, tables: Sequence[ShardTable], plans: Sequence[ShardPlan], packed: Sequence[PackedCells]
+    ) -> Manifest:
+        """The manifest of what all ranks have read."""
+        digests = [one.digests for one in packed]
+        named: Any = {"version": self.version, "epoch": self.run_id, "aliases": self.source.aliases()}
+        self.whole = seal_pieces(tables, plans, digests, **named)
+        self._tables, self._plans = tuple(table.key for table in tables), plans
+        if self.changes is None or self.base is None:
+            return self.whole
+        stored = [one.stored for one in packed if one.stored is not None]
+        return seal_changes(self.base.manifest, self.whole, tables, plans, digests, stored)
 
     def seal(self, where: Plan, digests: Mapping[str, str], algo: str = ALGO) -> Manifest:
-        if self._delta is None or self._base is None:
-            label, base_root, meta = self.adapter or PendingAdapter("", None, {})
-            return seal(
-                where, digests, version=self.version, epoch=self.run_id, aliases=self.source.aliases(),
-                kind="adapter" if self.adapter else "full", base_root=base_root, label=label, meta=meta,
-                algo=algo,
-            )  # fmt: skip
-        base = self._base.manifest.version
-        return self._delta.manifest(where, digests, version=self.version, epoch=self.run_id, base=base)
+        """The manifest of a source that was packed in whole tensors."""
+        label, base_root, meta = self.adapter or PendingAdapter("", None, {})
+        return seal(
+            where, digests, version=self.version, epoch=self.run_id, aliases=self.source.aliases(),
+            kind="adapter" if self.adapter else "full", base_root=base_root, label=label, meta=meta, algo=algo,
+        )  # fmt: skip
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it changes the base, which has not followed yet."""
+        return self.changes is not None and self._anchor is None
+
+    def settled(self, *, copy: bool = False) -> Base | None:
+        """The base of the next versions, now that this one was taken, or is to be sent whole: the anchor follows what
+        changed (`copy`: in new buckets). None where nothing was kept."""
+        if self.is_ahead and self.base is not None and self.changes is not None:
+            self._anchor = self.base.anchor
+            self._anchor.follow(self.changes, copy=copy)
+        if self._anchor is None or self.whole is None or not self.keeps:
+            return None
+        return Base(self._anchor, self.whole, self._tables, self._plans)
 
 
 @decodable

@@ -6,6 +6,9 @@ In an update every rank brings something to rank 0 three times, and waits for wh
     packed   digests of what it packed   ->  the manifest's key, once it is made
     served   (it may be fetched)         ->  the report of the update
 
+Where all ranks have the version before, packed alike, only what differs from it is packed. If receivers turn out to
+lack that version, ranks are told `GIVE_WHOLE` in place of a report, and come to `served` once more.
+
 Connections are ours, with deadlines, no process group: of a rank that is dead, or late, all others are told in time.
 """
 
@@ -31,45 +34,46 @@ from transfer_queue.structs import decodable
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.version.plans import ShardPlan
-from transfer_queue.weights.version.sealing import ShardDigests
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.blocking import at_most
 
 MAX_NBYTES = 1 << 30  # of a table, or a plan
+GIVE_WHOLE = b""  # in place of a report
 BEYOND_S = 1.0  # that a rank waits longer than it says: for the reason
 
 
 @decodable
 class RankOffer(msgspec.Struct, frozen=True):
-    """What a rank comes with. `table` is left out when it is the one that was sent over this connection before."""
+    """What a rank comes with. `table` is left out when it is the one that was sent over this connection before. `base`:
+    the manifest's key of the version that it could pack differences to."""
 
     version: int | None
     address: str
     key: str
     table: ShardTable | None = None
+    base: str = ""
 
 
 @decodable
 class Planned(msgspec.Struct, frozen=True):
-    """What rank 0 answers: `turn` names this update."""
+    """What rank 0 answers: `turn` names this update. `compares`: what differs from the base is to be packed."""
 
     turn: str
     version: int
     plan: ShardPlan
-
-
-@decodable
-class PackedDigests(msgspec.Struct, frozen=True):
-    digests: ShardDigests
+    compares: bool = False
 
 
 @decodable
 class Sealed(msgspec.Struct, frozen=True):
-    """The manifest's key, and the number that it gives to this rank's first bucket."""
+    """The manifest's key, and the number that it gives to this rank's first bucket; and those of the manifest of all of
+    the version, where this one is a difference."""
 
     key: str
     first: int
+    whole_key: str
+    whole_first: int
 
 
 @decodable

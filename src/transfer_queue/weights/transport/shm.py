@@ -44,6 +44,7 @@ from transfer_queue.weights.transport.version_store import VersionStore, newest_
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import pack_into, plan
 from transfer_queue.weights.version.sources import WeightSource
+from transfer_queue.weights.version.tensor_memory import write
 
 CLEAN_AFTER_S = 0.1  # then other receivers of the host have committed, too
 NUM_MAPPED = 4  # more than a trainer has in turn, with its default settings
@@ -165,12 +166,29 @@ class ShmTrainer(TrainerEngine):
         return {"address": self.address, "token": self.token, "recheck": self.info.recheck}
 
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        if draft.keeps and draft.adapter is None:
+            manifest = self._packed(draft)
+            self._give(manifest, draft.buckets, deadline)
+            return manifest
         where = plan(draft.source.specs(), self.info.bucket_nbytes)
-        starts = starts_of(where.buckets)
+        return self._lent(where.buckets, lambda places: draft.seal(where, pack_into(draft.source, where, places)))
+
+    def _give(self, manifest: Manifest, buckets: list[torch.Tensor], deadline: Deadline) -> None:
+        """A copy: receivers may keep what they are lent."""
+
+        def fill(places: list[torch.Tensor]) -> Manifest:
+            for place, bucket in zip(places, buckets, strict=True):
+                write(place, bucket)
+            return manifest
+
+        self._lent(manifest.buckets, fill)
+
+    def _lent(self, buckets: tuple[int, ...], fill: Callable[[list[torch.Tensor]], Manifest]) -> Manifest:
+        """What `fill` puts to these buckets, given to receivers."""
+        starts = starts_of(buckets)
         memory = self.store.take(starts[-1])
         try:
-            places = [memory.data[at : at + size] for at, size in zip(starts, where.buckets, strict=False)]
-            manifest = draft.seal(where, pack_into(draft.source, where, places))
+            manifest = fill([memory.data[at : at + size] for at, size in zip(starts, buckets, strict=False)])
         except BaseException:  # an interrupt must not leave the memory taken
             self.store.put_back([memory])
             raise

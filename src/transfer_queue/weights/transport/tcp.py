@@ -9,12 +9,12 @@ late buckets are asked for elsewhere. Nobody has to trust a peer's bytes, but wh
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from transfer_queue.errors import DigestMismatch, InvalidInput, TransferQueueError
@@ -28,8 +28,8 @@ from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLi
 from transfer_queue.weights.transport.holder import Holder
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
 from transfer_queue.weights.transport.peers import Sharing
-from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
-from transfer_queue.weights.transport.ranks import PackedDigests, Planned, RankMeeting, RankOffer, Sealed, meeting_place
+from transfer_queue.weights.transport.pending import Base, PendingVersion, SyncReport
+from transfer_queue.weights.transport.ranks import GIVE_WHOLE, Planned, RankMeeting, RankOffer, Sealed, meeting_place
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.ticket import PublishTicket
 from transfer_queue.weights.transport.tracker import UPLOADS, Tracker
@@ -39,15 +39,14 @@ from transfer_queue.weights.transport.wants import Specs, WantTables
 from transfer_queue.weights.version.boxes import whole
 from transfer_queue.weights.version.manifest import Count, Manifest
 from transfer_queue.weights.version.packing import BUCKET_NBYTES, Plan, nbytes_of, pack_into, plan
-from transfer_queue.weights.version.pieces import copy_box, pack_here
+from transfer_queue.weights.version.pieces import copy_box
 from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
-from transfer_queue.weights.version.sealing import seal_pieces
+from transfer_queue.weights.version.sealing import PackedCells
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sources import (
     TensorMeta,
     WeightSource,
     parts_of,
-    shards_of,
     table_of,
     weights_called,
 )
@@ -122,12 +121,11 @@ class TcpTrainer(TrainerEngine):
 
     def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
-        if info.world > 1 and info.anchor_every > 1:
-            raise InvalidInput("versions of several ranks are full ones: anchor_every=1")
         self.token = info.token or secrets.token_urlsafe(24)
         self.store = TensorStore(info.keep)
         self._plan: tuple[object, list[ShardPlan]] | None = None  # with what it was made for
         self._ranks = RankMeeting(info.world) if info.world > 1 else None
+        self._holders: list[str] = []  # of several ranks, by rank, the addresses of those that gave the last version
         self._wants = WantTables(Specs.of(source.specs(), source.aliases()))
         listening, self.address = listen_tcp(info.host, info.port)
         may_share = info.peers or (info.peers is None and not is_loopback(info.host))
@@ -165,7 +163,7 @@ class TcpTrainer(TrainerEngine):
         port = p.address_of(self.address, "").port
         others = [str(Address(host=host, port=port)) for host in candidates(self.info.host)]
         found["addresses"] = [one for one in others if one != self.address]
-        return {**found, "specs": self._wants.key} if self.info.anchor_every == 1 else found
+        return {**found, "specs": self._wants.key}
 
     @property
     def num_served_nbytes(self) -> int:
@@ -201,14 +199,35 @@ class TcpTrainer(TrainerEngine):
         return manifest
 
     def _stored(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
-        if self._ranks is not None and draft.is_whole:
+        if self._ranks is not None and draft.adapter is None:
             return self._publish_ranks(self._ranks, draft, deadline)
-        is_cut = draft.is_whole and self._wants.tables()
-        manifest, buckets = self._packed_for(draft) if is_cut else self._packed(draft)
+        if draft.adapter is None and (draft.keeps or self._wants.tables()):
+            manifest = self._packed(draft)
+            self._give(manifest, draft.buckets, deadline)
+            return manifest
+        manifest, buckets = self._packed_whole(draft)
         self.store.add(manifest, buckets)
         return manifest
 
-    def _packed(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
+    def _give(self, manifest: Manifest, buckets: list[torch.Tensor], deadline: Deadline) -> None:
+        self.store.add(manifest, buckets, self._holders)
+
+    def _follow(self, draft: PendingVersion) -> Base | None:
+        """The buckets are written where they lie, unless a late receiver reads them."""
+        is_read = draft.is_ahead and draft.base is not None and not self.store.take_back(draft.base.manifest)
+        found = draft.settled(copy=is_read)
+        if found is not None and draft.changes is None:
+            self.store.add(found.manifest, found.anchor.buckets, self._holders)
+        return found
+
+    def _pack_again(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        manifest = super()._pack_again(draft, deadline)
+        if self._ranks is not None:
+            self._ranks.answer([GIVE_WHOLE] * (self.info.world - 1))
+            self._ranks.gather("served", deadline)
+        return manifest
+
+    def _packed_whole(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
         where = self._placed(draft.source)
         buckets = [room(nbytes) for nbytes in where.buckets]
         return draft.seal(where, pack_into(draft.source, where, buckets)), buckets
@@ -222,14 +241,6 @@ class TcpTrainer(TrainerEngine):
             return int(self.info.bucket_nbytes) or BUCKET_NBYTES
         return min(BUCKET_NBYTES, max(MIN_SHARED_NBYTES, -(-nbytes_of(specs) // NUM_SHARED)))
 
-    def _packed_for(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
-        """Cut along what receivers want."""
-        table = ShardTable.of(shards_of(draft.source.specs()))
-        (where,) = self._planned([table])
-        buckets, digests = pack_here(table, iter(draft.source.tensors()), where)
-        named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
-        return seal_pieces([table], [where], [digests], **named), buckets
-
     def _publish_ranks(self, ranks: RankMeeting, draft: PendingVersion, deadline: Deadline) -> Manifest:
         """Lead the ranks through `ranks`' steps until all of them have what they give where it can be fetched."""
         ranks.begin()
@@ -240,17 +251,22 @@ class TcpTrainer(TrainerEngine):
         mine = table_of(draft.source)
         tables = [mine, *(ranks.table(rank, offer) for rank, offer in enumerate(offers, 1))]
         plans = self._planned(tables)
-        ranks.answer([msgspec.json.encode(Planned(ranks.turn, draft.version, one)) for one in plans[1:]])
-        buckets, packed = pack_here(mine, parts_of(draft.source), plans[0])
-        others = [msgspec.json.decode(body, type=PackedDigests) for body in ranks.gather("packed", deadline)]
-        named: Any = {"version": draft.version, "epoch": draft.run_id, "aliases": draft.source.aliases()}
-        for table, where, found in zip(tables[1:], plans[1:], others, strict=True):
-            found.digests.check(len(table), len(where.columns.box))
-        manifest = seal_pieces(tables, plans, [packed, *(one.digests for one in others)], **named)
-        firsts = itertools.accumulate(len(one.buckets) for one in plans[:-1])
-        ranks.answer([msgspec.json.encode(Sealed(key_of(manifest), first)) for first in firsts])
+        base = "" if draft.base is None else key_of(draft.base.manifest)
+        compares = draft.compares(tables, plans) and all(offer.base == base for offer in offers)
+        ranks.answer([msgspec.json.encode(Planned(ranks.turn, draft.version, one, compares)) for one in plans[1:]])
+        packed = [draft.read(mine, parts_of(draft.source), plans[0], compares=compares)]
+        others = ranks.gather("packed", deadline)
+        for table, where, body in zip(tables[1:], plans[1:], others, strict=True):
+            packed.append(msgspec.json.decode(body, type=PackedCells))
+            packed[-1].check(len(table), where, compares=compares)
+        manifest = draft.seal_cells(tables, plans, packed)
+        assert draft.whole is not None
+        firsts = zip(_firsts(manifest, len(plans)), _firsts(draft.whole, len(plans)), strict=True)
+        keys = key_of(manifest), key_of(draft.whole)
+        ranks.answer([msgspec.json.encode(Sealed(keys[0], first, keys[1], whole)) for first, whole in list(firsts)[1:]])
         ranks.gather("served", deadline)
-        self.store.add(manifest, buckets, [self.address, *(offer.address for offer in offers)])
+        self._holders = [self.address, *(offer.address for offer in offers)]
+        self._give(manifest, draft.buckets, deadline)
         return manifest
 
     def _planned(self, tables: list[ShardTable]) -> list[ShardPlan]:
@@ -280,6 +296,12 @@ class TcpTrainer(TrainerEngine):
         if self._tracker is not None:
             self._tracker.close()
         self._server.close()
+
+
+def _firsts(manifest: Manifest, world: int) -> list[int]:
+    """The number of each rank's first bucket."""
+    holders = np.array([] if manifest.holders is msgspec.UNSET else manifest.holders, np.int64)
+    return np.searchsorted(holders, np.arange(world)).tolist()
 
 
 class TcpEngine(Engine):

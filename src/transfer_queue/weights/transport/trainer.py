@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from msgspec.structs import replace
 
 from transfer_queue.errors import (
@@ -36,11 +37,13 @@ from transfer_queue.weights.transport.deadline import Deadline, TimedCall, held
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, describe, key_of, parse
 from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
-from transfer_queue.weights.transport.pending import PendingAdapter, PendingBase, PendingVersion, SyncReport, label_of
+from transfer_queue.weights.transport.pending import Base, PendingAdapter, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
 from transfer_queue.weights.transport.ticket import PublishTicket
 from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
-from transfer_queue.weights.version.sources import SHARDED, Once, StateDictSource, WeightSource
+from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
+from transfer_queue.weights.version.shard_table import ShardTable
+from transfer_queue.weights.version.sources import SHARDED, StateDictSource, WeightSource, shards_of
 
 log = logging.getLogger("transfer_queue.weights")
 MAX_LABEL = 80  # characters: labels become file names, percent-encoded
@@ -86,7 +89,7 @@ class TrainerEngine(ABC):
         self._packing = threading.Lock()  # one version at a time, also while another one is on its way
         self._waiting: PublishTicket | None = None  # a version that was packed while another one was on its way
         self._tickets: list[PublishTicket] = []  # that have not ended
-        self._base: PendingBase | None = None
+        self._base: Base | None = None
         self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
         self._num_deltas = 0
         self.reports = Reports(info.report_host)
@@ -131,17 +134,20 @@ class TrainerEngine(ABC):
         """
         deadline = Deadline(deadline_s)
         with self._concluding(), self._turn(deadline):
-            number = self._number("", version)
             base = None if full or self._num_deltas + 1 >= self.info.anchor_every else self._base
-            source = Once(self._source) if self.info.anchor_every > 1 else self._source
+            draft = self._drafted(version, base)
             try:
-                report = self._send_version(number, source, base, deadline)
+                report = self._send_version(draft, deadline)
             except StaleBase:
-                if base is None:
+                if draft.changes is None:
                     raise
-                report = self._send_version(number, source, None, deadline)
+                report = self._send_version(draft, deadline, whole=True)
             self._conclude(report)
             return report
+
+    def _drafted(self, version: int | None, base: Base | None = None) -> PendingVersion:
+        keeps = self.info.anchor_every > 1
+        return PendingVersion(self._source, self._number("", version), self.run_id, base, keeps=keeps)
 
     def publish(self, version: int | None = None, *, deadline_s: float) -> PublishTicket:
         """Pack the weights as they are now, as `version`, and have a thread bring them to every receiver.
@@ -156,7 +162,7 @@ class TrainerEngine(ABC):
         deadline = Deadline(deadline_s)
         begun = time.monotonic()
         with self._concluding(), self._packing:
-            draft = PendingVersion(self._source, self._number("", version), self.run_id)
+            draft = self._drafted(version)
             manifest = self._pack(draft, deadline)
             ticket = self._waiting = PublishTicket(draft.version)
         pack_s = time.monotonic() - begun
@@ -249,7 +255,8 @@ class TrainerEngine(ABC):
         if newest.kind == "delta":
             if self._base is None:
                 raise VersionGone("the newest version is a difference: wait for the next one")
-            newest = self._publish(PendingVersion(self._base, newest.version, self.run_id), deadline)
+            newest = self._base.manifest
+            self._give(newest, self._base.anchor.buckets, deadline)
             self._decide(newest)
             self._newest[""] = newest
         adapters = [one for label, one in self._newest.items() if label and one.tensors]
@@ -297,6 +304,26 @@ class TrainerEngine(ABC):
     @abstractmethod
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         """Put it where receivers can fetch it."""
+
+    def _packed(self, draft: PendingVersion) -> Manifest:
+        """Read the source, of one rank, in cells: `draft.buckets` has what is to be sent."""
+        table = ShardTable.of(shards_of(draft.source.specs()))
+        plans = self._planned([table])
+        parts = iter(draft.source.tensors())
+        packed = draft.read(table, parts, plans[0], compares=draft.compares([table], plans))
+        return draft.seal_cells([table], plans, [packed])
+
+    def _planned(self, tables: list[ShardTable]) -> list[ShardPlan]:
+        """Where the cells of each rank are to lie."""
+        return plan_pieces(tables, bucket_nbytes=self.info.bucket_nbytes)
+
+    def _give(self, manifest: Manifest, buckets: list[torch.Tensor], deadline: Deadline) -> None:
+        """Put what this rank has packed by `PendingVersion.read` where receivers can fetch it."""
+        raise NotSupported("this transport gives versions only as they are read")
+
+    def _follow(self, draft: PendingVersion) -> Base | None:
+        """The version was taken, or is to be sent whole: what is the base of the next ones."""
+        return draft.settled()
 
     @abstractmethod
     def _close(self) -> None: ...
@@ -351,11 +378,10 @@ class TrainerEngine(ABC):
             raise StaleVersion(f"version {asked} after {last}")
         return self._numbers.get(label, 0) + 1 if asked is None else asked
 
-    def _send_version(
-        self, number: int, source: WeightSource, base: PendingBase | None, deadline: Deadline
-    ) -> SyncReport:
-        report, manifest = self._send(PendingVersion(source, number, self.run_id, base), deadline)
-        self._num_deltas = self._num_deltas + 1 if base else 0
+    def _send_version(self, draft: PendingVersion, deadline: Deadline, *, whole: bool = False) -> SyncReport:
+        """`whole`: after receivers did not have the base of its difference, which is not read again for it."""
+        report, manifest = self._send(draft, deadline, whole=whole)
+        self._num_deltas = self._num_deltas + 1 if manifest.kind == "delta" else 0
         return self._sent(report, manifest)
 
     def _sent(self, report: SyncReport, manifest: Manifest) -> SyncReport:
@@ -378,12 +404,12 @@ class TrainerEngine(ABC):
             return report
 
     @system_faults()
-    def _send(self, draft: PendingVersion, deadline: Deadline) -> tuple[SyncReport, Manifest]:
+    def _send(self, draft: PendingVersion, deadline: Deadline, *, whole: bool = False) -> tuple[SyncReport, Manifest]:
         with activity("send_weights") as about:
             begun = time.monotonic()
             self._ready(deadline)
             with self._packing:
-                manifest = self._pack(draft, deadline)
+                manifest = self._pack_again(draft, deadline) if whole else self._pack(draft, deadline)
             report = self._deliver(draft, manifest, deadline, time.monotonic() - begun)
             describe(about, manifest)
             return report, manifest
@@ -413,6 +439,14 @@ class TrainerEngine(ABC):
         self._numbers[draft.label] = max(draft.version, self._numbers.get(draft.label, 0))
         return manifest
 
+    def _pack_again(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        """All of a version of which the difference was packed. Nobody has its base any more."""
+        self._base = None
+        packed = self._follow(draft)
+        assert packed is not None
+        self._give(packed.manifest, packed.anchor.buckets, deadline)
+        return packed.manifest
+
     def _deliver(self, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float) -> SyncReport:
         """Have every receiver fetch, verify and commit it."""
         times = [time.monotonic()]
@@ -438,7 +472,7 @@ class TrainerEngine(ABC):
             raise
         times.append(time.monotonic())
         if draft.adapter is None:
-            self._keep(draft, manifest, earlier)
+            self._keep(draft)
             self._label = str(number)
             self._bring_adapters(rejoined, manifest, deadline)
         if self.info.caches == "clear" and self._num_silent:
@@ -516,9 +550,7 @@ class TrainerEngine(ABC):
             except TransferQueueError as error:
                 self._client.leave_out(name, error)
 
-    def _retreat(
-        self, draft: PendingVersion, manifest: Manifest, earlier: PendingBase | None, is_open: bool | None
-    ) -> None:
+    def _retreat(self, draft: PendingVersion, manifest: Manifest, earlier: Base | None, is_open: bool | None) -> None:
         """Nobody is to commit it later, or to be given it; unless it was decided."""
         self._estranged = not self._call_off(draft.version, is_open)
         self._allow(None)
@@ -528,7 +560,7 @@ class TrainerEngine(ABC):
             self._withdraw(manifest)
             self._base = earlier
         elif draft.adapter is None:
-            self._keep(draft, manifest, earlier)
+            self._keep(draft)
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         """What receivers are told of a version."""
@@ -539,14 +571,8 @@ class TrainerEngine(ABC):
             "timeout_s": deadline.left(),
         }  # fmt: skip
 
-    def _keep(self, draft: PendingVersion, manifest: Manifest, earlier: PendingBase | None) -> None:
-        if self.info.anchor_every <= 1:
-            return
-        if earlier is None:
-            earlier = PendingBase(manifest, draft.read)
-        else:
-            earlier.follow(manifest, draft.read)
-        self._base = earlier
+    def _keep(self, draft: PendingVersion) -> None:
+        self._base = self._follow(draft)
 
     def _hear(self, manifest: Manifest | None, deadline: Deadline, *, installed: bool = False) -> None:
         """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself.

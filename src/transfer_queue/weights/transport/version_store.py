@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -14,6 +16,7 @@ from transfer_queue.weights.transport.serving import gone
 from transfer_queue.weights.version.manifest import Manifest
 
 T = TypeVar("T")
+READING_S = 60.0  # longer than a receiver waits for a bucket before it asks elsewhere
 
 
 def newest_key(label: str) -> str:
@@ -30,6 +33,23 @@ class _Kept(Generic[T]):
     holders: list[str]
 
 
+class LastAsked:
+    """When somebody last asked for what is held under a key."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, float] = {}
+
+    def note(self, key: str) -> None:
+        self._at[key] = time.monotonic()
+
+    def forget(self, key: str) -> None:
+        self._at.pop(key, None)
+
+    def lately(self, key: str) -> bool:
+        """Whether that was so short ago that more may be asked for."""
+        return time.monotonic() - self._at.get(key, -math.inf) < READING_S
+
+
 class VersionStore(Generic[T]):
     """What a trainer gives to receivers, by the keys of manifests. Thread-safe.
 
@@ -43,10 +63,13 @@ class VersionStore(Generic[T]):
         self._lock = threading.Lock()
         self._held: dict[str, dict[str, _Kept[T]]] = {}  # by `newest_key`, then by key, oldest first
         self._newest: dict[str, str] = {}  # by `newest_key`
+        self._asked = LastAsked()
 
     def add(self, manifest: Manifest, content: T, holders: Sequence[str] = ()) -> None:
-        """`holders`: the addresses of those that have its buckets, by rank, where that are several."""
+        """`holders`: the addresses of those that have its buckets, by rank, where that are several. Also anew, once an
+        update with it has ended: who asks from then on is a late one."""
         with self._lock:
+            self._asked.forget(key_of(manifest))
             held = self._held.setdefault(newest_key(label_of(manifest)), {})
             held[key_of(manifest)] = _Kept(manifest.encode(), content, list(holders))
 
@@ -66,6 +89,16 @@ class VersionStore(Generic[T]):
             found = self._held[newest_key(label_of(manifest))].pop(key_of(manifest), None)
         return [] if found is None else [found.content]
 
+    def take_back(self, manifest: Manifest) -> bool:
+        """Let go of it, for its content is to be written. False, and nothing is changed, when somebody reads it: has
+        asked for something of it within `READING_S`."""
+        key = key_of(manifest)
+        with self._lock:
+            if self._asked.lately(key):
+                return False
+            self._held.get(newest_key(label_of(manifest)), {}).pop(key, None)
+            return True
+
     def manifest(self, key: str) -> bytes:
         return self._find(key).body
 
@@ -73,7 +106,9 @@ class VersionStore(Generic[T]):
         return self._find(key).holders
 
     def content(self, key: str) -> T:
-        return self._find(key).content
+        found = self._find(key)
+        self._asked.note(key)
+        return found.content
 
     def contents(self) -> list[T]:
         with self._lock:

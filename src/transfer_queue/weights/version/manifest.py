@@ -26,6 +26,7 @@ from transfer_queue.structs import decodable
 from transfer_queue.weights.version.boxes import Box, do_tile, whole
 from transfer_queue.weights.version.columns import (
     DIGEST_NBYTES,
+    Column,
     bytes_of,
     column_of,
     digests_from,
@@ -39,8 +40,9 @@ from transfer_queue.weights.version.digest import ALGO, DEVICE_ALGO
 
 FORMAT = 1
 PIECES = 2  # of versions with tensors in pieces, each an object: is read, and not written any more
-COLUMNS = 3  # of versions with tensors in pieces, in columns; all others are written in the first format
-FORMATS = (FORMAT, PIECES, COLUMNS)
+COLUMNS = 3  # of versions with tensors in pieces, in columns
+CHANGES = 4  # of differences with tensors in pieces, in columns; all others are written in the first format
+FORMATS = (FORMAT, PIECES, COLUMNS, CHANGES)
 MAX_NBYTES = 256 << 20  # of the JSON: four million pieces' worth
 ADAPTER_CONFIG = "adapter_config"  # in an adapter's `meta`: its configuration, as JSON text (there may be floats)
 MAX_TOTAL_NBYTES = 1 << 62
@@ -64,7 +66,7 @@ Contents: TypeAlias = "dict[str, Entry]"
 
 
 class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """What lies in the bucket when that is not the tensor itself but its difference to the base (`delta.decode`)."""
+    """What lies in the bucket when that is not the tensor itself but its difference to the base (`delta.read`)."""
 
     nbytes: Count
     digest: Digest
@@ -117,6 +119,9 @@ class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `layouts` are the ways in which tensors are in pieces, boxes that tile them, as tensors first need them. `layout`
     says which one each tensor has; -1: it is whole, and its spec says where. Of all pieces, one tensor's after the
     other's, each in the order of its layout: `bucket`, `offset` (of 8 bytes) and `digests` (of 16).
+
+    Of a difference also what lies there: `stored`, bytes of the difference (8; -1: the piece itself, 0: it is
+    unchanged, and not there), and `stored_digests` of these bytes (16).
     """
 
     layouts: tuple[tuple[Box, ...], ...]
@@ -124,6 +129,8 @@ class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bucket: bytes
     offset: bytes
     digests: bytes
+    stored: bytes | msgspec.UnsetType = msgspec.UNSET
+    stored_digests: bytes | msgspec.UnsetType = msgspec.UNSET
 
     @staticmethod
     def of(tensors: Sequence[TensorSpec]) -> PieceColumns:
@@ -144,7 +151,8 @@ class PieceColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BucketPart(msgspec.Struct, frozen=True, gc=False):
-    """What lies in one place of a bucket: a tensor, its difference, or a piece of it (its box)."""
+    """What lies in one place of a bucket: a tensor, or a piece of it (its box), or the difference of one. Then `result`
+    is the digest of what that leads to."""
 
     spec: TensorSpec
     piece: Box | None
@@ -152,6 +160,7 @@ class BucketPart(msgspec.Struct, frozen=True, gc=False):
     offset: int
     nbytes: int
     digest: str
+    result: str | None = None
 
     @property
     def name(self) -> str:
@@ -181,10 +190,33 @@ class PartColumns:
         self.bucket = _merged(is_piece, column_of(pieces.bucket), [spec.bucket for spec in whole_ones])
         self.offset = _merged(is_piece, column_of(pieces.offset, 8), [spec.offset for spec in whole_ones])
         nbytes = (sizes[self._box] * itemsize[self.tensor])[is_piece]
+        digests = _rows(pieces.digests)
+        self.is_unchanged = np.zeros(len(is_piece), np.bool_)  # and not in a bucket
+        self._results: dict[int, str] = {}  # of what is stored as a difference
+        if pieces.stored is not msgspec.UNSET and pieces.stored_digests is not msgspec.UNSET:
+            column = column_of(pieces.stored, 8)
+            self.is_unchanged[is_piece] = column == 0
+            found = np.flatnonzero(column > 0)
+            self._results |= zip(np.flatnonzero(is_piece)[found].tolist(), texts_of(digests[found]), strict=True)
+            nbytes = np.where(column < 0, nbytes, column)
+            digests = np.where((column > 0)[:, None], _rows(pieces.stored_digests), digests)
         self.nbytes = _merged(is_piece, nbytes, [one.nbytes for one in stored])
-        digests = np.frombuffer(pieces.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         self.digests: Bytes = np.empty((len(is_piece), DIGEST_NBYTES), np.uint8)
         self.digests[is_piece], self.digests[~is_piece] = digests, digests_from(one.digest for one in stored)
+        for at, spec in zip(np.flatnonzero(~is_piece).tolist(), whole_ones, strict=True):
+            if spec.delta is not None:
+                self._results[at] = spec.digest
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether what is here leads to tensors only together with those before."""
+        return bool(self._results) or bool(self.is_unchanged.any())
+
+    def unchanged(self) -> Iterator[tuple[TensorSpec, Box]]:
+        """The pieces of tensors here that are as they were."""
+        boxes = list(itertools.chain.from_iterable(self._layouts))
+        for at in np.flatnonzero(self.is_unchanged).tolist():
+            yield self._tensors[self.tensor[at]], boxes[self._box[at]]
 
     def boxes_of(self, tensor: int) -> tuple[Box, ...]:
         layout = int(self.layout[tensor])
@@ -195,11 +227,15 @@ class PartColumns:
         boxes = [*itertools.chain.from_iterable(self._layouts), None]
         columns = (self._box, self.bucket, self.offset, self.nbytes)
         rows = zip(self.tensor[parts].tolist(), *(one[parts].tolist() for one in columns), strict=True)
-        digests = texts_of(self.digests[parts])
+        digests, results = texts_of(self.digests[parts]), map(self._results.get, parts.tolist())
         return [
-            BucketPart(self._tensors[at], boxes[box], bucket, offset, nbytes, digest)
-            for (at, box, bucket, offset, nbytes), digest in zip(rows, digests, strict=True)
+            BucketPart(self._tensors[at], boxes[box], bucket, offset, nbytes, digest, result)
+            for (at, box, bucket, offset, nbytes), digest, result in zip(rows, digests, results, strict=True)
         ]
+
+
+def _rows(digests: bytes) -> Bytes:
+    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
 
 
 def _merged(is_piece: NDArray[np.bool_], pieces: NDArray[Any], whole_ones: Sequence[int]) -> Ints:
@@ -213,7 +249,8 @@ class BucketParts(Sequence["list[BucketPart]"]):
 
     def __init__(self, parts: PartColumns, num_buckets: int) -> None:
         self._parts = parts
-        self.order = order_of(parts.bucket)
+        order = order_of(parts.bucket)
+        self.order: Ints = order[~parts.is_unchanged[order]]
         self._edges = np.searchsorted(parts.bucket[self.order], np.arange(num_buckets + 1)).tolist()
         self._made: dict[int, list[BucketPart]] = {}
 
@@ -241,7 +278,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     adapter: tensors of an adapter called `label`, for any weights, or for those with root `base_root`.
     `aliases` are further names of tensors here (tied weights), `buckets` sizes in bytes, `meta` JSON without floats.
     Format 3 is a full version of which some tensors are in `pieces`; `holders` says which of the trainer's ranks has
-    each bucket. Format 2 is the same, with the pieces in the specs.
+    each bucket. Format 2 is the same, with the pieces in the specs; format 4 is a delta of such versions.
     """
 
     format: int = FORMAT
@@ -333,7 +370,7 @@ def _unreadable(data: bytes, error: Exception) -> BadManifest:
 
 
 def _other_format(found: int) -> str:
-    return f"manifest format {found}: this release reads {FORMAT}, {PIECES} and {COLUMNS}"
+    return f"manifest format {found}: this release reads {FORMAT} to {CHANGES}"
 
 
 def expand(entries: Contents, aliases: Mapping[str, str]) -> Contents:
@@ -373,14 +410,15 @@ def _check(m: Manifest) -> None:
         raise BadManifest(_other_format(m.format))
     if m.algo not in (ALGO, DEVICE_ALGO):
         raise BadManifest(f"digests {m.algo!r}: this release reads {ALGO} and {DEVICE_ALGO}")
-    if (m.pieces is not msgspec.UNSET) != (m.format == COLUMNS):
-        raise BadManifest(f"pieces in columns are those of format {COLUMNS}, this is {m.format}")
+    if (m.pieces is not msgspec.UNSET) != (m.format in (COLUMNS, CHANGES)):
+        raise BadManifest(f"pieces in columns are those of format {COLUMNS} and {CHANGES}, this is {m.format}")
     if m.format != PIECES and any(spec.pieces is not msgspec.UNSET for spec in m.tensors):
         raise BadManifest(f"tensors in pieces, in format {m.format}")
     if m.format == FORMAT and m.holders is not msgspec.UNSET:
         raise BadManifest(f"holders of buckets, in format {FORMAT}")
-    if m.format != FORMAT and (m.kind != "full" or m.holders is msgspec.UNSET or len(m.holders) != len(m.buckets)):
-        raise BadManifest(f"format {m.format} is for full versions, and names the holder of each bucket")
+    kind = "delta" if m.format == CHANGES else "full"
+    if m.format != FORMAT and (m.kind != kind or m.holders is msgspec.UNSET or len(m.holders) != len(m.buckets)):
+        raise BadManifest(f"format {m.format} is for {kind} versions, and names the holder of each bucket")
     _check_kind(m)
     _check_specs(m)
     _check_names(m)
@@ -438,6 +476,22 @@ def _check_layouts(m: Manifest) -> None:
             raise BadManifest(f"the pieces of {name!r} are not its elements, each of them once")
     if num and min(int(bucket.min()), int(offset.min())) < 0:
         raise BadManifest("a piece is in a place before the first")
+    _check_stored(m, pieces, num, bucket, offset)
+
+
+def _check_stored(m: Manifest, pieces: PieceColumns, num: int, bucket: Column, offset: Column) -> None:
+    """Pieces of differences say what of them is stored, others do not."""
+    if {pieces.stored is msgspec.UNSET, pieces.stored_digests is msgspec.UNSET} != {m.format != CHANGES}:
+        raise BadManifest(f"what is stored of pieces is said in format {CHANGES}, this is {m.format}")
+    if pieces.stored is msgspec.UNSET or pieces.stored_digests is msgspec.UNSET:
+        return
+    if (len(pieces.stored), len(pieces.stored_digests)) != (8 * num, DIGEST_NBYTES * num):
+        raise BadManifest(f"{num} pieces, and what is stored of others")
+    stored = column_of(pieces.stored, 8)
+    if (stored < -1).any() or bucket[stored == 0].any() or offset[stored == 0].any():
+        raise BadManifest("a piece that is not there has a place, or fewer bytes than none")
+    if _rows(pieces.stored_digests)[stored <= 0].any():
+        raise BadManifest("a piece that is not stored as a difference has the digest of one")
 
 
 def _check_names(m: Manifest) -> None:
@@ -456,9 +510,11 @@ def _check_places(m: Manifest) -> None:
     parts = m.parts
     bucket, offset, nbytes = parts.bucket, parts.offset, parts.nbytes
     sizes = np.array(m.buckets, np.int64)
-    wrong = np.flatnonzero(bucket >= len(sizes))
+    wrong = np.flatnonzero((bucket >= len(sizes)) & ~parts.is_unchanged)
     if len(wrong):
         raise BadManifest(f"{_name_at(m, wrong[0])!r} is in bucket {bucket[wrong[0]]} of {len(sizes)}")
+    if parts.is_unchanged.all():
+        return
     wrong = np.flatnonzero(offset > sizes[bucket] - nbytes)
     if len(wrong):
         at = wrong[0]

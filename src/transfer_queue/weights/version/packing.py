@@ -239,7 +239,7 @@ def views(bucket: torch.Tensor, parts: Iterable[BucketPart]) -> list[torch.Tenso
     for part in parts:
         flat = bucket[part.offset : part.offset + part.nbytes]
         dtype, shape = torch_dtype(part.spec.dtype), part.box.lengths
-        if part.spec.delta is not None:
+        if part.result is not None:
             found.append(flat)
         elif not part.nbytes:
             found.append(torch.empty(shape, dtype=dtype, device=bucket.device))

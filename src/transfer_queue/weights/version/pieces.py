@@ -39,14 +39,22 @@ def pack_shards(
     into = [bucket.numpy() for bucket in buckets]
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-pack") as helpers:
         packing: Ahead[tuple[str, list[str]]] = Ahead(helpers, AHEAD_NBYTES)
-        for shard, places in zip(table, where.places, strict=True):
-            name, tensor = next(tensors, ("no tensor", torch.empty(0)))
-            if (name, tensor.dtype, tuple(tensor.shape)) != (shard.name, shard.dtype, shard.box.lengths):
-                raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} {list(tensor.shape)} instead of {shard}")
+        for shard, tensor, places in read_shards(table, tensors, where):
             targets = [into[place.bucket][place.offset : place.offset + place.nbytes] for place in places]
             packing.add(tensor.nbytes, _pack_shard, shard.box, tensor, ready(tensor), places, targets)
         found = packing.end()
     return ShardDigests.of([digest for digest, _ in found], [cells for _, cells in found])
+
+
+def read_shards(
+    table: Iterable[TensorShard], tensors: Iterator[tuple[str, torch.Tensor]], where: ShardPlan
+) -> Iterator[tuple[TensorShard, torch.Tensor, tuple[CellPlace, ...]]]:
+    """Each shard, its tensor, and where its cells lie. `ShapeMismatch` when the source gives something else."""
+    for shard, places in zip(table, where.places, strict=True):
+        name, tensor = next(tensors, ("no tensor", torch.empty(0)))
+        if (name, tensor.dtype, tuple(tensor.shape)) != (shard.name, shard.dtype, shard.box.lengths):
+            raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} {list(tensor.shape)} instead of {shard}")
+        yield shard, tensor, places
 
 
 def pack_here(
@@ -113,6 +121,11 @@ class Pieces:
             made[within(part, box)] = tensor[within(part, held)]
         return made
 
+    def have(self, box: Box) -> bool:
+        """Whether all its elements are here."""
+        found = [part for held, _ in self.parts if (part := common(box, held)) is not None]
+        return box in found or do_tile(box.lengths, tuple(relative(part, box) for part in found))
+
     def whole(self) -> torch.Tensor:
         return self.of(whole(self.shape))
 
@@ -134,8 +147,8 @@ def wanted_buckets(manifest: Manifest, wants: Wants) -> list[int]:
         for at in first.tolist()
     ]
     begin = ends_of(np.array([len(one) for one in hits], np.int64))[0]
-    is_hit = np.array([hit for one in hits for hit in one], np.bool_)
-    return np.unique(parts.bucket[is_hit[spread(begin[kind], parts.counts)]]).tolist()
+    is_hit = np.array([hit for one in hits for hit in one], np.bool_)[spread(begin[kind], parts.counts)]
+    return np.unique(parts.bucket[is_hit & ~parts.is_unchanged]).tolist()
 
 
 def by_name(wants: Wants, aliases: Mapping[str, str]) -> Wants:

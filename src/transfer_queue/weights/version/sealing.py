@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.errors import ProtocolError, ShapeMismatch
@@ -26,10 +28,12 @@ from transfer_queue.weights.version.columns import (
     texts_of,
 )
 from transfer_queue.weights.version.manifest import (
+    CHANGES,
     COLUMNS,
     FORMAT,
     Manifest,
     PieceColumns,
+    Stored,
     TensorSpec,
     root_of_specs,
     sharded_json,
@@ -37,6 +41,7 @@ from transfer_queue.weights.version.manifest import (
 from transfer_queue.weights.version.plans import ShardPlan
 from transfer_queue.weights.version.shard_table import ShardRows, ShardTable
 from transfer_queue.weights.version.sharded import TensorShard
+from transfer_queue.weights.version.stored_cells import UNCHANGED, StoredCells
 
 _BLANK = "0" * (2 * DIGEST_NBYTES)
 
@@ -65,6 +70,23 @@ class ShardDigests(msgspec.Struct, frozen=True):
             raise ProtocolError(f"digests of {num_shards} shards and {num_cells} cells are not as many")
 
 
+@decodable
+class PackedCells(msgspec.Struct, frozen=True):
+    """What a rank has read and packed: `stored` where that is a difference."""
+
+    digests: ShardDigests
+    stored: StoredCells | None = None
+
+    def check(self, num_shards: int, where: ShardPlan, *, compares: bool) -> None:
+        """`ProtocolError` when it is not of this plan, as it came from elsewhere."""
+        num_cells = len(where.columns.box)
+        self.digests.check(num_shards, num_cells)
+        if (self.stored is not None) != compares:
+            raise ProtocolError("a rank has packed all of it, and others a difference")
+        if self.stored is not None:
+            self.stored.check(num_cells)
+
+
 def seal_pieces(
     tables: Sequence[Iterable[TensorShard]],
     plans: Sequence[ShardPlan],
@@ -82,18 +104,60 @@ def seal_pieces(
     """
     shards = _Shards(ShardRows([ShardTable.of(table) for table in tables]), plans, digests)
     shards.check_copies()
-    columns, places = _placed(shards, plans, digests)
+    cells = _Cells(shards, plans, digests)
+    columns = [(plan.columns.bucket, plan.columns.offset, plan.buckets) for plan in plans]
+    bucket, offset, buckets, holders = _numbered(columns)
+    pieces = cells.pieces(cells.kept, bucket, offset)
+    places = np.where(cells.is_whole, (bucket[cells.first], offset[cells.first]), 0).T.tolist()
     specs = tuple(
         TensorSpec(name, *form, digest, *place)
         for name, form, digest, place in zip(shards.rows.names, shards.forms(), shards.digests(), places, strict=True)
     )
-    is_plain = not names_holders and len(tables) == 1 and not columns.layouts
-    holders = tuple(rank for rank, plan in enumerate(plans) for _ in plan.buckets)
+    is_plain = not names_holders and len(tables) == 1 and not pieces.layouts
     return Manifest(
         format=FORMAT if is_plain else COLUMNS, version=version, epoch=epoch, kind="full", tensors=specs,
-        aliases=dict(aliases), buckets=tuple(size for plan in plans for size in plan.buckets),
-        root=root_of_specs(specs, aliases), holders=msgspec.UNSET if is_plain else holders,
-        pieces=msgspec.UNSET if is_plain else columns,
+        aliases=dict(aliases), buckets=buckets, root=root_of_specs(specs, aliases),
+        holders=msgspec.UNSET if is_plain else holders, pieces=msgspec.UNSET if is_plain else pieces,
+    )  # fmt: skip
+
+
+def seal_changes(
+    base: Manifest,
+    whole: Manifest,
+    tables: Sequence[Iterable[TensorShard]],
+    plans: Sequence[ShardPlan],
+    digests: Sequence[ShardDigests],
+    stored: Sequence[StoredCells],
+) -> Manifest:
+    """The manifest of the difference from `base` to `whole`, which were sealed with the same tables, plans and ties;
+    `digests` are those of `whole`. It has the tensors that changed, in the buckets that `StoredCells.places` says.
+    """
+    shards = _Shards(ShardRows([ShardTable.of(table) for table in tables]), plans, digests)
+    cells = _Cells(shards, plans, digests)
+    bucket, offset, buckets, holders = _numbered([one.places(plan) for one, plan in zip(stored, plans, strict=True)])
+    nbytes = np.concatenate([one.column for one in stored])
+    bucket = np.where(nbytes == UNCHANGED, 0, bucket)
+    found = np.concatenate([_rows_from(one.digests) for one in stored])
+    changed = np.array([a.digest != b.digest for a, b in zip(base.tensors, whole.tensors, strict=True)], np.bool_)
+    kept = cells.kept[changed[cells.tensor[cells.kept]]]
+    pieces = cells.pieces(kept, bucket, offset, changed)
+    specs = []
+    for at in np.flatnonzero(changed).tolist():
+        spec, cell = whole.tensors[at], int(cells.first[at])
+        if cells.is_whole[at]:
+            is_patch = nbytes[cell] > 0
+            delta = Stored(int(nbytes[cell]), texts_of(found[cell : cell + 1])[0]) if is_patch else None
+            spec = replace(spec, bucket=int(bucket[cell]), offset=int(offset[cell]), delta=delta)
+        specs.append(spec)
+    names = {spec.name for spec in specs}
+    if whole.format != FORMAT:
+        pieces = replace(pieces, stored=bytes_of(nbytes[kept], 8), stored_digests=found[kept].tobytes())
+    return Manifest(
+        format=FORMAT if whole.format == FORMAT else CHANGES, version=whole.version, epoch=whole.epoch, kind="delta",
+        base=base.version, base_root=base.root, tensors=tuple(specs),
+        aliases={alias: name for alias, name in whole.aliases.items() if name in names}, buckets=buckets,
+        root=whole.root, holders=msgspec.UNSET if whole.format == FORMAT else holders,
+        pieces=msgspec.UNSET if whole.format == FORMAT else pieces,
     )  # fmt: skip
 
 
@@ -160,37 +224,51 @@ class _Shards:
         return [xxh3_128_hexdigest(data[at : at + len(text)]) for at in range(0, len(data), len(text))]
 
 
-def _placed(
-    shards: _Shards, plans: Sequence[ShardPlan], digests: Sequence[ShardDigests]
-) -> tuple[PieceColumns, list[tuple[int, int]]]:
-    """The pieces, and the bucket and offset of each tensor that is in one place (else zeros)."""
-    tensor = np.repeat(shards.rows.tensor, shards.counts)
-    first_bucket = itertools.accumulate((len(plan.buckets) for plan in plans), initial=0)
-    bucket = np.concatenate([plan.columns.bucket + first for plan, first in zip(plans, first_bucket, strict=False)])
-    offset = np.concatenate([plan.columns.offset for plan in plans])
-    box = np.concatenate(
-        [np.array([shards.number[one] for one in plan.boxes], np.int64)[plan.columns.box] for plan in plans]
-    )
-    num = len(shards.rows.names)
-    is_empty = np.array([nbytes == 0 for *_, nbytes in shards.forms()], np.bool_)
-    is_whole = (np.bincount(tensor, minlength=num) == 1) | is_empty
-    nbytes = np.concatenate([plan.columns.nbytes for plan in plans])
-    kept = np.flatnonzero(~is_whole[tensor] & (nbytes > 0))
-    kept = kept[np.argsort(shards.key(tensor[kept], box[kept]), kind="stable")]
-    cut = np.flatnonzero(~is_whole)
-    counts = np.bincount(tensor[kept], minlength=num)[cut]
-    layout = np.full(num, -1)
-    layout[cut], first = numbered_runs(box[kept], counts)
-    begin = ends_of(counts)[0]
-    layouts = [box[kept][begin[at] : begin[at] + counts[at]].tolist() for at in first.tolist()]
-    found = np.concatenate([_rows_from(one.cells) for one in digests])[kept]
-    columns = PieceColumns(
-        tuple(tuple(shards.boxes[at] for at in one) for one in layouts), bytes_of(layout),
-        bytes_of(bucket[kept]), bytes_of(offset[kept], 8), found.tobytes(),
-    )  # fmt: skip
-    at = first_of(tensor, num)
-    places = np.where(is_whole, (bucket[at], offset[at]), 0).T
-    return columns, [(a, b) for a, b in places.tolist()]
+class _Cells:
+    """The cells of all ranks. `kept`: those that are pieces, in the order of the manifest; other tensors are
+    `is_whole`, in their `first` cell."""
+
+    def __init__(self, shards: _Shards, plans: Sequence[ShardPlan], digests: Sequence[ShardDigests]) -> None:
+        self._boxes = shards.boxes
+        self.tensor = np.repeat(shards.rows.tensor, shards.counts)
+        self.box = np.concatenate(
+            [np.array([shards.number[one] for one in plan.boxes], np.int64)[plan.columns.box] for plan in plans]
+        )
+        num = len(shards.rows.names)
+        is_empty = np.array([nbytes == 0 for *_, nbytes in shards.forms()], np.bool_)
+        self.is_whole = (np.bincount(self.tensor, minlength=num) == 1) | is_empty
+        self.first = first_of(self.tensor, num)
+        nbytes = np.concatenate([plan.columns.nbytes for plan in plans])
+        kept = np.flatnonzero(~self.is_whole[self.tensor] & (nbytes > 0))
+        self.kept = kept[np.argsort(shards.key(self.tensor[kept], self.box[kept]), kind="stable")]
+        self.digests = np.concatenate([_rows_from(one.cells) for one in digests])
+
+    def pieces(self, kept: Ints, bucket: Ints, offset: Ints, chosen: NDArray[np.bool_] | None = None) -> PieceColumns:
+        """The columns of these cells, all those of the `chosen` tensors (default: all), given where each cell lies."""
+        is_here = np.ones(len(self.is_whole), np.bool_) if chosen is None else chosen
+        cut = np.flatnonzero(~self.is_whole & is_here)
+        counts = np.bincount(self.tensor[kept], minlength=len(is_here))[cut]
+        layout = np.full(len(is_here), -1)
+        layout[cut], first = numbered_runs(self.box[kept], counts)
+        begin = ends_of(counts)[0]
+        layouts = [self.box[kept][begin[at] : begin[at] + counts[at]].tolist() for at in first.tolist()]
+        return PieceColumns(
+            tuple(tuple(self._boxes[at] for at in one) for one in layouts), bytes_of(layout[is_here]),
+            bytes_of(bucket[kept]), bytes_of(offset[kept], 8), self.digests[kept].tobytes(),
+        )  # fmt: skip
+
+
+def _numbered(
+    ranks: Iterable[tuple[Ints, Ints, Sequence[int]]],
+) -> tuple[Ints, Ints, tuple[int, ...], tuple[int, ...]]:
+    """The buckets and offsets of the cells of all ranks, given those of each rank and its buckets; the sizes of all
+    buckets, and their holders."""
+    rows = list(ranks)
+    first = itertools.accumulate((len(buckets) for *_, buckets in rows), initial=0)
+    bucket = np.concatenate([one + number for (one, *_), number in zip(rows, first, strict=False)])
+    sizes = tuple(size for *_, buckets in rows for size in buckets)
+    holders = tuple(rank for rank, (*_, buckets) in enumerate(rows) for _ in buckets)
+    return bucket, np.concatenate([offset for _, offset, _ in rows]), sizes, holders
 
 
 def _rows_from(data: bytes) -> Bytes:

@@ -1,0 +1,160 @@
+"""What a difference leads to: every changed tensor, from what is live and what has come."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from transfer_queue.codec.dtypes import torch_dtype
+from transfer_queue.errors import StaleBase
+from transfer_queue.weights.receive.lazy import Supplied
+from transfer_queue.weights.receive.targets import Staged, Target
+from transfer_queue.weights.version import delta
+from transfer_queue.weights.version.boxes import Box, strides_of, whole, within
+from transfer_queue.weights.version.delta import Indices, Patch
+from transfer_queue.weights.version.manifest import BucketPart, Manifest, TensorSpec
+from transfer_queue.weights.version.packing import NUM_THREADS
+from transfer_queue.weights.version.pieces import Pieces
+from transfer_queue.weights.version.tensor_memory import room
+
+
+class Part(NamedTuple):
+    """A box of a changed tensor: what has come for it (None: it is as it was)."""
+
+    box: Box
+    came: torch.Tensor | None
+    result: str | None  # the digest, where what came is a difference
+
+
+class Results:
+    """Of a version of kind delta, for a target whose live tensors it applies to.
+
+    A target that has not all of the model has no use for what it lacks. `StaleBase` when a result is not the described
+    one: the live weights were changed by somebody else.
+    """
+
+    def __init__(self, manifest: Manifest, came: Iterable[tuple[BucketPart, torch.Tensor]], target: Target) -> None:
+        self._target = target
+        self._bases = target.bases() if manifest.parts.needs_base else {}
+        self._specs = {spec.name: spec for spec in manifest.tensors}
+        self._parts: defaultdict[str, list[Part]] = defaultdict(list)
+        for part, view in came:
+            self._parts[part.name].append(Part(part.box, view, part.result))
+        for spec, box in manifest.parts.unchanged():
+            self._parts[spec.name].append(Part(box, None, None))
+
+    def tensors(self) -> dict[str, Staged | Pieces]:
+        """By name; those that the target lacks are left out."""
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-stage") as helpers:
+            values = helpers.map(lambda one: self._result(self._specs[one[0]], one[1]), self._parts.items())
+            return {name: value for name, value in zip(self._parts, values, strict=True) if value is not None}
+
+    def _result(self, spec: TensorSpec, parts: list[Part]) -> Staged | Pieces | None:
+        held = self._bases.get(spec.name)
+        if len(parts) == 1 and parts[0].box == whole(spec.shape):
+            (_, came, result) = parts[0]
+            assert came is not None
+            if result is None:
+                return came.clone()  # a small tensor would keep its bucket in memory
+            return None if held is None else self._patched(spec, held, came, result)
+        if self._target.takes_pieces:
+            return _pieces(spec, parts, held)
+        if held is None:
+            return None
+        live = _tensor_of(held)
+        if self._is_in_place(live) and all(part.came is None or part.result for part in parts):
+            return _joined(spec, [_patch(spec, live, part) for part in parts if part.came is not None])
+        return _put_together(spec, live, parts)
+
+    def _is_in_place(self, live: torch.Tensor) -> bool:
+        """Whether the target changes these very bytes."""
+        return self._target.takes_patches and live.device.type == "cpu" and live.is_contiguous()
+
+    def _patched(self, spec: TensorSpec, held: Supplied, came: torch.Tensor, result: str) -> Staged:
+        live = _tensor_of(held)
+        base = live.cpu().contiguous()
+        patch = delta.read(came, base)
+        into = None if self._is_in_place(live) else room(base.nbytes).view(base.dtype).reshape(base.shape)
+        _expect(patch.result(base, into), result, spec)
+        return patch if into is None else into
+
+
+def _tensor_of(held: Supplied) -> torch.Tensor:
+    return (held.whole() if isinstance(held, Pieces) else held).detach()
+
+
+def _pieces(spec: TensorSpec, parts: list[Part], held: Supplied | None) -> Pieces | None:
+    """The boxes that the target has, or is given, as they are now."""
+    dtype = torch_dtype(spec.dtype)
+    found = Pieces(dtype, spec.shape, [])
+    for box, came, result in parts:
+        base = None if came is not None and result is None else _box_of(held, box)
+        if base is not None and came is not None and result is not None:
+            base = base.cpu().contiguous()
+            place = room(base.nbytes).view(dtype).reshape(box.lengths)
+            _expect(delta.read(came, base).result(base, place), result, spec)
+            found.parts.append((box, place))
+        elif base is not None:
+            found.parts.append((box, base))
+        elif came is not None and result is None:
+            found.parts.append((box, came.clone()))
+    return found if found.parts else None
+
+
+def _box_of(held: Supplied | None, box: Box) -> torch.Tensor | None:
+    """What the target has of a box, if it has all of it."""
+    if isinstance(held, Pieces):
+        return held.of(box) if held.have(box) else None
+    return None if held is None else held.detach()[within(box, whole(tuple(held.shape)))]
+
+
+def _put_together(spec: TensorSpec, live: torch.Tensor, parts: list[Part]) -> torch.Tensor:
+    """A new tensor with what came in its boxes."""
+    made = room(live.nbytes).view(live.dtype).reshape(live.shape).copy_(live)
+    for box, came, result in parts:
+        place = made[within(box, whole(spec.shape))]
+        if came is not None and result is not None:
+            base = place.contiguous()
+            base = base.clone() if base.data_ptr() == place.data_ptr() else base
+            _expect(delta.read(came, base).result(base, base), result, spec)
+            place.copy_(base)
+        elif came is not None:
+            place.copy_(came)
+    return made
+
+
+def _patch(spec: TensorSpec, live: torch.Tensor, part: Part) -> Patch:
+    """What changes in the whole tensor, given the difference of a box."""
+    assert part.came is not None
+    assert part.result is not None
+    base = live[within(part.box, whole(spec.shape))].contiguous()
+    found = delta.read(part.came, base)
+    _expect(found.result(base), part.result, spec)
+    return Patch(_in_whole(found.indices, part.box, spec.shape, max(1, live.element_size() // 8)), found.values)
+
+
+def _in_whole(indices: Indices, box: Box, shape: tuple[int, ...], per_element: int) -> Indices:
+    """Where elements of a box lie in the tensor. Those of 16 bytes have two indices each."""
+    element, half = np.divmod(indices, per_element) if per_element > 1 else (indices, 0)
+    found = np.zeros(len(indices), np.int64)
+    for start, length, stride in zip(box.start[::-1], box.lengths[::-1], strides_of(shape)[::-1], strict=True):
+        element, at = np.divmod(element, length)
+        found += (at + start) * stride
+    return found * per_element + half
+
+
+def _joined(spec: TensorSpec, patches: list[Patch]) -> Patch:
+    """One for all of these, by ascending indices."""
+    indices = np.concatenate([patch.indices for patch in patches])
+    order = np.argsort(indices, kind="stable")
+    return Patch(indices[order], np.concatenate([patch.values for patch in patches])[order])
+
+
+def _expect(found: str, wanted: str, spec: TensorSpec) -> None:
+    if found != wanted:
+        raise StaleBase(f"{spec.name!r} is not what it was when its version was installed: send a full version")
