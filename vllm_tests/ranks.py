@@ -1,7 +1,8 @@
 """A trainer of four ranks (FSDP2 and tensor parallelism on gloo): `python -m vllm_tests.ranks`, once for each rank.
 
-The first line says what it is, as JSON. Each further line is the seed of other weights, or "again" for ones that differ
-a little, which it sends; it prints the report then, and how many bytes it has served.
+The first line says what it is, as JSON. Each further line is the seed of other weights (`SEED ROW`: with one row of
+them changed, see `altered`), or "again" for ones that differ a little, which it sends; it prints the report then, and
+how many bytes it has served.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from transfer_queue.errors import TransferQueueError
 from transfer_queue.integrations.vllm import plugin
 from transfer_queue.integrations.vllm.trainer import FactoryInfo
 from transfer_queue.weights import ModuleSource
@@ -56,6 +58,15 @@ def take(model: Any, new: dict[str, torch.Tensor]) -> None:
                 local[place].copy_(new[name][within(shard.box, whole(shard.shape))])
 
 
+def altered(seed: int, tied: bool, row: int) -> Any:
+    """The weights of this seed, but for one row of a matrix that two workers divide by columns, and one by rows."""
+    model = drawn(seed, tied)
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate_proj.weight[row] *= 3
+        model.model.layers[1].self_attn.o_proj.weight[row] *= 3
+    return model
+
+
 def nudge(model: Any) -> None:
     with torch.no_grad():
         for tensor in model.parameters():
@@ -66,7 +77,7 @@ def of_ours(given: dict[str, Any], model: Any) -> tuple[Any, Any]:
     """Each rank gives its shards."""
     rank = given["rank"]
     client = WeightSyncClient(given["url"], given["token"], timeout_s=60) if rank == 0 else None
-    info = {"rank": rank, "world": WORLD}
+    info = {"rank": rank, "world": WORLD, **given.get("info", {})}
     made: Any = registry.trainer("tcp").trainer_init(info, client=client, source=ModuleSource(model))
     return made, made
 
@@ -122,10 +133,13 @@ def main() -> None:
         if line.strip() == "again":
             nudge(model)
         else:
-            take(model, dict(drawn(int(line), tied).state_dict()))
-        report = trainer.send_weights(deadline_s=60)
-        told = {**msgspec.structs.asdict(report), "served": engine.num_served_nbytes}
-        print(json.dumps(told), flush=True)
+            seed, *row = map(int, line.split())
+            take(model, dict((altered(seed, tied, *row) if row else drawn(seed, tied)).state_dict()))
+        try:
+            told = msgspec.structs.asdict(trainer.send_weights(deadline_s=60))
+        except TransferQueueError as error:
+            told = {"error": type(error).__name__, "text": str(error)}
+        print(json.dumps({**told, "served": engine.num_served_nbytes}), flush=True)
     trainer.shutdown()
     dist.destroy_process_group()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_tests.models import answer, drawn, save
-from vllm_tests.ranks import WORLD, started
+from vllm_tests.ranks import WORLD, altered, started
 from vllm_tests.servers import Server
 
 
@@ -35,4 +35,29 @@ def test_tensor_parallel_workers_fetch_each_byte_once(
             before = served
             assert server.say() == answer(drawn(seed, tied))
             assert server.client().get_weight_version() == str(version)
+    server.stop()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensor_parallel_workers_are_sent_what_changed_in_their_pieces(
+    start: Callable[..., Server], tmp_path: Path, tied: bool
+) -> None:
+    server = start(save(drawn(0, tied), tmp_path), "tq_tcp", 2).wait()
+    given = {"url": server.url, "token": server.token, "tied": tied, "info": {"anchor_every": 10}}
+    with started(given) as send:
+        reports = send("31")
+        assert [one["kind"] for one in reports] == ["full"] * WORLD
+        before = whole = sum(one["served"] for one in reports)
+        for row in (3, 9):
+            reports = send(f"31 {row}")
+            assert [one["kind"] for one in reports] == ["delta"] * WORLD
+            served = sum(one["served"] for one in reports)
+            assert 0 < served - before < whole / 20
+            before = served
+            assert server.say() == answer(altered(31, tied, row))
+        server.break_loader(1)
+        assert [one["error"] for one in send("31 5")] == ["CommitFailed"] * WORLD
+        assert server.say() == answer(altered(31, tied, 9))  # made of the pieces before
+        assert [one["kind"] for one in send("32")] == ["delta"] * WORLD
+        assert server.say() == answer(drawn(32, tied))
     server.stop()

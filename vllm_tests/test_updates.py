@@ -21,11 +21,11 @@ from transfer_queue.errors import (
     TransferQueueError,
     UnknownTensor,
 )
-from transfer_queue.weights import StateDictSource, digests, plan, seal
+from transfer_queue.weights import StateDictSource
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport.deadline import Deadline
-from transfer_queue.weights.transport.pending import PendingBase, PendingVersion
+from transfer_queue.weights.transport.pending import PendingVersion
 from vllm_tests.conftest import Site, note
 from vllm_tests.dying import POINTS
 from vllm_tests.models import answer, drawn, save
@@ -91,10 +91,12 @@ def test_a_difference_to_other_weights_is_refused(site: Site) -> None:
     with site.trainer(anchor_every=4) as trainer:
         site.update(trainer)
         other = StateDictSource({name: tensor.clone() + 1 for name, tensor in trainer._source.tensors()})
-        where = plan(other.specs())
-        base = PendingBase(seal(where, digests(other), version=trainer.version, epoch=trainer.epoch), other)
+        before = PendingVersion(other, trainer.version, trainer.epoch, keeps=True)
+        trainer._packed(before)
+        base = before.settled()
+        draft = PendingVersion(trainer._source, trainer.version + 1, trainer.epoch, base, keeps=True)
         with pytest.raises(StaleBase):
-            trainer._send(PendingVersion(trainer._source, trainer.version + 1, trainer.epoch, base), Deadline(60))
+            trainer._send(draft, Deadline(60))
         site.recovers(trainer)
         trainer._base = base
         assert site.update(trainer).kind == "full"  # refused by the worker, and sent whole

@@ -31,7 +31,7 @@ class Answer(TypedDict):
 
 def has(model: Model, seed: int) -> bool:
     """Whether all that is here of the model is of `drawn(seed)`."""
-    return all(torch.equal(mine, wanted) for mine, wanted in beside(model, seed))
+    return all(torch.equal(mine, wanted) for mine, wanted in beside(model, drawn(seed)))
 
 
 def strided() -> Any:
@@ -61,7 +61,7 @@ def save(model: Model, command: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().resolve_data(write_item)
 
-    set_weights(model, command["seed"])
+    set_weights(model, drawn(command["seed"]))
     state = {**model.state_dict(), **command.get("more", {})}
     dcp.save(state, storage_writer=VersionWriter(**command["writer"]), planner=Dying())
 
@@ -71,7 +71,7 @@ def load(model: Model, command: dict[str, Any]) -> None:
 
     from transfer_queue.weights.dcp import VersionReader
 
-    set_weights(model, command["before"])
+    set_weights(model, drawn(command["before"]))
     state = {"embed.weight": strided()} if command.get("strided") else model.state_dict()
     dcp.load(state, storage_reader=VersionReader(**command["reader"]))
 

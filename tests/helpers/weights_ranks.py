@@ -3,8 +3,8 @@
     python -c "... weights_ranks.run(RANK)"   reads what it is from its first line (`Setting`)
 
 Then each line is a command: `send SECONDS` and `publish SECONDS` print the report or the error, `train SEED` changes
-the weights, `drift` those of this rank alone, `hang STEP` and `die STEP` stop it in that step of the next update. `last
-SECONDS` sends, and leaves at once.
+the weights, `nudge N` one element of them (`nudged`), `drift` those of this rank alone, `hang STEP` and `die STEP` stop
+it in that step of the next update. `last SECONDS` sends, and leaves at once.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ def drawn(seed: int) -> Model:
     return model
 
 
+def nudged(model: Model, number: int) -> Model:
+    """With another element in one of its tensors, and that element alone."""
+    with torch.no_grad():
+        model.layers[0].up.weight[number, number] = 100 + number
+    return model
+
+
 def sharded(model: Model, kind: str) -> Model:
     """As FSDP2, HSDP and tensor parallelism leave it."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -101,22 +108,22 @@ class Gathering:
             yield name, getattr(one, "full_tensor", lambda one=one: one)()
 
 
-def beside(model: Model, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What this rank holds, box by box, and the same of `drawn(seed)`."""
+def beside(model: Model, other: Model) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What this rank holds, box by box, and the same of a model that is not sharded."""
     from transfer_queue.weights.version.boxes import whole, within
     from transfer_queue.weights.version.sharded import held_of, is_sharded, local_of
 
-    new = dict(drawn(seed).state_dict())
+    new = dict(other.state_dict())
     for name, tensor in model.state_dict(keep_vars=True).items():
         local = local_of(tensor) if is_sharded(tensor) else tensor.detach()
         for shard, place in held_of(name, tensor):
             yield local[place], new[name][within(shard.box, whole(shard.shape))]
 
 
-def set_weights(model: Model, seed: int) -> None:
-    """Those of `drawn(seed)`, each rank its part."""
+def set_weights(model: Model, other: Model) -> None:
+    """Those of a model that is not sharded, each rank its part."""
     with torch.no_grad():
-        for mine, new in beside(model, seed):
+        for mine, new in beside(model, other):
             mine.copy_(new)
 
 
@@ -125,6 +132,7 @@ def run(rank: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(setting["port"]))
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    now = drawn(0)
     model = sharded(drawn(0), setting["mesh"])
     client = WeightSyncClient(setting["urls"], setting["token"], timeout_s=20) if rank == 0 else None
     info = {"timeout_s": 20.0, **setting.get("info", {})}
@@ -138,8 +146,9 @@ def run(rank: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         what, _, how = line.strip().partition(" ")
-        if what == "train":
-            set_weights(model, int(how))
+        if what in ("train", "nudge"):
+            now = drawn(int(how)) if what == "train" else nudged(now, int(how))
+            set_weights(model, now)
         elif what == "drift":
             with torch.no_grad():
                 local = next(iter(model.layers.parameters()))
@@ -166,7 +175,7 @@ def send(trainer: Any, deadline_s: float, publishes: bool) -> dict[str, Any]:
             report = trainer.send_weights(deadline_s=deadline_s)
     except TransferQueueError as error:
         return {"error": type(error).__name__, "text": str(error), "took_s": time.monotonic() - start}
-    return {"version": report.version, "root": report.root, "nbytes": report.nbytes}
+    return {"version": report.version, "root": report.root, "nbytes": report.nbytes, "kind": report.kind}
 
 
 def stop_in(trainer: Any, step: str, number: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import Child
 from weights import root
-from weights_ranks import CODE, WORLD, Model, drawn
+from weights_ranks import CODE, WORLD, Model, drawn, nudged
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.weights import Control, Receiver, StateDictSource, Swap
@@ -66,9 +66,12 @@ class Site:
     def ranks(self, mesh: str = "fsdp", **more: Any) -> Ranks:
         return Ranks(self._start, self.server.url, mesh, **more)
 
-    def has(self, seed: int) -> bool:
+    def has(self, seed: int, *nudges: int) -> bool:
         """Whether the server has these weights, bit for bit."""
-        mine, wanted = self.module.state_dict(), drawn(seed).state_dict()
+        model = drawn(seed)
+        for number in nudges:
+            nudged(model, number)
+        mine, wanted = self.module.state_dict(), model.state_dict()
         return all(
             torch.equal(mine[name].view(-1).view(torch.uint8), wanted[name].view(-1).view(torch.uint8))
             for name in wanted
@@ -134,10 +137,14 @@ def test_ranks_that_gather_full_tensors_give_what_is_dealt_to_them(site: Site) -
         assert site.has(seed)
 
 
-def test_a_late_server_gets_the_buckets_of_all_ranks(site: Site) -> None:
-    ranks = site.ranks()
-    ranks.tell("train 7")
-    ranks.send()
+@pytest.mark.parametrize("anchor_every", [1, 10])
+def test_a_late_server_gets_the_buckets_of_all_ranks(site: Site, anchor_every: int) -> None:
+    ranks = site.ranks(info={"anchor_every": anchor_every})
+    kinds = []
+    for step in ("train 7", "nudge 3", "nudge 4"):
+        ranks.tell(step)
+        kinds.append(ranks.send()[0]["kind"])
+    assert kinds[1] == ("full" if anchor_every == 1 else "delta")
     late = Model()
     receiver = Receiver(Swap(late))
     engine = registry.engine("tcp")(receiver)
@@ -147,6 +154,53 @@ def test_a_late_server_gets_the_buckets_of_all_ranks(site: Site) -> None:
     engine.join(timeout_s=20)
     engine.shutdown()
     assert root(dict(late.state_dict())) == root(dict(site.module.state_dict()))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "dim1", "fsdp_tp"])
+def test_ranks_send_what_changed(site: Site, mesh: str) -> None:
+    ranks = site.ranks(mesh, info={"anchor_every": 10})
+    ranks.tell("train 5")
+    first = ranks.send()[0]
+    nudges: list[int] = []
+    for number in (1, 4, 9):
+        nudges.append(number)
+        ranks.tell(f"nudge {number}")
+        reports = ranks.send()
+        assert reports == [reports[0]] * WORLD
+        assert reports[0]["kind"] == "delta"
+        assert reports[0]["nbytes"] < first["nbytes"] / 5
+        assert site.has(5, *nudges)
+        assert site.receiver.installed().root == reports[0]["root"]
+    ranks.tell("train 6")
+    assert ranks.send()[0]["kind"] == "delta"  # all of it, which is not smaller
+    assert site.has(6)
+
+
+def test_a_server_that_lacks_the_base_of_a_difference_is_sent_all_of_it_by_all_ranks(site: Site) -> None:
+    ranks = site.ranks("fsdp_tp", info={"anchor_every": 10})
+    ranks.tell("train 5")
+    ranks.send()
+    with torch.no_grad():
+        site.module.layers[0].up.weight[0, 0] += 1
+    ranks.tell("nudge 3")
+    assert [one["kind"] for one in ranks.send()] == ["full"] * WORLD
+    assert site.has(5, 3)
+    ranks.tell("nudge 2")
+    assert [one["kind"] for one in ranks.send()] == ["delta"] * WORLD
+    assert site.has(5, 3, 2)
+
+
+def test_after_a_rank_was_frozen_in_a_difference_the_next_version_is_whole_or_good(site: Site) -> None:
+    ranks = site.ranks(info={"anchor_every": 10})
+    found = ranks.send_while("hang", "served", 2)
+    assert {one["error"] for one in found} == {"DeadlineExceeded"}
+    assert site.has(5)
+    os.kill(ranks.all[2].pid, signal.SIGCONT)
+    assert "error" in json.loads(ranks.all[2].line())
+    ranks.tell("nudge 1")
+    reports = ranks.send()
+    assert reports == [reports[0]] * WORLD
+    assert site.has(6, 1)
 
 
 def test_replicas_that_drifted_apart_are_named_on_every_rank(site: Site) -> None:
@@ -247,7 +301,7 @@ def test_ranks_meet_at_an_address_that_they_are_given(site: Site, child: Callabl
     assert live.weight[:, 0].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("info", [{"rank": 2}, {"rank": -1}, {"meet": "tcp:127.0.0.1:1"}, {"anchor_every": 3}])
+@pytest.mark.parametrize("info", [{"rank": 2}, {"rank": -1}, {"meet": "tcp:127.0.0.1:1"}])
 def test_settings_of_ranks_that_make_no_sense_are_refused(info: dict[str, Any]) -> None:
     source = StateDictSource({"weight": torch.empty(2)})
     given = {"rank": 0, "world": 2, **info}

@@ -64,6 +64,10 @@ class Results:
             return None if held is None else self._patched(spec, held, came, result)
         if self._target.takes_pieces:
             return _pieces(spec, parts, held)
+        if all(part.came is not None and part.result is None for part in parts):
+            return Pieces(
+                torch_dtype(spec.dtype), spec.shape, [(box, came) for box, came, _ in parts if came is not None]
+            ).whole()
         if held is None:
             return None
         live = _tensor_of(held)

@@ -220,6 +220,16 @@ class TcpTrainer(TrainerEngine):
             self.store.add(found.manifest, found.anchor.buckets, self._holders)
         return found
 
+    def _keep(self, draft: PendingVersion) -> None:
+        """Who comes late is given all of a version also where a difference was sent: it is here, packed."""
+        super()._keep(draft)
+        taken = self._newest.get("")
+        if self._base is not None and taken is not None and taken.kind == "delta":
+            whole = self._newest[""] = self._base.manifest
+            self.store.withdraw(taken)
+            self.store.add(whole, self._base.anchor.buckets, self._holders)
+            self.store.decide(whole)
+
     def _pack_again(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         manifest = super()._pack_again(draft, deadline)
         if self._ranks is not None:
