@@ -49,7 +49,7 @@ class UpdateInfo(msgspec.Struct, kw_only=True):
 class TrainerInfo(msgspec.Struct, kw_only=True):
     """`run_id`: a name for this life of the trainer (made up when empty). Receivers take updates of the run that was
     introduced to them last, and none of a run before. `anchor_every`: how many versions from one
-    full one to the next; those between are differences, which takes a copy of the weights here.
+    full one to the next; those between are differences, to a copy of the weights in host memory here.
 
     `silent`: how many workers record faults instead of raising them (vLLM's do); each has to report every step.
     Default: what the client's `silent_workers()` says, or none. `report_host`: where transports without a way of their

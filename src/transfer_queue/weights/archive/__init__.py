@@ -1,0 +1,13 @@
+"""Versions in a folder that all sites reach: an object store, or whatever else fsspec opens.
+
+    ArchiveReceiver   takes part in a trainer's updates as a replica does, and writes what it is given (`writing`)
+    Archive           the folder: a file for each bucket, and one for each manifest, which comes last (`folder`)
+    ArchiveSource     follows the newest version elsewhere, as a source of weights for the servers there (`reading`)
+
+Nothing passes between sites but files. Differences stay differences: a site fetches what changed, and checks what that
+leads to as a receiver does.
+"""
+
+from transfer_queue.weights.archive.folder import Archive as Archive
+from transfer_queue.weights.archive.reading import ArchiveSource as ArchiveSource
+from transfer_queue.weights.archive.writing import ArchiveReceiver as ArchiveReceiver

@@ -1,0 +1,208 @@
+"""How versions lie in the folder of an archive.
+
+    1764093000000-RUN/                     the runs, by when they began (milliseconds since 1970)
+        000000000007-full-0-KEY.json       the manifest of version 7, by its key
+        000000000007-full-0-KEY.00000      its buckets
+        000000000008-delta-7-KEY.json      of version 8: what differs from version 7
+
+A manifest is written when all buckets of its version are there, and carries its own digest as a name: who lists the
+folder sees whole versions only, on stores without renames, too. What is not listed any more is deleted after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote, unquote
+
+import numpy as np
+import torch
+
+from transfer_queue.errors import (
+    ConfigError,
+    DigestMismatch,
+    ServiceUnavailable,
+    StoreFull,
+    TransferQueueError,
+    VersionGone,
+)
+from transfer_queue.memory.bytes import Bytes
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall
+from transfer_queue.weights.version.manifest import Manifest
+
+T = TypeVar("T")
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_MANIFEST = ".json"
+
+
+class Entry(NamedTuple):
+    """A version that is there. `base`: the version it is a difference to; 0 for a full one. Entries are ordered: by
+    when their run began, then by version."""
+
+    begun_ms: int
+    run_id: str
+    version: int
+    kind: str
+    base: int
+    key: str
+
+    @staticmethod
+    def of(manifest: Manifest, begun: float) -> Entry:
+        """`begun`: of the run, in seconds since 1970."""
+        base = manifest.base or 0
+        return Entry(int(begun * 1e3), manifest.epoch, manifest.version, manifest.kind, base, manifest.key)
+
+    @staticmethod
+    def parse(folder: str, name: str) -> Entry | None:
+        """The entry with this manifest; None for what is none."""
+        begun, _, run = folder.partition("-")
+        parts = name.removesuffix(_MANIFEST).split("-")
+        if not name.endswith(_MANIFEST) or len(parts) != 4 or not (begun + parts[0] + parts[2]).isdigit():
+            return None
+        return Entry(int(begun), unquote(run), int(parts[0]), parts[1], int(parts[2]), parts[3])
+
+    @property
+    def folder(self) -> str:
+        return f"{self.begun_ms:013}-{quote(self.run_id, safe='')}"
+
+    @property
+    def stem(self) -> str:
+        return f"{self.folder}/{self.version:012}-{self.kind}-{self.base}-{self.key}"
+
+
+class Archive:
+    """The folder at `url`, as fsspec names it (`s3://bucket/weights`, `file:///mnt/shared/weights`); `options` are
+    those of its file system. Every call takes `timeout_s` at most, and raises `ServiceUnavailable`, `DeadlineExceeded`.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        from fsspec.core import url_to_fs
+
+        self.url = url
+        try:
+            self._files, self._root = url_to_fs(url, **options)
+        except (ImportError, OSError, ValueError) as error:
+            raise ConfigError(f"an archive at {url!r}: {error}") from error
+
+    def entries(self, *, timeout_s: float) -> list[Entry]:
+        """All versions that are there, in their order."""
+        return self._timed("listing", timeout_s, self._entries)
+
+    def manifest(self, entry: Entry, *, timeout_s: float) -> Manifest:
+        """`VersionGone` when it was deleted meanwhile, or is still being written."""
+        data = self._timed("reading a manifest", timeout_s, self._read, entry.stem + _MANIFEST)
+        found = Manifest.decode(data)
+        if found.key != entry.key:
+            raise DigestMismatch(f"{entry.stem}{_MANIFEST} in {self.url} is not the manifest that it is named after")
+        return found
+
+    def bucket(self, entry: Entry, index: int, *, timeout_s: float) -> Bytes:
+        """The bytes as they are there. `VersionGone` when it was deleted meanwhile."""
+        data = self._timed("reading a bucket", timeout_s, self._read, f"{entry.stem}.{index:05}")
+        return np.frombuffer(data, np.uint8)
+
+    def put(self, manifest: Manifest, buckets: Mapping[int, torch.Tensor], begun: float, *, timeout_s: float) -> Entry:
+        """Write a version of the run that `begun` then; one that is there already stays. `StoreFull`."""
+        entry, deadline = Entry.of(manifest, begun), Deadline(timeout_s)
+        if entry in self.entries(timeout_s=deadline.left("listing")):
+            return entry
+        for index, bucket in buckets.items():
+            data = bucket.numpy().tobytes()
+            self._timed("writing a bucket", deadline.left(), self._write, f"{entry.stem}.{index:05}", data)
+        self._timed("writing a manifest", deadline.left(), self._write_whole, entry.stem + _MANIFEST, manifest.encode())
+        return entry
+
+    def retain(self, keep: int, *, timeout_s: float) -> None:
+        """Delete what is older than the newest `keep` full versions, also what was not written to its end."""
+        self._timed("deleting", timeout_s, self._retain, keep)
+
+    def _entries(self) -> list[Entry]:
+        found = (Entry.parse(folder, name) for folder, names in self._listed() for name in names)
+        return sorted(one for one in found if one is not None)
+
+    def _listed(self) -> Iterator[tuple[str, list[str]]]:
+        """The folders of runs, in their order, with the names in each."""
+        self._files.invalidate_cache()
+        for folder in sorted(self._names(self._root)):
+            yield folder, self._names(f"{self._root}/{folder}")
+
+    def _names(self, path: str) -> list[str]:
+        try:
+            return [one.rstrip("/").rpartition("/")[2] for one in self._files.ls(path, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _read(self, name: str) -> bytes:
+        try:
+            data: bytes = self._files.cat_file(f"{self._root}/{name}")
+        except FileNotFoundError:
+            raise VersionGone(f"{name} is not in {self.url} (any more)") from None
+        return data
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = f"{self._root}/{name}"
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._files.pipe_file(path, data)
+
+    def _write_whole(self, name: str, data: bytes) -> None:
+        """Nobody reads a half of it, on file systems either."""
+        self._write(name + ".part", data)
+        self._files.mv(f"{self._root}/{name}.part", f"{self._root}/{name}")
+
+    def _retain(self, keep: int) -> None:
+        full = [one for one in self._entries() if one.kind == "full"]
+        if len(full) <= keep:
+            return
+        oldest = full[-keep]
+        for folder, names in list(self._listed()):
+            if folder > oldest.folder:
+                break
+            old = [one for one in names if folder < oldest.folder or one[:12] < f"{oldest.version:012}"]
+            for name in sorted(old, key=lambda one: not one.endswith(_MANIFEST)):  # manifests first
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.rm_file(f"{self._root}/{folder}/{name}")
+            if len(old) == len(names):
+                with contextlib.suppress(OSError):  # a store without folders, or somebody writes there
+                    self._files.rmdir(f"{self._root}/{folder}")
+
+    def _timed(self, what: str, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
+        try:
+            return TimedCall(function, *args).result(Deadline(timeout_s), f"{what} in {self.url}")
+        except TransferQueueError:
+            raise
+        except OSError as error:
+            if error.errno in FULL:
+                raise StoreFull(f"{what} in {self.url}: {error}") from error
+            raise ServiceUnavailable(f"{what} in {self.url}: {error}") from error
+
+
+def path_to_newest(entries: Sequence[Entry], run_id: str, version: int | None) -> list[Entry]:
+    """What leads a reader that has this version of this run (None: none) to the newest version, in order: differences
+    from where it is, or the newest full version from which they lead there. Empty when it is there already."""
+    if not entries:
+        return []
+    of_run = [one for one in entries if one[:2] == entries[-1][:2]]
+    newest = of_run[-1].version
+    if (run_id, version) == (entries[-1].run_id, newest):
+        return []
+    next_of = {one.base: one for one in of_run if one.kind == "delta"}
+
+    def steps(at: int) -> list[Entry] | None:
+        found = []
+        while at != newest:
+            if at not in next_of:
+                return None
+            found.append(next_of[at])
+            at = next_of[at].version
+        return found
+
+    path = steps(version) if version is not None and run_id == of_run[-1].run_id else None
+    if path is not None:
+        return path
+    for full in reversed([one for one in of_run if one.kind == "full"]):
+        rest = steps(full.version)
+        if rest is not None:
+            return [full, *rest]
+    return []

@@ -1,0 +1,133 @@
+"""The newest version of an archive, in this host's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from transfer_queue.errors import StaleBase, VersionGone
+from transfer_queue.weights.archive.folder import Archive, Entry, path_to_newest
+from transfer_queue.weights.receive.staging import Staging
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.version.delta import Patch
+from transfer_queue.weights.version.manifest import Contents, Manifest, root_of
+from transfer_queue.weights.version.sources import TensorMeta
+
+NUM_STREAMS = 4  # buckets that are fetched at a time: what is far away answers late, and one does not fill the link
+
+
+class _Held:
+    """As much of a target as staging asks: these tensors, which differences are applied to in place."""
+
+    takes_patches, takes_pieces = True, False
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def bases(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+
+class ArchiveSource:
+    """A source of weights (`WeightSource`) that is what `advance` came to last: `version` of `run_id`, with `root`. For
+    one thread. It holds the model once, and while a full version comes, that one, too.
+
+    Every byte is checked as a receiver checks it. What fails leaves it as it was, or, after an interrupt in the middle
+    of a change, without a version: then the next `advance` begins with a full one.
+    """
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self.version: int | None = None
+        self.run_id = ""
+        self.root = ""
+        self.num_fetched_nbytes = 0  # of buckets
+        self._contents: Contents = {}
+        self._aliases: dict[str, str] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def advance(self, *, timeout_s: float, wait_s: float = 0.0, every_s: float = 1.0) -> bool:
+        """Come to the newest version that is in the archive; whether that is another one than before. Until there is
+        one it looks again after `every_s`, for `wait_s` in all (0: once).
+
+        What is deleted while it is being read is left for what is newer. `VersionGone` where there is none to come to;
+        `DeadlineExceeded`, `ServiceUnavailable`, `DigestMismatch` (bytes that were damaged there).
+        """
+        deadline, give_up = Deadline(timeout_s), time.monotonic() + wait_s
+        while True:
+            path = self._path(deadline)
+            if path and self._take(path, deadline):
+                return True
+            if not path and time.monotonic() >= give_up:
+                if self.version is None:
+                    raise VersionGone(f"no version in {self._archive.url}")
+                return False
+            if not path:
+                time.sleep(min(every_s, max(0.0, give_up - time.monotonic()), deadline.left("waiting for a version")))
+
+    def specs(self) -> list[TensorMeta]:
+        return [TensorMeta(name, one.dtype, tuple(one.shape)) for name, one in self._tensors.items()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.version is None:
+            raise VersionGone("no version was fetched so far: advance")
+        yield from self._tensors.items()
+
+    def aliases(self) -> dict[str, str]:
+        return dict(self._aliases)
+
+    def _path(self, deadline: Deadline) -> list[Entry]:
+        entries = self._archive.entries(timeout_s=deadline.left("listing"))
+        return path_to_newest(entries, self.run_id, self.version)
+
+    def _take(self, path: list[Entry], deadline: Deadline) -> bool:
+        """Go along; whether it was there to the end."""
+        for entry in path:
+            try:
+                manifest = self._archive.manifest(entry, timeout_s=deadline.left("reading a manifest"))
+                staging = self._staged(entry, manifest, deadline)
+            except VersionGone:
+                return False
+            try:
+                self._install(manifest, staging)
+            except StaleBase:
+                self.version = None  # what is here is not what was fetched: begin anew
+                return False
+        return True
+
+    def _staged(self, entry: Entry, manifest: Manifest, deadline: Deadline) -> Staging:
+        staging = Staging(manifest)
+
+        def fetch(index: int) -> None:
+            data = self._archive.bucket(entry, index, timeout_s=deadline.left("reading a bucket"))
+            staging.stage(index, data, lend=False, vouched=False)
+            self.num_fetched_nbytes += data.nbytes
+
+        with ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="tq-archive") as helpers:
+            list(helpers.map(fetch, staging.missing))
+        return staging
+
+    def _install(self, manifest: Manifest, staging: Staging) -> None:
+        target: Any = _Held(self._tensors)
+        found = staging.tensors(target)
+        changed = {spec.name: spec.entry for spec in manifest.tensors}
+        is_full = manifest.kind == "full"
+        contents = changed if is_full else {**self._contents, **changed}
+        aliases = manifest.aliases if is_full else self._aliases
+        if root_of({**contents, **{alias: contents[name] for alias, name in aliases.items()}}) != manifest.root:
+            raise StaleBase(f"version {manifest.version} does not lead to its root from here")
+        self.version = None
+        tensors = {} if is_full else self._tensors
+        for name in changed:
+            value = found[name]
+            if isinstance(value, Patch):
+                value.apply(tensors[name])
+            else:
+                assert isinstance(value, torch.Tensor)
+                tensors[name] = value
+        self._tensors, self._contents, self._aliases = tensors, contents, dict(aliases)
+        self.version, self.run_id, self.root = manifest.version, manifest.epoch, manifest.root

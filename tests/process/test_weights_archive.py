@@ -1,0 +1,349 @@
+"""Versions in a folder for other sites: what a trainer's updates leave there, and those who follow it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Child, until
+from hypothesis import given
+from hypothesis import strategies as st
+from test_weights_ranks import TOKEN, Ranks
+from weights import drawn, root, same
+from weights_ranks import WORLD, nudged
+from weights_ranks import drawn as model_of
+
+from transfer_queue.errors import (
+    ConfigError,
+    DigestMismatch,
+    InvalidInput,
+    NotSupported,
+    ServiceUnavailable,
+    VersionGone,
+)
+from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource
+from transfer_queue.weights.archive import Archive, ArchiveReceiver, ArchiveSource
+from transfer_queue.weights.archive.folder import Entry, path_to_newest
+from transfer_queue.weights.fleet import Fleet
+from transfer_queue.weights.http import serve
+from transfer_queue.weights.transport import registry
+
+DEADLINE_S = 30.0
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(300, 40)
+        self.second = torch.nn.Linear(40, 7, dtype=torch.bfloat16)
+
+
+class Site:
+    """A trainer, a server of its own site, and an archive."""
+
+    def __init__(self, url: str, keep: int = 2, transport: str = "tcp", **info: Any) -> None:
+        self.archive = Archive(url)
+        self.weights = drawn(Net(), 1)
+        self.live = Net()
+        self.receiver = ArchiveReceiver(self.archive, keep=keep)
+        here = Receiver(InPlace(self.live))
+        self.engines = [registry.engine(transport)(one) for one in (here, self.receiver)]
+        members = {"here": Control(self.engines[0], here), "archive": Control(self.engines[1], self.receiver)}
+        self.fleet = Fleet(members)
+        told = {"anchor_every": 3, **info}
+        self.trainer = registry.trainer(transport).trainer_init(
+            told, client=self.fleet, source=StateDictSource(self.weights)
+        )
+
+    def send(self, **more: Any) -> Any:
+        """An element changes, and the version is in the archive."""
+        self.weights["first.weight"].view(-1)[self.trainer.version] += 1
+        report = self.trainer.send_weights(deadline_s=DEADLINE_S, **more)
+        self.receiver.flush(DEADLINE_S)
+        return report
+
+    def close(self) -> None:
+        self.trainer.shutdown()
+        self.fleet.close()
+        for one in self.engines:
+            one.shutdown()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(url: str = "", **more: Any) -> Site:
+        made.append(Site(url or f"file://{tmp_path}/archive", **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def has(source: ArchiveSource, weights: dict[str, torch.Tensor]) -> bool:
+    return same(dict(source.tensors()), weights)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_another_site_follows_version_by_version(site: Callable[..., Site], transport: str) -> None:
+    here = site(transport=transport)
+    there = ArchiveSource(here.archive)
+    with pytest.raises(VersionGone, match="no version in"):
+        there.advance(timeout_s=DEADLINE_S)
+    fetched = []
+    for number, kind in enumerate(["full", "delta", "delta", "full", "delta"], 1):
+        report = here.send()
+        assert not here.fleet.last.missed
+        before = there.num_fetched_nbytes
+        assert there.advance(timeout_s=DEADLINE_S)
+        fetched.append(there.num_fetched_nbytes - before)
+        assert report.kind == kind
+        assert (there.version, there.run_id, there.root) == (number, here.trainer.run_id, report.root)
+        assert has(there, here.weights)
+        assert not there.advance(timeout_s=DEADLINE_S)
+    assert max(fetched[1], fetched[2], fetched[4]) < min(fetched[0], fetched[3]) / 20
+
+
+def test_who_comes_late_or_was_away_takes_the_shortest_way(site: Callable[..., Site]) -> None:
+    here = site(anchor_every=10)
+    early, late = ArchiveSource(here.archive), ArchiveSource(here.archive)
+    here.send()
+    early.advance(timeout_s=DEADLINE_S)
+    whole = early.num_fetched_nbytes
+    for _ in range(4):
+        here.send()
+    for one in (early, late):
+        assert one.advance(timeout_s=DEADLINE_S)
+        assert one.version == 5
+        assert has(one, here.weights)
+    assert early.num_fetched_nbytes - whole < whole / 5
+    assert late.num_fetched_nbytes == early.num_fetched_nbytes
+
+
+def test_a_site_gives_what_it_follows_to_servers_of_its_own(site: Callable[..., Site]) -> None:
+    here = site()
+    here.send()
+    there = ArchiveSource(here.archive)
+    there.advance(timeout_s=DEADLINE_S)
+    live = Net()
+    receiver = Receiver(InPlace(live))
+    engine = registry.engine("shm")(receiver)
+    relay = registry.trainer("shm").trainer_init(
+        {"anchor_every": 3, "run_id": there.run_id}, client=Control(engine, receiver), source=there
+    )
+    try:
+        assert relay.send_weights(there.version, deadline_s=DEADLINE_S).root == there.root
+        here.send()
+        there.advance(timeout_s=DEADLINE_S)
+        report = relay.send_weights(there.version, deadline_s=DEADLINE_S)
+        assert (report.kind, report.version) == ("delta", 2)
+        assert same(dict(live.state_dict()), here.weights)
+        assert receiver.installed().root == there.root == root(here.weights)
+    finally:
+        relay.shutdown()
+        engine.shutdown()
+
+
+def test_the_shards_of_several_ranks_become_whole_elsewhere(child: Callable[[str], Child], tmp_path: Path) -> None:
+    archive = Archive(f"file://{tmp_path}/archive")
+    receiver = ArchiveReceiver(archive)
+    engine = registry.engine("tcp")(receiver)
+    there = ArchiveSource(archive)
+    with serve(Control(engine, receiver), port=0, token=TOKEN) as server:
+        ranks = Ranks(child, server.url, "fsdp_tp", info={"anchor_every": 10})
+        for step, kind in (("train 5", "full"), ("nudge 3", "delta"), ("nudge 4", "delta")):
+            ranks.tell(step)
+            assert [one["kind"] for one in ranks.send()] == [kind] * WORLD
+            receiver.flush(DEADLINE_S)
+            there.advance(timeout_s=DEADLINE_S)
+    wanted = StateDictSource(dict(nudged(nudged(model_of(5), 3), 4).state_dict()))
+    assert same(dict(there.tensors()), dict(wanted.tensors()))
+    assert there.aliases() == wanted.aliases()
+    engine.shutdown()
+
+
+def test_only_the_newest_full_versions_stay_with_what_follows_them(site: Callable[..., Site], tmp_path: Path) -> None:
+    here = site(keep=1)
+    behind = ArchiveSource(here.archive)
+    here.send()
+    behind.advance(timeout_s=DEADLINE_S)
+    for _ in range(4):
+        here.send()
+    found = here.archive.entries(timeout_s=DEADLINE_S)
+    assert [(one.version, one.kind, one.base) for one in found] == [(4, "full", 0), (5, "delta", 4)]
+    assert len(files(tmp_path)) == 4
+    behind.advance(timeout_s=DEADLINE_S)
+    assert has(behind, here.weights)
+
+
+def test_a_trainer_that_is_started_anew_is_followed(site: Callable[..., Site]) -> None:
+    one = site(run_id="first")
+    there = ArchiveSource(one.archive)
+    one.send()
+    there.advance(timeout_s=DEADLINE_S)
+    other = site(run_id="second")
+    other.weights["second.bias"] += 2
+    other.send()
+    assert there.advance(timeout_s=DEADLINE_S)
+    assert (there.run_id, there.version) == ("second", 1)
+    assert has(there, other.weights)
+
+
+def test_what_is_deleted_while_it_is_read_is_left_for_what_is_newer(site: Callable[..., Site]) -> None:
+    here = site(keep=1)
+    here.send()
+    there = ArchiveSource(here.archive)
+    bucket = here.archive.bucket
+
+    def late(entry: Entry, index: int, **more: Any) -> Any:
+        here.archive.bucket = bucket  # type: ignore[method-assign]
+        here.send(full=True)
+        return bucket(entry, index, **more)
+
+    here.archive.bucket = late  # type: ignore[method-assign]
+    assert there.advance(timeout_s=DEADLINE_S)
+    assert there.version == 2
+    assert has(there, here.weights)
+
+
+@pytest.mark.parametrize("suffix", [".00000", ".json"])
+def test_damaged_files_change_nothing(site: Callable[..., Site], tmp_path: Path, suffix: str) -> None:
+    here = site()
+    here.send()
+    there = ArchiveSource(here.archive)
+    there.advance(timeout_s=DEADLINE_S)
+    before = {name: tensor.clone() for name, tensor in there.tensors()}
+    here.send()
+    (path,) = tmp_path.rglob(f"*delta*{suffix}")
+    good = path.read_bytes()
+    damaged = bytearray(good)
+    damaged[good.index(b'"version":2') + 10 if suffix == ".json" else 30] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(DigestMismatch):
+        there.advance(timeout_s=DEADLINE_S)
+    assert there.version == 1
+    assert has(there, before)
+    path.write_bytes(good)
+    assert there.advance(timeout_s=DEADLINE_S)
+    assert has(there, here.weights)
+
+
+def test_a_version_that_cannot_be_written_is_told_and_the_next_is_full(
+    site: Callable[..., Site], tmp_path: Path
+) -> None:
+    here = site(anchor_every=10)
+    here.send()
+    (folder,) = (tmp_path / "archive").iterdir()
+    away = folder.rename(tmp_path / "away")
+    folder.write_text("in the way")
+    with pytest.raises(ServiceUnavailable, match="writing a bucket"):
+        here.send()
+    folder.unlink()
+    away.rename(folder)
+    there = ArchiveSource(here.archive)
+    there.advance(timeout_s=DEADLINE_S)
+    assert there.version == 1
+    report = here.send()
+    until(lambda: here.receiver.installed().version == report.version, "what the archive lacks")
+    here.receiver.flush(DEADLINE_S)
+    assert there.advance(timeout_s=DEADLINE_S)
+    assert there.version == report.version
+    assert has(there, here.weights)
+    assert same(dict(here.live.state_dict()), here.weights)
+
+
+def test_what_was_being_written_when_its_process_was_killed_is_not_there(
+    child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    writer = child(f"""
+        import torch
+        from transfer_queue.weights import StateDictSource, plan, seal, pack
+        from transfer_queue.weights.archive import Archive
+        source = StateDictSource({{str(n): torch.zeros(1 << 18) for n in range(400)}})
+        where = plan(source.specs(), 1 << 20)
+        digests, buckets = {{}}, {{}}
+        for packed in pack(source, where):
+            digests.update(packed.digests)
+            buckets[packed.bucket] = packed.data.clone()
+        print("ready", flush=True)
+        Archive("file://{tmp_path}/archive").put(seal(where, digests, version=1, epoch="e"), buckets, 1.0, timeout_s=60)
+        print("done", flush=True)
+    """)
+    assert writer.line() == "ready"
+    until(lambda: len(files(tmp_path)) > 3, "the first files")
+    os.kill(writer.pid, signal.SIGKILL)
+    archive = Archive(f"file://{tmp_path}/archive")
+    assert len(files(tmp_path)) > 3
+    assert archive.entries(timeout_s=DEADLINE_S) == []
+    with pytest.raises(VersionGone):
+        ArchiveSource(archive).advance(timeout_s=DEADLINE_S)
+
+
+def test_a_store_of_another_kind(site: Callable[..., Site]) -> None:
+    here = site("memory://weights/archive", keep=1)
+    there = ArchiveSource(here.archive)
+    for _ in range(5):
+        here.send()
+        there.advance(timeout_s=DEADLINE_S)
+        assert has(there, here.weights)
+    assert len(here.archive.entries(timeout_s=DEADLINE_S)) == 2
+
+
+def test_waiting_for_a_version_ends_with_it(site: Callable[..., Site]) -> None:
+    here = site()
+    there = ArchiveSource(here.archive)
+    here.send()
+    assert there.advance(timeout_s=DEADLINE_S, wait_s=10.0)
+    assert not there.advance(timeout_s=DEADLINE_S, wait_s=0.05, every_s=0.01)
+
+
+def test_what_an_archive_cannot_do_is_said(tmp_path: Path, site: Callable[..., Site]) -> None:
+    with pytest.raises(ConfigError, match="gopher"):
+        Archive("gopher://there")
+    with pytest.raises(InvalidInput, match="0 full versions"):
+        ArchiveReceiver(Archive(f"file://{tmp_path}"), keep=0)
+    with pytest.raises(VersionGone, match="advance"):
+        next(ArchiveSource(Archive(f"file://{tmp_path}")).tensors())
+    here = site()
+    here.send()
+    control = Control(here.engines[1], here.receiver)
+    with pytest.raises(NotSupported):
+        control.compute_weight_checksums()
+
+
+@given(st.data())
+def test_the_way_to_the_newest_version_is_whole(data: st.DataObject) -> None:
+    """From full versions and differences, of which some were deleted or never written."""
+    count = data.draw(st.integers(1, 12))
+    entries = []
+    for version in range(1, count + 1):
+        kinds = data.draw(st.sets(st.sampled_from(["full", "delta"])))
+        entries += [Entry(1, "r", version, kind, version - 1 if kind == "delta" else 0, "") for kind in sorted(kinds)]
+    at = data.draw(st.none() | st.integers(1, count))
+    path = path_to_newest(sorted(entries), "r", at)
+    if path:
+        first, *rest = path
+        assert first.kind == "full" or first.base == at
+        assert all(one.kind == "delta" and one.base == before.version for before, one in zip(path, rest, strict=False))
+        assert path[-1].version == max(one.version for one in entries)
+    else:
+        newest = max((one.version for one in entries), default=at)
+        bases = {one.version for one in entries if one.kind == "full"} | ({at} if at else set())
+        by_base = {one.base: one.version for one in entries if one.kind == "delta"}
+        reached = set()
+        for base in bases:
+            while base != newest and base in by_base:
+                base = by_base[base]
+            reached.add(base)
+        assert at == newest or newest not in reached
