@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from transfer_queue.errors import (
     TransferQueueError,
     UnknownTensor,
 )
-from transfer_queue.weights import StateDictSource
+from transfer_queue.weights import ModuleSource
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport.deadline import Deadline
@@ -90,8 +91,10 @@ def test_a_corrupt_bucket_is_found(site: Site) -> None:
 def test_a_difference_to_other_weights_is_refused(site: Site) -> None:
     with site.trainer(anchor_every=4) as trainer:
         site.update(trainer)
-        other = StateDictSource({name: tensor.clone() + 1 for name, tensor in trainer._source.tensors()})
-        before = PendingVersion(other, trainer.version, trainer.epoch, keeps=True)
+        other = copy.deepcopy(site.model)
+        with torch.no_grad():
+            next(other.parameters()).add_(1)
+        before = PendingVersion(ModuleSource(other), trainer.version, trainer.epoch, keeps=True)
         trainer._packed(before)
         base = before.settled()
         draft = PendingVersion(trainer._source, trainer.version + 1, trainer.epoch, base, keeps=True)
