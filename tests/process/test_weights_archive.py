@@ -28,7 +28,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource
 from transfer_queue.weights.archive import Archive, ArchiveReceiver, ArchiveSource
-from transfer_queue.weights.archive.folder import Entry, path_to_newest
+from transfer_queue.weights.archive.folder import ArchivedVersion, path_to_newest
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import serve
 from transfer_queue.weights.transport import registry
@@ -206,7 +206,7 @@ def test_what_is_deleted_while_it_is_read_is_left_for_what_is_newer(site: Callab
     there = ArchiveSource(here.archive)
     bucket = here.archive.bucket
 
-    def late(entry: Entry, index: int, **more: Any) -> Any:
+    def late(entry: ArchivedVersion, index: int, **more: Any) -> Any:
         here.archive.bucket = bucket  # type: ignore[method-assign]
         here.send(full=True)
         return bucket(entry, index, **more)
@@ -329,7 +329,9 @@ def test_the_way_to_the_newest_version_is_whole(data: st.DataObject) -> None:
     entries = []
     for version in range(1, count + 1):
         kinds = data.draw(st.sets(st.sampled_from(["full", "delta"])))
-        entries += [Entry(1, "r", version, kind, version - 1 if kind == "delta" else 0, "") for kind in sorted(kinds)]
+        entries += [
+            ArchivedVersion(1, "r", version, kind, version - 1 if kind == "delta" else 0, "") for kind in sorted(kinds)
+        ]
     at = data.draw(st.none() | st.integers(1, count))
     path = path_to_newest(sorted(entries), "r", at)
     if path:

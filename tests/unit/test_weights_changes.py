@@ -17,7 +17,7 @@ from transfer_queue.errors import BadManifest, ProtocolError, StaleBase
 from transfer_queue.weights.receive.results import Results
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.transport.base import whole_of
-from transfer_queue.weights.version.anchor import Anchor
+from transfer_queue.weights.version.anchor import VersionAnchor
 from transfer_queue.weights.version.boxes import whole, within
 from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.digest import byte_view
@@ -40,7 +40,7 @@ class Pair(NamedTuple):
     whole: Manifest
     change: Manifest
     changed: Buckets
-    anchors: list[Anchor]
+    anchors: list[VersionAnchor]
 
 
 def sealed(tables: Any, plans: list[ShardPlan], found: Any, version: int) -> Manifest:
@@ -52,7 +52,7 @@ def pair_of(old: Tensors, new: Tensors, tables: list[list[TensorShard]], wants: 
     plans = plan_pieces(tables, wants, 100)
     columns = [ShardTable.of(table) for table in tables]
     packed = [
-        Anchor.pack(column, parts_of(old, table), where)
+        VersionAnchor.pack(column, parts_of(old, table), where)
         for column, table, where in zip(columns, tables, plans, strict=True)
     ]
     anchors = [anchor for anchor, _ in packed]
@@ -209,7 +209,7 @@ def test_differences_in_pieces_that_make_no_sense_are_refused(bad: Any, why: str
 
 def test_a_rank_that_has_packed_something_else_is_found_out() -> None:
     (where,) = plan_pieces([CUT_TABLE], [CUT_WANTS])
-    anchor, digests = Anchor.pack(ShardTable.of(CUT_TABLE), parts_of(CUT, CUT_TABLE), where)
+    anchor, digests = VersionAnchor.pack(ShardTable.of(CUT_TABLE), parts_of(CUT, CUT_TABLE), where)
     stored = anchor.compare(parts_of(CUT, CUT_TABLE)).stored
     PackedCells(digests, stored).check(2, where, compares=True)
     for packed in (PackedCells(digests), PackedCells(digests, StoredCells(b"", b"")), PackedCells(digests, replace(

@@ -8,6 +8,8 @@ Nothing passes between sites but files. Differences stay differences: a site fet
 leads to as a receiver does.
 """
 
-from transfer_queue.weights.archive.folder import Archive as Archive
-from transfer_queue.weights.archive.reading import ArchiveSource as ArchiveSource
-from transfer_queue.weights.archive.writing import ArchiveReceiver as ArchiveReceiver
+from transfer_queue.weights.archive.folder import Archive
+from transfer_queue.weights.archive.reading import ArchiveSource
+from transfer_queue.weights.archive.writing import ArchiveReceiver
+
+__all__ = ["Archive", "ArchiveReceiver", "ArchiveSource"]

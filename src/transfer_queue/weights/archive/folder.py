@@ -37,7 +37,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MANIFEST = ".json"
 
 
-class Entry(NamedTuple):
+class ArchivedVersion(NamedTuple):
     """A version that is there. `base`: the version it is a difference to; 0 for a full one. Entries are ordered: by
     when their run began, then by version."""
 
@@ -49,19 +49,19 @@ class Entry(NamedTuple):
     key: str
 
     @staticmethod
-    def of(manifest: Manifest, begun: float) -> Entry:
+    def of(manifest: Manifest, begun: float) -> ArchivedVersion:
         """`begun`: of the run, in seconds since 1970."""
         base = manifest.base or 0
-        return Entry(int(begun * 1e3), manifest.epoch, manifest.version, manifest.kind, base, manifest.key)
+        return ArchivedVersion(int(begun * 1e3), manifest.epoch, manifest.version, manifest.kind, base, manifest.key)
 
     @staticmethod
-    def parse(folder: str, name: str) -> Entry | None:
+    def parse(folder: str, name: str) -> ArchivedVersion | None:
         """The entry with this manifest; None for what is none."""
         begun, _, run = folder.partition("-")
         parts = name.removesuffix(_MANIFEST).split("-")
         if not name.endswith(_MANIFEST) or len(parts) != 4 or not (begun + parts[0] + parts[2]).isdigit():
             return None
-        return Entry(int(begun), unquote(run), int(parts[0]), parts[1], int(parts[2]), parts[3])
+        return ArchivedVersion(int(begun), unquote(run), int(parts[0]), parts[1], int(parts[2]), parts[3])
 
     @property
     def folder(self) -> str:
@@ -86,11 +86,11 @@ class Archive:
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"an archive at {url!r}: {error}") from error
 
-    def entries(self, *, timeout_s: float) -> list[Entry]:
+    def entries(self, *, timeout_s: float) -> list[ArchivedVersion]:
         """All versions that are there, in their order."""
         return self._timed("listing", timeout_s, self._entries)
 
-    def manifest(self, entry: Entry, *, timeout_s: float) -> Manifest:
+    def manifest(self, entry: ArchivedVersion, *, timeout_s: float) -> Manifest:
         """`VersionGone` when it was deleted meanwhile, or is still being written."""
         data = self._timed("reading a manifest", timeout_s, self._read, entry.stem + _MANIFEST)
         found = Manifest.decode(data)
@@ -98,14 +98,16 @@ class Archive:
             raise DigestMismatch(f"{entry.stem}{_MANIFEST} in {self.url} is not the manifest that it is named after")
         return found
 
-    def bucket(self, entry: Entry, index: int, *, timeout_s: float) -> Bytes:
+    def bucket(self, entry: ArchivedVersion, index: int, *, timeout_s: float) -> Bytes:
         """The bytes as they are there. `VersionGone` when it was deleted meanwhile."""
         data = self._timed("reading a bucket", timeout_s, self._read, f"{entry.stem}.{index:05}")
         return np.frombuffer(data, np.uint8)
 
-    def put(self, manifest: Manifest, buckets: Mapping[int, torch.Tensor], begun: float, *, timeout_s: float) -> Entry:
+    def put(
+        self, manifest: Manifest, buckets: Mapping[int, torch.Tensor], begun: float, *, timeout_s: float
+    ) -> ArchivedVersion:
         """Write a version of the run that `begun` then; one that is there already stays. `StoreFull`."""
-        entry, deadline = Entry.of(manifest, begun), Deadline(timeout_s)
+        entry, deadline = ArchivedVersion.of(manifest, begun), Deadline(timeout_s)
         if entry in self.entries(timeout_s=deadline.left("listing")):
             return entry
         for index, bucket in buckets.items():
@@ -118,8 +120,8 @@ class Archive:
         """Delete what is older than the newest `keep` full versions, also what was not written to its end."""
         self._timed("deleting", timeout_s, self._retain, keep)
 
-    def _entries(self) -> list[Entry]:
-        found = (Entry.parse(folder, name) for folder, names in self._listed() for name in names)
+    def _entries(self) -> list[ArchivedVersion]:
+        found = (ArchivedVersion.parse(folder, name) for folder, names in self._listed() for name in names)
         return sorted(one for one in found if one is not None)
 
     def _listed(self) -> Iterator[tuple[str, list[str]]]:
@@ -178,7 +180,7 @@ class Archive:
             raise ServiceUnavailable(f"{what} in {self.url}: {error}") from error
 
 
-def path_to_newest(entries: Sequence[Entry], run_id: str, version: int | None) -> list[Entry]:
+def path_to_newest(entries: Sequence[ArchivedVersion], run_id: str, version: int | None) -> list[ArchivedVersion]:
     """What leads a reader that has this version of this run (None: none) to the newest version, in order: differences
     from where it is, or the newest full version from which they lead there. Empty when it is there already."""
     if not entries:
@@ -189,7 +191,7 @@ def path_to_newest(entries: Sequence[Entry], run_id: str, version: int | None) -
         return []
     next_of = {one.base: one for one in of_run if one.kind == "delta"}
 
-    def steps(at: int) -> list[Entry] | None:
+    def steps(at: int) -> list[ArchivedVersion] | None:
         found = []
         while at != newest:
             if at not in next_of:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from transfer_queue.errors import StaleBase, VersionGone
-from transfer_queue.weights.archive.folder import Archive, Entry, path_to_newest
+from transfer_queue.weights.archive.folder import Archive, ArchivedVersion, path_to_newest
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.version.delta import Patch
@@ -80,11 +80,11 @@ class ArchiveSource:
     def aliases(self) -> dict[str, str]:
         return dict(self._aliases)
 
-    def _path(self, deadline: Deadline) -> list[Entry]:
+    def _path(self, deadline: Deadline) -> list[ArchivedVersion]:
         entries = self._archive.entries(timeout_s=deadline.left("listing"))
         return path_to_newest(entries, self.run_id, self.version)
 
-    def _take(self, path: list[Entry], deadline: Deadline) -> bool:
+    def _take(self, path: list[ArchivedVersion], deadline: Deadline) -> bool:
         """Go along; whether it was there to the end."""
         for entry in path:
             try:
@@ -99,7 +99,7 @@ class ArchiveSource:
                 return False
         return True
 
-    def _staged(self, entry: Entry, manifest: Manifest, deadline: Deadline) -> Staging:
+    def _staged(self, entry: ArchivedVersion, manifest: Manifest, deadline: Deadline) -> Staging:
         staging = Staging(manifest)
 
         def fetch(index: int) -> None:

@@ -21,8 +21,9 @@ from transfer_queue.weights.fleet.reporter import ReplicaBoard, ReplicaReporter
 from transfer_queue.weights.fleet.rounds import Round, RoundPause
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.update_session import run_of
+from transfer_queue.weights.transport.clients import Follower
 from transfer_queue.weights.transport.deadline import Deadline
-from transfer_queue.weights.transport.trainer import Follower, TrainerEngine
+from transfer_queue.weights.transport.trainer import TrainerEngine
 
 CALL_TIMEOUT_S = 30.0
 HEARTBEAT_S = 2.0

@@ -23,7 +23,7 @@ from transfer_queue.weights.version.pieces import Pieces
 from transfer_queue.weights.version.tensor_memory import room
 
 
-class Part(NamedTuple):
+class ChangedPart(NamedTuple):
     """A box of a changed tensor: what has come for it (None: it is as it was)."""
 
     box: Box
@@ -42,11 +42,11 @@ class Results:
         self._target = target
         self._bases = target.bases() if manifest.parts.needs_base else {}
         self._specs = {spec.name: spec for spec in manifest.tensors}
-        self._parts: defaultdict[str, list[Part]] = defaultdict(list)
+        self._parts: defaultdict[str, list[ChangedPart]] = defaultdict(list)
         for part, view in came:
-            self._parts[part.name].append(Part(part.box, view, part.result))
+            self._parts[part.name].append(ChangedPart(part.box, view, part.result))
         for spec, box in manifest.parts.unchanged():
-            self._parts[spec.name].append(Part(box, None, None))
+            self._parts[spec.name].append(ChangedPart(box, None, None))
 
     def tensors(self) -> dict[str, Staged | Pieces]:
         """By name; those that the target lacks are left out."""
@@ -54,7 +54,7 @@ class Results:
             values = helpers.map(lambda one: self._result(self._specs[one[0]], one[1]), self._parts.items())
             return {name: value for name, value in zip(self._parts, values, strict=True) if value is not None}
 
-    def _result(self, spec: TensorSpec, parts: list[Part]) -> Staged | Pieces | None:
+    def _result(self, spec: TensorSpec, parts: list[ChangedPart]) -> Staged | Pieces | None:
         held = self._bases.get(spec.name)
         if len(parts) == 1 and parts[0].box == whole(spec.shape):
             (_, came, result) = parts[0]
@@ -92,7 +92,7 @@ def _tensor_of(held: Supplied) -> torch.Tensor:
     return (held.whole() if isinstance(held, Pieces) else held).detach()
 
 
-def _pieces(spec: TensorSpec, parts: list[Part], held: Supplied | None) -> Pieces | None:
+def _pieces(spec: TensorSpec, parts: list[ChangedPart], held: Supplied | None) -> Pieces | None:
     """The boxes that the target has, or is given, as they are now."""
     dtype = torch_dtype(spec.dtype)
     found = Pieces(dtype, spec.shape, [])
@@ -117,7 +117,7 @@ def _box_of(held: Supplied | None, box: Box) -> torch.Tensor | None:
     return None if held is None else held.detach()[within(box, whole(tuple(held.shape)))]
 
 
-def _put_together(spec: TensorSpec, live: torch.Tensor, parts: list[Part]) -> torch.Tensor:
+def _put_together(spec: TensorSpec, live: torch.Tensor, parts: list[ChangedPart]) -> torch.Tensor:
     """A new tensor with what came in its boxes."""
     made = room(live.nbytes).view(live.dtype).reshape(live.shape).copy_(live)
     for box, came, result in parts:
@@ -132,7 +132,7 @@ def _put_together(spec: TensorSpec, live: torch.Tensor, parts: list[Part]) -> to
     return made
 
 
-def _patch(spec: TensorSpec, live: torch.Tensor, part: Part) -> Patch:
+def _patch(spec: TensorSpec, live: torch.Tensor, part: ChangedPart) -> Patch:
     """What changes in the whole tensor, given the difference of a box."""
     assert part.came is not None
     assert part.result is not None

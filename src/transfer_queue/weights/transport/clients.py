@@ -2,6 +2,7 @@
 
 Client    vLLM's four calls, to every receiver: all that a trainer needs
  ├─ Partial    of several servers: those that do not answer are left out of an update, and come back by themselves
+ ├─ Follower   a fleet: it judges what its replicas report, and brings late ones up
  └─ Member     one server, as a fleet wants it: it also has a status, pauses and aborts
 """
 
@@ -54,6 +55,18 @@ class Partial(ABC):
     @abstractmethod
     def leave_out(self, name: str, error: TransferQueueError) -> None:
         """Go on without it, until the next `allow`. Raises `error` when nobody is left."""
+
+
+class Follower(ABC):
+    """A client that looks after its receivers: it judges what they report, and brings late ones up by itself."""
+
+    @abstractmethod
+    def follow(self, publisher: Any) -> None:
+        """The trainer engine (`TrainerEngine`) whose versions these are."""
+
+    @abstractmethod
+    def allow(self, timeout_s: float | None) -> None:
+        """All calls of the update that begins now have this long, together; None: it is over."""
 
 
 class Member(Client, Protocol):

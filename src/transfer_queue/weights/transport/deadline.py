@@ -48,9 +48,12 @@ class TimedCall(BackgroundCall[T]):
 
     def __init__(self, function: Callable[..., T], *args: Any) -> None:
         super().__init__("tq-weights-call", function, *args)
+        self._called: str = getattr(function, "__name__", "the call")
 
-    def result(self, deadline: Deadline, what: str) -> T:
-        """What it returned, or raised. `DeadlineExceeded` when it still runs then."""
+    def result(self, deadline: Deadline, what: str = "") -> T:
+        """What it returned, or raised. `DeadlineExceeded` when it still runs then, which names `what` (default: the
+        function)."""
+        what = what or self._called
         if not self.ended(0.0) and not self.ended(deadline.left(what)):
             raise DeadlineExceeded(f"{what} did not end before its deadline")
         return self.outcome()

@@ -26,7 +26,7 @@ from transfer_queue.weights.transport.ranks import (
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.ticket import PublishTicket
 from transfer_queue.weights.transport.version_store import LastAsked
-from transfer_queue.weights.version.anchor import Anchor, Changes
+from transfer_queue.weights.version.anchor import CellChanges, VersionAnchor
 from transfer_queue.weights.version.sealing import PackedCells
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sources import WeightSource, parts_of, table_of
@@ -88,7 +88,7 @@ class HeldBuckets:
 class HeldBase(NamedTuple):
     """The version that all receivers have, as this rank packed it: its cells, and as `Sealed` has it."""
 
-    anchor: Anchor
+    anchor: VersionAnchor
     key: str
     first: int
 
@@ -99,8 +99,8 @@ class HeldDraft(NamedTuple):
     version: int
     turn: str
     sealed: Sealed
-    anchor: Anchor
-    changes: Changes | None
+    anchor: VersionAnchor
+    changes: CellChanges | None
 
 
 class Holder:
@@ -178,14 +178,14 @@ class Holder:
         self.store.add(sealed.key, sealed.first, anchor.buckets if changes is None else changes.buckets)
         return HeldDraft(planned.version, planned.turn, sealed, anchor, changes)
 
-    def _read(self, table: ShardTable, planned: Planned) -> tuple[Anchor, PackedCells, Changes | None]:
+    def _read(self, table: ShardTable, planned: Planned) -> tuple[VersionAnchor, PackedCells, CellChanges | None]:
         parts = parts_of(self._source)
         if planned.compares:
             if self._base is None or not self._base.anchor.fits(table, planned.plan):
                 raise StaleBase("this rank has no version before with these shards and this plan")
             changes = self._base.anchor.compare(parts)
             return self._base.anchor, PackedCells(changes.digests, changes.stored), changes
-        anchor, digests = Anchor.pack(table, parts, planned.plan)
+        anchor, digests = VersionAnchor.pack(table, parts, planned.plan)
         return anchor, PackedCells(digests), None
 
     @system_faults()

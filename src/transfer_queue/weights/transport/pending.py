@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from transfer_queue.structs import decodable
-from transfer_queue.weights.version.anchor import Anchor, Changes
+from transfer_queue.weights.version.anchor import CellChanges, VersionAnchor
 from transfer_queue.weights.version.digest import ALGO
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import Plan, seal
@@ -31,7 +31,7 @@ class Base(NamedTuple):
     """The version that all receivers have, for differences, and for receivers that lack theirs: this rank's cells of
     it, the manifest of all of it, and the shards (their keys) and plans of all ranks."""
 
-    anchor: Anchor
+    anchor: VersionAnchor
     manifest: Manifest
     tables: tuple[str, ...]
     plans: Sequence[ShardPlan]
@@ -59,8 +59,8 @@ class PendingVersion:
         self.keeps = keeps
         self.buckets: list[torch.Tensor] = []  # what this rank gives
         self.whole: Manifest | None = None  # of all of it, also where only a difference is sent
-        self.changes: Changes | None = None
-        self._anchor: Anchor | None = None
+        self.changes: CellChanges | None = None
+        self._anchor: VersionAnchor | None = None
         self._tables: tuple[str, ...] = ()
         self._plans: Sequence[ShardPlan] = ()
 
@@ -80,7 +80,7 @@ class PendingVersion:
             self.changes = self.base.anchor.compare(parts)
             self.buckets = self.changes.buckets
             return PackedCells(self.changes.digests, self.changes.stored)
-        self._anchor, digests = Anchor.pack(table, parts, where)
+        self._anchor, digests = VersionAnchor.pack(table, parts, where)
         self.buckets = self._anchor.buckets
         return PackedCells(digests)
 

@@ -32,7 +32,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
-from transfer_queue.weights.transport.clients import Client, Partial
+from transfer_queue.weights.transport.clients import Client, Follower, Partial
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall, held
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, describe, key_of, parse
@@ -49,18 +49,6 @@ log = logging.getLogger("transfer_queue.weights")
 MAX_LABEL = 80  # characters: labels become file names, percent-encoded
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
 Self = TypeVar("Self", bound="TrainerEngine")
-
-
-class Follower(ABC):
-    """A client that looks after its receivers: it judges what they report, and brings late ones up by itself."""
-
-    @abstractmethod
-    def follow(self, publisher: TrainerEngine) -> None:
-        """The trainer engine whose versions these are."""
-
-    @abstractmethod
-    def allow(self, timeout_s: float | None) -> None:
-        """All calls of the update that begins now have this long, together; None: it is over."""
 
 
 class TrainerEngine(ABC):
@@ -588,10 +576,10 @@ class TrainerEngine(ABC):
         """A call to the receivers. One that is late is remembered: it must not meet the next update."""
         call = TimedCall(function, *args)
         self._late.append(call)
-        return call.result(deadline, _name_of(function))
+        return call.result(deadline)
 
     def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
-        return TimedCall(function, *args).result(deadline, _name_of(function))
+        return TimedCall(function, *args).result(deadline)
 
     def _call_off(self, version: int, is_open: bool | None) -> bool:
         """Make sure that nobody commits it later; whether all could be told.
@@ -609,7 +597,3 @@ class TrainerEngine(ABC):
             log.info("version %s could not be called off: %s", version, error)
             return not self._num_silent
         return True
-
-
-def _name_of(function: Callable[..., object]) -> str:
-    return getattr(function, "__name__", "the call")

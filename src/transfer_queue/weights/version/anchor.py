@@ -31,7 +31,7 @@ from transfer_queue.weights.version.tensor_memory import room
 Change: TypeAlias = "Patch | Bytes"  # what a cell has instead
 
 
-class Changes:
+class CellChanges:
     """What leads from an anchor to the weights as they were read: `buckets` has it packed, as `stored` says. `digests`
     are those of all shards and cells now."""
 
@@ -72,7 +72,7 @@ class CellChange(NamedTuple):
         return UNCHANGED if self.found is None else self.found.nbytes
 
 
-class Anchor:
+class VersionAnchor:
     """The buckets of a plan for the shards of `table`; they are this object's to write. For one thread at a time."""
 
     def __init__(self, table: ShardTable, where: ShardPlan, buckets: list[torch.Tensor]) -> None:
@@ -81,16 +81,16 @@ class Anchor:
     @staticmethod
     def pack(
         table: ShardTable, tensors: Iterator[tuple[str, torch.Tensor]], where: ShardPlan
-    ) -> tuple[Anchor, ShardDigests]:
+    ) -> tuple[VersionAnchor, ShardDigests]:
         """As `pieces.pack_here`."""
         buckets, digests = pack_here(table, tensors, where)
-        return Anchor(table, where, buckets), digests
+        return VersionAnchor(table, where, buckets), digests
 
     def fits(self, table: ShardTable, where: ShardPlan) -> bool:
         """Whether shards and plan are the same still."""
         return table.key == self.table.key and where == self.where
 
-    def compare(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Changes:
+    def compare(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> CellChanges:
         """Read the shards of the table, in this thread, and compare them in others. `ShapeMismatch` when they are other
         ones."""
         old = [bucket.numpy() for bucket in self.buckets]
@@ -99,9 +99,9 @@ class Anchor:
             for shard, tensor, places in read_shards(self.table, tensors, self.where):
                 cells = [old[place.bucket][place.offset : place.offset + place.nbytes] for place in places]
                 comparing.add(tensor.nbytes, _compared, shard.box, tensor, ready(tensor), places, cells)
-            return Changes(self.where, comparing.end())
+            return CellChanges(self.where, comparing.end())
 
-    def follow(self, changes: Changes, *, copy: bool = False) -> None:
+    def follow(self, changes: CellChanges, *, copy: bool = False) -> None:
         """These were taken. `copy`: the buckets become new ones, for somebody may read those that were there."""
         if copy:
             self.buckets = [room(bucket.nbytes).copy_(bucket) for bucket in self.buckets]
