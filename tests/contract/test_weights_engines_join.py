@@ -30,9 +30,9 @@ def late(here: Site, **info: Any) -> Process:
     return one
 
 
-@pytest.mark.parametrize("engine", ["shm", "tcp", "disk"])
-def test_the_newest_version_can_be_had_without_an_update(engine: str, site: Start) -> None:
-    here = site(engine, num=1)
+@pytest.mark.parametrize(("engine", "info"), [("shm", {}), ("tcp", {}), ("tcp", {"anchor_every": 3}), ("disk", {})])
+def test_the_newest_version_can_be_had_without_an_update(engine: str, info: dict[str, Any], site: Start) -> None:
+    here = site(engine, num=1, **info)
     one = here.receiver(1)
     here.receivers.append(one)
     one.call("init_transfer_engine", here.init_info)

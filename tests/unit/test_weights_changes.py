@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_weights_pieces import CUT, CUT_TABLE, CUT_WANTS, Tensors, meshes, models, parts_of, same_bytes, wants_of
+from test_weights_sources import Direct
+from weights import Net, drawn
 
-from transfer_queue.errors import BadManifest, ProtocolError, StaleBase
+from transfer_queue.errors import BadManifest, ProtocolError, StaleBase, VersionGone
+from transfer_queue.weights import InPlace, Receiver, StateDictSource
 from transfer_queue.weights.receive.results import Results
 from transfer_queue.weights.receive.staging import Staging
+from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.base import whole_of
 from transfer_queue.weights.version.anchor import VersionAnchor
 from transfer_queue.weights.version.boxes import whole, within
@@ -217,3 +222,58 @@ def test_a_rank_that_has_packed_something_else_is_found_out() -> None:
     ))):  # fmt: skip
         with pytest.raises(ProtocolError):
             packed.check(2, where, compares=True)
+
+
+@pytest.fixture
+def trainer() -> Iterator[Any]:
+    """Over tcp, with a receiver, and `weights` that are sent."""
+    weights = drawn(Net(), 1)
+    engine = registry.engine("tcp")(Receiver(InPlace(Net())))
+    made = registry.trainer("tcp").trainer_init(
+        {"anchor_every": 10, "keep": 2}, client=Direct(engine), source=StateDictSource(weights)
+    )
+    made.weights = weights
+    yield made
+    made.shutdown()
+    engine.shutdown()
+
+
+def send(trainer: Any) -> str:
+    """An element changes; the key of all of the version, which late receivers are given."""
+    trainer.weights["first.weight"].view(-1)[trainer.version] += 1
+    trainer.send_weights(deadline_s=30)
+    return str(trainer._newest[""].key)
+
+
+def test_what_a_late_receiver_reads_stays_as_it_was(trainer: Any) -> None:
+    first = send(trainer)
+    before = trainer.store.bucket(first, 0).clone()
+    second = send(trainer)
+    assert torch.equal(trainer.store.bucket(first, 0), before)
+    assert not torch.equal(trainer.store.bucket(second, 0), before)
+
+
+def test_what_nobody_reads_is_written_where_it_lies(trainer: Any) -> None:
+    first = send(trainer)
+    where = trainer._base.anchor.buckets[0].data_ptr()
+    second = send(trainer)
+    assert trainer.store.bucket(second, 0).data_ptr() == where
+    with pytest.raises(VersionGone):
+        trainer.store.bucket(first, 0)
+
+
+def test_an_interrupt_while_the_base_follows_is_followed_by_a_full_version(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(trainer)
+    follow = VersionAnchor.follow
+
+    def half(self: VersionAnchor, changes: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(VersionAnchor, "follow", half)
+    with pytest.raises(KeyboardInterrupt):
+        send(trainer)
+    monkeypatch.setattr(VersionAnchor, "follow", follow)
+    trainer.weights["first.weight"] += 1
+    assert [trainer.send_weights(deadline_s=30).kind for _ in range(2)] == ["full", "delta"]

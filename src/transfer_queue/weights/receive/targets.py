@@ -13,6 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,11 +31,13 @@ from transfer_queue.weights.receive.lock import SharedLock
 from transfer_queue.weights.receive.stand_ins import Exchange
 from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.manifest import Contents
+from transfer_queue.weights.version.packing import NUM_THREADS
 from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.sources import named_weights, ties
 from transfer_queue.weights.version.tensor_memory import copies, write
 
 READ_TIMEOUT_S = 60.0
+MANY_ELEMENTS = 1 << 18  # of patches: writing these takes longer than starting threads
 Tensors = Mapping[str, torch.Tensor]
 Staged: TypeAlias = "torch.Tensor | Patch"
 Metas: TypeAlias = "Mapping[str, tuple[str, tuple[int, ...]]]"  # by name: dtype and shape
@@ -221,8 +224,14 @@ class InPlace(_ModuleTarget):
         return pause
 
     def _write(self, prepared: list[_Change]) -> None:
+        patches = [change for change in prepared if isinstance(change.new, Patch)]
+        is_much = sum(len(change.new.indices) for change in patches if isinstance(change.new, Patch)) >= MANY_ELEMENTS
         for change in prepared:
-            change.write()
+            if not is_much or isinstance(change.new, torch.Tensor):
+                change.write()
+        if is_much:
+            with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-commit") as helpers:
+                list(helpers.map(_Change.write, patches))
         _synchronize(change.live for change in prepared)
 
     def _mend(self, prepared: list[_Change], error: BaseException) -> None:

@@ -40,6 +40,9 @@ class LastAsked:
         self._at: dict[str, float] = {}
 
     def note(self, key: str) -> None:
+        """Forgets what was long ago."""
+        if key not in self._at:
+            self._at = {one: at for one, at in self._at.items() if time.monotonic() - at < READING_S}
         self._at[key] = time.monotonic()
 
     def forget(self, key: str) -> None:
@@ -106,9 +109,7 @@ class VersionStore(Generic[T]):
         return self._find(key).holders
 
     def content(self, key: str) -> T:
-        found = self._find(key)
-        self._asked.note(key)
-        return found.content
+        return self._find(key, reads=True).content
 
     def contents(self) -> list[T]:
         with self._lock:
@@ -121,11 +122,13 @@ class VersionStore(Generic[T]):
             self._held.clear()
         return found
 
-    def _find(self, key: str) -> _Kept[T]:
+    def _find(self, key: str, *, reads: bool = False) -> _Kept[T]:
         """By its key, or by a `newest_key`."""
         with self._lock:
             wanted = self._newest.get(key, key)
             for held in self._held.values():
                 if wanted in held:
+                    if reads:
+                        self._asked.note(wanted)
                     return held[wanted]
         raise gone(key)
