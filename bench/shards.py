@@ -29,7 +29,7 @@ POLL_S = 0.01
 
 
 class Memory:
-    """What a server's workers have of their own, watched."""
+    """What a server's workers have of their own, watched, but for what the kernel may take at once."""
 
     def __init__(self, workers: list[int]) -> None:
         self._workers = workers
@@ -43,7 +43,7 @@ class Memory:
         from bench.procfs import memory
 
         found = [memory(pid) for pid in self._workers]
-        return max(one.get("Anonymous", 0) for one in found)
+        return max(one.get("Anonymous", 0) - one.get("LazyFree", 0) for one in found)
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):

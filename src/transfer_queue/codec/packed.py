@@ -47,13 +47,13 @@ SLAB_NBYTES = 16 << 20  # of small parts of decoded values: fresh pages for each
 FEW = 64  # values that are made without a pause of the garbage collector
 REFUSALS = (InvalidInput, ProtocolError, UnsupportedValue)
 
-_pool = Pool(KEEP_NBYTES)
+_pool = Pool(KEEP_NBYTES, lends_idle=True)
 
 
 def _start_over() -> None:
     """In a forked child: another thread of the parent may have been amid an allocation."""
     global _pool
-    _pool = Pool(KEEP_NBYTES)
+    _pool = Pool(KEEP_NBYTES, lends_idle=True)
 
 
 os.register_at_fork(after_in_child=_start_over)

@@ -1,7 +1,8 @@
 """Memory for what is staged, and copying at the speed of memory.
 
 Fresh small pages take bytes eight times slower than huge or touched ones (docs/benchmarks.md). So staging memory is
-huge-page-advised, and up to `KEEP_NBYTES` of it stay with the process for the next update.
+huge-page-advised, and up to `KEEP_NBYTES` of it stay with the process for the next update. The kernel may take it
+meanwhile, when it is short of memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.pool import Pool
 
 KEEP_NBYTES = 1 << 30
-_pool = Pool(KEEP_NBYTES)
+_pool = Pool(KEEP_NBYTES, lends_idle=True)
 _mover = Mover()
 
 
