@@ -18,6 +18,7 @@ import torch
 
 from transfer_queue.errors import CommitFailed, NotSupported, StaleBase
 from transfer_queue.integrations.vllm.checkpoint import Checkpoint
+from transfer_queue.memory.heap import trim_later
 from transfer_queue.weights.receive.lazy import Supplied, supplied
 from transfer_queue.weights.receive.targets import Broken, Live, Metas, Pause, Target
 from transfer_queue.weights.version.manifest import Contents
@@ -83,6 +84,7 @@ class LoadedModel(Target):
         if not self._agree(fault is None):
             self._go_back(repr(fault) if fault else "another worker of this server could not load it")
         self._held, self._held_metas, self.tag, self.broken = prepared.copies, prepared.metas, tag, False
+        trim_later()  # what the reload has freed: half of this worker's share of the model
         return Pause(time.monotonic() - start, 0.0)
 
     def _go_back(self, why: str) -> None:
