@@ -4,7 +4,8 @@
 
 Then each line is a command: `send SECONDS` and `publish SECONDS` print the report or the error, `train SEED` changes
 the weights, `nudge N` one element of them (`nudged`), `drift` those of this rank alone, `hang STEP` and `die STEP` stop
-it in that step of the next update. `last SECONDS` sends, and leaves at once.
+it in that step of the next update. `last SECONDS` sends, and leaves at once. `number N` is the version that is sent
+next, `widen` gives this rank a model with other shapes.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ def run(rank: int) -> None:
     client = WeightSyncClient(setting["urls"], setting["token"], timeout_s=20) if rank == 0 else None
     info = {"timeout_s": 20.0, **setting.get("info", {})}
     trainer: Any
+    number: int | None = None
     if setting.get("gathers"):
         factory_info = FactoryInfo(rank=rank, backend="tq_tcp", options=info)
         trainer = FactoryTrainer.trainer_init(factory_info, client=client, source=Gathering(model))
@@ -153,26 +155,31 @@ def run(rank: int) -> None:
             with torch.no_grad():
                 local = next(iter(model.layers.parameters()))
                 getattr(local, "_local_tensor", local).add_(1)
+        elif what == "number":
+            number = int(how)
+        elif what == "widen":
+            trainer._source = ModuleSource(Model(12))
         elif what in ("hang", "die"):
             stop_in(trainer, how, signal.SIGSTOP if what == "hang" else signal.SIGKILL)
         elif what == "last":
-            found = send(trainer, float(how), publishes=False)
+            found = send(trainer, float(how), None, publishes=False)
             trainer.shutdown()
             print(json.dumps(found), flush=True)
             break
         else:
-            print(json.dumps(send(trainer, float(how), publishes=what == "publish")), flush=True)
+            print(json.dumps(send(trainer, float(how), number, publishes=what == "publish")), flush=True)
+            number = None
     trainer.shutdown()
     dist.destroy_process_group()
 
 
-def send(trainer: Any, deadline_s: float, publishes: bool) -> dict[str, Any]:
+def send(trainer: Any, deadline_s: float, number: int | None, publishes: bool) -> dict[str, Any]:
     start = time.monotonic()
     try:
         if publishes:
-            report = trainer.publish(deadline_s=deadline_s).result(60)
+            report = trainer.publish(number, deadline_s=deadline_s).result(60)
         else:
-            report = trainer.send_weights(deadline_s=deadline_s)
+            report = trainer.send_weights(number, deadline_s=deadline_s)
     except TransferQueueError as error:
         return {"error": type(error).__name__, "text": str(error), "took_s": time.monotonic() - start}
     return {"version": report.version, "root": report.root, "nbytes": report.nbytes, "kind": report.kind}

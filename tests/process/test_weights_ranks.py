@@ -217,6 +217,28 @@ def test_replicas_that_drifted_apart_are_named_on_every_rank(site: Site) -> None
     assert site.has(6)
 
 
+def test_ranks_that_send_different_versions_are_refused_before_anything_is_packed(site: Site) -> None:
+    ranks = site.ranks()
+    ranks.tell("train 5")
+    ranks.tell("number 7", [0, 1, 3])
+    ranks.tell("number 8", [2])
+    found = ranks.send()
+    assert {one["error"] for one in found} == {"InvalidInput"}
+    assert all("rank 2 sends version 8, rank 0 7" in one["text"] for one in found)
+    assert [one["version"] for one in ranks.send()] == [1] * WORLD
+    assert site.has(5)
+
+
+def test_a_rank_with_another_model_is_named_on_every_rank(site: Site) -> None:
+    ranks = site.ranks()
+    ranks.tell("train 5")
+    ranks.tell("widen", [3])
+    found = ranks.send()
+    assert {one["error"] for one in found} == {"ShapeMismatch"}
+    assert all("rank 3 has" in one["text"] or "another one as" in one["text"] for one in found)
+    assert site.receiver.installed().version is None
+
+
 @pytest.mark.parametrize("step", ["offer", "packed", "served"])
 def test_of_a_rank_that_is_killed_all_others_hear_in_time(site: Site, step: str) -> None:
     found = site.ranks().send_while("die", step, 2)
