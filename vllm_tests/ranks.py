@@ -2,7 +2,7 @@
 
 The first line says what it is, as JSON. Each further line is the seed of other weights (`SEED ROW`: with one row of
 them changed, see `altered`), or "again" for ones that differ a little, which it sends; it prints the report then, and
-how many bytes it has served.
+how many bytes it has served. `join URL` brings another server to the newest version; it takes part in those that follow.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from transfer_queue.errors import TransferQueueError
 from transfer_queue.integrations.vllm import plugin
 from transfer_queue.integrations.vllm.trainer import FactoryInfo
 from transfer_queue.weights import ModuleSource
+from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.version.boxes import whole, within
@@ -76,7 +77,9 @@ def nudge(model: Any) -> None:
 def of_ours(given: dict[str, Any], model: Any) -> tuple[Any, Any]:
     """Each rank gives its shards."""
     rank = given["rank"]
-    client = WeightSyncClient(given["url"], given["token"], timeout_s=60) if rank == 0 else None
+    client: Any = WeightSyncClient(given["url"], given["token"], timeout_s=60) if rank == 0 else None
+    if client is not None and given.get("fleet"):
+        client = Fleet({"first": client})
     info = {"rank": rank, "world": WORLD, **given.get("info", {})}
     made: Any = registry.trainer("tcp").trainer_init(info, client=client, source=ModuleSource(model))
     return made, made
@@ -130,6 +133,12 @@ def main() -> None:
     trainer, engine = from_factory(given, model) if given.get("factory") else of_ours(given, model)
     print("ready", flush=True)
     for line in sys.stdin:
+        if line.startswith("join"):
+            if rank == 0:
+                joining = WeightSyncClient(line.split()[1], given["token"], timeout_s=60)
+                trainer._client.join("late", joining, wait_s=60)
+            print("{}", flush=True)
+            continue
         if line.strip() == "again":
             nudge(model)
         else:

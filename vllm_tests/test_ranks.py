@@ -61,3 +61,23 @@ def test_tensor_parallel_workers_are_sent_what_changed_in_their_pieces(
         assert [one["kind"] for one in send("32")] == ["full"] * WORLD  # who has which version is not known
         assert server.say() == answer(drawn(32, tied))
     server.stop()
+
+
+def test_a_server_with_another_tensor_parallel_size_joins_between_versions(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """Its worker takes the pieces that were cut for two, and from then on those that are cut for all three."""
+    folder = save(drawn(0), tmp_path)
+    server = start(folder, "tq_tcp", 2).wait()
+    given = {"url": server.url, "token": server.token, "tied": False, "info": {"anchor_every": 10}, "fleet": True}
+    with started(given) as send:
+        send("31")
+        send("31 3")
+        late = start(folder, "tq_tcp", 1).wait()
+        send(f"join {late.url}")
+        assert late.say() == server.say() == answer(altered(31, False, 3))
+        for text, model in (("31 9", altered(31, False, 9)), ("32", drawn(32))):
+            assert [one["version"] for one in send(text)][0] > 2
+            assert late.say() == server.say() == answer(model)
+    late.stop()
+    server.stop()
