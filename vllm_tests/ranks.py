@@ -2,7 +2,7 @@
 
 The first line says what it is, as JSON. Each further line is the seed of other weights (`SEED ROW`: with one row of
 them changed, see `altered`), or "again" for ones that differ a little, which it sends; it prints the report then, and
-how many bytes it has served. `join URL` brings another server to the newest version; it takes part in those that follow.
+how many bytes it has served. `join URL` brings another server to the newest version, which is then in all that follow.
 """
 
 from __future__ import annotations

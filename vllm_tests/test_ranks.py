@@ -77,7 +77,7 @@ def test_a_server_with_another_tensor_parallel_size_joins_between_versions(
         send(f"join {late.url}")
         assert late.say() == server.say() == answer(altered(31, False, 3))
         for text, model in (("31 9", altered(31, False, 9)), ("32", drawn(32))):
-            assert [one["version"] for one in send(text)][0] > 2
+            assert next(one["version"] for one in send(text)) > 2
             assert late.say() == server.say() == answer(model)
     late.stop()
     server.stop()
