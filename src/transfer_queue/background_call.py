@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+BEGIN_S = 0.2  # an interrupt may strike as a thread is started: then it begins at once, or never
 
 
 class BackgroundCall(Generic[T]):
     """Its caller need not wait for ever. A thread nobody waits for any more ends with the call, or with the process;
     until then it holds what the call was given."""
 
-    def __init__(self, name: str, function: Callable[..., T], *args: Any) -> None:
-        """`name`: the thread's."""
+    def __init__(self, name: str, function: Callable[..., T], *args: Any, known: list[Any] | None = None) -> None:
+        """`name`: the thread's. This is in `known` before it begins, so that an interrupt does not make it unknown."""
         self._result: list[T] = []
         self._error: BaseException | None = None
         self._undo: Callable[[T], None] | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, args=(function, args), name=name, daemon=True)
+        if known is not None:
+            known.append(self)
         self._thread.start()
 
     def _run(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
@@ -35,9 +39,17 @@ class BackgroundCall(Generic[T]):
             undo(found)
 
     def ended(self, timeout_s: float) -> bool:
-        """Whether it has returned or raised, within that time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Whether it has returned or raised, within that time; also when an interrupt kept it from beginning."""
+        until = time.monotonic() + BEGIN_S
+        while True:
+            try:
+                self._thread.join(timeout_s)
+            except RuntimeError:  # it has not begun
+                if time.monotonic() > until:
+                    return True
+                time.sleep(0.001)
+            else:
+                return not self._thread.is_alive()
 
     def leave(self, undo: Callable[[T], None]) -> None:
         """Nobody waits any more: `undo` is called with what it returns, or returned a moment ago."""

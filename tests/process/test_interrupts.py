@@ -19,6 +19,7 @@ from strikes import strikes
 from weights import Net, copy_of, root
 
 import transfer_queue as tq
+from transfer_queue.background_call import BackgroundCall
 from transfer_queue.client.local_locks import LocalLocks, ThreadWaiter, local
 from transfer_queue.errors import InvalidInput
 from transfer_queue.weights import ModuleSource
@@ -254,22 +255,29 @@ def test_a_lock_that_is_waited_for_with_a_time_out_is_held_by_nobody() -> None:
     assert len(list(every(locked, lambda: not lock._is_owned()))) > 5
 
 
-@pytest.mark.parametrize("engine", ["tcp", "shm"])
-def test_the_next_update_of_weights_is_taken(engine: str, child: Callable[[str], Child]) -> None:
+@pytest.mark.parametrize(("engine", "anchor_every"), [("tcp", 1), ("shm", 1), ("tcp", 10)])
+def test_the_next_update_of_weights_is_taken(engine: str, anchor_every: int, child: Callable[[str], Child]) -> None:
     """After each interrupt of `send_weights`, in a few seconds every 31st of its places."""
     path = f"import sys; sys.path.insert(0, {str(Path(weights_servers.__file__).parent)!r})"
     server = child(f"{path}; import weights_servers as them; them.ENGINE = {engine!r}; them.run_server()")
     server.say("0")
     module = Net()
     trainer = registry.trainer(engine).trainer_init(
-        {}, client=WeightSyncClient(server.line(), weights_servers.TOKEN), source=ModuleSource(module)
-    )
+        {"anchor_every": anchor_every}, client=WeightSyncClient(server.line(), weights_servers.TOKEN),
+        source=ModuleSource(module),
+    )  # fmt: skip
     num_places = 0
+
+    def update() -> Any:
+        with torch.no_grad():
+            module.first.weight[0, 0] += 1
+        return trainer.send_weights(deadline_s=20)
+
     try:
         trainer.send_weights(deadline_s=20)
-        for _ in strikes(lambda: trainer.send_weights(deadline_s=20), only="/transfer_queue/", step=31):
+        for _ in strikes(update, only="/transfer_queue/", step=31):
             with torch.no_grad():
-                module.first.weight.add_(1)
+                module.first.weight[1, 1] += 1
             trainer.send_weights(deadline_s=5)
             server.say()
             assert json.loads(server.line())["root"] == root(copy_of(module))
@@ -278,3 +286,15 @@ def test_the_next_update_of_weights_is_taken(engine: str, child: Callable[[str],
         trainer.shutdown()
     server.finish()
     assert num_places > 10
+
+
+def test_a_call_in_a_thread_is_known_wherever_its_start_was_struck() -> None:
+    known: list[Any] = []
+    done: list[int] = []
+    for strike in strikes(lambda: BackgroundCall("tq-test", done.append, 1, known=known), threading.__file__):
+        assert all(call.ended(5) for call in known)
+        num_done = len(done)
+        known.clear()
+        if strike.result is not None:
+            assert num_done
+    assert done

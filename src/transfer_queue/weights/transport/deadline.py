@@ -46,9 +46,9 @@ def held(lock: threading.RLock, timeout_s: float) -> Iterator[bool]:
 class TimedCall(BackgroundCall[T]):
     """A call whose result is waited for until a deadline."""
 
-    def __init__(self, function: Callable[..., T], *args: Any) -> None:
-        super().__init__("tq-weights-call", function, *args)
+    def __init__(self, function: Callable[..., T], *args: Any, known: list[Any] | None = None) -> None:
         self._called: str = getattr(function, "__name__", "the call")
+        super().__init__("tq-weights-call", function, *args, known=known)
 
     def result(self, deadline: Deadline, what: str = "") -> T:
         """What it returned, or raised. `DeadlineExceeded` when it still runs then, which names `what` (default: the

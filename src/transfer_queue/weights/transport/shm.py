@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -90,12 +91,13 @@ class Memory:
             self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # what others get
         finally:
             os.close(fd)
+        self._closing = weakref.finalize(self, os.close, self.fd)  # an interrupt may lose it
         self.data = torch.frombuffer(self._mapped, dtype=torch.uint8)
         advise(self.data.data_ptr(), self.nbytes, MADV_POPULATE_WRITE)  # a fault for each page costs more
         self.num_borrowers = 0
 
     def close(self) -> None:
-        os.close(self.fd)
+        self._closing()
 
 
 class SharedMemoryStore(VersionStore[Memory]):

@@ -574,9 +574,7 @@ class TrainerEngine(ABC):
 
     def _ask(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
         """A call to the receivers. One that is late is remembered: it must not meet the next update."""
-        call = TimedCall(function, *args)
-        self._late.append(call)
-        return call.result(deadline)
+        return TimedCall(function, *args, known=self._late).result(deadline)
 
     def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
         return TimedCall(function, *args).result(deadline)
