@@ -21,11 +21,11 @@ from transfer_queue.weights.transport.ranks import RankMeeting
 from transfer_queue.weights.transport.tracker import Assignment, Tracker
 from transfer_queue.weights.transport.wants import MAX_NBYTES, WantTables
 from transfer_queue.weights.version.digest import Buffer, host_bytes
-from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, advertised, tune
 from transfer_queue.wire.blocking import FrameSocket, at_most
 from transfer_queue.wire.peer import peer_uid
+from transfer_queue.wire.reception import admit
 
 log = logging.getLogger("transfer_queue.weights")
 HELLO_TIMEOUT_S = 5.0
@@ -147,7 +147,7 @@ class WeightServer:
                     raise AccessDenied("a peer of another user")
             else:
                 tune(sock)
-            visit.greet(self._token)
+            admit(stream, p.PROTOCOL, self._token, HELLO_TIMEOUT_S)
             while True:
                 message, payload = visit.stream.receive(None, at_most(self._max_nbytes))
                 if isinstance(message, p.OutcomeMessage):
@@ -191,21 +191,6 @@ class _Visit:
         self._wants, self._ranks, self._tracker = wants, ranks, tracker
         self._rank: int | None = None  # of the trainer, if that is who came
         self._give_back: list[Callable[[], None]] = []
-
-    def greet(self, token: str) -> None:
-        def token_of(role: int) -> str:
-            if role != handshake.CLIENT:
-                raise AccessDenied(f"there is no role {role}")
-            return token
-
-        reception = handshake.Reception(p.PROTOCOL, token_of)
-        try:
-            while (challenge := reception.take(self.stream.receive(HELLO_TIMEOUT_S)[0])) is not None:
-                self.stream.send(challenge, HELLO_TIMEOUT_S)
-        except AccessDenied as error:
-            self.stream.send(m.Failed(0, error.code, str(error)), HELLO_TIMEOUT_S)
-            raise
-        self.stream.send(m.Welcome(os.getpid(), "", b""), HELLO_TIMEOUT_S)
 
     def answer(self, message: m.Message, came: memoryview) -> int:
         """The bytes of what was asked for, once they are sent; 0 after a refusal."""
