@@ -7,6 +7,7 @@
     engines     other programs that keep the bytes of large blocks
     transports  how bytes of arenas travel to other hosts, where that is not over the service's connections
     plugins     classes of both that a name leads to
+    host_facts  what a host has that either may use
     in_time     calls of other people's libraries that end in time
 
 The compatibility name `StorageKeyNotFoundError` is importable from

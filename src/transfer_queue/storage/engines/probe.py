@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -20,10 +19,10 @@ from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.storage.engines import sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
 from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan
+from transfer_queue.storage.host_facts import free_nbytes, rdma_devices
 
 NBYTES = 32 << 20
 BLOCK = 1
-RDMA = "/sys/class/infiniband"
 
 
 def probe(name: str, settings: Mapping[str, Any], timeout_s: float) -> Iterator[str]:
@@ -57,10 +56,8 @@ def probe(name: str, settings: Mapping[str, Any], timeout_s: float) -> Iterator[
 
 def host_lines() -> Iterator[str]:
     """What this host has that an engine or a transport may use."""
-    devices = sorted(os.listdir(RDMA)) if os.path.isdir(RDMA) else []
-    yield f"RDMA devices: {', '.join(devices) or 'none'}"
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield f"memory: {free >> 20} MiB free"
+    yield f"RDMA devices: {', '.join(rdma_devices()) or 'none'}"
+    yield f"memory: {free_nbytes() >> 20} MiB free"
 
 
 def _read_elsewhere(engine: GuardedEngine, key: str, timeout_s: float) -> str:
