@@ -3,7 +3,7 @@
 attaching     which service is meant, and a session or client of it
 tables        what is printed: tables, texts that are anybody's, JSON
 progress      bars on long work, where a person sits before a terminal
-serving       `serve`, `doctor`
+serving       `serve`
 looking       `status`, `tasks`, `leases`, `groups`, `waits`, `replicas`
 listing       `ls`, `tail`: partitions, keys and tags, as they are and as they change
 inspecting    `inspect`: what is known of one row
@@ -17,6 +17,7 @@ export        `export`
 trace         `trace`
 page          `page`
 checkpoints   `checkpoint save`, `checkpoint load`
+doctor        `doctor`
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ COMMANDS = {
     "export": "export.export",
     "trace": "trace.trace",
     "checkpoint": "checkpoints.app",
-    "doctor": "serving.doctor",
+    "doctor": "doctor.doctor",
 }
 
 

@@ -1,4 +1,4 @@
-"""`tq serve`, a service in the foreground, and `tq doctor`, whether this installation and an engine work."""
+"""`tq serve`, a service in the foreground."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def serve(
     from transfer_queue import config as settings
     from transfer_queue.launch import local
 
-    full = _merged(conf)
+    full = merged(conf)
     if host is not None or join is not None:
         full.server.host, full.server.port, full.server.join = host, port, join
         full.server.token_file = None if token_file is None else str(token_file)
@@ -61,39 +61,8 @@ def serve(
         serve_here(msgspec.structs.replace(config, life=life), announce=1)
 
 
-def doctor(
-    backend: Annotated[
-        str | None, typer.Option(help="Also whether this storage engine works here; start it on every host of a job.")
-    ] = None,
-    conf: Annotated[Path | None, typer.Option("--config", help="YAML with its settings, as for `tq serve`.")] = None,
-    timeout_s: Annotated[float, typer.Option(help="How long each call of the engine may take.")] = 30.0,
-) -> None:
-    """Whether another distribution lies over this one.
-
-    Says by which command that is mended.
-    """
-    from transfer_queue_doctor import report
-
-    code = report()
-    if backend is not None and not code:
-        from transfer_queue import config as settings
-        from transfer_queue.storage.engines.probe import probe
-        from transfer_queue.storage.transports.probe import probe as probe_transport
-
-        full = _merged(conf)
-        full.backend.storage_backend = backend
-        told = settings.transport(full)
-        lines = (
-            probe_transport(told["name"], told["settings"], timeout_s)
-            if told
-            else probe(backend, settings.engine_settings(full, backend), timeout_s)
-        )
-        for line in lines:
-            print(f"{backend}: {line}", flush=True)
-    raise typer.Exit(code)
-
-
-def _merged(conf: Path | None) -> Any:
+def merged(conf: Path | None) -> Any:
+    """The settings of a file over the defaults."""
     from transfer_queue import config as settings
 
     given: dict[str, Any] = {}
