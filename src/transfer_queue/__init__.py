@@ -14,6 +14,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
     bundles                   what a task took for a step of its loop, as files that need no service
     tables                    partitions as tables of Arrow: for data frames, SQL and Parquet
     dump                      chosen rows as files, and back
+    doctor                    a trial of a backend between hosts, before a job
     launch                    finding the service of this job, or starting one
     config                    settings: `config.yaml`, merged and checked
     checkpoint                the directory of a checkpoint, always a whole and verified one

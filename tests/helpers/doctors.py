@@ -1,0 +1,87 @@
+"""`tq doctor` on several hosts: agents that serve, and the one that leads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from paths import SOURCES
+
+CODE = "from transfer_queue_doctor import main; main()"
+TOKEN = "a-token-nobody-guesses"
+END_S = 40.0
+
+
+def environment(token: str = TOKEN) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
+    return {**own, "PYTHONPATH": SOURCES, "TQ_TOKEN": token}
+
+
+def command(*arguments: str, space: str = "", first: str = "") -> list[str]:
+    """`tq doctor ARGUMENTS --json`, in a network namespace. `first`: what a shell does there before; its mounts are its
+    own."""
+    python = [sys.executable, "-c", CODE, "doctor", *arguments, "--json"]
+    inside = ["ip", "netns", "exec", space] if space else []
+    return [*inside, "sh", "-c", f'{first} && exec "$@"', "sh", *python] if first else [*inside, *python]
+
+
+class Led:
+    """A trial that has ended. `said`: its report; `errors`: what stood on standard error."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        self.code, self.text, self.errors = done.returncode, done.stdout, done.stderr
+        self.said: dict[str, Any] = json.loads(done.stdout) if done.stdout else {}
+
+    @property
+    def pairs(self) -> dict[tuple[str, str], bool]:
+        """Who read (second) of whom (first), and whether that went well."""
+        return {(one["writer"], one["reader"]): one["seconds"] is not None for one in self.said["reads"]}
+
+    @property
+    def troubles(self) -> list[tuple[str, str]]:
+        """Where, and the code of the error."""
+        return [(one["where"], one["code"]) for one in self.said["troubles"]]
+
+
+def lead(*arguments: str, others: Sequence[str] = (), token: str = TOKEN, space: str = "", first: str = "") -> Led:
+    """Run a trial to its end."""
+    whole = command(*arguments, *(part for one in others for part in ("--with", one)), space=space, first=first)
+    return Led(subprocess.run(whole, env=environment(token), capture_output=True, text=True, timeout=110, check=False))
+
+
+class DoctorHost:
+    """An agent that serves, until `close`. `place`: where, as `--with` takes it."""
+
+    def __init__(self, *arguments: str, place: str = "127.0.0.1:0", token: str = TOKEN, **where: str) -> None:
+        self.process = subprocess.Popen(
+            command("--serve", place, *arguments, **where), env=environment(token), stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.place = json.loads(line)["address"].removeprefix("tcp:") if line else ""
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def close(self) -> int:
+        """End it in good order; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                assert self.process.stdout is not None
+                self.process.stdout.close()
+        return code
