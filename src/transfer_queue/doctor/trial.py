@@ -33,7 +33,7 @@ def try_hosts(
 ) -> TrialReport:
     """Lead a trial of this host and of those where agents listen at `others`, and report. Raises `ConfigError`.
 
-    Nothing of it is left. It takes at most about `timeout_s` for each host, and less than a minute more.
+    Nothing of it is left. It has a step for each host and three more, each of which ends in time (`messages.limit_s`).
     """
     hosts: list[TrialHost] = [LocalHost(token, settings), *(RemoteHost(address, wait_s) for address in others)]
     trial = Trial(backend, hosts, timeout_s)
