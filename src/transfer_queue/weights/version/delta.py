@@ -20,12 +20,11 @@ from xxhash import xxh3_64, xxh3_128
 
 from transfer_queue.errors import ProtocolError, ShapeMismatch
 from transfer_queue.memory.bytes import Bytes
-from transfer_queue.weights.version.digest import byte_view
+from transfer_queue.weights.version.digest import STEP_NBYTES, byte_view
 
 _CODES: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _UNITS: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 HEAD_NBYTES = 24
-STEP_NBYTES = 128 << 10  # old, new and what is found of both stay in a core's cache, also beside another thread's
 Indices = npt.NDArray[np.int64]
 Units = npt.NDArray[Any]  # elements as integers, flat; halves of elements of 16 bytes
 
