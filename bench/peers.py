@@ -1,13 +1,15 @@
 """An update of replicas on hosts of their own, behind links of a bounded speed: alone, each from the trainer, by peers.
 
-    python -m bench.peers [--rounds 3] [--replicas 8] [--mbits 1000] [--mbytes 256] [--ways one,plain,peers,gloo]
+    python -m bench.peers [--rounds 3] [--replicas 8] [--mbits 1000] [--mbytes 256] [--ways one,plain,peers,gloo,delta]
 
 Hosts are network namespaces on one switch (root, iproute2), each with a link of its own, limited in both directions by
 tc. The model is in bf16: an embedding and a head with a 16th of the bytes each, and matrices. `one` is one replica,
 `plain` all of them without peers, `peers` with (the default), `gloo` a broadcast of the same bytes by
-torch.distributed, in pieces of 4 MiB, which no receiver checks. Ways take turns in each round; each has one update
-that does not count. Printed are medians and p95 of the update (until every replica has verified), how often the
-trainer sent the model (by the counter of its link), and the share of the processors that all of it took.
+torch.distributed, in pieces of 4 MiB, which no receiver checks. `one-delta` and `delta` are `one` and `peers` where
+every 100th element has changed and differences are sent. Ways take turns in each round; each has one update that does
+not count. Printed are medians and p95 of the update (until every replica has verified) and the median of all of it
+(from packing to the last commit), how often the trainer sent the model (by the counter of its link), and the share of
+the processors that all of it took.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any
 
 from tools.netns import Switch, allowed
 
-WAYS = ("one", "plain", "peers", "gloo")
+WAYS = ("one", "plain", "peers", "gloo", "one-delta", "delta")
+EVERY, ALL_DELTAS = 100, 1000
 PIECE_NBYTES = 4 << 20
 CLONE_NEWNET = 0x40000000
 PORT = 7100
@@ -72,17 +75,17 @@ class Host:
     def call(self, name: str, *args: Any) -> None:
         getattr(self._engine, name)(*args)
 
-    def lead(self, peers: bool | None) -> None:
+    def lead(self, peers: bool | None, anchor_every: int) -> None:
         from transfer_queue.weights import StateDictSource
         from transfer_queue.weights.transport.tcp import TcpTrainer
 
         self._weights = {name.replace(".", "_"): tensor for name, tensor in self.weights().items()}
-        told = {"host": self._ip, "peers": peers}
+        told = {"host": self._ip, "peers": peers, "anchor_every": anchor_every}
         self._trainer = TcpTrainer.trainer_init(told, client=Calls(), source=StateDictSource(self._weights))  # type: ignore[arg-type]
 
-    def send(self) -> dict[str, float]:
+    def send(self, every: int) -> dict[str, float]:
         for tensor in self._weights.values():
-            tensor.add_(1)
+            tensor[::every] += 1
         report = self._trainer.send_weights(deadline_s=DEADLINE_S)
         return {"update_s": report.update_s, "pack_s": report.pack_s}
 
@@ -205,15 +208,17 @@ class Bench:
     def run(self, way: str) -> dict[str, float]:
         if way == "gloo":
             return self._gloo()
-        replicas = self.replicas[:1] if way == "one" else self.replicas
-        self.lead(replicas, "lead", False if way == "plain" else None)
-        self.lead(replicas, "send")
+        replicas = self.replicas[:1] if way.startswith("one") else self.replicas
+        is_delta = way.endswith("delta")
+        self.lead(replicas, "lead", False if way == "plain" else None, ALL_DELTAS if is_delta else 1)
+        self.lead(replicas, "send", 1)
         before, busy, begun = self.switch.sent_nbytes(1), busy_s(), time.monotonic()
-        report = self.lead(replicas, "send")
+        report = self.lead(replicas, "send", EVERY if is_delta else 1)
         took_s = time.monotonic() - begun
         sent = self.switch.sent_nbytes(1) - before
         self.lead(replicas, "end")
-        return {"s": report["update_s"], "sent": sent / self.nbytes, "busy": (busy_s() - busy) / took_s}
+        busy = (busy_s() - busy) / took_s
+        return {"s": report["update_s"], "all": took_s, "sent": sent / self.nbytes, "busy": busy}
 
     def _gloo(self) -> dict[str, float]:
         agents = [self.trainer, *self.replicas]
@@ -225,7 +230,8 @@ class Bench:
         before, busy, begun = self.switch.sent_nbytes(1), busy_s(), time.monotonic()
         took = max(self._all(agents, "broadcast"))
         sent = self.switch.sent_nbytes(1) - before
-        return {"s": took, "sent": sent / self.nbytes, "busy": (busy_s() - busy) / (time.monotonic() - begun)}
+        busy = (busy_s() - busy) / (time.monotonic() - begun)
+        return {"s": took, "all": took, "sent": sent / self.nbytes, "busy": busy}
 
     def close(self) -> None:
         for one in (self.trainer, *self.replicas):
@@ -247,14 +253,14 @@ def show(found: dict[str, list[dict[str, float]]], nbytes: int, asked: argparse.
         f"{asked.replicas} replicas, {nbytes / 1e6:.0f} MB, links of {asked.mbits} Mbit/s "
         f"(a model takes {ideal:.2f} s), {os.cpu_count()} cores, {asked.rounds} rounds"
     )
-    print(f"{'':8}{'median':>10}{'p95':>10}{'x one':>8}{'sent':>8}{'busy':>8}")
+    print(f"{'':10}{'median':>10}{'p95':>10}{'x one':>8}{'all':>10}{'sent':>8}{'busy':>8}")
     one = statistics.median(found["one"][i]["s"] for i in range(len(found["one"]))) if found.get("one") else None
     for way, runs in found.items():
         times = sorted(run["s"] for run in runs)
         middle, p95 = statistics.median(times), times[min(len(times) - 1, int(0.95 * len(times)))]
         ratio = f"{middle / one:8.2f}" if one else f"{'':8}"
-        sent, busy = (statistics.median(run[key] for run in runs) for key in ("sent", "busy"))
-        print(f"{way:8}{middle:8.2f} s{p95:8.2f} s{ratio}{sent:8.2f}{busy:8.2f}")
+        whole, sent, busy = (statistics.median(run[key] for run in runs) for key in ("all", "sent", "busy"))
+        print(f"{way:10}{middle:8.2f} s{p95:8.2f} s{ratio}{whole:8.2f} s{sent:8.2f}{busy:8.2f}")
     print("sent: by the trainer, models (with headers); busy: share of all processors, of everything on this machine")
 
 
