@@ -94,6 +94,9 @@ class MooncakeRunning(Running):
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + WITHIN_S
         while not is_listening("127.0.0.1", self.port):
+            if self.process.poll() is not None:  # as where a library of the system is missing
+                said = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+                raise AssertionError(f"the master ended with {self.process.returncode}: {said.stderr[-500:]}")
             assert time.monotonic() < deadline, "the master is not up"
             time.sleep(0.05)
 
