@@ -19,7 +19,7 @@ from transfer_queue.weights.http import WeightSyncClient, serve
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.shm import Memory, starts_of
 from transfer_queue.weights.version.digest import byte_view
-from transfer_queue.weights.version.packing import pack_into, plan
+from transfer_queue.weights.version.packing import BUCKET_NBYTES, pack_into, plan
 
 ROWS, COLUMNS = 4096, 1024
 TENSOR_NBYTES = 2 * ROWS * COLUMNS
@@ -152,7 +152,7 @@ def send(session: Session, full: bool = False) -> dict[str, Any]:
 def pack(session: Session) -> dict[str, Any]:
     """Packing and nothing else, into shared memory that was written before: what `publish` cannot do without."""
     trainer, source = session.scratch["trainer"], ModuleSource(session.scratch["model"])
-    where = plan(source.specs(), trainer.info.bucket_nbytes)
+    where = plan(source.specs(), trainer.info.bucket_nbytes or BUCKET_NBYTES)
     starts = starts_of(where.buckets)
     if "packed" not in session.scratch:
         session.scratch["packed"] = Memory(starts[-1])
