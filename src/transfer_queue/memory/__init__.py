@@ -4,6 +4,7 @@
 bytes         memory as arrays: what keeps it alive, and where it lies
 copy          copies at memory speed, split between threads
 pool          huge-page buffers that are reused
+heap          what the C library keeps of memory that was freed
 memfd         files without a name: how memory is shared
 private_map   shared memory mapped so that writes stay in this process
 handles       memory of the host or of a GPU that another process maps, by a handle that is JSON

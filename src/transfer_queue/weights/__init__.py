@@ -7,8 +7,10 @@ control    the calls that a trainer may make to a server
 http       those calls over HTTP, in both directions
 fleet      a trainer's replicas: two-phase commits, fences, late ones catch up
 dcp        versions as checkpoints: torch.distributed.checkpoint reads and writes them
+archive    versions in a folder that other sites follow
 
-A layer knows only those above it in this list, with one exception: `fleet`, `http` and `dcp` do not know each other.
+A layer knows only those above it in this list, with one exception: `fleet`, `http`, `dcp` and `archive` do not know
+each other.
 """
 
 from __future__ import annotations

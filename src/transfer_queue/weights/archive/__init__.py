@@ -1,8 +1,8 @@
 """Versions in a folder that all sites reach: an object store, or whatever else fsspec opens.
 
-    ArchiveReceiver   takes part in a trainer's updates as a replica does, and writes what it is given (`writing`)
-    Archive           the folder: a file for each bucket, and one for each manifest, which comes last (`folder`)
-    ArchiveSource     follows the newest version elsewhere, as a source of weights for the servers there (`reading`)
+writing   `ArchiveReceiver` takes part in a trainer's updates as a replica does, and writes what it is given
+folder    `Archive` is the folder: a file for each bucket, and one for each manifest, which comes last
+reading   `ArchiveSource` follows the newest version elsewhere, as a source of weights for the servers there
 
 Nothing passes between sites but files. Differences stay differences: a site fetches what changed, and checks what that
 leads to as a receiver does.

@@ -3,6 +3,7 @@
 receiver         open, stage, verify, commit; what is installed; who may read
 update_session   the one open update: whose it is, how far it has come, until when it may go on
 staging          the buckets that have arrived, each checked, in memory of its own
+results          what a difference leads to, from what is live and what has come
 compatibility    whether a version fits a model
 targets          how tensors become the live ones: copied in place, swapped in, or by changing modules
 stand_ins        new memory for many tensors with a short pause
