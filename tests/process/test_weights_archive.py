@@ -26,9 +26,10 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     VersionGone,
 )
-from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource
+from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource, VersionInfo, plan, seal
 from transfer_queue.weights.archive import Archive, ArchiveReceiver, ArchiveSource
 from transfer_queue.weights.archive.folder import ArchivedVersion, path_to_newest
+from transfer_queue.weights.archive.writing import _Came
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import serve
 from transfer_queue.weights.transport import registry
@@ -349,3 +350,21 @@ def test_the_way_to_the_newest_version_is_whole(data: st.DataObject) -> None:
                 base = by_base[base]
             reached.add(base)
         assert at == newest or newest not in reached
+
+
+def test_who_sees_a_version_at_the_archive_can_wait_until_it_is_written(tmp_path: Path) -> None:
+    """However soon: the version is said to be there when its upload is known."""
+    writing = ArchiveReceiver(Archive(f"file://{tmp_path}"))._writing
+    seen: list[bool] = []
+
+    class Watched(type(writing)):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "tag":
+                seen.append(self._upload is not None)
+            super().__setattr__(name, value)
+
+    writing.__class__ = Watched
+    manifest = seal(plan([]), {}, version=1, epoch="e")
+    writing.commit(_Came(manifest, {}), VersionInfo(version=1), 1.0)
+    writing.settle(DEADLINE_S)
+    assert seen == [True]

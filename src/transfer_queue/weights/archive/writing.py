@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -38,19 +39,24 @@ class _Writing(Target):
     def __init__(self, archive: Archive, keep: int, begun: Callable[[], float]) -> None:
         self._archive, self._keep, self._begun = archive, keep, begun
         self._upload: BackgroundCall[None] | None = None
+        self._lock = threading.Lock()  # who sees a version here can wait for its upload; its failure comes after it
 
     def settle(self, timeout_s: float) -> None:
         """Wait for the version before, and raise what went wrong with it."""
-        if self._upload is None:
+        with self._lock:
+            upload = self._upload
+        if upload is None:
             return
-        if not self._upload.ended(timeout_s):
+        if not upload.ended(timeout_s):
             raise DeadlineExceeded(f"the version before is still being written to {self._archive.url}")
-        upload, self._upload = self._upload, None
+        with self._lock:
+            self._upload = None if self._upload is upload else self._upload
         upload.outcome()
 
     def commit(self, prepared: _Came, tag: Any, timeout_s: float) -> Pause:
-        self.tag = tag
-        self._upload = BackgroundCall("tq-archive", self._write, prepared, self._begun())
+        with self._lock:
+            self._upload = BackgroundCall("tq-archive", self._write, prepared, self._begun())
+            self.tag = tag
         return Pause(0.0, 0.0)
 
     def _write(self, came: _Came, begun: float) -> None:
@@ -59,7 +65,8 @@ class _Writing(Target):
             if came.manifest.kind == "full":
                 self._archive.retain(self._keep, timeout_s=UPLOAD_S)
         except Exception as error:
-            self.tag = VersionInfo()  # differences to what is not there would be of no use
+            with self._lock:
+                self.tag = VersionInfo()  # differences to what is not there would be of no use
             log.error("version %s could not be written to %s: %s", came.manifest.version, self._archive.url, error)
             raise as_typed(error) from error
 
