@@ -12,7 +12,6 @@ folder sees whole versions only, on stores without renames, too. What is not lis
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
@@ -30,10 +29,10 @@ from transfer_queue.errors import (
 )
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
+from transfer_queue.weights.transport.version_folders import FULL
 from transfer_queue.weights.version.manifest import Manifest
 
 T = TypeVar("T")
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MANIFEST = ".json"
 
 

@@ -14,7 +14,7 @@ from transfer_queue.weights.archive.folder import Archive, ArchivedVersion, path
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.version.delta import Patch
-from transfer_queue.weights.version.manifest import Contents, Manifest, root_of
+from transfer_queue.weights.version.manifest import Contents, Manifest, expand, root_of
 from transfer_queue.weights.version.sources import TensorMeta
 
 NUM_STREAMS = 4  # buckets that are fetched at a time: what is far away answers late, and one does not fill the link
@@ -66,7 +66,7 @@ class ArchiveSource:
                 if self.version is None:
                     raise VersionGone(f"no version in {self._archive.url}")
                 return False
-            if not path:
+            if not path:  # a store tells nobody what comes
                 time.sleep(min(every_s, max(0.0, give_up - time.monotonic()), deadline.left("waiting for a version")))
 
     def specs(self) -> list[TensorMeta]:
@@ -118,7 +118,7 @@ class ArchiveSource:
         is_full = manifest.kind == "full"
         contents = changed if is_full else {**self._contents, **changed}
         aliases = manifest.aliases if is_full else self._aliases
-        if root_of({**contents, **{alias: contents[name] for alias, name in aliases.items()}}) != manifest.root:
+        if root_of(expand(contents, aliases)) != manifest.root:
             raise StaleBase(f"version {manifest.version} does not lead to its root from here")
         self.version = None
         tensors = {} if is_full else self._tensors

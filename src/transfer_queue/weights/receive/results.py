@@ -82,9 +82,8 @@ class Results:
     def _patched(self, spec: TensorSpec, held: Supplied, came: torch.Tensor, result: str) -> Staged:
         live = _tensor_of(held)
         base = live.cpu().contiguous()
-        patch = delta.read(came, base)
         into = None if self._is_in_place(live) else room(base.nbytes).view(base.dtype).reshape(base.shape)
-        _expect(patch.result(base, into), result, spec)
+        patch = _checked(spec, base, came, result, into)
         return patch if into is None else into
 
 
@@ -101,7 +100,7 @@ def _pieces(spec: TensorSpec, parts: list[ChangedPart], held: Supplied | None) -
         if base is not None and came is not None and result is not None:
             base = base.cpu().contiguous()
             place = room(base.nbytes).view(dtype).reshape(box.lengths)
-            _expect(delta.read(came, base).result(base, place), result, spec)
+            _checked(spec, base, came, result, place)
             found.parts.append((box, place))
         elif base is not None:
             found.parts.append((box, base))
@@ -112,9 +111,12 @@ def _pieces(spec: TensorSpec, parts: list[ChangedPart], held: Supplied | None) -
 
 def _box_of(held: Supplied | None, box: Box) -> torch.Tensor | None:
     """What the target has of a box, if it has all of it."""
-    if isinstance(held, Pieces):
-        return held.of(box) if held.have(box) else None
-    return None if held is None else held.detach()[within(box, whole(tuple(held.shape)))]
+    if not isinstance(held, Pieces):
+        return None if held is None else held.detach()[within(box, whole(tuple(held.shape)))]
+    try:
+        return held.of(box)
+    except LookupError:
+        return None
 
 
 def _put_together(spec: TensorSpec, live: torch.Tensor, parts: list[ChangedPart]) -> torch.Tensor:
@@ -123,9 +125,8 @@ def _put_together(spec: TensorSpec, live: torch.Tensor, parts: list[ChangedPart]
     for box, came, result in parts:
         place = made[within(box, whole(spec.shape))]
         if came is not None and result is not None:
-            base = place.contiguous()
-            base = base.clone() if base.data_ptr() == place.data_ptr() else base
-            _expect(delta.read(came, base).result(base, base), result, spec)
+            base = place.contiguous()  # where it lies, or a copy
+            _checked(spec, base, came, result, base)
             place.copy_(base)
         elif came is not None:
             place.copy_(came)
@@ -137,8 +138,7 @@ def _patch(spec: TensorSpec, live: torch.Tensor, part: ChangedPart) -> Patch:
     assert part.came is not None
     assert part.result is not None
     base = live[within(part.box, whole(spec.shape))].contiguous()
-    found = delta.read(part.came, base)
-    _expect(found.result(base), part.result, spec)
+    found = _checked(spec, base, part.came, part.result)
     return Patch(_in_whole(found.indices, part.box, spec.shape, max(1, live.element_size() // 8)), found.values)
 
 
@@ -159,6 +159,11 @@ def _joined(spec: TensorSpec, patches: list[Patch]) -> Patch:
     return Patch(indices[order], np.concatenate([patch.values for patch in patches])[order])
 
 
-def _expect(found: str, wanted: str, spec: TensorSpec) -> None:
-    if found != wanted:
+def _checked(
+    spec: TensorSpec, base: torch.Tensor, came: torch.Tensor, result: str, into: torch.Tensor | None = None
+) -> Patch:
+    """The patch that came for `base`. What it leads to is written to `into`, and is what `result` says."""
+    patch = delta.read(came, base)
+    if patch.result(base, into) != result:
         raise StaleBase(f"{spec.name!r} is not what it was when its version was installed: send a full version")
+    return patch

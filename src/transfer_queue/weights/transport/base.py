@@ -42,7 +42,7 @@ from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.fetching import TrainerLink
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, describe, key_of, parse
 from transfer_queue.weights.transport.protocol import address_of
-from transfer_queue.weights.version.columns import DIGEST_NBYTES
+from transfer_queue.weights.version.columns import digest_rows
 from transfer_queue.weights.version.manifest import Manifest, PieceColumns, expand, root_of
 
 if TYPE_CHECKING:
@@ -340,6 +340,6 @@ def _pieces_of(before: Manifest, new: Manifest) -> PieceColumns | msgspec.UnsetT
     names = {spec.name for spec in new.tensors}
     is_new = np.array([spec.name in names for spec in before.tensors], np.bool_)
     counts = np.where(before.parts.layout < 0, 0, before.parts.counts)
-    digests = np.frombuffer(before.pieces.digests, np.uint8).reshape(-1, DIGEST_NBYTES).copy()
-    digests[np.repeat(is_new, counts)] = np.frombuffer(new.pieces.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+    digests = digest_rows(before.pieces.digests).copy()
+    digests[np.repeat(is_new, counts)] = digest_rows(new.pieces.digests)
     return replace(before.pieces, digests=digests.tobytes())

@@ -21,7 +21,7 @@ from transfer_queue.weights.version.delta import Difference, Patch, difference_o
 from transfer_queue.weights.version.device import ready
 from transfer_queue.weights.version.digest import byte_view, digest_of
 from transfer_queue.weights.version.packing import AHEAD_NBYTES, NUM_THREADS, Ahead
-from transfer_queue.weights.version.pieces import copy_box, pack_here, read_shards
+from transfer_queue.weights.version.pieces import copy_box, pack_shards, read_shards
 from transfer_queue.weights.version.plans import CellPlace, ShardPlan
 from transfer_queue.weights.version.sealing import ShardDigests
 from transfer_queue.weights.version.shard_table import ShardTable
@@ -82,8 +82,9 @@ class VersionAnchor:
     def pack(
         table: ShardTable, tensors: Iterator[tuple[str, torch.Tensor]], where: ShardPlan
     ) -> tuple[VersionAnchor, ShardDigests]:
-        """As `pieces.pack_here`."""
-        buckets, digests = pack_here(table, tensors, where)
+        """As `pieces.pack_shards`, into buckets that are made for it."""
+        buckets = [room(nbytes) for nbytes in where.buckets]
+        digests = pack_shards(table, tensors, where, buckets)
         return VersionAnchor(table, where, buckets), digests
 
     def fits(self, table: ShardTable, where: ShardPlan) -> bool:

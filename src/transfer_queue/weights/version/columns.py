@@ -87,7 +87,12 @@ def first_of(groups: Column, num: int) -> Ints:
 
 def digests_from(texts: Iterable[str]) -> Bytes:
     """Hex digests as a row of bytes each."""
-    return np.frombuffer(bytes.fromhex("".join(texts)), np.uint8).reshape(-1, DIGEST_NBYTES)
+    return digest_rows(bytes.fromhex("".join(texts)))
+
+
+def digest_rows(column: bytes) -> Bytes:
+    """A column of digests, a row for each."""
+    return np.frombuffer(column, np.uint8).reshape(-1, DIGEST_NBYTES)
 
 
 def hex_of(digests: Bytes) -> Bytes:

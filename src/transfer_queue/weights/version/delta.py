@@ -99,11 +99,8 @@ def difference_of(old: Units, new: Units) -> Difference:
 
 def read(stored: torch.Tensor, base: torch.Tensor) -> Patch:
     """The changes to a tensor like `base`. `ProtocolError` when `stored` is not a difference to one of its size."""
-    return read_units(stored.numpy(), base.numel() * max(1, base.element_size() // 8), min(8, base.element_size()))
-
-
-def read_units(data: Bytes, num: int, itemsize: int) -> Patch:
-    """As `read`, of `num` elements as integers of that size."""
+    data, itemsize = stored.numpy(), min(8, base.element_size())
+    num = base.nbytes // itemsize
     num_changed, num_codes, width = _head(data)
     start = HEAD_NBYTES + num_codes * width
     start += -start % 8
@@ -120,7 +117,7 @@ def read_units(data: Bytes, num: int, itemsize: int) -> Patch:
 
 def units_of(tensor: torch.Tensor) -> Units:
     """The elements of a contiguous CPU tensor."""
-    return byte_view(tensor).numpy().view(_UNITS[min(8, tensor.element_size())])
+    return units_from(byte_view(tensor).numpy(), tensor.element_size())
 
 
 def units_from(data: Bytes, itemsize: int) -> Units:

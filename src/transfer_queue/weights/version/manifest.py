@@ -29,6 +29,7 @@ from transfer_queue.weights.version.columns import (
     Column,
     bytes_of,
     column_of,
+    digest_rows,
     digests_from,
     ends_of,
     numbered,
@@ -190,7 +191,7 @@ class PartColumns:
         self.bucket = _merged(is_piece, column_of(pieces.bucket), [spec.bucket for spec in whole_ones])
         self.offset = _merged(is_piece, column_of(pieces.offset, 8), [spec.offset for spec in whole_ones])
         nbytes = (sizes[self._box] * itemsize[self.tensor])[is_piece]
-        digests = _rows(pieces.digests)
+        digests = digest_rows(pieces.digests)
         self.is_unchanged = np.zeros(len(is_piece), np.bool_)  # and not in a bucket
         self._results: dict[int, str] = {}  # of what is stored as a difference
         if pieces.stored is not msgspec.UNSET and pieces.stored_digests is not msgspec.UNSET:
@@ -199,7 +200,7 @@ class PartColumns:
             found = np.flatnonzero(column > 0)
             self._results |= zip(np.flatnonzero(is_piece)[found].tolist(), texts_of(digests[found]), strict=True)
             nbytes = np.where(column < 0, nbytes, column)
-            digests = np.where((column > 0)[:, None], _rows(pieces.stored_digests), digests)
+            digests = np.where((column > 0)[:, None], digest_rows(pieces.stored_digests), digests)
         self.nbytes = _merged(is_piece, nbytes, [one.nbytes for one in stored])
         self.digests: Bytes = np.empty((len(is_piece), DIGEST_NBYTES), np.uint8)
         self.digests[is_piece], self.digests[~is_piece] = digests, digests_from(one.digest for one in stored)
@@ -232,10 +233,6 @@ class PartColumns:
             BucketPart(self._tensors[at], boxes[box], bucket, offset, nbytes, digest, result)
             for (at, box, bucket, offset, nbytes), digest, result in zip(rows, digests, results, strict=True)
         ]
-
-
-def _rows(digests: bytes) -> Bytes:
-    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
 
 
 def _merged(is_piece: NDArray[np.bool_], pieces: NDArray[Any], whole_ones: Sequence[int]) -> Ints:
@@ -490,7 +487,7 @@ def _check_stored(m: Manifest, pieces: PieceColumns, num: int, bucket: Column, o
     stored = column_of(pieces.stored, 8)
     if (stored < -1).any() or bucket[stored == 0].any() or offset[stored == 0].any():
         raise BadManifest("a piece that is not there has a place, or fewer bytes than none")
-    if _rows(pieces.stored_digests)[stored <= 0].any():
+    if digest_rows(pieces.stored_digests)[stored <= 0].any():
         raise BadManifest("a piece that is not stored as a difference has the digest of one")
 
 

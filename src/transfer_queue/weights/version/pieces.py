@@ -21,7 +21,6 @@ from transfer_queue.weights.version.packing import AHEAD_NBYTES, NUM_THREADS, Ah
 from transfer_queue.weights.version.plans import CellPlace, ShardPlan, Wants
 from transfer_queue.weights.version.sealing import ShardDigests
 from transfer_queue.weights.version.sharded import TensorShard
-from transfer_queue.weights.version.tensor_memory import room
 
 _NUMPY: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -55,14 +54,6 @@ def read_shards(
         if (name, tensor.dtype, tuple(tensor.shape)) != (shard.name, shard.dtype, shard.box.lengths):
             raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} {list(tensor.shape)} instead of {shard}")
         yield shard, tensor, places
-
-
-def pack_here(
-    table: Iterable[TensorShard], tensors: Iterator[tuple[str, torch.Tensor]], where: ShardPlan
-) -> tuple[list[torch.Tensor], ShardDigests]:
-    """As `pack_shards`, into buckets that are made for it."""
-    buckets = [room(nbytes) for nbytes in where.buckets]
-    return buckets, pack_shards(table, tensors, where, buckets)
 
 
 def _pack_shard(
@@ -120,11 +111,6 @@ class Pieces:
         for part, held, tensor in found:
             made[within(part, box)] = tensor[within(part, held)]
         return made
-
-    def have(self, box: Box) -> bool:
-        """Whether all its elements are here."""
-        found = [part for held, _ in self.parts if (part := common(box, held)) is not None]
-        return box in found or do_tile(box.lengths, tuple(relative(part, box) for part in found))
 
     def whole(self) -> torch.Tensor:
         return self.of(whole(self.shape))

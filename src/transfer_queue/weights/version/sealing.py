@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from transfer_queue.errors import ProtocolError, ShapeMismatch
-from transfer_queue.memory.bytes import Bytes, Ints
+from transfer_queue.memory.bytes import Ints
 from transfer_queue.structs import decodable
 from transfer_queue.weights.version.boxes import whole
 from transfer_queue.weights.version.columns import (
     DIGEST_NBYTES,
     alike,
     bytes_of,
+    digest_rows,
     digests_from,
     ends_of,
     first_of,
@@ -62,7 +63,7 @@ class ShardDigests(msgspec.Struct, frozen=True):
 
     def of_shards(self) -> list[str]:
         """In hex digits."""
-        return texts_of(_rows_from(self.shards))
+        return texts_of(digest_rows(self.shards))
 
     def check(self, num_shards: int, num_cells: int) -> None:
         """`ProtocolError` when there are not so many, as they came from elsewhere."""
@@ -137,7 +138,7 @@ def seal_changes(
     bucket, offset, buckets, holders = _numbered([one.places(plan) for one, plan in zip(stored, plans, strict=True)])
     nbytes = np.concatenate([one.column for one in stored])
     bucket = np.where(nbytes == UNCHANGED, 0, bucket)
-    found = np.concatenate([_rows_from(one.digests) for one in stored])
+    found = np.concatenate([digest_rows(one.digests) for one in stored])
     changed = np.array([a.digest != b.digest for a, b in zip(base.tensors, whole.tensors, strict=True)], np.bool_)
     kept = cells.kept[changed[cells.tensor[cells.kept]]]
     pieces = cells.pieces(kept, bucket, offset, changed)
@@ -170,7 +171,7 @@ class _Shards:
         used = {kind.box for kind in rows.kinds}.union(*(plan.boxes for plan in plans))
         self.boxes = sorted(used)
         self.number = {box: at for at, box in enumerate(self.boxes)}
-        self.held = np.concatenate([_rows_from(one.shards) for one in digests])
+        self.held = np.concatenate([digest_rows(one.shards) for one in digests])
         self.counts: Ints = np.concatenate([plan.counts for plan in plans])  # of cells
         self.box: Ints = np.array([self.number[kind.box] for kind in rows.kinds], np.int64)[rows.kind]
         self._key = self.key(rows.tensor, self.box)
@@ -241,7 +242,7 @@ class _Cells:
         nbytes = np.concatenate([plan.columns.nbytes for plan in plans])
         kept = np.flatnonzero(~self.is_whole[self.tensor] & (nbytes > 0))
         self.kept = kept[np.argsort(shards.key(self.tensor[kept], self.box[kept]), kind="stable")]
-        self.digests = np.concatenate([_rows_from(one.cells) for one in digests])
+        self.digests = np.concatenate([digest_rows(one.cells) for one in digests])
 
     def pieces(self, kept: Ints, bucket: Ints, offset: Ints, chosen: NDArray[np.bool_] | None = None) -> PieceColumns:
         """The columns of these cells, all those of the `chosen` tensors (default: all), given where each cell lies."""
@@ -269,7 +270,3 @@ def _numbered(
     sizes = tuple(size for *_, buckets in rows for size in buckets)
     holders = tuple(rank for rank, (*_, buckets) in enumerate(rows) for _ in buckets)
     return bucket, np.concatenate([offset for _, offset, _ in rows]), sizes, holders
-
-
-def _rows_from(data: bytes) -> Bytes:
-    return np.frombuffer(data, np.uint8).reshape(-1, DIGEST_NBYTES)
