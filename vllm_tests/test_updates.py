@@ -95,7 +95,7 @@ def test_a_difference_to_other_weights_is_refused(site: Site) -> None:
         with torch.no_grad():
             next(other.parameters()).add_(1)
         before = PendingVersion(ModuleSource(other), trainer.version, trainer.epoch, keeps=True)
-        trainer._packed(before)
+        before.read_alone(trainer._planned)
         base = before.settled()
         draft = PendingVersion(trainer._source, trainer.version + 1, trainer.epoch, base, keeps=True)
         with pytest.raises(StaleBase):

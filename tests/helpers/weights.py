@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,7 @@ from transfer_queue.weights.receive.receiver import CommitInfo
 from transfer_queue.weights.transport.pending import PendingVersion
 from transfer_queue.weights.version.manifest import root_of
 from transfer_queue.weights.version.plans import plan_pieces
-from transfer_queue.weights.version.shard_table import ShardTable
-from transfer_queue.weights.version.sources import named_weights, shards_of
+from transfer_queue.weights.version.sources import named_weights
 
 Weights = dict[str, torch.Tensor]
 ROOM_S = 30.0
@@ -95,14 +95,13 @@ def delta(old: Weights, new: Weights, version: int, base: int, epoch: str = "e")
 
 def change(old: WeightSource, new: WeightSource, version: int, base: int, epoch: str = "e") -> Version:
     """The difference, as a trainer of one rank makes it."""
+    planned = functools.partial(plan_pieces, bucket_nbytes=128)
     before = PendingVersion(old, base, epoch, keeps=True)
-    table = ShardTable.of(shards_of(old.specs()))
-    plans = plan_pieces([table], bucket_nbytes=128)
-    before.seal_cells([table], plans, [before.read(table, iter(old.tensors()), plans[0], compares=False)])
+    before.read_alone(planned)
     after = PendingVersion(new, version, epoch, before.settled(), keeps=True)
-    assert after.compares([ShardTable.of(shards_of(new.specs()))], plans)
-    packed = after.read(table, iter(new.tensors()), plans[0], compares=True)
-    return Version(after.seal_cells([table], plans, [packed]), after.buckets)
+    found = after.read_alone(planned)
+    assert found.kind == "delta"
+    return Version(found, after.buckets)
 
 
 def root(weights: Mapping[str, torch.Tensor]) -> str:

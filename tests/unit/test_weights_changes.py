@@ -29,7 +29,7 @@ from transfer_queue.weights.version.digest import byte_view
 from transfer_queue.weights.version.manifest import CHANGES, Manifest
 from transfer_queue.weights.version.pieces import Pieces, wanted_buckets
 from transfer_queue.weights.version.plans import ShardPlan, Wants, plan_pieces
-from transfer_queue.weights.version.sealing import PackedCells, seal_changes, seal_pieces
+from transfer_queue.weights.version.sealing import PackedCells, Sealing, seal_pieces
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sharded import TensorShard
 from transfer_queue.weights.version.stored_cells import StoredCells
@@ -66,7 +66,7 @@ def pair_of(old: Tensors, new: Tensors, tables: list[list[TensorShard]], wants: 
     changes = [anchor.compare(parts_of(new, table)) for anchor, table in zip(anchors, tables, strict=True)]
     found = [one.digests for one in changes]
     second = sealed(tables, plans, found, 2)
-    change = seal_changes(first, second, tables, plans, found, [one.stored for one in changes])
+    change = Sealing(tables, plans, found).changes(first, second, [one.stored for one in changes])
     for anchor, one in zip(anchors, changes, strict=True):
         anchor.follow(one)
     changed = list(itertools.chain.from_iterable(one.buckets for one in changes))

@@ -166,17 +166,15 @@ class CollectiveTrainer(TrainerEngine):
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         if self._group is None:
             self._meet(deadline)
-        if draft.keeps and draft.adapter is None:
-            manifest = self._packed(draft)
-            self._give(manifest, draft.buckets, deadline)
-            return manifest
+        if draft.keeps:
+            return self._publish_cells(draft)
         source = Once(draft.source)  # digests leave before the bytes do, and those from another thread
         where = plan(source.specs(), self.info.bucket_nbytes)
         manifest = draft.seal(where, digests(source))
         self._draft = lambda: (packed.data for packed in pack(source, where))
         return manifest
 
-    def _give(self, manifest: Manifest, buckets: list[torch.Tensor], deadline: Deadline) -> None:
+    def _give(self, manifest: Manifest, buckets: list[torch.Tensor]) -> None:
         self._draft = lambda: iter(buckets)
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:

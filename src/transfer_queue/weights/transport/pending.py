@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,9 +14,9 @@ from transfer_queue.weights.version.digest import ALGO
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import Plan, seal
 from transfer_queue.weights.version.plans import ShardPlan
-from transfer_queue.weights.version.sealing import PackedCells, seal_changes, seal_pieces
+from transfer_queue.weights.version.sealing import PackedCells, Sealing
 from transfer_queue.weights.version.shard_table import ShardTable
-from transfer_queue.weights.version.sources import WeightSource
+from transfer_queue.weights.version.sources import WeightSource, shards_of
 
 
 class PendingAdapter(NamedTuple):
@@ -84,18 +84,25 @@ class PendingVersion:
         self.buckets = self._anchor.buckets
         return PackedCells(digests)
 
+    def read_alone(self, planned: Callable[[list[ShardTable]], list[ShardPlan]]) -> Manifest:
+        """Read and seal, where no other rank takes part, by the plan for its table."""
+        table = ShardTable.of(shards_of(self.source.specs()))
+        plans = planned([table])
+        compares = self.compares([table], plans)
+        packed = self.read(table, iter(self.source.tensors()), plans[0], compares=compares)
+        return self.seal_cells([table], plans, [packed])
+
     def seal_cells(
         self, tables: Sequence[ShardTable], plans: Sequence[ShardPlan], packed: Sequence[PackedCells]
     ) -> Manifest:
         """The manifest of what all ranks have read."""
-        digests = [one.digests for one in packed]
-        named: Any = {"version": self.version, "epoch": self.run_id, "aliases": self.source.aliases()}
-        self.whole = seal_pieces(tables, plans, digests, **named)
+        sealing = Sealing(tables, plans, [one.digests for one in packed])
+        self.whole = sealing.whole(version=self.version, epoch=self.run_id, aliases=self.source.aliases())
         self._tables, self._plans = tuple(table.key for table in tables), plans
         if self.changes is None or self.base is None:
             return self.whole
         stored = [one.stored for one in packed if one.stored is not None]
-        return seal_changes(self.base.manifest, self.whole, tables, plans, digests, stored)
+        return sealing.changes(self.base.manifest, self.whole, stored)
 
     def seal(self, where: Plan, digests: Mapping[str, str], algo: str = ALGO) -> Manifest:
         """The manifest of a source that was packed in whole tensors."""

@@ -168,14 +168,12 @@ class ShmTrainer(TrainerEngine):
         return {"address": self.address, "token": self.token, "recheck": self.info.recheck}
 
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
-        if draft.keeps and draft.adapter is None:
-            manifest = self._packed(draft)
-            self._give(manifest, draft.buckets, deadline)
-            return manifest
+        if draft.keeps:
+            return self._publish_cells(draft)
         where = plan(draft.source.specs(), self.info.bucket_nbytes)
         return self._lent(where.buckets, lambda places: draft.seal(where, pack_into(draft.source, where, places)))
 
-    def _give(self, manifest: Manifest, buckets: list[torch.Tensor], deadline: Deadline) -> None:
+    def _give(self, manifest: Manifest, buckets: list[torch.Tensor]) -> None:
         """A copy: receivers may keep what they are lent."""
 
         def fill(places: list[torch.Tensor]) -> Manifest:

@@ -202,14 +202,12 @@ class TcpTrainer(TrainerEngine):
         if self._ranks is not None and draft.adapter is None:
             return self._publish_ranks(self._ranks, draft, deadline)
         if draft.adapter is None and (draft.keeps or self._wants.tables()):
-            manifest = self._packed(draft)
-            self._give(manifest, draft.buckets, deadline)
-            return manifest
+            return self._publish_cells(draft)
         manifest, buckets = self._packed_whole(draft)
         self.store.add(manifest, buckets)
         return manifest
 
-    def _give(self, manifest: Manifest, buckets: list[torch.Tensor], deadline: Deadline) -> None:
+    def _give(self, manifest: Manifest, buckets: list[torch.Tensor]) -> None:
         self.store.add(manifest, buckets, self._holders)
 
     def _follow(self, draft: PendingVersion) -> Base | None:
@@ -217,7 +215,7 @@ class TcpTrainer(TrainerEngine):
         is_read = draft.is_ahead and draft.base is not None and not self.store.take_back(draft.base.manifest)
         found = draft.settled(copy=is_read)
         if found is not None and draft.changes is None:
-            self.store.add(found.manifest, found.anchor.buckets, self._holders)
+            self._give(found.manifest, found.anchor.buckets)
         return found
 
     def _keep(self, draft: PendingVersion) -> None:
@@ -227,7 +225,7 @@ class TcpTrainer(TrainerEngine):
         if self._base is not None and taken is not None and taken.kind == "delta":
             whole = self._newest[""] = self._base.manifest
             self.store.withdraw(taken)
-            self.store.add(whole, self._base.anchor.buckets, self._holders)
+            self._give(whole, self._base.anchor.buckets)
             self.store.decide(whole)
 
     def _pack_again(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
@@ -276,7 +274,7 @@ class TcpTrainer(TrainerEngine):
         ranks.answer([msgspec.json.encode(Sealed(keys[0], first, keys[1], whole)) for first, whole in list(firsts)[1:]])
         ranks.gather("served", deadline)
         self._holders = [self.address, *(offer.address for offer in offers)]
-        self._give(manifest, draft.buckets, deadline)
+        self._give(manifest, draft.buckets)
         return manifest
 
     def _planned(self, tables: list[ShardTable]) -> list[ShardPlan]:

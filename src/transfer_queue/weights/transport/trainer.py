@@ -43,7 +43,7 @@ from transfer_queue.weights.transport.ticket import PublishTicket
 from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
 from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
 from transfer_queue.weights.version.shard_table import ShardTable
-from transfer_queue.weights.version.sources import SHARDED, StateDictSource, WeightSource, shards_of
+from transfer_queue.weights.version.sources import SHARDED, StateDictSource, WeightSource
 
 log = logging.getLogger("transfer_queue.weights")
 MAX_LABEL = 80  # characters: labels become file names, percent-encoded
@@ -134,8 +134,8 @@ class TrainerEngine(ABC):
             return report
 
     def _drafted(self, version: int | None, base: Base | None = None) -> PendingVersion:
-        keeps = self.info.anchor_every > 1
-        return PendingVersion(self._source, self._number("", version), self.run_id, base, keeps=keeps)
+        number, keeps = self._number("", version), self.info.anchor_every > 1
+        return PendingVersion(self._source, number, self.run_id, base, keeps=keeps)
 
     def publish(self, version: int | None = None, *, deadline_s: float) -> PublishTicket:
         """Pack the weights as they are now, as `version`, and have a thread bring them to every receiver.
@@ -244,7 +244,7 @@ class TrainerEngine(ABC):
             if self._base is None:
                 raise VersionGone("the newest version is a difference: wait for the next one")
             newest = self._base.manifest
-            self._give(newest, self._base.anchor.buckets, deadline)
+            self._give(newest, self._base.anchor.buckets)
             self._decide(newest)
             self._newest[""] = newest
         adapters = [one for label, one in self._newest.items() if label and one.tensors]
@@ -293,19 +293,17 @@ class TrainerEngine(ABC):
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         """Put it where receivers can fetch it."""
 
-    def _packed(self, draft: PendingVersion) -> Manifest:
-        """Read the source, of one rank, in cells: `draft.buckets` has what is to be sent."""
-        table = ShardTable.of(shards_of(draft.source.specs()))
-        plans = self._planned([table])
-        parts = iter(draft.source.tensors())
-        packed = draft.read(table, parts, plans[0], compares=draft.compares([table], plans))
-        return draft.seal_cells([table], plans, [packed])
-
     def _planned(self, tables: list[ShardTable]) -> list[ShardPlan]:
         """Where the cells of each rank are to lie."""
         return plan_pieces(tables, bucket_nbytes=self.info.bucket_nbytes)
 
-    def _give(self, manifest: Manifest, buckets: list[torch.Tensor], deadline: Deadline) -> None:
+    def _publish_cells(self, draft: PendingVersion) -> Manifest:
+        """As `_publish`, of one rank, in cells."""
+        manifest = draft.read_alone(self._planned)
+        self._give(manifest, draft.buckets)
+        return manifest
+
+    def _give(self, manifest: Manifest, buckets: list[torch.Tensor]) -> None:
         """Put what this rank has packed by `PendingVersion.read` where receivers can fetch it."""
         raise NotSupported("this transport gives versions only as they are read")
 
@@ -397,7 +395,7 @@ class TrainerEngine(ABC):
             begun = time.monotonic()
             self._ready(deadline)
             with self._packing:
-                manifest = self._pack_again(draft, deadline) if whole else self._pack(draft, deadline)
+                manifest = (self._pack_again if whole else self._pack)(draft, deadline)
             report = self._deliver(draft, manifest, deadline, time.monotonic() - begun)
             describe(about, manifest)
             return report, manifest
@@ -432,7 +430,7 @@ class TrainerEngine(ABC):
         self._base = None
         packed = self._follow(draft)
         assert packed is not None
-        self._give(packed.manifest, packed.anchor.buckets, deadline)
+        self._give(packed.manifest, packed.anchor.buckets)
         return packed.manifest
 
     def _deliver(self, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float) -> SyncReport:

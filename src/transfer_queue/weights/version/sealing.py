@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -98,68 +99,84 @@ def seal_pieces(
     aliases: Mapping[str, str],
     names_holders: bool = False,
 ) -> Manifest:
-    """The manifest of what ranks have packed by their plans; the buckets of all ranks, one rank's after the other's.
-
-    In format 1 where each tensor is in one place, all of them at one rank, unless it `names_holders`. `ShapeMismatch`
-    when ranks hold different values of one box: their replicas have drifted apart.
-    """
-    shards = _Shards(ShardRows([ShardTable.of(table) for table in tables]), plans, digests)
-    shards.check_copies()
-    cells = _Cells(shards, plans, digests)
-    columns = [(plan.columns.bucket, plan.columns.offset, plan.buckets) for plan in plans]
-    bucket, offset, buckets, holders = _numbered(columns)
-    pieces = cells.pieces(cells.kept, bucket, offset)
-    places = np.where(cells.is_whole, (bucket[cells.first], offset[cells.first]), 0).T.tolist()
-    specs = tuple(
-        TensorSpec(name, *form, digest, *place)
-        for name, form, digest, place in zip(shards.rows.names, shards.forms(), shards.digests(), places, strict=True)
+    """As `Sealing.whole`, for who seals nothing else."""
+    return Sealing(tables, plans, digests).whole(
+        version=version, epoch=epoch, aliases=aliases, names_holders=names_holders
     )
-    is_plain = not names_holders and len(tables) == 1 and not pieces.layouts
-    return Manifest(
-        format=FORMAT if is_plain else COLUMNS, version=version, epoch=epoch, kind="full", tensors=specs,
-        aliases=dict(aliases), buckets=buckets, root=root_of_specs(specs, aliases),
-        holders=msgspec.UNSET if is_plain else holders, pieces=msgspec.UNSET if is_plain else pieces,
-    )  # fmt: skip
 
 
-def seal_changes(
-    base: Manifest,
-    whole: Manifest,
-    tables: Sequence[Iterable[TensorShard]],
-    plans: Sequence[ShardPlan],
-    digests: Sequence[ShardDigests],
-    stored: Sequence[StoredCells],
-) -> Manifest:
-    """The manifest of the difference from `base` to `whole`, which were sealed with the same tables, plans and ties;
-    `digests` are those of `whole`. It has the tensors that changed, in the buckets that `StoredCells.places` says.
-    """
-    shards = _Shards(ShardRows([ShardTable.of(table) for table in tables]), plans, digests)
-    cells = _Cells(shards, plans, digests)
-    bucket, offset, buckets, holders = _numbered([one.places(plan) for one, plan in zip(stored, plans, strict=True)])
-    nbytes = np.concatenate([one.column for one in stored])
-    bucket = np.where(nbytes == UNCHANGED, 0, bucket)
-    found = np.concatenate([digest_rows(one.digests) for one in stored])
-    changed = np.array([a.digest != b.digest for a, b in zip(base.tensors, whole.tensors, strict=True)], np.bool_)
-    kept = cells.kept[changed[cells.tensor[cells.kept]]]
-    pieces = cells.pieces(kept, bucket, offset, changed)
-    specs = []
-    for at in np.flatnonzero(changed).tolist():
-        spec, cell = whole.tensors[at], int(cells.first[at])
-        if cells.is_whole[at]:
-            is_patch = nbytes[cell] > 0
-            delta = Stored(int(nbytes[cell]), texts_of(found[cell : cell + 1])[0]) if is_patch else None
-            spec = replace(spec, bucket=int(bucket[cell]), offset=int(offset[cell]), delta=delta)
-        specs.append(spec)
-    names = {spec.name for spec in specs}
-    if whole.format != FORMAT:
-        pieces = replace(pieces, stored=bytes_of(nbytes[kept], 8), stored_digests=found[kept].tobytes())
-    return Manifest(
-        format=FORMAT if whole.format == FORMAT else CHANGES, version=whole.version, epoch=whole.epoch, kind="delta",
-        base=base.version, base_root=base.root, tensors=tuple(specs),
-        aliases={alias: name for alias, name in whole.aliases.items() if name in names}, buckets=buckets,
-        root=whole.root, holders=msgspec.UNSET if whole.format == FORMAT else holders,
-        pieces=msgspec.UNSET if whole.format == FORMAT else pieces,
-    )  # fmt: skip
+class Sealing:
+    """Makes the manifests of what ranks have read, by their plans and `digests`: of all of it, and of what changed."""
+
+    def __init__(
+        self,
+        tables: Sequence[Iterable[TensorShard]],
+        plans: Sequence[ShardPlan],
+        digests: Sequence[ShardDigests],
+    ) -> None:
+        """`ShapeMismatch` when ranks hold different values of one box: their replicas have drifted apart."""
+        self._plans = plans
+        self._shards = _Shards(ShardRows([ShardTable.of(table) for table in tables]), plans, digests)
+        self._shards.check_copies()
+        self._cells = _Cells(self._shards, plans, digests)
+
+    def whole(self, *, version: int, epoch: str, aliases: Mapping[str, str], names_holders: bool = False) -> Manifest:
+        """Of what was packed by the plans; the buckets of all ranks, one rank's after the other's.
+
+        In format 1 where each tensor is in one place, all of them at one rank, unless it `names_holders`.
+        """
+        shards, cells = self._shards, self._cells
+        columns = [(plan.columns.bucket, plan.columns.offset, plan.buckets) for plan in self._plans]
+        bucket, offset, buckets, holders = _numbered(columns)
+        pieces = cells.pieces(cells.kept, bucket, offset)
+        places = np.where(cells.is_whole, (bucket[cells.first], offset[cells.first]), 0).T.tolist()
+        specs = tuple(
+            TensorSpec(name, *form, digest, *place)
+            for name, form, digest, place in zip(
+                shards.rows.names, shards.forms(), shards.digests(), places, strict=True
+            )
+        )
+        is_plain = not names_holders and len(self._plans) == 1 and not pieces.layouts
+        return Manifest(
+            format=FORMAT if is_plain else COLUMNS, version=version, epoch=epoch, kind="full", tensors=specs,
+            aliases=dict(aliases), buckets=buckets, root=root_of_specs(specs, aliases),
+            holders=msgspec.UNSET if is_plain else holders, pieces=msgspec.UNSET if is_plain else pieces,
+        )  # fmt: skip
+
+    def changes(self, base: Manifest, whole: Manifest, stored: Sequence[StoredCells]) -> Manifest:
+        """Of the difference from `base` to `whole`, that of these digests; both have the same tables, plans and ties.
+        It has the tensors that changed, in the buckets that `StoredCells.places` says.
+        """
+        cells = self._cells
+        bucket, offset, buckets, holders = _numbered(
+            [one.places(plan) for one, plan in zip(stored, self._plans, strict=True)]
+        )
+        nbytes = np.concatenate([one.column for one in stored])
+        bucket = np.where(nbytes == UNCHANGED, 0, bucket)
+        found = np.concatenate([digest_rows(one.digests) for one in stored])
+        changed = np.array([a.digest != b.digest for a, b in zip(base.tensors, whole.tensors, strict=True)], np.bool_)
+        specs = []
+        for at in np.flatnonzero(changed).tolist():
+            spec, cell = whole.tensors[at], int(cells.first[at])
+            if cells.is_whole[at]:
+                is_patch = nbytes[cell] > 0
+                delta = Stored(int(nbytes[cell]), texts_of(found[cell : cell + 1])[0]) if is_patch else None
+                spec = replace(spec, bucket=int(bucket[cell]), offset=int(offset[cell]), delta=delta)
+            specs.append(spec)
+        names = {spec.name for spec in specs}
+        told: dict[str, Any] = {"format": FORMAT}
+        if whole.format != FORMAT:
+            kept = cells.kept[changed[cells.tensor[cells.kept]]]
+            pieces = replace(
+                cells.pieces(kept, bucket, offset, changed),
+                stored=bytes_of(nbytes[kept], 8), stored_digests=found[kept].tobytes(),
+            )  # fmt: skip
+            told = {"format": CHANGES, "holders": holders, "pieces": pieces}
+        return Manifest(
+            **told, version=whole.version, epoch=whole.epoch, kind="delta", base=base.version, base_root=base.root,
+            tensors=tuple(specs), aliases={alias: name for alias, name in whole.aliases.items() if name in names},
+            buckets=buckets, root=whole.root,
+        )  # fmt: skip
 
 
 class _Shards:
