@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
 import time
+from typing import Any
 
 from transfer_queue.doctor import messages as d
 from transfer_queue.doctor.member_process import MemberProcess
@@ -15,6 +15,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, advertised, tune
 from transfer_queue.wire.blocking import FrameSocket
 from transfer_queue.wire.reception import admit
+from transfer_queue.wire.visitors import Visitors
 
 log = logging.getLogger("transfer_queue.doctor")
 HELLO_S = 5.0
@@ -32,20 +33,18 @@ class DoctorAgent:
         """Listens from now on. Raises `ConfigError`."""
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         try:
-            self._listening = socket.create_server((place.host, place.port), family=family, backlog=MAX_VISITORS)
+            listening = socket.create_server((place.host, place.port), family=family, backlog=MAX_VISITORS)
         except OSError as error:
             raise ConfigError(f"--serve: cannot listen at {place}: {error}; name an address of this host and a free "
                               "port, or port 0 for any") from error  # fmt: skip
-        self.address = Address(host=advertised(place.host), port=self._listening.getsockname()[1])
+        self.address = Address(host=advertised(place.host), port=listening.getsockname()[1])
         self._token, self._backend, self._settings = place.token, backend, settings
         self._busy = threading.Lock()
         self._began, self._ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        self._visitors: dict[threading.Thread, FrameSocket[m.Message]] = {}
         self._member: MemberProcess | None = None
         self._closed = False
-        self._accepting = threading.Thread(target=self._accept, name="tq-doctor-accept", daemon=True)
-        self._accepting.start()
+        self._visitors = Visitors(listening, self._receive, "tq-doctor-visit", MAX_VISITORS)
 
     def wait(self, wait_s: float = 0.0) -> None:
         """Until the end of the first trial, which has to begin within `wait_s`; for ever if that is 0. Raises
@@ -62,47 +61,23 @@ class DoctorAgent:
         """End a trial that is under way, and wait for its processes."""
         with self._lock:
             self._closed = True
-            visitors, member = dict(self._visitors), self._member
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._accepting.join()
-        self._listening.close()
-        for stream in visitors.values():
-            stream.shut()
+            member = self._member
+        self._visitors.show_out()
         if member is not None:
             member.interrupt()
-        for thread in visitors:
-            thread.join()
+        self._visitors.join()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, where = self._listening.accept()
-            except OSError:
-                if self._closed:
-                    return
-                continue
-            stream = d.stream_over(sock, d.decode_at_agent, f"the doctor at {where[0]}")
-            thread = threading.Thread(target=self._receive, args=(stream,), name="tq-doctor-visit", daemon=True)
-            with self._lock:
-                if self._closed or len(self._visitors) >= MAX_VISITORS:
-                    stream.close()
-                    continue
-                self._visitors[thread] = stream
-                thread.start()
-
-    def _receive(self, stream: FrameSocket[m.Message]) -> None:
+    def _receive(self, sock: socket.socket, where: Any) -> None:
+        stream = d.stream_over(sock, d.decode_at_agent, f"the doctor at {where[0]}")
         try:
-            tune(stream.socket)
+            tune(sock)
             admit(stream, d.PROTOCOL, self._token, HELLO_S)
             begin = stream.receive(HELLO_S)[0]
             self._begin(stream, begin)
         except (TransferQueueError, OSError) as error:
             log.info("%s", error)
         finally:
-            with self._lock:
-                self._visitors.pop(threading.current_thread(), None)
-                stream.close()
+            stream.close()
 
     def _begin(self, stream: FrameSocket[m.Message], begin: m.Message) -> None:
         """Take part, unless it is another's turn."""

@@ -4,6 +4,7 @@
     framing               cuts a byte stream into frames, and receives payload straight into its destination
     handshake             both sides prove that they know the token
     reception             the end that is called carries it out over a blocking socket
+    visitors              those who connect to such a socket, each in a thread of its own
     blocking              the calling end in a thread: one request at a time; servers of weights, too
     aio                   the calling end on an event loop: many requests in flight
     arena_fds             the two messages that hand out an arena's descriptor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -26,6 +25,7 @@ from transfer_queue.wire.address import Address, advertised, tune
 from transfer_queue.wire.blocking import FrameSocket, at_most
 from transfer_queue.wire.peer import peer_uid
 from transfer_queue.wire.reception import admit
+from transfer_queue.wire.visitors import Visitors
 
 log = logging.getLogger("transfer_queue.weights")
 HELLO_TIMEOUT_S = 5.0
@@ -82,21 +82,16 @@ class WeightServer:
     ) -> None:
         if not token:
             raise InvalidInput("a server of weights needs a token")
-        self._listening = listening
         self._token = token
         self._store = store
         self._wants, self._ranks, self._tracker = wants, ranks, tracker
         limits = (MAX_NBYTES if wants else 0, MAX_TABLE_NBYTES if ranks else 0, MAX_LIST_NBYTES if tracker else 0)
         self._max_nbytes = max(limits)  # that a peer may bring
-        self._max_peers = max_peers
         self._lock = threading.Lock()
         self._noted = threading.Condition()
-        self._peers: dict[threading.Thread, socket.socket] = {}
         self._outcomes: list[Outcome] = []
         self.num_served_nbytes = 0  # of buckets
-        self._closed = False
-        self._accepting = threading.Thread(target=self._accept, name="tq-weights-accept", daemon=True)
-        self._accepting.start()
+        self._visitors = Visitors(listening, self._serve, "tq-weights-serve", max_peers)
 
     def outcomes(self, replica: str, timeout_s: float = 0.0) -> list[Outcome]:
         """The last report of each rank of a replica that came since this was asked last. Waits for one, at most
@@ -109,36 +104,11 @@ class WeightServer:
 
     def close(self) -> None:
         """Show everybody out and wait for the threads. Repeatable."""
-        with self._lock:
-            self._closed = True
-            peers = dict(self._peers)
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._accepting.join()
-        self._listening.close()
-        for sock in peers.values():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in peers:
-            thread.join()
+        self._visitors.show_out()
+        self._visitors.join()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listening.accept()
-            except OSError:
-                if self._closed:
-                    return
-                continue
-            thread = threading.Thread(target=self._serve, args=(sock,), name="tq-weights-serve", daemon=True)
-            with self._lock:
-                if self._closed or len(self._peers) >= self._max_peers:
-                    sock.close()
-                    continue
-                self._peers[thread] = sock
-                thread.start()
-
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, where: object) -> None:
+        del where
         stream = p.stream_over(sock, p.decode_client, "a peer")
         visit = _Visit(stream, self._store, self._wants, self._ranks, self._tracker)
         try:
@@ -162,8 +132,6 @@ class WeightServer:
             log.debug("a peer left: %s", error)
         finally:
             visit.end()
-            with self._lock:
-                self._peers.pop(threading.current_thread(), None)
 
     def _note(self, message: p.OutcomeMessage) -> None:
         try:
