@@ -55,7 +55,7 @@ docs:
 # The contract of storage engines with the real ones, each started here. Mooncake needs libibverbs1, librdmacm1, libnuma1,
 # libnl-3-200 and libnl-route-3-200 from the system.
 test-engines: $(ENGINES)/.installed
-	TQ_ENGINES="MooncakeStore Yuanrong RayStore" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py $(ARGS)
+	TQ_ENGINES="ObjectStore MooncakeStore Yuanrong RayStore" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py $(ARGS)
 
 # Minutes, and gigabytes of packages: not part of `check` or `test`.
 test-frameworks:

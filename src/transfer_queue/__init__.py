@@ -17,7 +17,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
     doctor                    a trial of a backend between hosts, before a job
     launch                    finding the service of this job, or starting one
     config                    settings: `config.yaml`, merged and checked
-    checkpoint                the directory of a checkpoint, always a whole and verified one
+    checkpoint                everything in a service as files, and back
     client                    the library inside a worker's process
     server                    the server process around the controller and one storage unit
     controller                which cells are ready, where they are, and who consumed what
@@ -25,6 +25,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
     sampler                   which ready rows a request gets
     wire                      what crosses a socket
     codec                     columns to bytes and back
+    saved                     folders of files that appear whole, on a disk or in a store, and are read as written
     groups                    groups of siblings: slots, attempts, and which ones a policy serves
     metadata, schema          what a batch is, apart from its data; what a field is
     memory                    bulk memory of a process

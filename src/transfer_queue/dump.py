@@ -1,27 +1,22 @@
 """Chosen rows as files, and putting them back by key: to keep them, or to move them to another run.
 
-    dump_info.json       format, partition, size and xxh3-128 digest of every other file, and its own digest
+    dump_info.json       the list of all other files, with the partition (`saved.files`)
     row_index.msgpack    `DumpedRows`: key, number, fields and tag of every row; rows and fields of each shard
     shards/              blocks, as they lie in the store: some rows that have the same fields
 
-A dump is written beside its place as `<dir>.tmp` and renamed; what has been there before is never replaced.
+What has been there before is never replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from xxhash import xxh3_128
 
-from transfer_queue import checkpoint as files
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
@@ -41,7 +36,8 @@ from transfer_queue.errors import (
     UnknownRows,
     UnsupportedValue,
 )
-from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.saved.places import folder_at
+from transfer_queue.saved.reading import SavedFolder
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
@@ -84,57 +80,28 @@ def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str
     """See `transfer_queue.dump_data_by_key`."""
     if isinstance(keys, str) or not set(map(type, keys)) <= {str}:
         raise UnsupportedValue("keys is a list of strings")
-    target = Path(os.path.realpath(directory))
-    _refuse(target)  # before rows are read for it
+    folder = folder_at(directory)
+    folder.refuse_any()  # before rows are read for it
     found = DumpedRows(partition_id, _rows(session, partition_id, list(dict.fromkeys(keys))), [])
-    written: dict[str, files.File] = {}
-    with new_directory(target) as draft:
-        (draft / SHARDS).mkdir()
+    with folder.creating(INFO) as draft:
         for positions in _alike(found.rows):
             plan = _planned(session, found, positions)
             data = np.empty(max(1, plan.nbytes), np.uint8)
             plan.write(data, session.mover)
-            with files._Output(draft / SHARDS / SHARD.format(len(found.shards)), written) as out:
+            with draft.output(f"{SHARDS}/{SHARD.format(len(found.shards))}") as out:
                 out.write(memoryview(data))  # type: ignore[arg-type]
             found.shards.append(Shard(len(data), positions, plan.schema(), plan.layout()))
-        sync_directory(draft / SHARDS)
         wire = checked_tags([row.tag for row in found.rows], len(found.rows))
         rows = [Row(row.key, row.global_index, row.fields, tag) for row, tag in zip(found.rows, wire, strict=True)]
-        with files._Output(draft / INDEX, written) as out:
+        with draft.output(INDEX) as out:
             out.write(msgspec.msgpack.encode(DumpedRows(partition_id, rows, found.shards)))
-        about = {"partition_id": partition_id, "num_keys": len(rows)}
-        with files._Output(draft / INFO, {}) as out:
-            out.write(files._metadata_bytes(files.Metadata(files.NO_DIGEST, FORMAT, True, about, written)))
+        draft.seal(INFO, FORMAT, {"partition_id": partition_id, "num_keys": len(rows)})
     return {
         "keys": len(found.rows),
         "rows_with_data": sum(bool(row.fields) for row in found.rows),
         "shards": len(found.shards),
         "bytes": sum(shard.nbytes for shard in found.shards),
     }
-
-
-def _refuse(target: Path) -> None:
-    if os.path.lexists(target):
-        raise FileExistsError(f"{target} exists: what is there is never replaced")
-
-
-@contextlib.contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
-    """An empty directory, which becomes `target` in the end, or vanishes on an error. Raises `FileExistsError`."""
-    _refuse(target)
-    path = files._beside(target, ".tmp")
-    claim = files._claimed(path)
-    try:
-        yield path
-        os.fsync(claim)
-        _refuse(target)
-        os.rename(path, target)
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
-    finally:
-        os.close(claim)
-    sync_directory(target.parent)
 
 
 def _rows(session: Session, partition_id: str, keys: list[str]) -> list[Row]:
@@ -193,23 +160,22 @@ def _planned(session: Session, found: DumpedRows, positions: list[int]) -> Block
 
 def read_index(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """See `transfer_queue.read_row_index`."""
-    found, _ = _opened(Path(directory))
+    found, _ = _opened(directory)
     rows = {row.key: {"global_index": row.global_index, "fields": row.fields, "tag": row.tag} for row in found.rows}
     return {"partition_id": found.partition_id, "rows": rows}
 
 
 def load(session: Session, directory: str | os.PathLike[str]) -> dict[str, m.Tags]:
     """See `transfer_queue.load_data_by_key`."""
-    target = Path(directory)
-    found, info = _opened(target)
+    found, saved = _opened(directory)
     _check_types(session, found)
     with refill(session) as blocks:
         for number, shard in enumerate(found.shards):
-            _fill(blocks, target / SHARDS / SHARD.format(number), number, shard, info)
+            _fill(blocks, saved, number, shard)
         for shard in found.shards:
             where, tags = _target(found, shard.rows)
-            reply = commit(session, where, shard.schema, shard.layout, blocks.take(), tags)
-            session.call(reply)
+            session.call(commit(session, where, shard.schema, shard.layout, blocks.first(), tags))
+            blocks.published()
         bare = [position for position, row in enumerate(found.rows) if not row.fields]
         if bare:
             where, tags = _target(found, bare)
@@ -223,24 +189,25 @@ def _target(found: DumpedRows, positions: list[int]) -> tuple[TargetRows, list[m
     return TargetRows(found.partition_id, len(rows), [row.key for row in rows]), tags
 
 
-def _opened(target: Path) -> tuple[DumpedRows, files.Metadata]:
+def _opened(directory: str | os.PathLike[str]) -> tuple[DumpedRows, SavedFolder]:
     """The verified index of a dump. Raises `CheckpointMissing`, `CheckpointCorrupt`, `CheckpointUnsupported`."""
-    if (target / PICKLED).exists():
-        raise CheckpointUnsupported(f"{target}: {PICKLED} is a pickle, which could run any code; it cannot be loaded")
-    info = files._sealed(target / INFO, FORMAT)
+    folder = folder_at(directory)
+    if folder.has(PICKLED):
+        raise CheckpointUnsupported(f"{folder}: {PICKLED} is a pickle, which could run any code; it cannot be loaded")
+    saved = SavedFolder(folder, INFO, FORMAT)
     try:
-        found = _decode(files._content(target / INDEX, info))
+        found = _decode(saved.content(INDEX))
     except DAMAGED as error:
-        raise CheckpointCorrupt(f"{target / INDEX} is damaged: {error}") from None
+        raise CheckpointCorrupt(f"{saved.path(INDEX)} is damaged: {error}") from None
     for number, shard in enumerate(found.shards):
-        path = target / SHARDS / SHARD.format(number)
-        if not path.exists():
-            raise CheckpointMissing(f"{path} is missing")
+        name = f"{SHARDS}/{SHARD.format(number)}"
+        if not saved.has(name):
+            raise CheckpointMissing(f"{saved.path(name)} is missing")
         if not shard.rows or not all(0 <= row < len(found.rows) for row in shard.rows) or shard.nbytes < 1:
-            raise CheckpointCorrupt(f"{target / INDEX} is damaged: rows of shard {number}")
+            raise CheckpointCorrupt(f"{saved.path(INDEX)} is damaged: rows of shard {number}")
     if len({row.key for row in found.rows}) != len(found.rows):
-        raise CheckpointCorrupt(f"{target / INDEX} is damaged: keys repeat")
-    return found, info
+        raise CheckpointCorrupt(f"{saved.path(INDEX)} is damaged: keys repeat")
+    return found, saved
 
 
 def _check_types(session: Session, found: DumpedRows) -> None:
@@ -253,17 +220,14 @@ def _check_types(session: Session, found: DumpedRows) -> None:
             raise SchemaConflict(f"partition {found.partition_id!r}: {reason}")
 
 
-def _fill(blocks: Refill, path: Path, number: int, shard: Shard, info: files.Metadata) -> None:
+def _fill(blocks: Refill, saved: SavedFolder, number: int, shard: Shard) -> None:
     """Fill a block with a shard, every byte of which is verified."""
-    with files._opened(path) as file:
-        expected = files._expected(path, info, file)
-        if expected.nbytes != shard.nbytes:
-            raise CheckpointCorrupt(f"{path} has {expected.nbytes} bytes, the index says {shard.nbytes}")
+    with saved.opened(f"{SHARDS}/{SHARD.format(number)}") as file:
+        if file.listed.nbytes != shard.nbytes:
+            raise CheckpointCorrupt(f"{file.where} has {file.listed.nbytes} bytes, the index says {shard.nbytes}")
 
         def fill(into: memoryview) -> None:
-            digest = xxh3_128()
-            files._read_into(file, into, digest)
-            if digest.hexdigest() != expected.xxh3_128:
-                raise CheckpointCorrupt(f"{path} is damaged: its digest does not match")
+            file.fill(into)
+            file.check()
 
         blocks.fill(number, 0, shard.nbytes, fill)

@@ -336,29 +336,33 @@ def group_pool(partition_id: str, policy: GroupPolicy | None = None, version: in
 def save_checkpoint(
     checkpoint_dir: str | os.PathLike[str], *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
 ) -> None:
-    """Write all partitions, as of one instant, to a directory of this machine. Others go on working meanwhile.
+    """Write all partitions, as of one instant, to a directory of this machine, or below a URL that fsspec opens
+    (`s3://bucket/runs/7`). Others go on working meanwhile.
 
     Replaces an earlier checkpoint there atomically; until then, and when this raises, the earlier one stays.
     `metadata` is kept in metadata.json. Rows are always stored: `include_storage=False` only warns. Blocks until the
-    files are on disk. Raises `NotInitialized` (a RuntimeError), `UnsupportedValue` (`metadata` is not JSON),
-    `InvalidInput` (the directory holds something else), OSError.
+    files are on disk, or in the store. Raises `NotInitialized` (a RuntimeError), `UnsupportedValue` (`metadata` is not
+    JSON), `InvalidInput` (something else lies there), OSError; for URLs `ConfigError`, and `StoreFull`,
+    `ServiceUnavailable` or `DeadlineExceeded` when the store is full, refuses, or does not answer for 120 s.
     """
     checkpoint.save(_session(), checkpoint_dir, include_storage, metadata)
 
 
 def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Replace everything in the service by what `save_checkpoint` wrote: one atomic step, after all of it was verified.
+    """Replace everything in the service by what `save_checkpoint` wrote, in a directory or below a URL: one atomic
+    step, after all of it was verified.
 
     Needs room for both until then. Raises `NotInitialized` (a RuntimeError), `CheckpointMissing` (a FileNotFoundError),
     `CheckpointCorrupt` and `CheckpointUnsupported` (ValueErrors), `InvalidInput` (the service runs another sampler),
-    `StoreFull`; nothing has changed then.
+    `StoreFull`, and for URLs what `save_checkpoint` raises; nothing has changed then.
     """
     checkpoint.load(_session(), checkpoint_dir)
 
 
 def dump_data_by_key(dump_dir: str | os.PathLike[str], keys: Sequence[str], partition_id: str) -> dict[str, int]:
-    """Write the rows of `keys`, with all fields and tags, to a new directory of this machine; nothing in the service
-    changes. Rows are read some at a time: writers of these rows have to be paused.
+    """Write the rows of `keys`, with all fields and tags, to a new directory of this machine, or below a URL as
+    `save_checkpoint` does; nothing in the service changes. Rows are read some at a time: writers of these rows have to
+    be paused.
 
     The directory appears whole, with all files on disk, or not at all. A key that repeats counts once. Returns
     `{"keys", "rows_with_data", "shards", "bytes"}`. Raises `FileExistsError` for a directory that exists,
@@ -380,8 +384,9 @@ def load_data_by_key(dump_dir: str | os.PathLike[str]) -> dict[str, dict[str, An
 
 
 def save_step(directory: str | os.PathLike[str], step: int, task_name: str) -> dict[str, int]:
-    """Write what a task used for a step (`TransferQueueClient.checkpoint`) to a new directory: its batches in order,
-    bit for bit, with keys, tags, settings and digests. `replay` reads it, `tq replay` shows it, without a service.
+    """Write what a task used for a step (`TransferQueueClient.checkpoint`) to a new directory, or below a URL as
+    `save_checkpoint` does: its batches in order, bit for bit, with keys, tags, settings and digests. `replay` reads it,
+    `tq replay` shows it, without a service.
     Cells and tags that were written anew since are saved as they are now.
 
     The directory appears whole, with all files on disk, or not at all. Returns `{"batches", "rows", "bytes"}`. Raises

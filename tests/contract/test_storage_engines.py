@@ -36,15 +36,15 @@ def opened_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What an engine's library opens once and keeps is no leak of a test."""
     for name in CHOSEN:
         running = KINDS[name](tmp_path_factory.mktemp("once"))  # type: ignore[call-arg]
-        GuardedEngine(name, running.settings(), False, 20.0).close(20.0)
+        GuardedEngine(running.name, running.settings(), False, 20.0).close(20.0)
         running.close()
     yield
     for name in CHOSEN:
         KINDS[name].end()
 
 
-if "RayStore" in CHOSEN:
-    pytestmark = pytest.mark.keeps_sockets  # Ray has one to every process that it has spoken with
+if {"RayStore", "ObjectStore"} & set(CHOSEN):
+    pytestmark = pytest.mark.keeps_sockets  # Ray has one to every process that it has spoken with; s3fs keeps some
 
 
 @pytest.fixture(params=CHOSEN)

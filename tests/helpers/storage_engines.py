@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -13,8 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import psutil
+from s3 import object_store
 
 from transfer_queue.errors import ServiceUnavailable
 from transfer_queue.storage.engines import ReadSpan, engine_class
@@ -78,6 +81,31 @@ class FilesRunning(Running):
 
     def close(self) -> None:
         pass
+
+
+class StoreRunning(Running):
+    """`Files` in an object store. Its options are in the environment, for servers and clients of other processes."""
+
+    name, can_freeze = "Files", False
+
+    def __init__(self, directory: Path) -> None:
+        self._context = object_store(directory / "store")
+        options = self._context.__enter__()
+        fsspec.config.conf["s3"] = options
+        os.environ["FSSPEC_S3"] = json.dumps(options)
+
+    def settings(self) -> dict[str, Any]:
+        return {"url": "s3://bucket/tq"}
+
+    def restart(self) -> None:
+        store = fsspec.filesystem("s3")
+        store.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            store.rm("bucket/tq", recursive=True)
+
+    def close(self) -> None:
+        del os.environ["FSSPEC_S3"], fsspec.config.conf["s3"]
+        self._context.__exit__(None, None, None)
 
 
 class MooncakeRunning(Running):
@@ -232,8 +260,9 @@ def _title(process: psutil.Process) -> str:
 
 
 KINDS: dict[str, type[Running]] = {
-    kind.name: kind for kind in (FilesRunning, MooncakeRunning, YuanrongRunning, RayRunning)
-}  # type: ignore[attr-defined]
+    "Files": FilesRunning, "ObjectStore": StoreRunning, "MooncakeStore": MooncakeRunning,
+    "Yuanrong": YuanrongRunning, "RayStore": RayRunning,
+}  # fmt: skip
 
 
 class Intruder:

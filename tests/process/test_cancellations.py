@@ -11,6 +11,7 @@ import pytest
 import torch
 from cancellations import cancellations
 from conftest import until
+from leftovers import left
 
 import transfer_queue as tq
 from transfer_queue.errors import InvalidInput
@@ -39,11 +40,6 @@ def cancel_everywhere(
         raise AssertionError("the call never came to its end")
 
     return asyncio.run(run())
-
-
-def left(client: tq.TransferQueueClient) -> int:
-    _, status = client.get_consumption_status("t", "p")
-    return 0 if status is None else int((status == 0).sum())
 
 
 @pytest.mark.parametrize("way", ["get_meta", "take", "lease"])

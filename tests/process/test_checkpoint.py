@@ -23,6 +23,7 @@ from transfer_queue import checkpoint
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer import snapshots
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, NotInitialized, UnsupportedValue
+from transfer_queue.saved import reading
 from transfer_queue.wire.address import Address
 
 Service = Callable[..., tq.TransferQueueClient]
@@ -220,7 +221,7 @@ def test_blocks_are_split_over_files(
     client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "FILE_NBYTES", 1 << 20)
-    monkeypatch.setattr(checkpoint, "CHUNK_NBYTES", 300_000)
+    monkeypatch.setattr(reading, "CHUNK_NBYTES", 300_000)
     monkeypatch.setattr(snapshots, "CHUNK_NBYTES", 300_000)
     for n in range(5):
         tq.kv_put(f"k{n}", "p", {"x": torch.full((150_000,), float(n)), "n": torch.tensor([n])})

@@ -29,6 +29,7 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     StoreFull,
 )
+from transfer_queue.saved import files
 
 Service = Callable[..., tq.TransferQueueClient]
 
@@ -301,8 +302,7 @@ def reseal(target: Path, name: str, content: bytes) -> None:
     (target / name).write_bytes(content)
     metadata = json.loads((target / "metadata.json").read_bytes())
     metadata["files"][name] = {"nbytes": len(content), "xxh3_128": xxh3_128_hexdigest(content)}
-    metadata["digest"] = checkpoint.NO_DIGEST
-    sealed = checkpoint._metadata_bytes(msgspec.convert(metadata, checkpoint.Metadata))
+    sealed = files.encoded(msgspec.convert(metadata, files.Metadata))
     (target / "metadata.json").write_bytes(sealed)
 
 

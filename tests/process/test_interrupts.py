@@ -7,7 +7,7 @@ import gc
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 import weights_servers
 from conftest import Child, until
-from strikes import strikes
+from leftovers import left
+from strikes import UNCLEAN, every, strikes
 from weights import Net, copy_of, root
 
 import transfer_queue as tq
@@ -28,33 +29,13 @@ from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.deadline import held
 
 LARGE = {"x": torch.zeros(4, 100_000), "y": torch.zeros(4)}
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of connections that are left to the collector
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # struck as a generator is closed
-]
+pytestmark = UNCLEAN
 
 
 @pytest.fixture
 def client(service: Callable[..., tq.TransferQueueClient]) -> tq.TransferQueueClient:
     """One that does not look for answers before it sleeps: its calls have the same places each time."""
     return service(client={"spin_us": 0})
-
-
-def every(action: Callable[[], Any], is_clean: Callable[[], bool], *left_out: str) -> Iterator[str]:
-    """Strike `action` at every place, and look after each whether nothing is left of it. Gives the places; torch
-    swallows interrupts at a few, and what got through ends the run: its result is in its asker's hands."""
-    for strike in strikes(action, *left_out):
-        if strike.result is None:
-            gc.collect(0)
-            until(is_clean, f"the end of a call that was struck at {strike.place!r}", 10)
-        yield strike.place
-        if strike.result is not None:
-            return
-
-
-def left(client: tq.TransferQueueClient) -> int:
-    _, status = client.get_consumption_status("t", "p")
-    return 0 if status is None else int((status == 0).sum())
 
 
 @pytest.mark.parametrize("way", ["get_meta", "take", "lease"])

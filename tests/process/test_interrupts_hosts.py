@@ -8,11 +8,11 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import leftovers
 import pytest
+import strikes as strikes_at
 import torch
-from conftest import until
 from hosts import LARGE, TOKEN, Host
-from strikes import strikes
 
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.session import Session
@@ -20,10 +20,7 @@ from transfer_queue.wire.address import parse_address
 
 STEP = 5
 ROWS = {"x": torch.zeros(2, LARGE), "y": torch.zeros(2)}
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of connections that are left to the collector
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # struck as a generator is closed
-]
+pytestmark = strikes_at.UNCLEAN
 
 
 class Hosts(NamedTuple):
@@ -38,8 +35,7 @@ class Hosts(NamedTuple):
         return sum(one.used() for one in self.all)
 
     def left(self) -> int:
-        _, status = self.watching.get_consumption_status("t", "p")
-        return 0 if status is None else int((status == 0).sum())
+        return leftovers.left(self.watching)
 
 
 @pytest.fixture(params=["tcp", "joined"])
@@ -56,16 +52,8 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
 
 
 def every(action: Callable[[], Any], is_clean: Callable[[], bool]) -> int:
-    """Strike `action`, and look after each strike whether nothing is left of it; how many there were. One that got
-    through ends it: torch swallows interrupts at a few places."""
-    number = 0
-    for strike in strikes(action, step=STEP):
-        if strike.result is not None:
-            break
-        gc.collect(0)
-        until(is_clean, f"the end of a call that was struck at {strike.place!r}", 10)
-        number += 1
-    return number
+    """How many strikes there were."""
+    return len(list(strikes_at.every(action, is_clean, step=STEP)))
 
 
 @pytest.mark.parametrize("way", ["get_meta", "take"])

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from conftest import Child, until
 from hypothesis import given
 from hypothesis import strategies as st
+from s3 import object_store
 from test_weights_ranks import TOKEN, Ranks
 from weights import drawn, root, same
 from weights_ranks import WORLD, nudged
@@ -73,6 +75,13 @@ class Site:
         self.fleet.close()
         for one in self.engines:
             one.shutdown()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The options of an object store."""
+    with object_store(tmp_path_factory.mktemp("store")) as options:
+        yield options
 
 
 @pytest.fixture
@@ -291,8 +300,13 @@ def test_what_was_being_written_when_its_process_was_killed_is_not_there(
         ArchiveSource(archive).advance(timeout_s=DEADLINE_S)
 
 
-def test_a_store_of_another_kind(site: Callable[..., Site]) -> None:
-    here = site("memory://weights/archive", keep=1)
+@pytest.mark.keeps_sockets
+@pytest.mark.parametrize("url", ["memory://weights/archive", "s3://bucket/weights/archive"])
+def test_a_store_of_another_kind(
+    site: Callable[..., Site], url: str, store: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "s3", store)
+    here = site(url, keep=1)
     there = ArchiveSource(here.archive)
     for _ in range(5):
         here.send()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +21,6 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 from tensordict import TensorDict
 
-from transfer_queue import checkpoint as files
 from transfer_queue.bundles.columns import SavedColumn, Tensors, packed, unpacked
 from transfer_queue.client.describing import REPEATED, field_specs
 from transfer_queue.client.drivers import run
@@ -30,9 +28,10 @@ from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import new_tensordict, read
 from transfer_queue.codec.plan import items_of
-from transfer_queue.dump import new_directory
 from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, RowCleared
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.saved.places import folder_at
+from transfer_queue.saved.reading import SavedFolder
 from transfer_queue.schema import FieldSchema
 from transfer_queue.structs import decodable
 from transfer_queue.wire import messages as m
@@ -81,31 +80,28 @@ class SavedRow(msgspec.Struct):
 
 def save(session: Session, directory: str | os.PathLike[str], step: int, task: str) -> dict[str, int]:
     """See `transfer_queue.save_step`."""
-    target = Path(os.path.realpath(directory))
+    folder = folder_at(directory)
     batches = _taken(session, step, task)
     for batch in batches:
         if len(batch.there.rows) < len(batch.rows):
             gone = np.setdiff1d(numbers_of(batch.rows), numbers_of(batch.there.rows))
             text = f"rows {gone[:8].tolist()} of partition {batch.partition!r}, which step {step} took, were cleared"
             raise RowCleared(f"{text}: save a step before its rows are")
-    written: dict[str, files.File] = {}
     saved = SavedStep(step, task, dict(session.config.get("settings", {})), [])
-    with new_directory(target) as draft:
-        with files._Output(draft / ROWS, written) as out:
+    with folder.creating(INFO) as draft:
+        with draft.output(ROWS) as out:
             for row in _rows_of(batches):
                 out.write(msgspec.json.encode(row) + b"\n")
         for number, batch in enumerate(batches):
             tensors: Tensors = {}
             saved.batches.append(_packed(session, batch, tensors))
-            with files._Output(draft / BATCH.format(number), written) as out:
+            with draft.output(BATCH.format(number)) as out:
                 out.write(bytes_of(tensors))
-        about = msgspec.to_builtins(saved)
-        with files._Output(draft / INFO, {}) as out:
-            out.write(files._metadata_bytes(files.Metadata(files.NO_DIGEST, FORMAT, True, about, written)))
+        draft.seal(INFO, FORMAT, msgspec.to_builtins(saved))
     return {
         "batches": len(saved.batches),
         "rows": sum(batch.num_rows for batch in saved.batches),
-        "bytes": sum(file.nbytes for file in written.values()),
+        "bytes": sum(file.nbytes for file in draft.files.values()),
     }
 
 
@@ -148,24 +144,25 @@ class Bundle:
     `CheckpointUnsupported` (ValueErrors): the list of files and the rows are verified here, a batch when it is read."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
-        if not self.directory.is_dir():
-            raise CheckpointMissing(f"{self.directory}: no such directory")
-        self._info = files._sealed(self.directory / INFO, FORMAT)
+        folder = folder_at(directory)
+        if not folder.is_there():
+            raise CheckpointMissing(f"{folder}: no such directory")
+        self._files = SavedFolder(folder, INFO, FORMAT)
+        rows = self._files.path(ROWS)
         try:
-            saved = msgspec.convert(self._info.user_metadata, SavedStep)
-            lines = files._content(self.directory / ROWS, self._info).splitlines()
+            saved = msgspec.convert(self._files.metadata.user_metadata, SavedStep)
+            lines = self._files.content(ROWS).splitlines()
             self.rows = [msgspec.json.decode(line, type=SavedRow) for line in lines]
         except msgspec.MsgspecError as error:
-            raise CheckpointCorrupt(f"{self.directory} is damaged: {error}") from None
+            raise CheckpointCorrupt(f"{folder} is damaged: {error}") from None
         self.step, self.task, self.settings, self.batches = saved.step, saved.task, saved.settings, saved.batches
         counts = [0] * len(self.batches)
         for row in self.rows:
             if not 0 <= row.batch < len(counts) or row.position != counts[row.batch]:
-                raise CheckpointCorrupt(f"{self.directory / ROWS} is damaged: rows are not in order")
+                raise CheckpointCorrupt(f"{rows} is damaged: rows are not in order")
             counts[row.batch] += 1
         if counts != [batch.num_rows for batch in self.batches]:
-            raise CheckpointCorrupt(f"{self.directory / ROWS} is damaged: rows are missing")
+            raise CheckpointCorrupt(f"{rows} is damaged: rows are missing")
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -174,21 +171,22 @@ class Bundle:
     def digest(self, number: int) -> str:
         """xxh3-128 of the file of a batch, as it was written."""
         name = BATCH.format(number)
-        if name not in self._info.files:
-            raise CheckpointCorrupt(f"{self.directory / INFO} is damaged: it does not name {name}")
-        return self._info.files[name].xxh3_128
+        listed = self._files.metadata.files.get(name)
+        if listed is None:
+            raise CheckpointCorrupt(f"{self._files.folder.path(INFO)} is damaged: it does not name {name}")
+        return listed.xxh3_128
 
     def verify(self, number: int) -> None:
         """Read the file of a batch, and raise `CheckpointCorrupt` unless it is what was written."""
-        files._content(self.directory / BATCH.format(number), self._info)
+        self._files.content(BATCH.format(number))
 
     def batch(self, number: int, allow_pickle: bool = False) -> tuple[TensorDict, BatchMeta]:
         """(fields, metadata) of a batch, as the task got them; every byte is verified."""
-        path, saved = self.directory / BATCH.format(number), self.batches[number]
+        name, saved = BATCH.format(number), self.batches[number]
         try:
-            tensors = tensors_of(files._content(path, self._info))
+            tensors = tensors_of(self._files.content(name))
         except SafetensorError as error:
-            raise CheckpointCorrupt(f"{path} is damaged: {error}") from None
+            raise CheckpointCorrupt(f"{self._files.path(name)} is damaged: {error}") from None
         columns = {one.name: unpacked(one, tensors, saved.num_rows, allow_pickle) for one in saved.columns}
         return new_tensordict(columns, saved.num_rows), self._meta(number, saved)
 

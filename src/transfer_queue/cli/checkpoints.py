@@ -1,4 +1,4 @@
-"""Everything in a service to a directory, and back."""
+"""Everything in a service as files, and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from transfer_queue.cli.attaching import Address, AsJson, answer, session
-from transfer_queue.cli.progress import bar, written
+from transfer_queue.cli.progress import bar
 from transfer_queue.cli.tables import print_json, size
 from transfer_queue.errors import InvalidInput
 
@@ -18,7 +18,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=T
 
 @app.command()
 def save(
-    directory: Annotated[Path, typer.Argument(help="Of this machine; a checkpoint that is there is replaced.")],
+    directory: Annotated[
+        str, typer.Argument(help="Of this machine, or a URL of fsspec's; a checkpoint that is there is replaced.")
+    ],
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
@@ -32,14 +34,15 @@ def save(
     with session(address) as found:
         server = answer(found, overview(found, 0)).server
         expected = server["arena_nbytes_used"] + server["spill_nbytes_used"]
-        with bar("saving", directory.with_name(f"{directory.name}.tmp"), expected):
+        draft = None if "://" in directory else Path(f"{directory.rstrip('/')}.tmp")
+        with bar("saving", draft, expected if draft else 0):
             checkpoint.save(found, directory)
-    _tell(directory, {"directory": str(directory), "rows": server["rows"], "nbytes": written(directory)}, as_json)
+    _tell(directory, server["rows"], as_json)
 
 
 @app.command()
 def load(
-    directory: Annotated[Path, typer.Argument(help="What `tq checkpoint save` or `save_checkpoint` wrote.")],
+    directory: Annotated[str, typer.Argument(help="What `tq checkpoint save` or `save_checkpoint` wrote.")],
     replace: Annotated[bool, typer.Option(help="Also where the service has rows, which are lost.")] = False,
     address: Address = None,
     as_json: AsJson = False,
@@ -58,11 +61,14 @@ def load(
         with bar("loading"):
             checkpoint.load(found, directory)
         rows = answer(found, overview(found, 0)).server["rows"]
-    _tell(directory, {"directory": str(directory), "rows": rows, "nbytes": written(directory)}, as_json)
+    _tell(directory, rows, as_json)
 
 
-def _tell(directory: Path, told: dict[str, str | int], as_json: bool) -> None:
+def _tell(directory: str, rows: int, as_json: bool) -> None:
+    from transfer_queue.checkpoint import nbytes_of
+
+    nbytes = nbytes_of(directory)
     if as_json:
-        print_json(told)
+        print_json({"directory": directory, "rows": rows, "nbytes": nbytes})
     else:
-        print(f"{directory}: {told['rows']:,} rows, {size(int(told['nbytes']))}", file=sys.stdout)
+        print(f"{directory}: {rows:,} rows, {size(nbytes)}", file=sys.stdout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,10 +43,10 @@ def dead_letters(
 def replay(
     step: int,
     task: str = typer.Option(help="Whose step."),
-    source: Annotated[
-        Path | None, typer.Option("--from", help="A directory that --save wrote; no service then.")
+    source: Annotated[str | None, typer.Option("--from", help="What --save wrote; no service then.")] = None,
+    save: Annotated[
+        str | None, typer.Option(help="Write the step to this new directory, or below this URL of fsspec's.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the step to this new directory.")] = None,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,7 +65,7 @@ def replay(
         print_table(("batch", "partition", "row", "key", "tags"), [list(row.values()) for row in rows])
 
 
-def _saved(source: Path, step: int, task: str) -> list[SavedRow]:
+def _saved(source: str, step: int, task: str) -> list[SavedRow]:
     """The rows of a bundle, all of which is verified. Raises `InvalidInput` for that of another step."""
     from transfer_queue.bundles import Bundle
 
@@ -80,7 +79,7 @@ def _saved(source: Path, step: int, task: str) -> list[SavedRow]:
     return bundle.rows
 
 
-def _taken(step: int, task: str, save: Path | None, address: str | None) -> list[SavedRow]:
+def _taken(step: int, task: str, save: str | None, address: str | None) -> list[SavedRow]:
     """The rows of a running service that were not cleared; saved where they are to be."""
     from transfer_queue import bundles
 

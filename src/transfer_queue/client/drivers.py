@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation, Together
@@ -19,6 +20,7 @@ from transfer_queue.wire import messages as m
 P = ParamSpec("P")
 T = TypeVar("T")
 OFFLOAD_NBYTES = 1 << 20
+UNANSWERED = (ServiceUnavailable, DeadlineExceeded)
 GIVING = frozenset((  # answers that give something
     m.Allocated, m.Located, m.Taken, m.RowSet, m.Handed, m.Admitted, m.Locked, m.Tickets, m.SlotsClaimed, m.GroupsLent,
     m.Counted,
@@ -54,7 +56,21 @@ def run(session: Session, operation: Operation[T], note: OperationNote | None = 
         session.given_up.append((given, error.__class__))  # first of all: a second interrupt may come with any call
         if note is not None:
             note.ended(None, error)
-        session.settle(not isinstance(error, (ServiceUnavailable, DeadlineExceeded)))
+        session.settle(not isinstance(error, UNANSWERED))
+        raise
+
+
+@contextlib.contextmanager
+def given_back(session: Session) -> Iterator[Given]:
+    """For calls that are no operation: what these asked for is given back when the block ends with an exception,
+    wherever that strikes. Calls are entered before they are made; to give back what was given back already does no
+    harm."""
+    given: Given = []
+    try:
+        yield given
+    except BaseException as error:
+        session.given_up.append((given, error.__class__))
+        session.settle(not isinstance(error, UNANSWERED))
         raise
 
 

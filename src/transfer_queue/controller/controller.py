@@ -217,6 +217,7 @@ class Controller:
 
     def take_back(self, session: bytes, rid: int) -> None:
         """Nobody gets the answer to this request: what it took is undone."""
+        self.state.end_captures(session, rid)
         grant = self._unreceived.take(session, rid)
         if grant is not None:
             self._undo(grant, session)

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from transfer_queue.client.session import Session
-from transfer_queue.dump import new_directory
 from transfer_queue.errors import InvalidInput
 from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.saved.local import new_directory
 from transfer_queue.tables.partition_table import PartitionTable, table
 
 FORMATS = PARQUET, HUGGING_FACE = "parquet", "hf"

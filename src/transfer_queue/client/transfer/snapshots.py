@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transfer_queue.client.drivers import run
+from transfer_queue.client.drivers import Given, given_back, run
 from transfer_queue.client.effects import Call
 from transfer_queue.client.engine import WrongBytes
 from transfer_queue.client.session import Session
@@ -57,20 +57,22 @@ class Pinned(NamedTuple):
 
 
 class PinnedSnapshot:
-    """The state and the pinned blocks of one instant."""
+    """The state and the pinned blocks of one instant. `given`: the calls that pinned them."""
 
-    def __init__(self, session: Session, state: memoryview) -> None:
+    def __init__(self, session: Session, state: memoryview, given: Given) -> None:
         self.state = state
         self.pinned: deque[Pinned] = deque()
         self.layouts: list[bytes] = []
         self._session = session
+        self._given = given
 
     def pin(self, blocks: Ints, to: str) -> None:
         """Pin blocks that lie on the server `to`."""
         if not len(blocks):
             return
-        request = m.Pin(self._session.next_rid(), blocks.tobytes())
-        taken: m.Taken = self._session.call(Call(request, to=to))[0]
+        call = Call(m.Pin(self._session.next_rid(), blocks.tobytes()), to=to)
+        self._given.append(call)
+        taken: m.Taken = self._session.call(call)[0]
         for piece in taken.pieces:
             piece.layout += len(self.layouts)
             self.pinned.append(Pinned(piece, to, taken.rid))
@@ -144,37 +146,32 @@ class PinnedSnapshot:
 @contextlib.contextmanager
 def snapshot(session: Session) -> Iterator[PinnedSnapshot]:
     """Everything as of now; what is still pinned at the end is released. Raises `ServiceUnavailable` and such."""
-    number = session.next_rid()
-    with _open_session(session):
-        try:
-            captured, state = session.call(Call(m.Snapshot(number), wait_s=STATE_S))
-            found = PinnedSnapshot(session, state)
-            _pin_all(found, captured, int(session.config.get("unit", 0)))
-        finally:
-            session.call(Call(m.Recycle(session.next_rid(), number)))
-        try:
-            yield found
-        finally:
-            found.unpin()
+    with _open_session(session), given_back(session) as given:
+        asked = Call(m.Snapshot(session.next_rid()), wait_s=STATE_S)
+        given.append(asked)
+        captured, state = session.call(asked)
+        found = PinnedSnapshot(session, state, given)
+        _pin_all(found, captured, int(session.config.get("unit", 0)))
+        session.call(Call(m.Recycle(session.next_rid(), asked.request.rid)))
+        yield found
+        found.unpin()
 
 
 def _pin_all(found: PinnedSnapshot, captured: m.Captured, own: int) -> None:
     """Pin every block where it lies; none goes away meanwhile."""
     blocks = numbers_of(captured.blocks)
     units = blocks >> m.UNIT_SHIFT
-    try:
-        for unit in np.unique(units).tolist():
-            found.pin(blocks[units == unit], "" if unit == own else captured.units.get(unit, ""))
-    except BaseException:
-        found.unpin()
-        raise
+    for unit in np.unique(units).tolist():
+        found.pin(blocks[units == unit], "" if unit == own else captured.units.get(unit, ""))
 
 
 class Refill:
-    """Blocks being filled for a saved state; nobody sees them before `publish`."""
+    """Blocks being filled for a saved state; nobody sees them before they are published. `given`: the call for the one
+    that is being filled."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, given: Given) -> None:
         self._session = session
+        self._given = given
         self._filled: list[m.Refilled] = []
 
     def fill(self, saved: int, layout: int, nbytes: int, write: Callable[[memoryview], None]) -> None:
@@ -183,8 +180,9 @@ class Refill:
         Waits for room, then raises `StoreFull`.
         """
         session = self._session
-        request = m.Allocate(session.next_rid(), nbytes, False, session.timeout_s)
-        allocated: m.Allocated = session.call(Call(request, wait_s=session.timeout_s))[0]
+        call = Call(m.Allocate(session.next_rid(), nbytes, False, session.timeout_s), wait_s=session.timeout_s)
+        self._given[:] = [call]
+        allocated: m.Allocated = session.call(call)[0]
         self._filled.append(m.Refilled(saved, allocated.block, layout))
         match allocated.location:
             case m.InEngine():
@@ -197,9 +195,13 @@ class Refill:
                 write(memoryview(own))  # type: ignore[arg-type]
                 run(session, send_block(session, allocated.block, own))
 
-    def take(self) -> int:
-        """The number of the block that was filled first; whoever asks publishes it."""
-        return self._filled.pop(0).block
+    def first(self) -> int:
+        """The number of the block that was filled first, of those that are not `published`."""
+        return self._filled[0].block
+
+    def published(self) -> None:
+        """The first block was."""
+        self._filled.pop(0)
 
     def publish(self, state: bytes, layouts: Sequence[bytes]) -> None:
         """Replace everything in the service by `state` over the filled blocks: one atomic step."""
@@ -215,8 +217,8 @@ class Refill:
 @contextlib.contextmanager
 def refill(session: Session) -> Iterator[Refill]:
     """Blocks to fill and publish; those not published by the end are given up."""
-    with _open_session(session):
-        blocks = Refill(session)
+    with _open_session(session), given_back(session) as given:
+        blocks = Refill(session, given)
         try:
             yield blocks
         finally:

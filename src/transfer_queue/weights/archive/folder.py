@@ -12,27 +12,19 @@ folder sees whole versions only, on stores without renames, too. What is not lis
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
 
-from transfer_queue.errors import (
-    ConfigError,
-    DigestMismatch,
-    ServiceUnavailable,
-    StoreFull,
-    TransferQueueError,
-    VersionGone,
-)
+from transfer_queue.errors import DigestMismatch, VersionGone
 from transfer_queue.memory.bytes import Bytes
-from transfer_queue.weights.transport.deadline import Deadline, TimedCall
-from transfer_queue.weights.transport.version_folders import FULL
+from transfer_queue.saved.filesystem import FileSystem
+from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.version.manifest import Manifest
 
-T = TypeVar("T")
 _MANIFEST = ".json"
 
 
@@ -77,21 +69,17 @@ class Archive:
     """
 
     def __init__(self, url: str, **options: Any) -> None:
-        from fsspec.core import url_to_fs
-
         self.url = url
-        try:
-            self._files, self._root = url_to_fs(url, **options)
-        except (ImportError, OSError, ValueError) as error:
-            raise ConfigError(f"an archive at {url!r}: {error}") from error
+        self._system = FileSystem(url, **options)
+        self._files, self._root = self._system.files, self._system.root
 
     def entries(self, *, timeout_s: float) -> list[ArchivedVersion]:
         """All versions that are there, in their order."""
-        return self._timed("listing", timeout_s, self._entries)
+        return self._system.timed("listing", timeout_s, self._entries)
 
     def manifest(self, entry: ArchivedVersion, *, timeout_s: float) -> Manifest:
         """`VersionGone` when it was deleted meanwhile, or is still being written."""
-        data = self._timed("reading a manifest", timeout_s, self._read, entry.stem + _MANIFEST)
+        data = self._system.timed("reading a manifest", timeout_s, self._read, entry.stem + _MANIFEST)
         found = Manifest.decode(data)
         if found.key != entry.key:
             raise DigestMismatch(f"{entry.stem}{_MANIFEST} in {self.url} is not the manifest that it is named after")
@@ -99,7 +87,7 @@ class Archive:
 
     def bucket(self, entry: ArchivedVersion, index: int, *, timeout_s: float) -> Bytes:
         """The bytes as they are there. `VersionGone` when it was deleted meanwhile."""
-        data = self._timed("reading a bucket", timeout_s, self._read, f"{entry.stem}.{index:05}")
+        data = self._system.timed("reading a bucket", timeout_s, self._read, f"{entry.stem}.{index:05}")
         return np.frombuffer(data, np.uint8)
 
     def put(
@@ -111,13 +99,14 @@ class Archive:
             return entry
         for index, bucket in buckets.items():
             data = bucket.numpy().tobytes()
-            self._timed("writing a bucket", deadline.left(), self._write, f"{entry.stem}.{index:05}", data)
-        self._timed("writing a manifest", deadline.left(), self._write_whole, entry.stem + _MANIFEST, manifest.encode())
+            self._system.timed("writing a bucket", deadline.left(), self._write, f"{entry.stem}.{index:05}", data)
+        path = f"{self._root}/{entry.stem}{_MANIFEST}"
+        self._system.timed("writing a manifest", deadline.left(), self._system.write_whole, path, manifest.encode())
         return entry
 
     def retain(self, keep: int, *, timeout_s: float) -> None:
         """Delete what is older than the newest `keep` full versions, also what was not written to its end."""
-        self._timed("deleting", timeout_s, self._retain, keep)
+        self._system.timed("deleting", timeout_s, self._retain, keep)
 
     def _entries(self) -> list[ArchivedVersion]:
         found = (ArchivedVersion.parse(folder, name) for folder, names in self._listed() for name in names)
@@ -125,15 +114,8 @@ class Archive:
 
     def _listed(self) -> Iterator[tuple[str, list[str]]]:
         """The folders of runs, in their order, with the names in each."""
-        self._files.invalidate_cache()
-        for folder in sorted(self._names(self._root)):
-            yield folder, self._names(f"{self._root}/{folder}")
-
-    def _names(self, path: str) -> list[str]:
-        try:
-            return [one.rstrip("/").rpartition("/")[2] for one in self._files.ls(path, detail=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        for folder in sorted(self._system.names(self._root)):
+            yield folder, self._system.names(f"{self._root}/{folder}")
 
     def _read(self, name: str) -> bytes:
         try:
@@ -146,11 +128,6 @@ class Archive:
         path = f"{self._root}/{name}"
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._files.pipe_file(path, data)
-
-    def _write_whole(self, name: str, data: bytes) -> None:
-        """Nobody reads a half of it, on file systems either."""
-        self._write(name + ".part", data)
-        self._files.mv(f"{self._root}/{name}.part", f"{self._root}/{name}")
 
     def _retain(self, keep: int) -> None:
         full = [one for one in self._entries() if one.kind == "full"]
@@ -167,16 +144,6 @@ class Archive:
             if len(old) == len(names):
                 with contextlib.suppress(OSError):  # a store without folders, or somebody writes there
                     self._files.rmdir(f"{self._root}/{folder}")
-
-    def _timed(self, what: str, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
-        try:
-            return TimedCall(function, *args).result(Deadline(timeout_s), f"{what} in {self.url}")
-        except TransferQueueError:
-            raise
-        except OSError as error:
-            if error.errno in FULL:
-                raise StoreFull(f"{what} in {self.url}: {error}") from error
-            raise ServiceUnavailable(f"{what} in {self.url}: {error}") from error
 
 
 def path_to_newest(entries: Sequence[ArchivedVersion], run_id: str, version: int | None) -> list[ArchivedVersion]:

@@ -11,7 +11,6 @@ holds an exclusive lock on `lease` (flock(2)), readers a shared one; a folder is
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import mmap
 import os
@@ -35,10 +34,10 @@ from transfer_queue.errors import (
     VersionGone,
 )
 from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.saved.filesystem import FULL
 from transfer_queue.weights.version.manifest import FORMAT, Manifest
 
 LATEST, LEASE, MANIFEST, TEMPORARY, PLAIN = "LATEST", "lease", "manifest.json", ".tmp-", ".bucket"
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LENGTH = struct.Struct("<Q")
 
 

@@ -1,0 +1,55 @@
+"""Whatever fsspec opens. Its calls may never be answered: each one is given its time here."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from transfer_queue.background_call import BackgroundCall
+from transfer_queue.errors import ConfigError, DeadlineExceeded, ServiceUnavailable, StoreFull, TransferQueueError
+
+T = TypeVar("T")
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, of a share of it, of a file system's largest file
+
+
+class FileSystem:
+    """`root` is the path that `url` leads to in `files`; `options` are those of its file system."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        from fsspec.core import url_to_fs
+
+        self.url = url
+        try:
+            self.files, self.root = url_to_fs(url, **options)
+        except (ImportError, OSError, ValueError) as error:
+            raise ConfigError(f"{url!r} cannot be opened: {error}") from error
+
+    def names(self, path: str) -> list[str]:
+        """What lies there, without folders before it; nothing where there is no such folder."""
+        self.files.invalidate_cache()
+        try:
+            return [one.rstrip("/").rpartition("/")[2] for one in self.files.ls(path, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def write_whole(self, path: str, data: bytes) -> None:
+        """Nobody reads a half of it, on file systems either."""
+        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self.files.pipe_file(path + ".part", data)
+        self.files.mv(path + ".part", path)
+
+    def timed(self, what: str, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
+        """`DeadlineExceeded` when it takes longer; `StoreFull`; `ServiceUnavailable` for whatever else a store raises,
+        but FileNotFoundError."""
+        call = BackgroundCall("tq-files", function, *args)
+        if not call.ended(timeout_s):
+            raise DeadlineExceeded(f"{what} in {self.url} did not end within {timeout_s:.0f} s")
+        try:
+            return call.outcome()
+        except (TransferQueueError, FileNotFoundError):
+            raise
+        except Exception as error:  # each store has errors of its own
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise StoreFull(f"{what} in {self.url}: {error}") from error
+            raise ServiceUnavailable(f"{what} in {self.url}: {error!r}") from error

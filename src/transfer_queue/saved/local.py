@@ -1,0 +1,226 @@
+"""A directory, which is written beside its place as `<dir>.tmp` and renamed.
+
+One that is replaced is `<dir>.old` for that moment. An interrupt may strike as any call returns, and what it returned
+is lost: a lock is held by a file object, which ends then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from transfer_queue.errors import CheckpointMissing, InvalidInput
+from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.saved.folder import Draft, Folder
+
+log = logging.getLogger("transfer_queue")
+BUFFER_NBYTES = 1 << 20
+LOCK = ".lock"  # in a draft; whoever writes there holds it
+
+
+class LocalFolder(Folder):
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._given = Path(directory)
+        self._target = Path(os.path.realpath(directory))
+
+    def __str__(self) -> str:
+        return str(self._given)
+
+    def is_there(self) -> bool:
+        return self._target.is_dir()
+
+    def has(self, name: str) -> bool:
+        return (self._target / name).exists()
+
+    def open(self, name: str) -> _LocalOpenFile:
+        try:
+            return _LocalOpenFile(io.FileIO(self._target / name))
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointMissing(f"{self.path(name)} is missing") from None
+
+    def refuse_other(self, name: str) -> None:
+        target = self._target
+        if os.path.lexists(target) and not (target / name).exists() and (not target.is_dir() or os.listdir(target)):
+            raise InvalidInput(f"{target} holds something else than a checkpoint, which would be lost")
+
+    def refuse_any(self) -> None:
+        refuse(self._target)
+
+    @contextlib.contextmanager
+    def replacing(self, name: str) -> Iterator[Draft]:
+        with _drafted(self._target) as path:
+            draft = _LocalDraft(path)
+            yield draft
+            draft.sync()
+            _replace(path, self._target)
+        shutil.rmtree(_old(self._target), ignore_errors=True)
+
+    @contextlib.contextmanager
+    def creating(self, name: str) -> Iterator[Draft]:
+        with new_directory(self._target) as path:
+            draft = _LocalDraft(path)
+            yield draft
+            draft.sync()
+
+    def repair(self) -> None:
+        """Only `<dir>.old` is there."""
+        target, old = self._target, _old(self._target)
+        if target.exists() or not old.exists():
+            return
+        with contextlib.suppress(OSError), open(_beside(target) / LOCK, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # somebody may be in the middle of it: between two renames
+        if not target.exists() and old.exists():
+            os.rename(old, target)
+
+
+class _LocalOpenFile:
+    def __init__(self, raw: io.FileIO) -> None:
+        self._file = io.BufferedReader(raw, BUFFER_NBYTES)
+        self.nbytes = os.fstat(raw.fileno()).st_size
+
+    def readinto(self, into: memoryview) -> int:
+        return self._file.readinto(into)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _LocalNewFile:
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb", buffering=BUFFER_NBYTES)  # noqa: SIM115 `finish` or `discard` closes it
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+
+    def finish(self) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def discard(self) -> None:
+        self._file.close()
+
+
+class _LocalDraft(Draft):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def sync(self) -> None:
+        """The names in all directories are on the disk."""
+        for directory, _, _ in os.walk(self._path):
+            sync_directory(directory)
+
+    def _create(self, name: str) -> _LocalNewFile:
+        path = self._path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _LocalNewFile(path)
+
+    def _write_list(self, name: str, data: bytes) -> None:
+        file = _LocalNewFile(self._path / name)
+        file.write(data)
+        file.finish()
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """An empty directory, which becomes `target` in the end, or vanishes on an error. Raises `FileExistsError`."""
+    refuse(target)
+    with _drafted(target) as path:
+        yield path
+        refuse(target)
+        try:
+            os.rename(path, target)
+        finally:
+            _unlock(target)
+    sync_directory(target.parent)
+
+
+def refuse(target: Path) -> None:
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists: what is there is never replaced")
+
+
+@contextlib.contextmanager
+def _drafted(target: Path) -> Iterator[Path]:
+    """The empty directory `<dir>.tmp`, for this thread alone; it is gone in the end. What a killed process left there
+    is removed. Raises `FileExistsError` when somebody else is saving there."""
+    path = _beside(target)
+    held: list[io.BufferedWriter] = []
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _lock(path, held)
+        _empty(path)
+        yield path
+    except BaseException:
+        with contextlib.suppress(OSError):  # somebody else is saving there
+            if not held:
+                _lock(path, held)
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    finally:
+        for one in held:
+            one.close()
+
+
+def _lock(path: Path, held: list[io.BufferedWriter]) -> None:
+    """Make the directory `path`, and hold its lock."""
+    while True:
+        path.mkdir(exist_ok=True)
+        try:
+            held.append(open(path / LOCK, "wb"))  # noqa: SIM115 `_drafted` closes it
+            fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:  # it was renamed meanwhile
+            continue
+        except BlockingIOError:
+            held.pop().close()
+            raise FileExistsError(f"{path}: another process is saving there") from None
+        except OSError as error:  # some network file systems do not lock
+            log.warning("%s: cannot be locked against others that save there: %s", path, error)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path / LOCK), os.fstat(held[-1].fileno())):
+                return
+        held.pop().close()  # it is that of a directory that was renamed meanwhile
+
+
+def _empty(path: Path) -> None:
+    for entry in list(os.scandir(path)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            os.unlink(entry)
+
+
+def _unlock(target: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(target / LOCK)
+
+
+def _replace(draft: Path, target: Path) -> None:
+    old = _old(target)
+    try:
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)
+        os.rename(draft, target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        raise
+    finally:
+        _unlock(target)
+    sync_directory(target.parent)
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(target.name + ".tmp")
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(target.name + ".old")

@@ -1,0 +1,292 @@
+"""Checkpoints, dumps and steps below URLs of fsspec: an object store, its memory, and folders that it opens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from conftest import Child, until
+from s3 import object_store
+from strikes import every
+
+import transfer_queue as tq
+from transfer_queue.errors import (
+    CheckpointCorrupt,
+    CheckpointMissing,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidInput,
+    ServiceUnavailable,
+    StoreFull,
+)
+from transfer_queue.saved import remote
+
+ROWS = {"x": torch.arange(4_000_000.0).reshape(4, -1), "y": torch.arange(4)}
+Files = Any
+pytestmark = pytest.mark.usefixtures("store")
+
+
+@pytest.fixture
+def client(service: Callable[..., tq.TransferQueueClient]) -> tq.TransferQueueClient:
+    return service()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The options of an object store."""
+    with object_store(tmp_path_factory.mktemp("store")) as options:
+        yield options
+
+
+@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.keeps_sockets)])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = uuid.uuid4().hex
+    if request.param == "file":
+        yield f"file://{tmp_path}/runs/7"
+    elif request.param == "s3":
+        monkeypatch.setitem(fsspec.config.conf, "s3", request.getfixturevalue("store"))
+        yield f"s3://bucket/{name}/runs/7"
+    else:
+        yield f"memory://{name}/runs/7"
+        with contextlib.suppress(FileNotFoundError):
+            fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+
+
+@pytest.fixture
+def files(url: str) -> Files:
+    return fsspec.core.url_to_fs(url)
+
+
+def names(files: Files) -> list[str]:
+    system, root = files
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(one.rpartition("/")[2] for one in system.ls(root, detail=False))
+    return []
+
+
+def changed(files: Files, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change a file that lies somewhere below the URL."""
+    system, root = files
+    (path,) = [one for one in system.find(root) if one.endswith(name)]
+    system.pipe_file(path, change(system.cat_file(path)))
+
+
+def test_what_is_saved_below_a_url_comes_back(client: tq.TransferQueueClient, url: str) -> None:
+    tq.kv_batch_put(list("abcd"), "p", fields=ROWS, tags=[{"n": n} for n in range(4)])
+    tq.save_checkpoint(url, metadata={"step": 7})
+    client.clear_partition("p")
+    tq.load_checkpoint(url)
+    found = tq.kv_batch_get(list("abcd"), "p")
+    assert torch.equal(torch.stack(list(found["x"].unbind())), ROWS["x"])
+    assert tq.kv_list("p")["p"]["c"] == {"n": 2}
+
+
+def test_a_dump_and_a_step_come_back_too(client: tq.TransferQueueClient, url: str) -> None:
+    tq.kv_batch_put(list("abcd"), "p", fields=ROWS)
+    client.checkpoint(0, ["t"])
+    client.get_meta(["x", "y"], 4, "p", task_name="t")
+    client.checkpoint(1, ["t"])
+    tq.dump_data_by_key(f"{url}/dump", list("abcd"), "p")
+    tq.save_step(f"{url}/step", 1, "t")
+    for where in ("dump", "step"):
+        with pytest.raises(FileExistsError):
+            tq.dump_data_by_key(f"{url}/{where}", list("abcd"), "p")
+    client.clear_partition("p")
+    assert set(tq.read_row_index(f"{url}/dump")["rows"]) == set("abcd")
+    tq.load_data_by_key(f"{url}/dump")
+    assert tq.kv_batch_get(list("abcd"), "p")["y"].tolist() == [0, 1, 2, 3]
+    (batch,) = tq.replay(f"{url}/step")
+    assert torch.equal(torch.stack(list(batch["x"].unbind())), ROWS["x"])
+
+
+def test_the_files_of_the_checkpoint_before_are_deleted_once_they_are_replaced(
+    client: tq.TransferQueueClient, url: str, files: Files
+) -> None:
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url)
+    first = names(files)
+    tq.save_checkpoint(url)
+    second = names(files)
+    assert len(first) == len(second) == 2
+    assert set(first) & set(second) == {"metadata.json"}
+    tq.load_checkpoint(url)
+
+
+def test_what_another_may_be_writing_stays_for_a_day(
+    client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system, root = files
+    client.put(ROWS, partition_id="p")
+    system.makedirs(f"{root}/files-1764093000000-5f0c9a21")
+    system.pipe_file(f"{root}/files-1764093000000-5f0c9a21/blocks-00000.bin", b"x")
+    monkeypatch.setattr(remote.time, "time", lambda: 1764093000.0 + 86399.0)
+    tq.save_checkpoint(url)
+    assert len(names(files)) == 3
+    monkeypatch.setattr(remote.time, "time", lambda: 1764093000.0 + 86401.0)
+    tq.save_checkpoint(url)
+    assert len(names(files)) == 2
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "controller.msgpack", "blocks.msgpack", "blocks-00000.bin"])
+def test_damage_is_found_and_changes_nothing(client: tq.TransferQueueClient, url: str, files: Files, name: str) -> None:
+    client.put(ROWS, partition_id="saved")
+    tq.save_checkpoint(url)
+    client.clear_partition("saved")
+    client.put(ROWS, partition_id="now")
+    used = client.stats()["arena_nbytes_used"]
+    for change in (lambda data: data[:-20] + b"#" + data[-19:], lambda data: data[:-1], lambda data: data + b" "):
+        changed(files, name, change)
+        with pytest.raises(CheckpointCorrupt):
+            tq.load_checkpoint(url)
+    assert client.get_partition_list() == ["now"]
+    assert client.stats()["arena_nbytes_used"] == used
+
+
+def test_a_list_leads_nowhere_else(client: tq.TransferQueueClient, url: str, files: Files) -> None:
+    from transfer_queue.saved.files import Metadata, decoded, encoded
+
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url)
+
+    def lead(data: bytes) -> bytes:
+        metadata: Metadata = decoded(data, "", 1)
+        metadata.folder = "files-1/../../other"
+        return encoded(metadata)
+
+    changed(files, "metadata.json", lead)
+    with pytest.raises(CheckpointCorrupt, match="files below"):
+        tq.load_checkpoint(url)
+
+
+def test_files_that_are_not_there_are_missing(client: tq.TransferQueueClient, url: str, files: Files) -> None:
+    with pytest.raises(CheckpointMissing):
+        tq.load_checkpoint(url)
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url)
+    system, root = files
+    (path,) = [one for one in system.find(root) if one.endswith("blocks-00000.bin")]
+    system.rm_file(path)
+    with pytest.raises(CheckpointMissing):
+        tq.load_checkpoint(url)
+
+
+def test_other_files_are_not_taken_for_a_checkpoint(client: tq.TransferQueueClient, url: str, files: Files) -> None:
+    system, root = files
+    system.makedirs(root)
+    system.pipe_file(f"{root}/notes.txt", b"mine")
+    with pytest.raises(InvalidInput, match="something else"):
+        tq.save_checkpoint(url)
+    with pytest.raises(FileExistsError):
+        tq.dump_data_by_key(url, [], "p")
+    assert names(files) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("wrong", ["nowhere://bucket/x", "gs://bucket/x"])
+def test_what_fsspec_cannot_open_is_said_before_anything_is_read(client: tq.TransferQueueClient, wrong: str) -> None:
+    """Nobody knows the first, and what opens the second is not installed."""
+    with pytest.raises(ConfigError):
+        tq.save_checkpoint(wrong)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(OSError(28, "No space left on device"), StoreFull), (PermissionError(13, "no"), ServiceUnavailable)],
+)
+def test_a_store_that_refuses_leaves_the_checkpoint_before(
+    client: tq.TransferQueueClient,
+    url: str,
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    error: OSError,
+    expected: type[Exception],
+) -> None:
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url, metadata={"n": 1})
+    before, opened = names(files), files[0].open
+
+    def refuse(path: str, mode: str = "rb", *more: Any, **named: Any) -> Any:
+        if "w" in mode and path.endswith("blocks-00000.bin"):
+            raise error
+        return opened(path, mode, *more, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files[0], "open", refuse)
+        with pytest.raises(expected):
+            tq.save_checkpoint(url, metadata={"n": 2})
+    assert names(files) == before
+    until(lambda: not client.stats()["pinned_nbytes"], "the end of its pins")
+    tq.load_checkpoint(url)
+
+
+def test_a_store_that_does_not_answer_is_given_up(
+    client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url)
+    goes_on = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "ANSWER_S", 0.2)
+        patch.setattr(files[0], "pipe_file", lambda *_, **__: goes_on.wait(20))
+        with pytest.raises(DeadlineExceeded):
+            tq.save_checkpoint(url)
+        goes_on.set()
+    tq.load_checkpoint(url)
+
+
+def test_a_killed_writer_leaves_the_checkpoint_before(
+    client: tq.TransferQueueClient, child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/ck"
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url, metadata={"n": 1})
+    writer = child(f"""
+        import os, sys
+        os.environ["TQ_ADDRESS"] = {str(client.address)!r}
+        import transfer_queue as tq
+        from transfer_queue.saved.remote import _RemoteDraft
+        tq.init()
+        seal = _RemoteDraft.seal
+        def stop(*args):
+            print("written", flush=True)
+            sys.stdin.readline()
+        _RemoteDraft.seal = stop
+        tq.save_checkpoint({url!r}, metadata={{"n": 2}})
+    """)
+    assert writer.line() == "written"
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.process.wait(10)
+    assert json.loads((tmp_path / "ck" / "metadata.json").read_text())["user_metadata"] == {"n": 1}
+    tq.load_checkpoint(url)
+    assert len(list((tmp_path / "ck").iterdir())) == 3  # what it wrote goes a day later
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_leaves_the_checkpoint_before_or_the_new_one(
+    service: Callable[..., tq.TransferQueueClient], tmp_path: Path
+) -> None:
+    client = service(client={"spin_us": 0})
+    client.put({"x": torch.zeros(4, 8)}, partition_id="p")
+    url = f"file://{tmp_path}/ck"
+    tq.save_checkpoint(url)
+
+    def save() -> bool:
+        tq.save_checkpoint(url)
+        return True
+
+    def is_clean() -> bool:
+        tq.load_checkpoint(url)
+        return not client.stats()["pinned_nbytes"]
+
+    places = every(save, is_clean, threading.__file__, step=11)
+    assert len(list(places)) > 10
