@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+POLICY = -1  # where the optimiser has the number of a parameter
 
 
 class Checkpoint:
@@ -23,9 +27,18 @@ class Checkpoint:
 
     def save(self, step: int, policy: nn.Module, optimizer: torch.optim.Optimizer, notes: dict[str, Any]) -> None:
         """After `step` optimiser steps. `notes`: numbers and lists of numbers."""
-        state = {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
+        learned = optimizer.state_dict()
+        tensors = {(POLICY, name): tensor for name, tensor in policy.state_dict().items()}
+        for index, state in learned["state"].items():
+            tensors |= {(index, name): tensor for name, tensor in state.items()}
+        saved = {
+            "run_id": self._run_id, "step": step, "notes": notes, "groups": learned["param_groups"],
+            "shapes": {place: list(tensor.shape) for place, tensor in tensors.items()},
+            # One tensor: torch.save takes 70 us for each.
+            "values": torch.cat([tensor.reshape(-1) for tensor in tensors.values()]),
+        }  # fmt: skip
         aside = self._path.with_suffix(".new")
-        torch.save({"run_id": self._run_id, "step": step, "notes": notes, **state}, aside)
+        torch.save(saved, aside)
         os.replace(aside, self._path)
 
     def load(self, policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]] | None:
@@ -35,6 +48,10 @@ class Checkpoint:
         found = torch.load(self._path, weights_only=True)
         if found["run_id"] != self._run_id:
             return None
-        policy.load_state_dict(found["policy"])
-        optimizer.load_state_dict(found["optimizer"])
+        parts = found["values"].split([math.prod(shape) for shape in found["shapes"].values()])
+        states: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
+        for (index, name), part in zip(found["shapes"], parts, strict=True):
+            states[index][name] = part.view(found["shapes"][index, name])
+        policy.load_state_dict(states.pop(POLICY))
+        optimizer.load_state_dict({"state": dict(states), "param_groups": found["groups"]})
         return found["step"], found["notes"]

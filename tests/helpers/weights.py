@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from transfer_queue.weights import InPlace, Manifest, Receiver, StateDictSource, WeightSource, pack, plan, seal
 from transfer_queue.weights.receive.receiver import CommitInfo
 from transfer_queue.weights.transport.pending import PendingVersion
+from transfer_queue.weights.version import threads
 from transfer_queue.weights.version.manifest import root_of
 from transfer_queue.weights.version.plans import plan_pieces
 from transfer_queue.weights.version.sources import named_weights
 
 Weights = dict[str, torch.Tensor]
 ROOM_S = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_threads() -> Iterator[None]:
+    """For modules that import it: threads copy, whatever the size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "ALONE_NBYTES", -1)
+        yield
 
 
 class Net(torch.nn.Module):

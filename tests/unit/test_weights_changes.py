@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from test_weights_pieces import CUT, CUT_TABLE, CUT_WANTS, Tensors, meshes, models, parts_of, same_bytes, wants_of
 from test_weights_sources import Direct
 from weights import Net, drawn
+from weights import in_threads as in_threads
 
 from transfer_queue.errors import BadManifest, ProtocolError, StaleBase, VersionGone
 from transfer_queue.weights import InPlace, Receiver, StateDictSource

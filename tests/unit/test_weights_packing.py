@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from weights import Net, Tied, drawn, same
+from weights import in_threads as in_threads
 
 from transfer_queue.errors import InvalidInput, ShapeMismatch, UnsupportedValue
 from transfer_queue.weights import (
@@ -26,7 +27,9 @@ from transfer_queue.weights import (
     seal,
     unpack,
 )
+from transfer_queue.weights.version import threads
 from transfer_queue.weights.version.digest import digest_tensor
+from transfer_queue.weights.version.packing import pack_into
 from transfer_queue.weights.version.sources import TensorMeta
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex128, torch.int64]
@@ -115,6 +118,16 @@ def test_the_next_bucket_is_packed_while_one_is_moved_and_no_third() -> None:
         assert not any(event.is_set() for event in source.asked[packed.bucket + 2 :])
         assert packed.data.data_ptr() == buffers[packed.bucket % 2].data_ptr()
         assert packed.data.tolist() == [packed.bucket] * 64
+
+
+def test_a_small_version_is_packed_by_its_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = StateDictSource({"large": torch.arange(100_000), "small": torch.ones(3)})
+    where = plan(source.specs())
+    (place,) = (torch.empty(nbytes, dtype=torch.uint8) for nbytes in where.buckets)
+    monkeypatch.setattr(threads, "ALONE_NBYTES", sum(where.buckets))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", None)
+        assert pack_into(source, where, [place]) == digests(source)
 
 
 def test_packing_may_be_given_up() -> None:

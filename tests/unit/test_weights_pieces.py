@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_weights_boxes import boxes_in, splits
 from torch import nn
+from weights import in_threads as in_threads
 from weights_plans import planned_one_by_one, sealed_one_by_one
 
 from transfer_queue.errors import BadManifest, DigestMismatch, Incomplete, InvalidInput, ProtocolError, ShapeMismatch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +17,9 @@ from transfer_queue.weights.version import delta
 from transfer_queue.weights.version.boxes import Box, strides_of, whole, within
 from transfer_queue.weights.version.delta import Indices, Patch
 from transfer_queue.weights.version.manifest import BucketPart, Manifest, TensorSpec
-from transfer_queue.weights.version.packing import NUM_THREADS
 from transfer_queue.weights.version.pieces import Pieces
 from transfer_queue.weights.version.tensor_memory import room
+from transfer_queue.weights.version.threads import helpers_for
 
 
 class ChangedPart(NamedTuple):
@@ -50,7 +49,7 @@ class Results:
 
     def tensors(self) -> dict[str, Staged | Pieces]:
         """By name; those that the target lacks are left out."""
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-stage") as helpers:
+        with helpers_for(sum(spec.nbytes for spec in self._specs.values()), "tq-stage") as helpers:
             values = helpers.map(lambda one: self._result(self._specs[one[0]], one[1]), self._parts.items())
             return {name: value for name, value in zip(self._parts, values, strict=True) if value is not None}
 

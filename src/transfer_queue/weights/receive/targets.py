@@ -31,10 +31,10 @@ from transfer_queue.weights.receive.lock import SharedLock
 from transfer_queue.weights.receive.stand_ins import Exchange
 from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.manifest import Contents
-from transfer_queue.weights.version.packing import NUM_THREADS
 from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.sources import named_weights, ties
 from transfer_queue.weights.version.tensor_memory import copies, write
+from transfer_queue.weights.version.threads import NUM_THREADS
 
 READ_TIMEOUT_S = 60.0
 MANY_ELEMENTS = 1 << 18  # of patches: writing these takes longer than starting threads

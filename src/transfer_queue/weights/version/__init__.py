@@ -14,6 +14,7 @@ anchor         the version that receivers have, packed, and what leads from ther
 stored_cells   what a difference has of each cell, and where it lies
 manifest       a version as canonical JSON: tensors, their digests, the root that names the content
 digest, device  digests of bytes, on the host and where a GPU has them
+threads        copying and digesting in threads, where that pays
 tensor_memory  memory for buckets and staged tensors, and fast copies into it
 spans          which versions made which tokens of a sample
 """

@@ -9,7 +9,6 @@ Nothing of the anchor is on the trainer's device, and it is all that is kept: it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,13 +19,13 @@ from transfer_queue.weights.version.boxes import Box, relative, run_of
 from transfer_queue.weights.version.delta import Difference, Patch, difference_of, units_from
 from transfer_queue.weights.version.device import ready
 from transfer_queue.weights.version.digest import byte_view, digest_of
-from transfer_queue.weights.version.packing import AHEAD_NBYTES, NUM_THREADS, Ahead
 from transfer_queue.weights.version.pieces import copy_box, pack_shards, read_shards
 from transfer_queue.weights.version.plans import CellPlace, ShardPlan
 from transfer_queue.weights.version.sealing import ShardDigests
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.stored_cells import ITSELF, UNCHANGED, StoredCells
 from transfer_queue.weights.version.tensor_memory import room
+from transfer_queue.weights.version.threads import AHEAD_NBYTES, Ahead, helpers_for
 
 Change: TypeAlias = "Patch | Bytes"  # what a cell has instead
 
@@ -95,7 +94,7 @@ class VersionAnchor:
         """Read the shards of the table, in this thread, and compare them in others. `ShapeMismatch` when they are other
         ones."""
         old = [bucket.numpy() for bucket in self.buckets]
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-delta") as helpers:
+        with helpers_for(sum(self.where.buckets), "tq-delta") as helpers:
             comparing: Ahead[tuple[str, list[CellChange]]] = Ahead(helpers, AHEAD_NBYTES)
             for shard, tensor, places in read_shards(self.table, tensors, self.where):
                 cells = [old[place.bucket][place.offset : place.offset + place.nbytes] for place in places]
@@ -108,7 +107,7 @@ class VersionAnchor:
             self.buckets = [room(bucket.nbytes).copy_(bucket) for bucket in self.buckets]
         into = [bucket.numpy() for bucket in self.buckets]
         cells = self.where.columns
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-delta") as helpers:
+        with helpers_for(sum(self.where.buckets), "tq-delta") as helpers:
             list(helpers.map(lambda one: _write(into, cells.bucket, cells.offset, cells.nbytes, *one), changes))
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,12 +17,10 @@ from transfer_queue.weights.version.device import ready
 from transfer_queue.weights.version.digest import ALGO, byte_view, copy_and_digest, digest_of, digest_tensor
 from transfer_queue.weights.version.manifest import BucketPart, Entry, Kind, Manifest, TensorSpec, expand, root_of
 from transfer_queue.weights.version.sources import TensorMeta, WeightSource
+from transfer_queue.weights.version.threads import AHEAD_NBYTES, Ahead, helpers_for
 
 BUCKET_NBYTES = 256 << 20
 SMALL_NBYTES = 64 << 10  # handing over a copy to a thread costs more
-AHEAD_NBYTES = 64 << 20
-NUM_THREADS = min(4, os.cpu_count() or 1)
-T = TypeVar("T")
 
 
 class Placement(NamedTuple):
@@ -81,7 +77,8 @@ def plan(specs: Iterable[TensorMeta], bucket_nbytes: int = BUCKET_NBYTES, align:
 
 
 def pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor] | None = None) -> Iterator[Packed]:
-    """The filled buckets, in order. While the caller moves one, threads fill the next into the other buffer.
+    """The filled buckets, in order. While the caller moves one, threads fill the next into the other buffer; where all
+    of it is small, its caller has done so before.
 
     The source is read in the caller's thread, the next bucket's tensors before a bucket is given.
     `buffers` are two flat uint8 CPU tensors as large as the largest bucket (made here when None): all memory used.
@@ -99,7 +96,7 @@ def pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor] | No
 def _pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor]) -> Iterator[Packed]:
     tensors = iter(source.tensors())
     by_bucket = where.by_bucket()
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-pack") as helpers:
+    with helpers_for(sum(where.buckets), "tq-pack") as helpers:
         filling = _Filling(helpers)
         if by_bucket:
             filling.fill(by_bucket[0], tensors, buffers[0])
@@ -114,48 +111,18 @@ def pack_into(source: WeightSource, where: Plan, places: Sequence[torch.Tensor])
     """Fill all buckets, each into its own flat uint8 CPU tensor; the digests. Reads and raises as `pack` does; holds
     not much more than `AHEAD_NBYTES` of what the source gave."""
     tensors = iter(source.tensors())
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-pack") as helpers:
+    with helpers_for(sum(where.buckets), "tq-pack") as helpers:
         filling = _Filling(helpers, AHEAD_NBYTES)
         for found, data in zip(where.by_bucket(), places, strict=True):
             filling.fill(found, tensors, data)
         return filling.end()
 
 
-class Ahead(Generic[T]):
-    """Calls in threads; their results, in the order of the calls. Not more than `ahead_nbytes` of what they were given
-    waits for threads, if that is given."""
-
-    def __init__(self, helpers: ThreadPoolExecutor, ahead_nbytes: float = math.inf) -> None:
-        self._helpers = helpers
-        self._ahead_nbytes = ahead_nbytes
-        self._calls: deque[tuple[int, Future[T]]] = deque()
-        self._nbytes = 0
-        self._results: list[T] = []
-
-    def add(self, nbytes: int, function: Callable[..., T], *args: Any) -> None:
-        self._calls.append((nbytes, self._helpers.submit(function, *args)))
-        self._nbytes += nbytes
-        while self._nbytes > self._ahead_nbytes:
-            self._take_first()
-
-    def end(self) -> list[T]:
-        """The results since this was asked last, once all calls have returned."""
-        while self._calls:
-            self._take_first()
-        found, self._results = self._results, []
-        return found
-
-    def _take_first(self) -> None:
-        nbytes, call = self._calls.popleft()
-        self._nbytes -= nbytes
-        self._results.append(call.result())
-
-
 class _Filling:
     """Tensors on their way to their places: small ones are copied at once, threads copy the others, ahead as `Ahead`
     lets them."""
 
-    def __init__(self, helpers: ThreadPoolExecutor, ahead_nbytes: float = math.inf) -> None:
+    def __init__(self, helpers: Executor, ahead_nbytes: float = math.inf) -> None:
         self._digests: dict[str, str] = {}
         self._copying: Ahead[tuple[str, str]] = Ahead(helpers, ahead_nbytes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,11 @@ from transfer_queue.weights.version.columns import ends_of, numbered, numbered_r
 from transfer_queue.weights.version.device import ready
 from transfer_queue.weights.version.digest import STEP_NBYTES, byte_view, copy_and_digest, digest_of
 from transfer_queue.weights.version.manifest import Manifest
-from transfer_queue.weights.version.packing import AHEAD_NBYTES, NUM_THREADS, Ahead, copy_written
+from transfer_queue.weights.version.packing import copy_written
 from transfer_queue.weights.version.plans import CellPlace, ShardPlan, Wants
 from transfer_queue.weights.version.sealing import ShardDigests
 from transfer_queue.weights.version.sharded import TensorShard
+from transfer_queue.weights.version.threads import AHEAD_NBYTES, Ahead, helpers_for
 
 _NUMPY: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -36,7 +36,7 @@ def pack_shards(
     Each is contiguous, on any device. `ShapeMismatch` when one is not as the table says.
     """
     into = [bucket.numpy() for bucket in buckets]
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-pack") as helpers:
+    with helpers_for(sum(where.buckets), "tq-pack") as helpers:
         packing: Ahead[tuple[str, list[str]]] = Ahead(helpers, AHEAD_NBYTES)
         for shard, tensor, places in read_shards(table, tensors, where):
             targets = [into[place.bucket][place.offset : place.offset + place.nbytes] for place in places]
