@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import until
 from weights import Net, copy_of, same
 
-from transfer_queue.errors import DeadlineExceeded, NotSupported, StaleVersion
+from transfer_queue.errors import DeadlineExceeded, StaleVersion
 from transfer_queue.weights import InPlace, ModuleSource, Receiver
 from transfer_queue.weights.transport import registry
-from transfer_queue.weights.transport.deadline import held
 
 ENGINES = ["tcp", "shm", "disk"]
 
@@ -41,14 +39,20 @@ class Gated:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.engine.finish_weight_update()
 
+    def close(self) -> None:
+        """The next one waits again."""
+        self.entered.clear()
+        self.open.clear()
+
 
 class Site:
-    def __init__(self, kind: str, folder: Any) -> None:
+    def __init__(self, kind: str, folder: Any, **info: Any) -> None:
         self.model, self.served = Net(), Net()
         self.receiver = Receiver(InPlace(self.served))
         self.engine = registry.engine(kind)(self.receiver)
         self.client = Gated(self.engine)
-        info = {"folder": str(folder)} if kind == "disk" else {}
+        if kind == "disk":
+            info["folder"] = str(folder)
         self.trainer = registry.trainer(kind).trainer_init(info, client=self.client, source=ModuleSource(self.model))
 
     def train(self, seed: int) -> dict[str, torch.Tensor]:
@@ -57,6 +61,14 @@ class Site:
             for tensor in self.model.parameters():
                 tensor.copy_(torch.randn(tensor.shape))
         return copy_of(self.model)
+
+    def nudge(self, number: int) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            self.model.first.weight[number, 0] += 1
+        return copy_of(self.model)
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        self.model.load_state_dict(weights)
 
 
 @pytest.fixture(params=ENGINES)
@@ -129,14 +141,61 @@ def test_shutdown_waits_for_what_is_on_its_way(site: Site) -> None:
     assert same(copy_of(site.served), published)
 
 
-def test_differences_are_not_published(site: Site) -> None:
-    site.trainer.info.anchor_every = 3
-    with pytest.raises(NotSupported, match="send_weights"):
-        site.trainer.publish(deadline_s=30)
-    site.trainer.info.anchor_every = 1
-    until(lambda: _is_free(site.trainer._busy), "nothing is on its way")
+@pytest.fixture(params=["tcp", "shm"])
+def changing(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Site]:
+    made = Site(request.param, tmp_path, anchor_every=4)
+    made.client.open.set()
+    yield made
+    made.trainer.shutdown()
+    made.engine.shutdown()
 
 
-def _is_free(lock: threading.RLock) -> bool:
-    with held(lock, 0) as is_held:
-        return is_held
+def test_what_changed_is_published_while_the_weights_change_on(changing: Site) -> None:
+    changing.train(1)
+    kinds = [changing.trainer.publish(deadline_s=30).result(30).kind]
+    for number in range(4):
+        published = changing.nudge(number)
+        changing.client.close()
+        ticket = changing.trainer.publish(deadline_s=30)
+        assert changing.client.entered.wait(30)
+        changing.train(9)
+        changing.client.open.set()
+        kinds.append(ticket.result(30).kind)
+        assert same(copy_of(changing.served), published)
+        changing.load(published)
+    assert kinds == ["full", "delta", "delta", "delta", "full"]
+
+
+def test_the_next_difference_is_to_what_receivers_have_by_then(changing: Site) -> None:
+    """It is not packed before the one on its way has ended, well or not."""
+    changing.train(1)
+    changing.trainer.publish(deadline_s=30).result(30)
+    changing.client.close()
+    changing.nudge(1)
+    failed = changing.trainer.publish(deadline_s=1)
+    newest = changing.nudge(2)
+    second: list[Any] = []
+    publishing = threading.Thread(target=lambda: second.append(changing.trainer.publish(deadline_s=30)))
+    publishing.start()
+    with pytest.raises(DeadlineExceeded):
+        failed.result(30)
+    changing.client.open.set()
+    publishing.join(30)
+    assert second[0].result(30).kind == "delta"
+    assert same(copy_of(changing.served), newest)
+
+
+def test_who_lacks_the_base_is_given_all_of_what_was_published(changing: Site) -> None:
+    changing.train(1)
+    changing.trainer.publish(deadline_s=30).result(30)
+    with torch.no_grad():
+        changing.served.first.weight[0, 0] += 1
+    published = changing.nudge(1)
+    ticket = changing.trainer.publish(deadline_s=30)
+    changing.train(9)
+    assert ticket.result(30).kind == "full"
+    assert same(copy_of(changing.served), published)
+    changing.load(published)
+    newest = changing.nudge(2)
+    assert changing.trainer.send_weights(deadline_s=30).kind == "delta"
+    assert same(copy_of(changing.served), newest)

@@ -176,6 +176,21 @@ def test_ranks_send_what_changed(site: Site, mesh: str) -> None:
     assert site.has(6)
 
 
+def test_ranks_publish_what_changed(site: Site) -> None:
+    ranks = site.ranks("fsdp_tp", info={"anchor_every": 10})
+    ranks.tell("train 5")
+    ranks.send(how="publish")
+    for nudges in ([1], [1, 4]):
+        ranks.tell(f"nudge {nudges[-1]}")
+        assert [one["kind"] for one in ranks.send(how="publish")] == ["delta"] * WORLD
+        assert site.has(5, *nudges)
+    with torch.no_grad():
+        site.module.layers[0].up.weight[0, 0] += 1
+    ranks.tell("nudge 3")
+    assert [one["kind"] for one in ranks.send(how="publish")] == ["full"] * WORLD
+    assert site.has(5, 1, 4, 3)
+
+
 def test_a_server_that_lacks_the_base_of_a_difference_is_sent_all_of_it_by_all_ranks(site: Site) -> None:
     ranks = site.ranks("fsdp_tp", info={"anchor_every": 10})
     ranks.tell("train 5")

@@ -146,7 +146,7 @@ class Holder:
         deadline = Deadline(deadline_s)
         with self._busy:
             self._settle(deadline)
-            draft = self._pack(version, deadline, full=True)
+            draft = self._pack(version, deadline, full=False)
             self._ticket = PublishTicket(draft.version).start(lambda: self._serve(draft, deadline))
             return self._ticket
 

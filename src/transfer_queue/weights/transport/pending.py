@@ -57,6 +57,7 @@ class PendingVersion:
         self.label = adapter.label if adapter else ""
         self.base = base
         self.keeps = keeps
+        self.pack_s = 0.0
         self.buckets: list[torch.Tensor] = []  # what this rank gives
         self.whole: Manifest | None = None  # of all of it, also where only a difference is sent
         self.changes: CellChanges | None = None

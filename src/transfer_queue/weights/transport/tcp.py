@@ -31,7 +31,6 @@ from transfer_queue.weights.transport.peers import Sharing
 from transfer_queue.weights.transport.pending import Base, PendingVersion, SyncReport
 from transfer_queue.weights.transport.ranks import GIVE_WHOLE, Planned, RankMeeting, RankOffer, Sealed, meeting_place
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
-from transfer_queue.weights.transport.ticket import PublishTicket
 from transfer_queue.weights.transport.tracker import UPLOADS, Tracker
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.transport.version_store import VersionStore, newest_key
@@ -125,6 +124,7 @@ class TcpTrainer(TrainerEngine):
         self.store = TensorStore(info.keep)
         self._plan: tuple[object, list[ShardPlan]] | None = None  # with what it was made for
         self._ranks = RankMeeting(info.world) if info.world > 1 else None
+        self._in_turn |= self._ranks is not None
         self._holders: list[str] = []  # of several ranks, by rank, the addresses of those that gave the last version
         self._wants = WantTables(Specs.of(source.specs(), source.aliases()))
         listening, self.address = listen_tcp(info.host, info.port)
@@ -175,15 +175,6 @@ class TcpTrainer(TrainerEngine):
             meeting_place(0, self.info.world, self.address, self.token)
         self._have_met = True
         super()._meet(deadline)
-
-    def publish(self, version: int | None = None, *, deadline_s: float) -> PublishTicket:
-        """As `TrainerEngine.publish`. Of several ranks each has to call it, and it first waits for the version that is
-        on its way."""
-        deadline = Deadline(deadline_s)
-        if self._ranks is not None:
-            for ticket in self._tickets:
-                ticket.settle(deadline)
-        return super().publish(version, deadline_s=deadline.left())
 
     def _conclude(self, outcome: SyncReport | TransferQueueError) -> None:
         if self._ranks is None:

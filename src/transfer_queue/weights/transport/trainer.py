@@ -75,6 +75,7 @@ class TrainerEngine(ABC):
         self._source = source
         self._busy = threading.RLock()  # one update at a time
         self._packing = threading.Lock()  # one version at a time, also while another one is on its way
+        self._in_turn = info.anchor_every > 1  # a version is packed when the one before is not on its way any more
         self._waiting: PublishTicket | None = None  # a version that was packed while another one was on its way
         self._tickets: list[PublishTicket] = []  # that have not ended
         self._base: Base | None = None
@@ -122,43 +123,49 @@ class TrainerEngine(ABC):
         """
         deadline = Deadline(deadline_s)
         with self._concluding(), self._turn(deadline):
-            base = None if full or self._num_deltas + 1 >= self.info.anchor_every else self._base
-            draft = self._drafted(version, base)
-            try:
-                report = self._send_version(draft, deadline)
-            except StaleBase:
-                if draft.changes is None:
-                    raise
-                report = self._send_version(draft, deadline, whole=True)
+            draft = self._drafted(version, full)
+            report = self._send_to_all(draft, deadline)
             self._conclude(report)
             return report
 
-    def _drafted(self, version: int | None, base: Base | None = None) -> PendingVersion:
+    def _drafted(self, version: int | None, full: bool = False) -> PendingVersion:
+        base = None if full or self._num_deltas + 1 >= self.info.anchor_every else self._base
         number, keeps = self._number("", version), self.info.anchor_every > 1
         return PendingVersion(self._source, number, self.run_id, base, keeps=keeps)
+
+    def _send_to_all(self, draft: PendingVersion, deadline: Deadline, packed: Manifest | None = None) -> SyncReport:
+        """Where receivers lack the base of a difference, they get all of the version."""
+        try:
+            return self._sent(*self._send(draft, deadline, packed))
+        except StaleBase:
+            if draft.changes is None:
+                raise
+            return self._sent(*self._send(draft, deadline, whole=True))
 
     def publish(self, version: int | None = None, *, deadline_s: float) -> PublishTicket:
         """Pack the weights as they are now, as `version`, and have a thread bring them to every receiver.
 
         Returns when they are packed: then they may change. One version is on its way at a time. The next one waits
         for it, packed; when yet another is published meanwhile, that takes its place, and the ticket of the one that
-        nobody has taken raises `StaleVersion`. Raises what packing raises. `NotSupported` with differences
-        (`anchor_every`), and where the weights themselves are sent (collective, cuda_ipc).
+        nobody has taken raises `StaleVersion`. With differences (`anchor_every`) the next one is packed only then, for
+        what receivers lack is not known before; nor do several ranks, each of which has to call it, go ahead. Raises
+        what packing raises. `NotSupported` where the weights themselves are sent (collective, cuda_ipc).
         """
-        if not self._can_publish or self.info.anchor_every > 1:
-            raise NotSupported("published versions are full ones, that are packed before they are sent: send_weights")
+        if not self._can_publish:
+            raise NotSupported("published versions are packed before they are sent: send_weights")
         deadline = Deadline(deadline_s)
-        begun = time.monotonic()
+        if self._in_turn:
+            for ticket in self._tickets:
+                ticket.settle(deadline)
         with self._concluding(), self._packing:
             draft = self._drafted(version)
             manifest = self._pack(draft, deadline)
             ticket = self._waiting = PublishTicket(draft.version)
-        pack_s = time.monotonic() - begun
         self._tickets = [one for one in self._tickets if not one.done] + [ticket]
-        return ticket.start(lambda: self._bring_ticket(ticket, draft, manifest, deadline, pack_s))
+        return ticket.start(lambda: self._bring_ticket(ticket, draft, manifest, deadline))
 
     def _bring_ticket(
-        self, ticket: PublishTicket, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float
+        self, ticket: PublishTicket, draft: PendingVersion, manifest: Manifest, deadline: Deadline
     ) -> SyncReport:
         with self._concluding():
             try:
@@ -166,8 +173,7 @@ class TrainerEngine(ABC):
                     if self._waiting is not ticket or draft.version <= self._taken.get("", 0):
                         raise StaleVersion(f"version {draft.version} was superseded before anybody took it")
                     self._waiting = None
-                    self._ready(deadline)
-                    report = self._delivered(draft, manifest, deadline, pack_s)
+                    report = self._send_to_all(draft, deadline, manifest)
             except BaseException:  # an interrupt must not keep its memory
                 if self._newest.get("") is not manifest:
                     self._withdraw(manifest)
@@ -364,13 +370,8 @@ class TrainerEngine(ABC):
             raise StaleVersion(f"version {asked} after {last}")
         return self._numbers.get(label, 0) + 1 if asked is None else asked
 
-    def _send_version(self, draft: PendingVersion, deadline: Deadline, *, whole: bool = False) -> SyncReport:
-        """`whole`: after receivers did not have the base of its difference, which is not read again for it."""
-        report, manifest = self._send(draft, deadline, whole=whole)
-        self._num_deltas = self._num_deltas + 1 if manifest.kind == "delta" else 0
-        return self._sent(report, manifest)
-
     def _sent(self, report: SyncReport, manifest: Manifest) -> SyncReport:
+        self._num_deltas = self._num_deltas + 1 if manifest.kind == "delta" else 0
         self._root = manifest.root
         outdated = [label for label, root in self._adapters.items() if root not in (None, self._root)]
         return replace(report, outdated=tuple(outdated))
@@ -390,23 +391,19 @@ class TrainerEngine(ABC):
             return report
 
     @system_faults()
-    def _send(self, draft: PendingVersion, deadline: Deadline, *, whole: bool = False) -> tuple[SyncReport, Manifest]:
+    def _send(
+        self, draft: PendingVersion, deadline: Deadline, packed: Manifest | None = None, *, whole: bool = False
+    ) -> tuple[SyncReport, Manifest]:
+        """`packed`: what was packed of it before. `whole`: after receivers did not have the base of its difference,
+        which is not read again for it."""
         with activity("send_weights") as about:
-            begun = time.monotonic()
             self._ready(deadline)
-            with self._packing:
-                manifest = (self._pack_again if whole else self._pack)(draft, deadline)
-            report = self._deliver(draft, manifest, deadline, time.monotonic() - begun)
-            describe(about, manifest)
-            return report, manifest
-
-    @system_faults()
-    def _delivered(self, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float) -> SyncReport:
-        """Of a version that was packed before."""
-        with activity("send_weights") as about:
-            report = self._deliver(draft, manifest, deadline, pack_s)
-            describe(about, manifest)
-            return self._sent(report, manifest)
+            if packed is None:
+                with self._packing:
+                    packed = (self._pack_again if whole else self._pack)(draft, deadline)
+            report = self._deliver(draft, packed, deadline)
+            describe(about, packed)
+            return report, packed
 
     def _ready(self, deadline: Deadline) -> None:
         """Before an update: nothing of an earlier one may be left at the receivers."""
@@ -419,9 +416,11 @@ class TrainerEngine(ABC):
         self.reports.forget("")
 
     def _pack(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        begun = time.monotonic()
         with activity("pack_weights") as about:
             manifest = self._publish(draft, deadline)
             describe(about, manifest)
+        draft.pack_s = time.monotonic() - begun
         self._numbers[draft.label] = max(draft.version, self._numbers.get(draft.label, 0))
         return manifest
 
@@ -433,7 +432,7 @@ class TrainerEngine(ABC):
         self._give(packed.manifest, packed.anchor.buckets)
         return packed.manifest
 
-    def _deliver(self, draft: PendingVersion, manifest: Manifest, deadline: Deadline, pack_s: float) -> SyncReport:
+    def _deliver(self, draft: PendingVersion, manifest: Manifest, deadline: Deadline) -> SyncReport:
         """Have every receiver fetch, verify and commit it."""
         times = [time.monotonic()]
         number = draft.version
@@ -468,7 +467,7 @@ class TrainerEngine(ABC):
         self._allow(None)
         update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
         told = (number, self.run_id, manifest.root, manifest.kind, manifest.nbytes)
-        return SyncReport(*told, pack_s, update_s, commit_s, missed=missed)
+        return SyncReport(*told, draft.pack_s, update_s, commit_s, missed=missed)
 
     # servers of a plain client that were away
 
