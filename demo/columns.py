@@ -35,4 +35,4 @@ def padded(column: Tensor, width: int, fill: float = 0) -> Tensor:
 
 def payload_nbytes(data: TensorDict) -> int:
     """Bytes of all values of all columns, without offsets."""
-    return sum((column.values() if column.is_nested else column).nbytes for column in data.values())
+    return sum(column.nbytes for column in data.values())

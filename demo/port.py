@@ -145,6 +145,12 @@ class Port:
             self._client.ack(rows.meta)
             self._let_go(rows)
 
+    def conclude(self, step: int, taken: Sequence[Rows]) -> None:
+        """As `acknowledge`, of all rows of a training step, at once: `tq replay` has them by its number."""
+        with self.spending(Doing.SAMPLES):
+            self._client.checkpoint(step, [self._task], [rows.meta for rows in taken])
+            self._let_go(*taken)
+
     def answer(self, rows: Rows, **columns: Tensor) -> None:
         """Write further fields to rows that were taken, and acknowledge them. Rows that the trainer has cleared were
         answered by a process before this one, which could not acknowledge them any more."""
@@ -159,8 +165,9 @@ class Port:
             self._let_go(rows)
         self._totals.nbytes += payload_nbytes(data)
 
-    def _let_go(self, rows: Rows) -> None:
-        self._lent.pop(rows.meta.lease, None)
+    def _let_go(self, *taken: Rows) -> None:
+        for rows in taken:
+            self._lent.pop(rows.meta.lease, None)
         self._claim()
 
     def _claim(self) -> None:

@@ -96,8 +96,7 @@ class Trainer:
             step += 1
             self._save(step, values)
             port.pass_by("saved", step)
-            for rows in taken:
-                port.acknowledge(rows)
+            port.conclude(step, taken)
         self._publisher.settle()
         self._say_goodbye()
 
@@ -113,6 +112,7 @@ class Trainer:
         self._port.add("weights", [REFERENCE], [{}], parameters=flatten(self._policy)[None])
         values = _Sums().values(0, math.nan)
         self._save(0, values)
+        self._port.conclude(0, [])  # from here on it is noted what was taken for a step
         return 0, values
 
     def _save(self, step: int, values: dict[str, float]) -> None:
