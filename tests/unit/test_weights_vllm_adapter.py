@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transfer_queue.errors import Incomplete, NotSupported, ShapeMismatch, TransferQueueError, UnknownTensor
 from transfer_queue.integrations.vllm import plugin
 from transfer_queue.integrations.vllm.adapters import LabeledAdapters, path_of
-from transfer_queue.integrations.vllm.model import in_layers
+from transfer_queue.integrations.workers.reloading import in_layers
 from transfer_queue.weights import StateDictSource, Swap, digests, plan, seal
 from transfer_queue.weights.transport import registry
 

@@ -2,11 +2,10 @@
 
 plugin    makes the engines known to vLLM, and the trainers
 engine    what a worker calls: nothing raises, and nothing but the commit keeps it from serving
- ├─ model       the target: versions go through the model's own loader, all or none
+ ├─ model       the target: versions go through vLLM's reload, all or none
  ├─ checkpoint  what the loader takes, known before anything is touched
  │   └─ rehearsal   the same, and which parts, from loading without memory
- ├─ adapters    LoRA adapters by label, which vLLM's own manager loads when a request names one
- └─ ranks       the workers of one server commit together
+ └─ adapters    LoRA adapters by label, which vLLM's own manager loads when a request names one
 
 trainer   what vLLM's factory of trainers makes
  ├─ source      vLLM's sources of weights as ours

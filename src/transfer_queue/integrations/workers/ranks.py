@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,11 @@ TIMEOUT_S = 30.0
 
 
 class Ranks:
-    """Those of this worker's tensor and pipeline groups. Every worker has to make the same calls in the same order."""
+    """Those of this worker's `groups`, as vLLM and SGLang have them (`world_size`, `cpu_group`). Every worker has to
+    make the same calls in the same order."""
+
+    def __init__(self, groups: Callable[[], list[Any]]) -> None:
+        self._groups = groups
 
     def same(self, number: int) -> bool:
         """Whether all gave this number."""
@@ -29,25 +34,12 @@ class Ranks:
     def _lowest(self, numbers: list[int]) -> list[int]:
         found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         try:
-            for group in _groups():
-                work = dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group, async_op=True)
+            for group in self._groups():
+                if group.world_size == 1:
+                    continue
+                work = dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group.cpu_group, async_op=True)
                 work.wait(timedelta(seconds=TIMEOUT_S))
         except RuntimeError as error:
             log.error("the other workers of this server do not answer: %s", error)
             return [-(2**62)] * len(numbers)
         return [int(one) for one in found]
-
-
-def _groups() -> list[Any]:
-    """The groups with more than this worker. None outside of vLLM's workers."""
-    from vllm.distributed import parallel_state
-
-    found = []
-    for name in ("get_tp_group", "get_pp_group"):
-        try:
-            group = getattr(parallel_state, name)()
-        except (AttributeError, AssertionError):
-            continue
-        if group.world_size > 1:
-            found.append(group.cpu_group)
-    return found
