@@ -3,6 +3,7 @@
 server     `control_app`, to mount into the inference server's
 serving    `serve`, a server of its own
 client     `WeightSyncClient` drives such servers and real vLLM ones; needs nothing but the standard library
+peer       one call of such a client
 bodies     what requests and answers consist of
 extra      what to install where the extra `http` is missing
 

@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
-import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlencode, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 from transfer_queue.errors import (
     AccessDenied,
     ConfigError,
     DeadlineExceeded,
-    InternalError,
     InvalidInput,
     NotInitialized,
     NotOpen,
@@ -29,10 +24,10 @@ from transfer_queue.errors import (
     TransferQueueError,
     UpdateInProgress,
     WrongEpoch,
-    error_from_code,
 )
 from transfer_queue.weights.control.control import UpdateInfo
 from transfer_queue.weights.http.bodies import check_token, run_header
+from transfer_queue.weights.http.peer import Answer, HttpPeer
 from transfer_queue.weights.receive.checker import Comparison
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus, decode
@@ -40,16 +35,10 @@ from transfer_queue.weights.receive.update_session import run_of
 from transfer_queue.weights.transport.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE, Partial
 
 _REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenied, WrongEpoch)
-MAX_ANSWER_NBYTES = 256 << 20  # checksums of a million tensors
 TIMEOUT_S = 300.0
 ABORT_TIMEOUT_S = 10.0
 INIT_SHARE, MEMBER_SHARE, LEAST_S = 0.5, 0.5, 1.0  # as `START_SHARE`; of that much time at least
 T = TypeVar("T")
-Answer = dict[str, Any]
-_BY_STATUS: dict[int, type[TransferQueueError]] = {
-    401: AccessDenied, 403: AccessDenied, 404: NotSupported, 405: NotSupported, 408: DeadlineExceeded, 409: NotOpen,
-    500: InternalError, 501: NotSupported, 502: ServiceUnavailable, 503: ServiceUnavailable, 504: DeadlineExceeded,
-}  # fmt: skip
 
 
 class WeightSyncClient(Partial):
@@ -69,7 +58,7 @@ class WeightSyncClient(Partial):
         if not found or len(set(found)) != len(found):
             raise ConfigError(f"urls of different servers are needed, not {found}")
         check_token(token)
-        self._peers = [_Peer.of(url, token) for url in found]
+        self._peers = [HttpPeer.of(url, token) for url in found]
         self._timeout_s = timeout_s
         self._run_id = ""  # of the trainer that was introduced last: servers of ours are told whose calls these are
         self._until: float | None = None  # the end of the trainer's update
@@ -201,7 +190,7 @@ class WeightSyncClient(Partial):
         """Forget what was computed with earlier weights; requests that run are computed anew. Servers without the route
         (ours: they have no such cache) are left as they are."""
 
-        def reset(peer: _Peer) -> None:
+        def reset(peer: HttpPeer) -> None:
             with suppress(NotSupported, ProtocolError):  # older ones answer nothing
                 if not peer.call("POST", "/reset_prefix_cache", None, self._timeout_s).get("success", True):
                     peer.call("POST", "/reset_prefix_cache?reset_running_requests=true", None, self._timeout_s)
@@ -211,7 +200,7 @@ class WeightSyncClient(Partial):
     def silent_workers(self) -> int:
         """How many workers answer 200 whatever happens, and report elsewhere: vLLM's, with our plug-in."""
 
-        def count(peer: _Peer) -> int:
+        def count(peer: HttpPeer) -> int:
             try:
                 peer.call("GET", "/tqw/status", None, self._timeout_s)
             except NotSupported:
@@ -230,7 +219,7 @@ class WeightSyncClient(Partial):
     def statuses(self) -> dict[str, ServerStatus]:
         """By URL."""
 
-        def ask(peer: _Peer) -> ServerStatus:
+        def ask(peer: HttpPeer) -> ServerStatus:
             try:
                 return decode(peer.call("GET", "/tqw/status", None, self._timeout_s))
             except NotSupported:
@@ -267,12 +256,12 @@ class WeightSyncClient(Partial):
 
     # calls
 
-    def _abort(self, peer: _Peer) -> None:
+    def _abort(self, peer: HttpPeer) -> None:
         with suppress(NotSupported):
             timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
             peer.call("POST", "/tqw/abort_weight_update", None, timeout_s, run_header(self._run_id))
 
-    def _taking_part(self) -> list[_Peer]:
+    def _taking_part(self) -> list[HttpPeer]:
         return [peer for peer in self._peers if peer.url not in self._out]
 
     def _post(self, path: str, body: Answer | None = None, timeout_s: float | None = None) -> None:
@@ -286,7 +275,7 @@ class WeightSyncClient(Partial):
         return self._ask("GET", path, None, take)
 
     def _ask(self, method: str, path: str, body: Answer | None, take: Callable[[Answer], T]) -> dict[str, T]:
-        def ask(peer: _Peer) -> T:
+        def ask(peer: HttpPeer) -> T:
             answer = peer.call(method, path, body, self._timeout_s)
             try:
                 return take(answer)
@@ -295,7 +284,7 @@ class WeightSyncClient(Partial):
 
         return self._all(ask)
 
-    def _all(self, ask: Callable[[_Peer], T], peers: list[_Peer] | None = None) -> dict[str, T]:
+    def _all(self, ask: Callable[[HttpPeer], T], peers: list[HttpPeer] | None = None) -> dict[str, T]:
         asked = self._peers if peers is None else peers
         found: dict[str, T] = {}
         self.failures = {}
@@ -318,104 +307,3 @@ class WeightSyncClient(Partial):
             first = next(iter(self.failures.values()))
             raise type(first)(f"{len(self.failures)} of {len(asked)} servers: {said}")
         return found
-
-
-class _Peer(NamedTuple):
-    url: str
-    host: str
-    port: int
-    secure: bool
-    prefix: str
-    token: str
-
-    @staticmethod
-    def of(url: str, token: str) -> _Peer:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is not the URL of a server")
-        secure = parts.scheme == "https"
-        return _Peer(url, parts.hostname, parts.port or (443 if secure else 80), secure, parts.path.rstrip("/"), token)
-
-    def optional(self, path: str, timeout_s: float) -> None:
-        """POST to a route that the server need not have."""
-        with suppress(NotSupported):
-            self.call("POST", path, None, timeout_s)
-
-    def call(
-        self, method: str, path: str, body: Answer | None, timeout_s: float, more: Mapping[str, str] | None = None
-    ) -> Answer:
-        """The JSON object answered with 200. A typed error for everything else; `DeadlineExceeded` in time."""
-        headers = {"Connection": "close", **(more or {})}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
-        try:
-            data = None if body is None else json.dumps(body)
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(f"{path}: {error}") from None
-        if data is not None:
-            headers["Content-Type"] = "application/json"
-        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
-        link = kind(self.host, self.port, timeout=timeout_s)
-        late = threading.Event()
-        try:
-            status, text = _exchange(link, method, self.prefix + path, data, headers, timeout_s, late)
-        except (OSError, http.client.HTTPException) as error:
-            if not late.is_set() and not isinstance(error, TimeoutError):
-                raise ServiceUnavailable(f"{self.url}{path}: {error!r}") from None
-            late.set()
-        finally:
-            link.close()
-        if late.is_set():
-            raise DeadlineExceeded(f"{self.url}{path}: no answer within {timeout_s} s")
-        return _read(status, text, path)
-
-
-def _exchange(
-    link: http.client.HTTPConnection, method: str, path: str, data: str | None, headers: dict[str, str],
-    timeout_s: float, late: threading.Event,
-) -> tuple[int, bytes]:  # fmt: skip
-    """Status and body. The socket's own timeout is one for each read, which a peer that drips bytes never meets: a
-    timer sets `late` and ends the connection."""
-    deadline = time.monotonic() + timeout_s
-    link.connect()
-    timer = threading.Timer(deadline - time.monotonic(), _cut, (link.sock, late))
-    timer.start()
-    try:
-        link.request(method, path, data, headers)
-        with link.getresponse() as response:
-            return response.status, response.read(MAX_ANSWER_NBYTES + 1)
-    finally:
-        timer.cancel()
-        timer.join()
-
-
-def _cut(sock: socket.socket, late: threading.Event) -> None:
-    late.set()
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-def _read(status: int, text: bytes, path: str) -> Answer:
-    if len(text) > MAX_ANSWER_NBYTES:
-        raise ProtocolError(f"{path}: an answer of more than {MAX_ANSWER_NBYTES} bytes")
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = text.decode(errors="replace")[:2000]
-    if status == 200 and isinstance(found, dict):
-        return found
-    if status == 200:
-        raise ProtocolError(f"{path}: the answer is no JSON object")
-    raise _error(status, found, path)
-
-
-def _error(status: int, found: Any, path: str) -> TransferQueueError:
-    """What a refusal says: in our envelope with a `reason`, in vLLM's, in older ones, or in plain text."""
-    inner = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
-    message = inner.get("message", inner) if isinstance(inner, dict) else inner
-    reason = inner.get("reason") if isinstance(inner, dict) else None
-    said = f"{path}: {message}" if message else f"{path}: {status}"
-    if isinstance(reason, str) and reason and status not in (404, 405):
-        return error_from_code(reason, said)
-    kind = _BY_STATUS.get(status, InvalidInput if 400 <= status < 500 else InternalError)
-    return kind(f"{said} ({status})")
