@@ -9,5 +9,6 @@ nemo_rl        NeMo-RL's replay buffer and samplers on groups, without polling
 roll           ROLL's transfer backend, row by row
 vime           the bridge of vime's pull request 242, by name, method and flag
 vllm           receivers inside vLLM's workers
+sglang         receivers inside SGLang's workers
 workers        what receivers inside the workers of inference servers share
 """
