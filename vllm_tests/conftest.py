@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,22 +15,11 @@ from transfer_queue.weights import ModuleSource
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.pending import SyncReport
 from transfer_queue.weights.transport.trainer import TrainerEngine
+from vllm_tests.figures import note, pytest_terminal_summary  # noqa: F401 (a hook)
 from vllm_tests.models import answer, drawn, save
 from vllm_tests.servers import Server
 
 TRANSPORTS = {1: ("transfer_queue", "shm"), 2: ("tq_tcp", "tcp")}
-FIGURES: dict[str, list[float]] = {}
-
-
-def note(what: str, seconds: float) -> None:
-    """A figure for the end of the run."""
-    FIGURES.setdefault(what, []).append(seconds)
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for what, seconds in FIGURES.items():
-        middle, most = statistics.median(seconds), max(seconds)
-        terminalreporter.write_line(f"{what}: median {middle:.3f} s, max {most:.3f} s of {len(seconds)}")
 
 
 class Site:

@@ -20,26 +20,33 @@ def stop_here() -> None:
     threading.Event().wait()
 
 
-class Client(WeightSyncClient):
-    """Stops around the calls."""
+class Stopping:
+    """What a client's class has before it, to stop around the calls."""
 
     point = ""
 
     def update_weights(self, update_info: Any) -> None:
         if self.point == "started":
             stop_here()
-        super().update_weights(update_info)
+        super().update_weights(update_info)  # type: ignore[misc]
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         if self.point == "verified":
             stop_here()
-        super().finish_weight_update(weight_version)
+        super().finish_weight_update(weight_version)  # type: ignore[misc]
         if self.point == "finished":
             stop_here()
 
 
+class Client(Stopping, WeightSyncClient):
+    pass
+
+
 def main(url: str, token: str, transport: str, seed: str, tied: str, point: str) -> None:
-    client = Client(url, token, timeout_s=60)
+    run(Client(url, token, timeout_s=60), transport, seed, tied, point)
+
+
+def run(client: Any, transport: str, seed: str, tied: str, point: str) -> None:
     client.point = point
     source = ModuleSource(drawn(int(seed), tied == "tied"))
     trainer: Any = registry.trainer(transport).trainer_init({}, client=client, source=source)

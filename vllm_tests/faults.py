@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+from vllm_tests.failing import fail
 
 
 class Faults:
@@ -16,20 +16,8 @@ class Faults:
 
     def break_loader(self, num_times: int, rank: int) -> None:
         """The next loads fail after half of the tensors."""
-        model: Any = self.model_runner.get_model()  # type: ignore[attr-defined]
         if rank in (-1, self.rank):  # type: ignore[attr-defined]
-            whole = type(model).load_weights
-            left = [num_times]
-
-            def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-                found = list(weights)
-                if not left[0]:
-                    return whole(model, iter(found))
-                left[0] -= 1
-                whole(model, iter(found[: len(found) // 2]))
-                raise RuntimeError("the loader fails, as the test wanted")
-
-            model.load_weights = load_weights
+            fail(self.model_runner.get_model(), num_times)  # type: ignore[attr-defined]
 
 
 class Naive:

@@ -33,7 +33,7 @@ from transfer_queue.weights.transport import registry
 from transfer_queue.weights.version.boxes import whole, within
 from transfer_queue.weights.version.sharded import held_of, is_sharded, local_of
 from vllm_tests.models import drawn
-from vllm_tests.servers import ROOT
+from vllm_tests.processes import ROOT
 
 WORLD = 4
 

@@ -18,7 +18,8 @@ from transfer_queue.weights import ModuleSource, StateDictSource
 from transfer_queue.weights.transport import registry
 from vllm_tests.lora import CONFIG, LONG, SCENES, adapter, merged
 from vllm_tests.models import NUM_TOKENS, PROMPT, answer, drawn, save
-from vllm_tests.servers import PATHS, ROOT, Server
+from vllm_tests.processes import PATHS, ROOT
+from vllm_tests.servers import Server
 
 OPTIONS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
 Start = Callable[..., Server]

@@ -12,7 +12,8 @@ import torch
 
 from transfer_queue.weights.transport.shm import ShmTrainer
 from vllm_tests.models import constant, drawn, save
-from vllm_tests.servers import ROOT, Server
+from vllm_tests.processes import ROOT
+from vllm_tests.servers import Server
 from vllm_tests.sources import Nobody, Odd
 
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from vllm_tests.models import drawn, save
-from vllm_tests.servers import ROOT
+from vllm_tests.processes import ROOT
 
 
 def test_an_llm_in_the_trainers_process(tmp_path: Path) -> None:

@@ -27,10 +27,12 @@ from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.pending import PendingVersion
-from vllm_tests.conftest import Site, note
+from vllm_tests.conftest import Site
 from vllm_tests.dying import POINTS
+from vllm_tests.figures import note
 from vllm_tests.models import answer, drawn, save
-from vllm_tests.servers import ROOT, TOKEN, Server
+from vllm_tests.processes import ROOT, TOKEN
+from vllm_tests.servers import Server
 from vllm_tests.sources import CORRUPT, Odd
 
 
