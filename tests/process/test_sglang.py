@@ -138,6 +138,18 @@ def test_where_one_worker_cannot_load_a_later_version_all_load_the_one_before_ag
     assert workers.values() == {3.0}
 
 
+def test_a_load_that_fails_goes_back_to_what_came_by_another_transport(
+    serve: Serve, workers: Workers, trainers: Trainers
+) -> None:
+    server = serve(workers)
+    trainers(SGLangClient(server.url), weights(2.0)).send_weights(deadline_s=30)
+    other = trainers(SGLangClient(server.url, transport="shm"), weights(3.0), "shm")
+    workers.say(["weights", "fail"])
+    with pytest.raises(TransferQueueError, match="was loaded again"):
+        other.send_weights(deadline_s=30)
+    assert workers.values() == {2.0}
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [({"surplus": torch.ones(1)}, UnknownTensor), ({"norm.weight": None}, Incomplete)],

@@ -17,6 +17,7 @@ from transfer_queue.integrations.sglang.payload import WorkerCall, from_tensor
 from transfer_queue.integrations.workers.headers import Headers, checkpoint_of
 from transfer_queue.integrations.workers.lane import attempt
 from transfer_queue.integrations.workers.ranks import Ranks
+from transfer_queue.integrations.workers.reloading import ReloadTarget
 from transfer_queue.integrations.workers.worker import SilentWorker
 
 _PLACE = "_transfer_queue_worker"  # where a model keeps its worker, so that the two end together
@@ -32,7 +33,8 @@ def _do(model: torch.nn.Module, call: WorkerCall) -> None:
     if call.method == "init" and (worker is None or worker.transport != call.transport):
         if worker is not None:
             worker.shutdown()
-        worker = model.__dict__[_PLACE] = SGLangWorker(model, call.transport)
+        before = worker.target if worker is not None else None
+        worker = model.__dict__[_PLACE] = SGLangWorker(model, call.transport, before)
     if worker is None:
         raise NotInitialized("no trainer was introduced to this worker")
     if call.method == "init":
@@ -46,7 +48,9 @@ def _do(model: torch.nn.Module, call: WorkerCall) -> None:
 
 
 class SGLangWorker(SilentWorker):
-    def __init__(self, model: torch.nn.Module, transport: str) -> None:
+    """`before`: the target of the worker that this one follows: a load that fails goes back to what that installed."""
+
+    def __init__(self, model: torch.nn.Module, transport: str, before: ReloadTarget | None = None) -> None:
         from sglang.srt import runtime_context
 
         self.transport = transport
@@ -58,4 +62,5 @@ class SGLangWorker(SilentWorker):
             loaded=str(options.load_format) != "dummy",
             tied=bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False)),
         )
-        super().__init__(transport, ServedModel(model, checkpoint, ranks.all), ranks, int(group.rank_in_group))
+        target = before or ServedModel(model, checkpoint, ranks.all)
+        super().__init__(transport, target, ranks, int(group.rank_in_group))
