@@ -39,16 +39,16 @@ class Output:
 
     def __init__(self, file: NewFile) -> None:
         self.nbytes = 0
-        self._sink = file
+        self._file = file
         self._digest = xxh3_128()
 
     def write(self, data: bytes | memoryview) -> None:
-        self._sink.write(data)
+        self._file.write(data)
         self._digest.update(data)
         self.nbytes += len(data)
 
     def finish(self) -> File:
-        self._sink.finish()
+        self._file.finish()
         return File(self.nbytes, self._digest.hexdigest())
 
 
