@@ -17,7 +17,7 @@ import transfer_queue as tq
 from transfer_queue.errors import InvalidInput, UnknownRows
 
 ROWS = {"x": torch.arange(400.0).reshape(4, 100), "y": torch.arange(4)}
-STEP = 3  # files are struck at every third place: each costs a sync of the disk
+STEP = 7  # files are struck at every seventh place, for seconds: each costs a sync of the disk
 pytestmark = UNCLEAN
 
 
