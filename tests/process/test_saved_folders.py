@@ -30,6 +30,7 @@ from transfer_queue.errors import (
     StoreFull,
 )
 from transfer_queue.saved import remote
+from transfer_queue.saved.places import folder_at
 
 ROWS = {"x": torch.arange(4_000_000.0).reshape(4, -1), "y": torch.arange(4)}
 Files = Any
@@ -178,6 +179,23 @@ def test_files_that_are_not_there_are_missing(client: tq.TransferQueueClient, ur
     system.rm_file(path)
     with pytest.raises(CheckpointMissing):
         tq.load_checkpoint(url)
+
+
+def test_a_file_that_is_deleted_while_it_is_read_is_missing_or_whole(url: str, files: Files) -> None:
+    system, root = files
+    system.makedirs(root)
+    system.pipe_file(f"{root}/blocks.bin", bytes(100))
+    source = folder_at(url).open("blocks.bin")
+    system.rm_file(f"{root}/blocks.bin")
+    into = memoryview(bytearray(b"x" * 100))
+    try:
+        assert source.readinto(into) == 100
+    except CheckpointMissing:
+        assert url.startswith("s3:")
+    else:
+        assert bytes(into) == bytes(100)
+    finally:
+        source.close()
 
 
 def test_other_files_are_not_taken_for_a_checkpoint(client: tq.TransferQueueClient, url: str, files: Files) -> None:

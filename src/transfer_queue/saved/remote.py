@@ -135,7 +135,10 @@ class _RemoteOpenFile(_RemoteFile):
         self.nbytes = int(self._timed("looking at", system.files.size, path))
 
     def readinto(self, into: memoryview) -> int:
-        data = self._timed("reading", self._file.read, len(into))  # a call that is late writes into nothing of others
+        try:  # not into `into`, which may be another's when a call is late
+            data = self._timed("reading", self._file.read, len(into))
+        except FileNotFoundError:  # it was replaced meanwhile
+            raise CheckpointMissing(f"{self._path} in {self._system.url} is not there any more") from None
         into[: len(data)] = data
         return len(data)
 
