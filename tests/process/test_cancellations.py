@@ -11,7 +11,7 @@ import pytest
 import torch
 from cancellations import cancellations
 from conftest import until
-from leftovers import left
+from leftovers import left, opens_again
 
 import transfer_queue as tq
 from transfer_queue.errors import InvalidInput
@@ -137,18 +137,10 @@ def test_a_lock_is_held_by_nobody(client: tq.TransferQueueClient, lock: Any, lat
 
 
 def test_a_partition_that_was_opened_for_nobody_is_opened_again(client: tq.TransferQueueClient, late: bool) -> None:
-    def is_clean() -> bool:
-        if tq.series_status("series")["waiting"]:
-            return False
-        tq.open_partition("p", "series", 0, timeout_s=5)
-        assert list(tq.series_status("series")["open"]) == ["p"]
-        client.clear_partition("p")
-        return not tq.series_status("series")["open"]
-
     def opened() -> Coroutine[Any, Any, Any]:
         return tq.async_open_partition("p", "series", 0, timeout_s=5)
 
-    assert cancel_everywhere(opened, is_clean, late)[0]
+    assert cancel_everywhere(opened, lambda: opens_again(client), late)[0]
 
 
 def test_who_waits_to_open_a_partition_and_leaves_is_in_nobodys_way(client: tq.TransferQueueClient, late: bool) -> None:

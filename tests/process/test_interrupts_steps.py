@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from leftovers import left
+from leftovers import left, opens_again
 from strikes import UNCLEAN, every
 
 import transfer_queue as tq
@@ -28,15 +28,7 @@ def client(service: Callable[..., tq.TransferQueueClient]) -> tq.TransferQueueCl
 
 
 def test_a_partition_that_was_opened_for_nobody_is_opened_again(client: tq.TransferQueueClient) -> None:
-    def is_clean() -> bool:
-        if tq.series_status("series")["waiting"]:
-            return False
-        tq.open_partition("p", "series", 0, timeout_s=5)
-        assert list(tq.series_status("series")["open"]) == ["p"]
-        client.clear_partition("p")
-        return not tq.series_status("series")["open"]
-
-    assert len(list(every(lambda: tq.open_partition("p", "series", 0, timeout_s=5), is_clean))) > 30
+    assert len(list(every(lambda: tq.open_partition("p", "series", 0, timeout_s=5), lambda: opens_again(client)))) > 30
 
 
 def test_a_consumer_that_has_finished_says_so_again(client: tq.TransferQueueClient) -> None:
