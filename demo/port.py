@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -23,11 +23,12 @@ from torch import Tensor
 import transfer_queue as tq
 from demo.columns import payload_nbytes
 from demo.settings import Moment, Settings
-from demo.tables import CLAIMS, HELD, TRAINED, Tags
+from demo.tables import TRAINED, Tags
 from transfer_queue.errors import DeadlineExceeded, LeaseExpired, StorageKeyNotFoundError
 
 _REPORT_EVERY_S = 0.25
 _GLANCE_S = 0.5  # how often somebody who waits looks around
+_SPANS_AT_ONCE = 64  # only the picture at the end needs them
 
 
 class Doing(IntEnum):
@@ -80,7 +81,6 @@ class Port:
         self._spans: list[tuple[float, float, int, int]] = []
         self._reports = 0
         self._reported_s = 0.0
-        self._lent: dict[int, Rows] = {}
         self._worked: dict[str, float] = {}
         known = tq.kv_list("status").get("status", {})
         self.life = sum(tag["worker"] == worker for tag in known.values())
@@ -107,72 +107,50 @@ class Port:
         """
         self._report_if_due(waiting=True)
         deadline = time.monotonic() + self._patience_s
-        while (meta := self._next(partition, fields, num_rows, max_staleness)) is None:
+        while (rows := self._next(partition, fields, num_rows, max_staleness)) is None:
             if meanwhile():
                 return None
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"no {num_rows} rows of {partition!r} with {fields} in {self._patience_s} s")
             self._report_if_due(waiting=True)
-        with self.spending(Doing.SAMPLES):
-            try:
-                data = self._client.get_data(meta)
-            except StorageKeyNotFoundError:
-                return None
-            rows = Rows(data=data, meta=meta)
-            self._lent[meta.lease] = rows
-            self._claim()
-        self._totals.nbytes += payload_nbytes(data)
+        self._totals.nbytes += payload_nbytes(rows.data)
         return rows
 
-    def _next(self, partition: str, fields: list[str], num_rows: int, max_staleness: int | None) -> tq.BatchMeta | None:
-        with self.spending(Doing.WAIT):
-            try:
-                return self._client.get_meta(
-                    data_fields=fields,
-                    batch_size=num_rows,
-                    partition_id=partition,
-                    task_name=self._task,
-                    sampling_config={"max_staleness": max_staleness},
-                    timeout_s=_GLANCE_S,
+    def _next(self, partition: str, fields: list[str], num_rows: int, max_staleness: int | None) -> Rows | None:
+        """At first what is there is taken. To wait for the rest, and to have it then, counts as waiting."""
+        for doing, timeout_s in ((Doing.SAMPLES, 0.0), (Doing.WAIT, _GLANCE_S)):
+            with self.spending(doing), suppress(DeadlineExceeded, StorageKeyNotFoundError):
+                meta, data = self._client.take(
+                    partition,
+                    fields,
+                    num_rows,
+                    self._task,
                     lease_s=self._patience_s,
+                    timeout_s=timeout_s,
+                    sampling_config={"max_staleness": max_staleness},
                 )
-            except DeadlineExceeded:
-                return None
+                return Rows(data=data, meta=meta)
+        return None
 
     def acknowledge(self, rows: Rows) -> None:
         """What they were taken for is done: nobody of this task gets them again."""
         with self.spending(Doing.SAMPLES):
             self._client.ack(rows.meta)
-            self._let_go(rows)
 
     def conclude(self, step: int, taken: Sequence[Rows]) -> None:
         """As `acknowledge`, of all rows of a training step, at once: `tq replay` has them by its number."""
         with self.spending(Doing.SAMPLES):
             self._client.checkpoint(step, [self._task], [rows.meta for rows in taken])
-            self._let_go(*taken)
 
     def answer(self, rows: Rows, **columns: Tensor) -> None:
         """Write further fields to rows that were taken, and acknowledge them. Rows that the trainer has cleared were
         answered by a process before this one, which could not acknowledge them any more."""
         data = TensorDict(columns, batch_size=len(rows))
-        with self.spending(Doing.SAMPLES):
-            try:
-                self._client.put(data, metadata=rows.meta)
-                self.pass_by("filled")
-                self._client.ack(rows.meta)
-            except (StorageKeyNotFoundError, LeaseExpired):
-                pass
-            self._let_go(rows)
+        with self.spending(Doing.SAMPLES), suppress(StorageKeyNotFoundError, LeaseExpired):
+            self._client.put(data, metadata=rows.meta)
+            self.pass_by("filled")
+            self._client.ack(rows.meta)
         self._totals.nbytes += payload_nbytes(data)
-
-    def _let_go(self, *taken: Rows) -> None:
-        for rows in taken:
-            self._lent.pop(rows.meta.lease, None)
-        self._claim()
-
-    def _claim(self) -> None:
-        """Note how much this worker holds, for whoever finds it dead: the rows themselves may be gone by then."""
-        tq.kv_put(key=self._worker, partition_id=CLAIMS, tag={HELD: sum(len(rows) for rows in self._lent.values())})
 
     def tell(self, partition: str, key: str, **tag: Any) -> None:
         """Add a row without fields, or change its tags."""
@@ -265,21 +243,25 @@ class Port:
             self.report()
 
     def report(self, **also: int | float | str) -> None:
-        """Publish the totals, what is in `also`, and the spans since the last report."""
+        """Publish the totals and what is in `also`; the spans when there are many."""
         self._report(waiting=False, also=also)
+
+    def report_last(self, **also: int | float | str) -> None:
+        """As `report`, and all spans: this worker is done."""
+        self._report(waiting=False, also=also, last=True)
 
     def _report_if_due(self, waiting: bool) -> None:
         if time.monotonic() - self._reported_s >= _REPORT_EVERY_S:
             self._report(waiting, {})
 
-    def _report(self, waiting: bool, also: Tags) -> None:
+    def _report(self, waiting: bool, also: Tags, last: bool = False) -> None:
         start = self._reported_s = time.monotonic()
         totals = self._totals
         times = {f"{doing.name.lower()}_s": totals.seconds[doing] for doing in Doing}
         who = {"worker": self._worker, "life": self.life, "born_at": self._born_s, **self._worked}
         tag = {"at": start, "waiting": waiting, "rows": totals.rows, "nbytes": totals.nbytes, **who, **times, **also}
         tq.kv_put(key=f"{self._worker}/{self.life}", partition_id="status", tag=tag)
-        if self._spans:
+        if len(self._spans) >= (1 if last else _SPANS_AT_ONCE):
             tq.kv_batch_put(
                 keys=[f"{self._worker}/{self.life}/{self._reports}"],
                 partition_id="spans",
@@ -287,9 +269,8 @@ class Port:
                 tags=[{"worker": self._worker}],
             )
             self._reports += 1
-        end = time.monotonic()
-        totals.seconds[Doing.SAMPLES] += end - start
-        self._spans = [(start, end, int(Doing.SAMPLES), 0)]  # for the next report; the last one of all is not counted
+            self._spans = []
+        self.account(Doing.SAMPLES, start, time.monotonic())  # for the next report; the last one is not counted
 
 
 def _kind(partition: str) -> Doing:

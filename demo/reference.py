@@ -31,4 +31,4 @@ def run(worker: str, settings: Settings) -> None:
             log_probs = token_log_probs(policy, prompts, responses)
         port.answer(rows, ref_log_probs=ragged(log_probs, lengths))
         port.finish(len(rows))
-    port.report()
+    port.report_last()

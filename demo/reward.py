@@ -19,4 +19,4 @@ def run(worker: str, settings: Settings) -> None:
             reward = torch.tensor([float(is_correct(prompt, response)) for prompt, response in pairs])
         port.answer(rows, reward=reward)
         port.finish(len(rows))
-    port.report()
+    port.report_last()

@@ -34,7 +34,7 @@ def run(worker: str, settings: Settings) -> None:
         while (ticket := _next_ticket(port, settings)) is not None:
             _serve(port, replica, generator, ticket, settings)
         pauses = replica.control
-        port.report(paused_s=pauses.total_pause_s, longest_pause_s=pauses.longest_pause_s)
+        port.report_last(paused_s=pauses.total_pause_s, longest_pause_s=pauses.longest_pause_s)
 
 
 def _next_ticket(port: Port, settings: Settings) -> Rows | None:

@@ -13,7 +13,7 @@ from demo import reference, reward, rollout, trainer
 from demo.board import Board, Incident
 from demo.fleet import Death, Fleet, Target, WorkerFailed
 from demo.settings import Settings
-from demo.tables import CLAIMS, HELD, REPLICAS
+from demo.tables import REPLICAS
 
 _TARGETS: dict[str, Target] = {
     "trainer": trainer.run,
@@ -21,6 +21,8 @@ _TARGETS: dict[str, Target] = {
     "reward": reward.run,
     "reference": reference.run,
 }
+
+_NOTICED_S, _AGAIN_S = 10.0, 0.005  # the service notices an end when its connections close
 
 
 class Supervisor:
@@ -98,7 +100,7 @@ class Supervisor:
             raise WorkerFailed(
                 f"worker {death.name!r} was ended by {death.reason}, for the {lives}th time\n{death.last_output}"
             )
-        rows = recover(death.name)
+        rows = recover(death.name, death.pid)
         own = next((kill for kill in self._kills if kill.worker == death.name), None)
         self._kills = tuple(kill for kill in self._kills if kill is not own)
         self._board.incidents.append(
@@ -115,13 +117,15 @@ class Supervisor:
         self._start(death.name)
 
 
-def recover(name: str) -> int:
-    """What there is to do for a worker that is dead: its leases have ended with it, its address has not. Returns how
-    many rows it had on lease and not acknowledged.
+def recover(name: str, pid: int) -> int:
+    """What there is to do for a worker that is dead: its leases end with it, its address has not. Returns how many rows
+    it had on lease and not acknowledged.
     """
     if name in tq.kv_list(REPLICAS).get(REPLICAS, {}):
         tq.kv_clear(keys=[name], partition_id=REPLICAS)
-    held = tq.kv_list(CLAIMS).get(CLAIMS, {}).get(name, {}).get(HELD, 0)
-    if held:
-        tq.kv_put(key=name, partition_id=CLAIMS, tag={HELD: 0})
-    return int(held)
+    client, until = tq.get_client(), time.monotonic() + _NOTICED_S
+    seen = client.overview()
+    while any(one.pid == pid for one in seen.sessions) and time.monotonic() < until:
+        time.sleep(_AGAIN_S)
+        seen = client.overview()
+    return sum(lease.rows for one in seen.departures if one.pid == pid for lease in one.leases)

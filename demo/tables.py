@@ -19,12 +19,6 @@ REFERENCE = "reference"
 REPLICAS = "replicas"
 """Where each rollout worker tells where it takes weights."""
 
-CLAIMS = "claims"
-"""One row per worker: what it has on lease, for whoever finds it dead."""
-
-HELD = "held"
-"""In a claim: how many rows."""
-
 TRAINED = "step"
 """In the trainer's `status`: optimiser steps that will not be undone."""
 

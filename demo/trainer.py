@@ -79,6 +79,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self._policy.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
         self._checkpoint = Checkpoint(settings.folder / "trainer.pt", settings.run_id)
         self._publisher = Publisher(port, self._policy, settings)
+        self._asked: set[int] = set()  # steps whose tickets are all there, as far as this process knows
 
     def run(self) -> None:
         """Begin, or go on where a trainer before this one was killed."""
@@ -124,7 +125,7 @@ class Trainer:
         settings, port = self._settings, self._port
         for number, _ in enumerate(settings.rollout_names):
             self._put_tickets(STOP, settings.prompts_per_ticket, f"stop {number}")
-        port.report(phase=DONE, midway=len(self._midway))
+        port.report_last(phase=DONE, midway=len(self._midway))
         self._publisher.close()
 
     def _warm_start(self) -> None:
@@ -144,10 +145,11 @@ class Trainer:
             port.drop_partition(train_partition(step - 1))
         for later in range(step, min(step + settings.max_lag, settings.steps)):
             partition = train_partition(later)
-            if not (port.notes(partition) or {}).get(_ASKED):
+            if later not in self._asked and not (port.notes(partition) or {}).get(_ASKED):
                 port.open_partition(partition)  # first: a ticket for a partition that is not there is out of date
                 self._put_tickets(later, settings.prompts_per_step, str(later))
                 port.open_partition(partition, **{_ASKED: True})
+            self._asked.add(later)
 
     def _put_tickets(self, step: int, count: int, name: str) -> None:
         """Ask for samples for `step`: one row per prompt, in groups that a worker takes together. Doing it again

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -324,16 +324,18 @@ def recovery(bench: Bench) -> list[Row]:
 
 
 def published(bench: Bench) -> list[Row]:
-    """Case 29: `publish` until it returns, when nothing and when a version is on its way, beside packing alone."""
+    """Case 29: `publish` until it returns, when nothing and when a version is on its way, beside packing alone; of all
+    of the weights, and of what changed in them."""
     rows: list[Row] = []
-    for engine in ("shm", "tcp"):
-        samples, what = Samples(), f"weights, {PUBLISHED_NBYTES / 1e9:.2g} GB, {engine}: publish returned"
+    for engine, changed, every in (("shm", "", 1), ("tcp", "", 1), ("tcp", ", 1 % changed", 100)):
+        samples, what = Samples(), f"weights, {PUBLISHED_NBYTES / 1e9:.2g} GB{changed}, {engine}: publish returned"
+        info = {"anchor_every": 1000} if changed else {}
         with agents(bench, "trainer", "server") as (trainer, server):
             for seed, agent in enumerate((trainer, server)):
                 agent.call("weights.build", LONG_S, nbytes=PUBLISHED_NBYTES, seed=seed)
             url = server.call("weights.receive", engine=engine, target="swap", every_s=0.02)["url"]
-            trainer.call("weights.train", engine=engine, urls=[url], info={})
-            bench.guard(samples, "ours", partial(publish_rounds, bench, samples, trainer))
+            trainer.call("weights.train", engine=engine, urls=[url], info=info)
+            bench.guard(samples, "ours", partial(publish_rounds, bench, samples, trainer, every))
             trainer.call("weights.publish", LONG_S)
             same(trainer, server)
             trainer.call("weights.stop_training")
@@ -344,20 +346,26 @@ def published(bench: Bench) -> list[Row]:
             row.within("<= 1.3 x packing", ratio(row.values.get("ours"), packing), 1.3)
             row.notes.append(f"packing alone: {(packing or 0) * 1e3:.1f} ms")
             rows.append(row)
+        rows.append(samples.row(29, what.replace("returned", "served by all"), "served"))
     return rows
 
 
-def publish_rounds(bench: Bench, samples: Samples, trainer: Agent) -> None:
-    ways: dict[str, Callable[[], float]] = {
-        "pack": lambda: trainer.call("weights.pack", LONG_S)["s"],
-        "idle": lambda: trainer.call("weights.publish", LONG_S)["returned"],
-        "busy": lambda: trainer.call("weights.publish", LONG_S, count=2)["returned"],
+def publish_rounds(bench: Bench, samples: Samples, trainer: Agent, every: int) -> None:
+    ways: dict[str, Callable[[], dict[str, float]]] = {
+        "pack": lambda: {"pack": trainer.call("weights.pack", LONG_S)["s"]},
+        "idle": lambda: _named(trainer.call("weights.publish", LONG_S), returned="idle", total="served", full="full"),
+        "busy": lambda: _named(trainer.call("weights.publish", LONG_S, count=2), returned="busy"),
     }
     names = list(ways)
     for number in range(-3, bench.options.repeat):
-        found = {}
+        found = dict[str, float]()
         for name in names[number % 3 :] + names[: number % 3]:
-            trainer.call("weights.change", LONG_S, every=1)
-            found[name] = ways[name]()
+            trainer.call("weights.change", LONG_S, every=every)
+            found |= ways[name]()
+        assert found["full"] == float(every == 1)
         if number >= 0:
             samples.add("ours", found)
+
+
+def _named(found: Mapping[str, float], **names: str) -> dict[str, float]:
+    return {name: found[key] for key, name in names.items()}

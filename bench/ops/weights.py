@@ -171,9 +171,9 @@ def publish(session: Session, count: int = 1) -> dict[str, Any]:
         before = time.monotonic()
         tickets.append(trainer.publish(deadline_s=DEADLINE_S))
     returned = time.monotonic()
-    for ticket in tickets:
-        ticket.result()
-    return {"returned": returned - before, "total": time.monotonic() - begun}
+    reports = [ticket.result() for ticket in tickets]
+    full = float(any(report.kind == "full" for report in reports))
+    return {"returned": returned - before, "total": time.monotonic() - begun, "full": full}
 
 
 class Misfit:

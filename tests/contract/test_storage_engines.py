@@ -434,10 +434,12 @@ def test_the_doctor_writes_reads_and_deletes(engine: Running, tmp_path: Path) ->
     assert shown.exit_code == 0
 
 
-def test_the_doctor_names_what_is_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize("url", ["file://{}/file", "nosuch://bucket/tq", "gs://bucket/tq"])
+def test_the_doctor_names_what_is_wrong(tmp_path: Path, url: str) -> None:
+    """A file that is in the way; a scheme that nobody knows; one whose package is not installed."""
     config = tmp_path / "tq.yaml"
     (tmp_path / "file").write_text("in the way")
-    config.write_text(json.dumps({"backend": {"Files": {"url": f"file://{tmp_path}/file"}}}))
+    config.write_text(json.dumps({"backend": {"Files": {"url": url.format(tmp_path)}}}))
     with pytest.raises(ConfigError, match=r"backend\.Files\.url"):
         CliRunner().invoke(app, ["doctor", "--backend", "Files", "--config", str(config)], catch_exceptions=False)
 

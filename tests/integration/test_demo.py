@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import until
+from conftest import Child, until
 from paths import ROOT
 from rich.console import Console
 from zygote import CHILDREN
@@ -47,7 +48,7 @@ from demo.port import Port
 from demo.replica import Replica
 from demo.settings import Kill, Settings, chaos, smoke
 from demo.supervisor import recover
-from demo.tables import CLAIMS, HELD, REPLICAS, STOP, train_partition
+from demo.tables import REPLICAS, STOP, train_partition
 from demo.view import dashboard, plain_line
 from transfer_queue.errors import ServiceUnavailable, StaleVersion
 from transfer_queue.weights import ModuleSource
@@ -278,16 +279,29 @@ def test_a_checkpoint_brings_back_the_very_same_next_step(tmp_path: Path) -> Non
     assert torch.equal(flatten(first[0]), flatten(second[0]))
 
 
-def test_what_a_dead_worker_held_is_known_also_when_the_rows_are_gone(tmp_path: Path) -> None:
+def test_what_a_dead_worker_held_is_known_also_when_the_rows_are_gone(
+    tmp_path: Path, child: Callable[[str], Child]
+) -> None:
     tq.init()
-    settings = replace(smoke(0, 1), folder=tmp_path)
-    port = Port("reward", settings)
+    port = Port("trainer", replace(smoke(0, 1), folder=tmp_path))
     port.add("here", ["a", "b", "c", "d"], [{}] * 4, response=torch.zeros(4, 1))
-    acknowledged, kept = (port.take("here", ["response"], 2) for _ in range(2))
-    port.acknowledge(acknowledged)
+    worker = child(
+        """
+        from demo.port import Port
+        from demo.settings import smoke
+        port = Port("reward", smoke(0, 1))
+        acknowledged, kept = (port.take("here", ["response"], 2) for _ in range(2))
+        port.acknowledge(acknowledged)
+        print(len(kept), flush=True)
+        input()
+        """
+    )
+    assert worker.line() == "2"
+    worker.kill()
+    assert recover("reward", worker.pid) == 2
     port.drop_partition("here")
-    assert recover("reward") == len(kept) == 2
-    assert recover("reward") == 0
+    assert recover("reward", worker.pid) == 2
+    assert recover("reward", os.getpid()) == 0
     tq.close()
 
 
@@ -305,7 +319,7 @@ def test_a_rollout_worker_that_missed_versions_waits_for_weights_that_are_new_en
     caller = Caller(port.tags(REPLICAS)["rollout 0"]["address"], settings.token, 30)
     trainer = registry.trainer("shm").trainer_init({}, client=caller, source=ModuleSource(Policy(settings.shape)))
     trainer.send_weights(2, deadline_s=30)
-    until(lambda: port.tags(CLAIMS).get("rollout 0", {}).get(HELD), "the ticket's lease")
+    until(lambda: bool(tq.get_client().overview().leases), "the ticket's lease")
     trainer.send_weights(3, deadline_s=30)
     port.add("prompts", [f"stop/{number}" for number in range(len(prompts))], [{"step": STOP}] * 8, prompt=prompts)
     worker.join()
@@ -443,6 +457,7 @@ _CUSTOM = """
 import os
 os.environ["OMP_NUM_THREADS"] = "1"
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from demo.fleet import import_ahead

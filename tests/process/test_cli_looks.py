@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import CODE, ENVIRONMENT, ESCAPES, Terminal, served, tq
-from conftest import freeze, until
+from conftest import Child, freeze, until
 from zygote import CHILDREN
 
 import transfer_queue
@@ -150,7 +150,22 @@ def test_a_lease_is_shown_with_the_process_that_holds_it(filled: transfer_queue.
     found = shown("leases")
     assert found["num_leases"] == 1
     assert found["leases"][0]["holders"] == [filled.session.ident.hex()]
+    assert found["departures"] == []
     assert f"pid {os.getpid()}" in told("leases")
+
+
+@pytest.mark.usefixtures("filled")
+def test_what_a_client_had_that_ended_is_shown(child: Callable[[str], Child]) -> None:
+    code = "client.take('train', ['y'], 1, 'late', lease_s=60)\n"
+    worker = child(f"import transfer_queue as tq; tq.init(); client = tq.get_client()\n{code}print(1); input()")
+    worker.line()
+    worker.kill()
+    until(lambda: shown("leases")["departures"], "the end of the session")
+    (departure,) = shown("leases")["departures"]
+    assert departure["pid"] == worker.pid
+    assert [(one["partition"], one["task"], one["rows"]) for one in departure["leases"]] == [("train", "late", 1)]
+    (line,) = [line for line in told("leases").splitlines() if "late" in line]
+    assert line.startswith(f"pid {worker.pid}")
 
 
 @pytest.mark.usefixtures("filled")

@@ -110,6 +110,40 @@ def test_what_is_seen_goes_on_when_the_server_is_replaced(service: Any) -> None:
     assert client.inspect_row("p", row=lent.global_indexes[0]).tasks[0].state == "leased"
 
 
+def test_what_a_killed_client_had_on_lease_is_known_also_when_the_rows_are_gone(
+    service: Any, child: Callable[[str], Child]
+) -> None:
+    client = service(**DURABLE)
+    client.put({"x": torch.ones(64, 2)}, partition_id="p")
+    client.put({"x": torch.ones(4, 2)}, partition_id="q")
+    worker = child(
+        """
+        import transfer_queue as tq
+        tq.init()
+        client = tq.get_client()
+        client.ack(client.take("p", ["x"], 2, "used", lease_s=600)[0])
+        part = client.take("p", ["x"], 8, "actor", lease_s=600)[0]
+        client.ack(part.select_samples([0, 1, 2]))
+        client.take("q", ["x"], 4, "critic", lease_s=600)
+        print("taken", flush=True)
+        input()
+        """
+    )
+    assert worker.line() == "taken"
+    assert client.overview().departures == []
+    worker.kill()
+    until(lambda: bool(client.overview().departures), "the end of the session")
+    (departure,) = client.overview().departures
+    assert departure.pid == worker.pid
+    assert [(one.partition, one.task, one.rows) for one in departure.leases] == [("p", "actor", 5), ("q", "critic", 4)]
+    assert 0 <= departure.ago_s < 60
+    client.clear_partition("p")
+    replaced(client)  # its standby knows of the end as well
+    (later,) = client.overview().departures
+    assert (later.session, later.pid) == (departure.session, departure.pid)
+    assert [one.rows for one in later.leases] == [5, 4]
+
+
 def test_a_fleet_reports_its_replicas_until_it_is_closed(client: tq.TransferQueueClient) -> None:
     def seen() -> dict[str, tuple[bool, int | None]]:
         return {one.name: (one.ready, one.version) for fleet in client.overview().fleets for one in fleet.replicas}

@@ -123,6 +123,32 @@ def test_the_files_of_the_checkpoint_before_are_deleted_once_they_are_replaced(
     tq.load_checkpoint(url)
 
 
+@pytest.mark.parametrize("call", ["_listed", "write_whole"])
+def test_of_two_that_save_at_the_same_time_the_last_is_there_whole(
+    client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The second saves all of its own just before the first makes `call`."""
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url, metadata={"by": "nobody"})
+    owner = remote.RemoteFolder if call == "_listed" else remote.FileSystem
+    original = getattr(owner, call)
+
+    def beside(*args: Any) -> Any:
+        monkeypatch.setattr(owner, call, original)
+        tq.save_checkpoint(url, metadata={"by": "second"})
+        return original(*args)
+
+    monkeypatch.setattr(owner, call, beside)
+    tq.save_checkpoint(url, metadata={"by": "first"})
+    client.clear_partition("p")
+    tq.load_checkpoint(url)
+    system, root = files
+    assert json.loads(system.cat_file(f"{root}/metadata.json"))["user_metadata"] == {"by": "first"}
+    assert tq.get_client().get_partition("p")["rows"] == 4
+    left = len(names(files)) - 2
+    assert left == (call == "write_whole")  # files of the second, which go after a day
+
+
 def test_what_another_may_be_writing_stays_for_a_day(
     client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import Box, indexes, packed, schema
 
+from transfer_queue.controller.departures import MAX_DEPARTURES
 from transfer_queue.controller.recent import MAX_EVENTS, MAX_ROWS, Happened, RecentEvents
 from transfer_queue.controller.table import MAX_MARKS, Arrivals
 from transfer_queue.errors import InvalidInput, UnknownRows
@@ -47,6 +48,24 @@ def test_an_overview_counts_what_is_there() -> None:
     assert (tasks["other"].consumed, tasks["other"].leased) == (0, 1)
     (lease,) = overview(box).leases
     assert (lease.task, lease.rows, lease.holders, lease.left_s) == ("other", 1, [b"consumer"], 5.0)
+
+
+def test_who_ended_with_rows_on_lease_is_remembered_and_only_the_latest() -> None:
+    box = Box()
+    box.put(MAX_DEPARTURES + 4, ["x"])
+    fetch(box, ["x"], 2, lease_s=60.0, holder=b"other")
+    box.controller.end_session(b"consumer")  # asked on behalf of the other, and holds nothing itself
+    assert overview(box).departures == []
+    for number in range(MAX_DEPARTURES + 1):
+        box.now = float(number)
+        box.handle(m.Fetch(7, "p", ["x"], 1, f"t{number}", {}, 0.0, True, 60.0), None, b"%d" % number)
+        box.controller.received(b"%d" % number, 7)  # else it was never its
+        box.controller.end_session(b"%d" % number)
+        box.controller.end_session(b"%d" % number)  # nothing is left
+    found = overview(box).departures
+    assert [one.session for one in found] == [b"%d" % number for number in range(1, MAX_DEPARTURES + 1)]
+    assert (found[-1].ago_s, found[0].ago_s) == (0.0, MAX_DEPARTURES - 1.0)
+    assert [(one.task, one.rows, one.left_s) for one in found[-1].leases] == [(f"t{MAX_DEPARTURES}", 1, 60.0)]
 
 
 def test_who_waits_is_shown_with_what_it_lacks() -> None:

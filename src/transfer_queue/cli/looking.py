@@ -78,10 +78,10 @@ def ready_of(views: Iterable[Mapping[str, Any]]) -> int | None:
 
 
 def leases(limit: Limit = 256, address: Address = None, as_json: AsJson = False) -> None:
-    """Rows and groups that are lent: to whom, for how long."""
+    """Rows and groups that are lent: to whom, for how long; and what came back from clients that ended."""
     seen = overview_of(address, limit)
     if as_json:
-        print_json({"num_leases": seen.num_leases, "leases": seen.leases})
+        print_json({"num_leases": seen.num_leases, "leases": seen.leases, "departures": seen.departures})
         return
     whose = names_of(seen)
     lines = [
@@ -93,6 +93,14 @@ def leases(limit: Limit = 256, address: Address = None, as_json: AsJson = False)
     ]  # fmt: skip
     print_table(("lease", "partition", "task", "rows", "groups", "held by", "left"), lines)
     _tell_of_more(len(seen.leases), seen.num_leases)
+    if seen.departures:
+        ended = [
+            (whose(one.session), seconds(one.ago_s), lease.partition, lease.task, lease.rows, lease.groups or "")
+            for one in reversed(seen.departures)
+            for lease in one.leases
+        ]
+        print()
+        print_table(("ended", "ago", "partition", "task", "rows", "groups"), ended)
 
 
 def waits(limit: Limit = 256, address: Address = None, as_json: AsJson = False) -> None:
@@ -132,10 +140,10 @@ def replicas(address: Address = None, as_json: AsJson = False) -> None:
 
 def names_of(seen: m.ServiceOverview) -> Any:
     """What to call a session: its process where that is known, else the beginning of its name."""
-    pids = {one.session: one.pid for one in seen.sessions if one.pid}
+    pids = {one.session: one.pid for one in seen.departures} | {one.session: one.pid for one in seen.sessions}
 
     def name(one: bytes) -> str:
-        return f"pid {pids[one]}" if one in pids else one.hex()[:8]
+        return f"pid {pids[one]}" if pids.get(one) else one.hex()[:8]
 
     return name
 

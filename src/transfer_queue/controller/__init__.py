@@ -29,6 +29,7 @@
      ├─ series                  partitions of which only so many may be open
      ├─ watching                those who wait until keys or tags change
      ├─ reported_fleets         which replicas the weights of trainers go to, as they say
+     ├─ departures              who ended lately with something on lease
      ├─ locks                   names that are held
      ├─ recent                  what happened to rows lately
      ├─ deadlines               when the first of many terms ends

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
+from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
@@ -87,6 +88,7 @@ class Controller:
         self.staleness.policy = policy or Policy()
         self.locks = Locks(self.outbox, self._unreceived, lock_number)
         self._fleets = ReportedFleets()
+        self._departures = Departures()
         self._quota_waiters: WaitQueue[Any] = WaitQueue()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
@@ -118,7 +120,7 @@ class Controller:
         self._rules |= {m.GetStep: self._fetching.steps.taken, **Queries(self.tables).rules}
         owners = (self.staleness, self.locks, self.groups, self.series, self.watching)
         places = wait_places(self._quota_waiters, lambda: self.max_rows, *owners)
-        self._rules |= Overviews(state, places, self._fleets).rules
+        self._rules |= Overviews(state, places, self._fleets, self._departures).rules
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         reply = self._handle(message, ticket, session, now)
@@ -205,6 +207,8 @@ class Controller:
         self.state.end_captures(session)
         for grant in self._unreceived.take_all(session):
             self._undo(grant, session)
+        leases = self._fetching.leases
+        self._departures.note(leases.now, session, (*leases.listed(session), *self.groups.leases(session)))
         self._fetching.end_session(session)
         self.locks.end_session(session)
         self.groups.end_session(session)

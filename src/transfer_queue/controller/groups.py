@@ -527,10 +527,12 @@ class GroupPools:
         pool = self.pools.get(partition)
         return None if pool is None else pool.owners.get(row)
 
-    def leases(self) -> list[m.LeaseOverview]:
-        """All leases of groups, as they are shown; `left_s` is when they end."""
+    def leases(self, holder: bytes | None = None) -> list[m.LeaseOverview]:
+        """All leases of groups, or those of one session, as they are shown; `left_s` is when they end."""
         found = []
         for one in self._leases.values():
+            if holder not in (None, one.session):
+                continue
             groups = self.pools[one.partition].groups
             rows = sum(len(groups[name].rows) for name in one.names if name in groups)
             found.append(m.LeaseOverview(one.number, one.partition, "", rows, one.names, [one.session], one.deadline))

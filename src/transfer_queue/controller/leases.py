@@ -174,13 +174,14 @@ class Leases:
         task = table.tasks.get(lease.task) if table is not None else None
         return task.lent.get(lease.number, 0) if task is not None else 0
 
-    def listed(self) -> list[m.LeaseOverview]:
-        """All of them, as they are shown; `left_s` is when they end."""
+    def listed(self, holder: bytes | None = None) -> list[m.LeaseOverview]:
+        """All of them, or those of one session, as they are shown; `left_s` is when they end."""
+        numbers = self._leases if holder is None else sorted(self._held.get(holder, ()))
         return [
             m.LeaseOverview(
                 one.number, one.partition, one.task, self._left(one), [], sorted(one.holders), one.deadline
             )
-            for one in self._leases.values()
+            for one in map(self._leases.__getitem__, numbers)
         ]  # fmt: skip
 
     def lent_to(self, holder: bytes, task: Task) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.groups import GroupPools
 from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import Counts, of_fetch
@@ -60,9 +61,12 @@ class Overviews:
     """`rules` has the method that answers each type of request. `waiting`: all places where requests wait, but that of
     fetches."""
 
-    def __init__(self, state: ControllerState, waiting: Sequence[WaitPlace], fleets: ReportedFleets) -> None:
+    def __init__(
+        self, state: ControllerState, waiting: Sequence[WaitPlace], fleets: ReportedFleets, departures: Departures
+    ) -> None:
         self._state = state
         self._fleets = fleets
+        self._departures = departures
         self._counts: Counts = {}
         self._waiting = [WaitPlace(state.fetching.parked, "get_meta", self._lack_of_fetch), *waiting]
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
@@ -96,6 +100,7 @@ class Overviews:
             versions.count,
             versions.epoch,
             self._fleets.listed(self._now),
+            departures=self._departures.listed(self._now),
         )
 
     def _partition(self, table: Table) -> m.PartitionOverview:

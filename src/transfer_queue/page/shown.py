@@ -159,7 +159,9 @@ def who(session: bytes, sessions: Mapping[bytes, int]) -> str:
 
 
 def pids(overview: ServiceOverview) -> dict[bytes, int]:
-    return {one.session: one.pid for one in overview.sessions}
+    """Those that ended lately are known as well: rows say what came back from them."""
+    ended = {one.session: one.pid for one in overview.departures}
+    return ended | {one.session: one.pid for one in overview.sessions}
 
 
 def _wait(one: WaitOverview, known: Mapping[str, PartitionOverview], overview: ServiceOverview) -> Values:

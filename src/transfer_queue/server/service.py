@@ -316,6 +316,7 @@ class Service:
         if isinstance(reply, m.ServiceOverview) and not reply.server:  # else the controller's own server filled it in
             reply.server = self.statistics()
             reply.sessions = self.sessions.listed(self.unit.pinned_by_session())
+            self.sessions.identify(reply.departures)
         return reply, (payload,) if payload else ()
 
     def _commit(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -10,6 +10,7 @@ from transfer_queue.wire import messages as m
 
 REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
 REMEMBERED_CANCELS = 1024  # of each session
+REMEMBERED_ENDED = 1024  # sessions
 GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
 TAKEN = (  # answers that gave something
     m.RowSet, m.Admitted, m.Allocated, m.Locked, m.Tickets, m.SlotsClaimed, m.GroupsLent,
@@ -83,6 +84,7 @@ class Sessions:
     def __init__(self) -> None:
         self.by_ident: dict[bytes, ServerSession] = {}
         self._away: OrderedDict[bytes, float] = OrderedDict()  # until when they may come back
+        self._ended: deque[tuple[bytes, int]] = deque(maxlen=REMEMBERED_ENDED)  # with their processes
 
     def attach(self, ident: bytes, local: bool, pid: int = 0) -> ServerSession:
         """The session of one more connection."""
@@ -101,7 +103,7 @@ class Sessions:
         if session.connections:
             return False
         if session.local or session.ended:
-            del self.by_ident[session.ident]
+            self.remove(session.ident)
             return True
         self._away[session.ident] = now + GRACE_S
         return False
@@ -113,7 +115,7 @@ class Sessions:
 
     def remove(self, ident: bytes) -> None:
         """The session has ended."""
-        del self.by_ident[ident]
+        self._ended.append((ident, self.by_ident.pop(ident).pid))
         self._away.pop(ident, None)
 
     def listed(self, pinned_nbytes: Mapping[bytes, int]) -> list[m.SessionOverview]:
@@ -123,6 +125,12 @@ class Sessions:
             for one in self.by_ident.values()
         ]
 
+    def identify(self, departures: Sequence[m.DepartureOverview]) -> None:
+        """Say which processes they were, where that is known yet."""
+        pids = dict(self._ended)
+        for one in departures:
+            one.pid = pids.get(one.session, 0)
+
     def next_deadline(self) -> float | None:
         return next(iter(self._away.values()), None)
 
@@ -131,5 +139,6 @@ class Sessions:
         found = []
         while self._away and (deadline := self.next_deadline()) is not None and deadline <= now:
             ident, _ = self._away.popitem(last=False)
-            found.append(self.by_ident.pop(ident))
+            found.append(self.by_ident[ident])
+            self.remove(ident)
         return found

@@ -14,6 +14,7 @@ import numpy as np
 
 from transfer_queue.errors import ConfigError, StoreFull
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.saved.filesystem import FileSystem
 from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
 
 NO_SPACE = 28  # errno.ENOSPC
@@ -25,8 +26,6 @@ class Files(StorageEngine):
     name = "Files"
 
     def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:
-        from fsspec.core import url_to_fs
-
         url = settings.get("url")
         if not isinstance(url, str) or not url:
             raise ConfigError(
@@ -34,11 +33,15 @@ class Files(StorageEngine):
             )
         self._url = url
         try:
-            self._files, self._root = url_to_fs(url)
-            if serves:
+            found = FileSystem(url)
+        except ConfigError as error:
+            raise ConfigError(f"backend.Files.url: {error}") from error
+        self._files, self._root = found.files, found.root
+        if serves:
+            try:
                 self._files.makedirs(self._root, exist_ok=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"backend.Files.url: {url!r}: {error}") from error
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"backend.Files.url: {url!r}: {error}") from error
 
     @property
     def where(self) -> str:

@@ -118,6 +118,7 @@ from transfer_queue.wire.messages.locks import Lock as Lock
 from transfer_queue.wire.messages.locks import Locked as Locked
 from transfer_queue.wire.messages.locks import Unlock as Unlock
 from transfer_queue.wire.messages.overview import CellMap as CellMap
+from transfer_queue.wire.messages.overview import DepartureOverview as DepartureOverview
 from transfer_queue.wire.messages.overview import DescribeService as DescribeService
 from transfer_queue.wire.messages.overview import FleetOverview as FleetOverview
 from transfer_queue.wire.messages.overview import InspectRow as InspectRow

@@ -88,6 +88,16 @@ class SessionOverview(msgspec.Struct, array_like=True):
     pinned_nbytes: int
 
 
+class DepartureOverview(msgspec.Struct, array_like=True):
+    """A client that ended `ago_s` ago, and the leases that it alone held then: what was left of them went back. `pid`
+    as in `SessionOverview`."""
+
+    session: bytes
+    pid: int
+    ago_s: float
+    leases: list[LeaseOverview]
+
+
 class ReplicaStatus(msgspec.Struct, frozen=True):
     """An inference server, as the fleet of a trainer knows it: whether it serves the newest version; which one it
     serves (None: not known, or none that was sent) and what its users call that. `reason`: why it is fenced, "" while
@@ -125,7 +135,8 @@ class DescribeService(Request):
 class ServiceOverview(Reply):
     """`num_waits` and `num_leases` are all of them. `groups`: pools by partition, as `GroupPool.status` has them;
     `series` as `series_status`. `weight_version`: announced last; `num_announcements`: so far. `server`: counts and
-    sizes of the controller's server, as `stats()`. `fleets`: who serves which weights, as trainers report it."""
+    sizes of the controller's server, as `stats()`. `fleets`: who serves which weights, as trainers report it.
+    `departures`: who ended lately with something on lease, the latest last; the server forgets them when it ends."""
 
     partitions: list[PartitionOverview]
     waits: list[WaitOverview]
@@ -140,6 +151,7 @@ class ServiceOverview(Reply):
     fleets: list[FleetOverview]
     server: dict[str, Any] = {}  # noqa: RUF012  never changed
     sessions: list[SessionOverview] = []  # noqa: RUF012
+    departures: list[DepartureOverview] = []  # noqa: RUF012
 
 
 class MapCells(Request):
