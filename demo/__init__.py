@@ -9,7 +9,6 @@ Run `python -m demo`. Who writes and who reads what:
                                reference: ref_log_probs
     weights     the first      trainer                          the reference worker
     replicas    an address     rollout workers                  trainer
-    claims      a worker       that worker                      the parent, when it finds the worker dead
     status, metrics, spans     every worker                     the parent, which only watches
 
 Every version of the policy goes to the rollout workers by `transfer_queue.weights`, also between two tokens of a

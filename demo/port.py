@@ -11,16 +11,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 import transfer_queue as tq
+from demo.aside import Aside
 from demo.columns import payload_nbytes
 from demo.settings import Moment, Settings
 from demo.tables import TRAINED, Tags
@@ -59,6 +62,14 @@ class Rows:
         return [tags[name] for tags in self.meta.custom_meta]
 
 
+class _Found(NamedTuple):
+    """What a read came to; between these times there was nothing to take."""
+
+    rows: Rows | None
+    idle_from: float
+    idle_until: float
+
+
 @dataclass
 class _Totals:
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(Doing))
@@ -69,9 +80,12 @@ class _Totals:
 class Port:
     """Not for use by several threads."""
 
-    def __init__(self, worker: str, settings: Settings) -> None:
-        """Attaches to the service that the parent started."""
+    def __init__(self, worker: str, settings: Settings, *, waits: bool = True) -> None:
+        """Attaches to the service that the parent started. Unless it `waits` for them, what is written is so in order,
+        but a little later: until `catch_up`."""
         tq.init()
+        self._aside = None if waits else Aside()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._client = tq.get_client()
         self._worker = worker
         self._task = worker.split()[0]
@@ -101,25 +115,63 @@ class Port:
         this process ends before it has acknowledged them.
 
         Rows more than `max_staleness` versions old are left out. `meanwhile` is called now and then while there is
-        nothing to take: None is returned when it says that nothing will come, or when the rows were cleared.
+        nothing to take: None is returned when it says that nothing will come.
 
         The task is the worker's name without its number: rollout workers share their rows. Raises `DeadlineExceeded`.
         """
         self._report_if_due(waiting=True)
+        read = partial(self._read, partition, fields, num_rows, max_staleness)
+        return self._rows(lambda: read, read, meanwhile)
+
+    def takes(
+        self,
+        partition: str,
+        fields: list[str],
+        num_rows: int,
+        times: int,
+        *,
+        max_staleness: int | None = None,
+        meanwhile: Callable[[], bool | None] = bool,
+    ) -> Iterator[Rows | None]:
+        """What `take` takes, so many times, each while the caller works on the one before; the first from now on."""
+        read = partial(self._read, partition, fields, num_rows, max_staleness)
+
+        def begin() -> Callable[[], _Found]:
+            return self._reader.submit(read).result
+
+        def deliver(under_way: Callable[[], _Found]) -> Iterator[Rows | None]:
+            for left in reversed(range(times)):
+                rows = self._rows(begin, under_way, meanwhile)
+                if left:
+                    under_way = begin()
+                yield rows
+
+        return deliver(begin())
+
+    def _rows(
+        self, begin: Callable[[], Callable[[], _Found]], under_way: Callable[[], _Found], meanwhile: Callable[[], Any]
+    ) -> Rows | None:
+        """What `under_way` gives, or one that is begun after it."""
         deadline = time.monotonic() + self._patience_s
-        while (rows := self._next(partition, fields, num_rows, max_staleness)) is None:
+        while True:
+            start = time.monotonic()
+            found = under_way()
+            self._account_read(start, found)
+            if found.rows is not None:
+                self._totals.nbytes += payload_nbytes(found.rows.data)
+                return found.rows
             if meanwhile():
                 return None
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"no {num_rows} rows of {partition!r} with {fields} in {self._patience_s} s")
+                raise DeadlineExceeded(f"no rows to take in {self._patience_s} s")
             self._report_if_due(waiting=True)
-        self._totals.nbytes += payload_nbytes(rows.data)
-        return rows
+            under_way = begin()
 
-    def _next(self, partition: str, fields: list[str], num_rows: int, max_staleness: int | None) -> Rows | None:
+    def _read(self, partition: str, fields: list[str], num_rows: int, max_staleness: int | None) -> _Found:
         """At first what is there is taken. To wait for the rest, and to have it then, counts as waiting."""
-        for doing, timeout_s in ((Doing.SAMPLES, 0.0), (Doing.WAIT, _GLANCE_S)):
-            with self.spending(doing), suppress(DeadlineExceeded, StorageKeyNotFoundError):
+        rows, idle = None, list[float]()
+        for timeout_s in (0.0, _GLANCE_S):
+            with suppress(DeadlineExceeded, StorageKeyNotFoundError):
                 meta, data = self._client.take(
                     partition,
                     fields,
@@ -129,8 +181,20 @@ class Port:
                     timeout_s=timeout_s,
                     sampling_config={"max_staleness": max_staleness},
                 )
-                return Rows(data=data, meta=meta)
-        return None
+                rows = Rows(data=data, meta=meta)
+                break
+            idle.append(time.monotonic())
+        idle = [*idle, time.monotonic()] if idle else [0.0, 0.0]
+        return _Found(rows, idle[0], idle[-1])
+
+    def _account_read(self, start: float, found: _Found) -> None:
+        """From `start` until now was for this; it may have begun before."""
+        end = time.monotonic()
+        first, last = (min(max(start, at), end) for at in (found.idle_from, found.idle_until))
+        parts = ((Doing.SAMPLES, start, first), (Doing.WAIT, first, last), (Doing.SAMPLES, last, end))
+        for doing, since, until in parts:
+            if until > since:
+                self.account(doing, since, until)
 
     def acknowledge(self, rows: Rows) -> None:
         """What they were taken for is done: nobody of this task gets them again."""
@@ -139,8 +203,7 @@ class Port:
 
     def conclude(self, step: int, taken: Sequence[Rows]) -> None:
         """As `acknowledge`, of all rows of a training step, at once: `tq replay` has them by its number."""
-        with self.spending(Doing.SAMPLES):
-            self._client.checkpoint(step, [self._task], [rows.meta for rows in taken])
+        self._write(Doing.SAMPLES, self._client.checkpoint, step, [self._task], [rows.meta for rows in taken])
 
     def answer(self, rows: Rows, **columns: Tensor) -> None:
         """Write further fields to rows that were taken, and acknowledge them. Rows that the trainer has cleared were
@@ -152,6 +215,22 @@ class Port:
             self._client.ack(rows.meta)
         self._totals.nbytes += payload_nbytes(data)
 
+    def _write(self, doing: Doing | None, function: Callable[..., Any], *args: Any, **named: Any) -> None:
+        """Make a call that writes, or have it made; `doing` None: its caller accounts the time."""
+        start = time.monotonic()
+        if self._aside is None:
+            function(*args, **named)
+        else:
+            self._aside.call(function, *args, **named)
+        if doing is not None:
+            self.account(doing, start, time.monotonic())
+
+    def catch_up(self) -> None:
+        """Return when all that was written is in the queue."""
+        if self._aside is not None:
+            with self.spending(Doing.SAMPLES):
+                self._aside.catch_up()
+
     def tell(self, partition: str, key: str, **tag: Any) -> None:
         """Add a row without fields, or change its tags."""
         tq.kv_put(key=key, partition_id=partition, tag=tag)
@@ -159,8 +238,7 @@ class Port:
     def add(self, partition: str, keys: list[str], tags: Sequence[Tags], **columns: Tensor) -> None:
         """Write new rows, fields and tags in one step; rows with these keys are overwritten."""
         data = TensorDict(columns, batch_size=len(keys))
-        with self.spending(_kind(partition)):
-            tq.kv_batch_put(keys=keys, partition_id=partition, fields=data, tags=tags)
+        self._write(_kind(partition), tq.kv_batch_put, keys=keys, partition_id=partition, fields=data, tags=tags)
         self._totals.nbytes += payload_nbytes(data)
 
     def read(self, partition: str, key: str, column: str) -> Tensor:
@@ -185,11 +263,12 @@ class Port:
 
     def open_partition(self, partition: str, **notes: Any) -> None:
         """Make it, and add to what is noted of it."""
-        self._client.set_partition(partition, metadata=notes)
+        self._write(Doing.SAMPLES, self._client.set_partition, partition, metadata=notes)
 
     def notes(self, partition: str) -> Mapping[str, Any] | None:
         """What is noted of a partition; None when there is none."""
-        found = self._client.get_partition(partition)
+        with self.spending(Doing.SAMPLES):
+            found = self._client.get_partition(partition)
         return None if found is None else found["metadata"]
 
     def num_used(self, partition: str) -> int:
@@ -204,8 +283,7 @@ class Port:
 
     def drop_partition(self, partition: str) -> None:
         """Clear a whole partition."""
-        with self.spending(Doing.SAMPLES):
-            self._client.clear_partition(partition)
+        self._write(Doing.SAMPLES, self._client.clear_partition, partition)
 
     def trained(self) -> int:
         """How many optimiser steps are done."""
@@ -260,9 +338,11 @@ class Port:
         times = {f"{doing.name.lower()}_s": totals.seconds[doing] for doing in Doing}
         who = {"worker": self._worker, "life": self.life, "born_at": self._born_s, **self._worked}
         tag = {"at": start, "waiting": waiting, "rows": totals.rows, "nbytes": totals.nbytes, **who, **times, **also}
-        tq.kv_put(key=f"{self._worker}/{self.life}", partition_id="status", tag=tag)
+        self._write(None, tq.kv_put, key=f"{self._worker}/{self.life}", partition_id="status", tag=tag)
         if len(self._spans) >= (1 if last else _SPANS_AT_ONCE):
-            tq.kv_batch_put(
+            self._write(
+                None,
+                tq.kv_batch_put,
                 keys=[f"{self._worker}/{self.life}/{self._reports}"],
                 partition_id="spans",
                 fields=TensorDict({"spans": torch.tensor([self._spans], dtype=torch.float64)}, batch_size=1),

@@ -28,6 +28,7 @@ _CALL_S = 30.0
 _HEARTBEAT_S = 0.5
 _AGAIN_S = 0.02
 _GLANCE_S = 0.5
+_MEET_EVERY_S = 0.5
 
 
 class Publisher:
@@ -44,6 +45,7 @@ class Publisher:
         self._callers: dict[str, Caller] = {}
         self._trainer: TrainerEngine | None = None
         self._version = 0
+        self._met_s = -math.inf
         self._deadline = math.inf
         self._ticket: PublishTicket | None = None  # None: it is to be sent again
 
@@ -57,10 +59,12 @@ class Publisher:
         Announced is the run's own name for them: the version of a number is the same whichever process sends it. To
         announce another epoch for each process would make every row that waits one version older than it is.
         """
-        tq.set_weight_version(version, self._settings.run_id)
+        with self._port.spending(Doing.WEIGHTS):
+            tq.set_weight_version(version, self._settings.run_id)
         self._port.pass_by("announced", version - 1)
         self._version, self._deadline = version, time.monotonic() + _DEADLINE_S
-        self._meet()
+        if time.monotonic() > self._met_s + _MEET_EVERY_S:
+            self._meet()
         self._send()
 
     def settle(self) -> None:
@@ -85,7 +89,10 @@ class Publisher:
 
     def _meet(self) -> None:
         """The fleet brings those that have come since the newest version."""
-        found = {f"{name} {tag['address']}": tag["address"] for name, tag in self._port.tags(REPLICAS).items()}
+        self._met_s = time.monotonic()
+        with self._port.spending(Doing.WEIGHTS):
+            known = self._port.tags(REPLICAS)
+        found = {f"{name} {tag['address']}": tag["address"] for name, tag in known.items()}
         for name in self._callers.keys() - found.keys():
             self._fleet.leave(name)
             self._callers.pop(name).close()

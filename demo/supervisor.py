@@ -11,6 +11,7 @@ from types import TracebackType
 import transfer_queue as tq
 from demo import reference, reward, rollout, trainer
 from demo.board import Board, Incident
+from demo.checkpoint import Checkpoint
 from demo.fleet import Death, Fleet, Target, WorkerFailed
 from demo.settings import Settings
 from demo.tables import REPLICAS
@@ -37,7 +38,7 @@ class Supervisor:
 
     def start(self) -> None:
         """All workers; an earlier run's checkpoint goes."""
-        (self._settings.folder / "trainer.pt").unlink(missing_ok=True)
+        Checkpoint(self._settings.folder / "trainer", self._settings.run_id).forget()
         for name in self._settings.worker_names:
             self._start(name)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,7 @@ class _Sums:
 def run(worker: str, settings: Settings) -> None:
     """Train for `settings.steps` steps and tell everybody when there is nothing more to do."""
     torch.manual_seed(settings.seed)
-    Trainer(Port(worker, settings), settings).run()
+    Trainer(Port(worker, settings, waits=False), settings).run()
 
 
 class Trainer:
@@ -77,7 +78,7 @@ class Trainer:
         self._policy = Policy(settings.shape)
         self._midway: set[int] = set()  # versions that came between two tokens of some sample
         self._optimizer = torch.optim.AdamW(self._policy.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-        self._checkpoint = Checkpoint(settings.folder / "trainer.pt", settings.run_id)
+        self._checkpoint = Checkpoint(settings.folder / "trainer", settings.run_id)
         self._publisher = Publisher(port, self._policy, settings)
         self._asked: set[int] = set()  # steps whose tickets are all there, as far as this process knows
 
@@ -88,10 +89,11 @@ class Trainer:
         while True:
             self._ask(step)
             self._publisher.publish(step + 1)
+            reads = self._reads(step)
             self._record(step, values)
             if step == settings.steps:
                 break
-            taken, sums = self._gradients(step)
+            taken, sums = self._gradients(step, reads)
             self._publisher.settle()
             values = sums.values(step + 1, self._update(step, sums))
             step += 1
@@ -117,6 +119,7 @@ class Trainer:
         return 0, values
 
     def _save(self, step: int, values: dict[str, float]) -> None:
+        self._port.catch_up()  # who begins here writes nothing of before again
         notes: dict[str, Any] = {"midway": sorted(self._midway), "values": values}
         with self._port.spending(Doing.WEIGHTS):
             self._checkpoint.save(step, self._policy, self._optimizer, notes)
@@ -126,6 +129,7 @@ class Trainer:
         for number, _ in enumerate(settings.rollout_names):
             self._put_tickets(STOP, settings.prompts_per_ticket, f"stop {number}")
         port.report_last(phase=DONE, midway=len(self._midway))
+        port.catch_up()
         self._publisher.close()
 
     def _warm_start(self) -> None:
@@ -162,19 +166,27 @@ class Trainer:
         ]
         self._port.add("prompts", [f"{name}/{number}" for number in range(count)], tags, prompt=prompts)
 
-    def _gradients(self, step: int) -> tuple[list[Rows], _Sums]:
-        """Sum up the gradients of all rows of the step, in whatever order their groups become complete. They stay on
-        lease: who takes the place of a killed trainer gets them again."""
+    def _reads(self, step: int) -> Iterator[Rows | None]:
+        """All rows of the step, in whatever order their groups become complete. Not before its weights are announced:
+        how old a row may be counts from there."""
+        settings = self._settings
+        if step == settings.steps:
+            return iter(())
+        return self._port.takes(
+            train_partition(step),
+            _FIELDS,
+            settings.rows_per_read,
+            settings.rows_per_step // settings.rows_per_read,
+            max_staleness=settings.max_lag,
+            meanwhile=self._publisher.look_around,
+        )
+
+    def _gradients(self, step: int, reads: Iterator[Rows | None]) -> tuple[list[Rows], _Sums]:
+        """Sum up the gradients of all rows of the step. They stay on lease: who takes the place of a killed trainer
+        gets them again."""
         sums, taken = _Sums(), []
         self._optimizer.zero_grad()
-        for _ in range(0, self._settings.rows_per_step, self._settings.rows_per_read):
-            rows = self._port.take(
-                train_partition(step),
-                _FIELDS,
-                self._settings.rows_per_read,
-                max_staleness=self._settings.max_lag,
-                meanwhile=self._publisher.look_around,
-            )
+        for rows in reads:
             assert rows is not None, "nobody else clears rows"
             with self._port.spending(Doing.WORK):
                 self._accumulate(rows, sums)

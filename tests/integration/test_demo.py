@@ -267,16 +267,34 @@ def test_a_checkpoint_brings_back_the_very_same_next_step(tmp_path: Path) -> Non
         torch.autograd.backward(policy(all_problems().train[:4]).square().sum())
         optimizer.step()
 
-    file = Checkpoint(tmp_path / "trainer.pt", "run")
+    file = Checkpoint(tmp_path / "trainer", "run")
     first, second = made(), made()
     assert file.load(*second) is None
     step(*first)
     file.save(3, *first, {"midway": [1, 2]})
     assert file.load(*second) == (3, {"midway": [1, 2]})
-    assert Checkpoint(tmp_path / "trainer.pt", "another run").load(*made()) is None
+    assert Checkpoint(tmp_path / "trainer", "another run").load(*made()) is None
     step(*first)
     step(*second)
     assert torch.equal(flatten(first[0]), flatten(second[0]))
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 1000, None])
+def test_a_trainer_that_is_killed_as_it_saves_goes_on_from_the_step_before(tmp_path: Path, nbytes: int | None) -> None:
+    """`nbytes`: so many are of step 2, the rest is still of step 0; None: all but the last are."""
+    file, policy = Checkpoint(tmp_path / "trainer", "run"), Policy(Shape(width=16, num_layers=1, num_heads=2))
+    optimizer = torch.optim.AdamW(policy.parameters())
+    contents = []
+    for number in range(3):
+        torch.nn.init.constant_(next(policy.parameters()), number)
+        file.save(number, policy, optimizer, {})
+        contents.append((tmp_path / f"trainer.{number % 2}").read_bytes())
+    torn = contents[2][:-1] if nbytes is None else contents[2][:nbytes] + contents[0][nbytes:]
+    (tmp_path / "trainer.0").write_bytes(torn)
+    assert file.load(policy, optimizer) == (1, {})
+    assert bool((next(policy.parameters()) == 1).all())
+    file.forget()
+    assert file.load(policy, optimizer) is None
 
 
 def test_what_a_dead_worker_held_is_known_also_when_the_rows_are_gone(
