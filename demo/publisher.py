@@ -63,9 +63,10 @@ class Publisher:
             tq.set_weight_version(version, self._settings.run_id)
         self._port.pass_by("announced", version - 1)
         self._version, self._deadline = version, time.monotonic() + _DEADLINE_S
-        if time.monotonic() > self._met_s + _MEET_EVERY_S:
-            self._meet()
-        self._send()
+        with self._port.spending(Doing.WEIGHTS):
+            if time.monotonic() > self._met_s + _MEET_EVERY_S:
+                self._meet()
+            self._begin()
 
     def settle(self) -> None:
         """Return when all workers that live have what was published last. What reached nobody is sent again, for a
@@ -83,16 +84,15 @@ class Publisher:
 
     def look_around(self) -> None:
         """Take in workers that have come since, forget those that are gone, and send again what reached nobody."""
-        self._meet()
-        if not self._arrived() and self._ticket is None:
-            self._send()
+        with self._port.spending(Doing.WEIGHTS):
+            self._meet()
+            if not self._arrived() and self._ticket is None:
+                self._begin()
 
     def _meet(self) -> None:
         """The fleet brings those that have come since the newest version."""
         self._met_s = time.monotonic()
-        with self._port.spending(Doing.WEIGHTS):
-            known = self._port.tags(REPLICAS)
-        found = {f"{name} {tag['address']}": tag["address"] for name, tag in known.items()}
+        found = {f"{name} {tag['address']}": tag["address"] for name, tag in self._port.tags(REPLICAS).items()}
         for name in self._callers.keys() - found.keys():
             self._fleet.leave(name)
             self._callers.pop(name).close()
@@ -107,10 +107,6 @@ class Publisher:
             caller.close()
         if self._trainer is not None:
             self._trainer.shutdown()
-
-    def _send(self) -> None:
-        with self._port.spending(Doing.WEIGHTS):
-            self._begin()
 
     def _begin(self) -> None:
         try:
