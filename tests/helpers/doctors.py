@@ -11,22 +11,25 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from paths import SOURCES
+from forked_members import WHERE
+from paths import SOURCES_AND_HELPERS
+from zygote import CHILDREN
 
 CODE = "from transfer_queue_doctor import main; main()"
+FORKED = f"import forked_members; forked_members.use(); {CODE}"
 TOKEN = "a-token-nobody-guesses"
 END_S = 40.0
 
 
 def environment(token: str = TOKEN) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
-    return {**own, "PYTHONPATH": SOURCES, "TQ_TOKEN": token}
+    return {**own, "PYTHONPATH": SOURCES_AND_HELPERS, "TQ_TOKEN": token, WHERE: CHILDREN.socket}
 
 
-def command(*arguments: str, space: str = "", first: str = "") -> list[str]:
+def command(*arguments: str, space: str = "", first: str = "", code: str = FORKED) -> list[str]:
     """`tq doctor ARGUMENTS --json`, in a network namespace. `first`: what a shell does there before; its mounts are its
-    own."""
-    python = [sys.executable, "-c", CODE, "doctor", *arguments, "--json"]
+    own. `code`: with `CODE` it starts the processes of its trials itself."""
+    python = [sys.executable, "-c", code, "doctor", *arguments, "--json"]
     inside = ["ip", "netns", "exec", space] if space else []
     return [*inside, "sh", "-c", f'{first} && exec "$@"', "sh", *python] if first else [*inside, *python]
 

@@ -10,6 +10,7 @@ Run as a script, `zygote.py SOCKET OWNER MODULE...` prints a line when it is rea
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib.util
@@ -46,6 +47,13 @@ class Zygote:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    @property
+    def socket(self) -> str:
+        """Where other processes of this test may have children forked (`ask`)."""
+        if self._process is None:
+            self._begin()
+        return self._socket
+
     def start(
         self, arguments: list[str], environment: Mapping[str, str], *, cwd: str = "", stderr: int = 2,
         own_session: bool = False, pass_fds: Sequence[int] = (),
@@ -54,15 +62,11 @@ class Zygote:
 
         Standard input and output are pipes of bytes. The child has the descriptors `pass_fds` under the same numbers.
         """
-        if self._process is None:
-            self._begin()
-        conn = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        conn.connect(self._socket)
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         job = {"arguments": arguments, "environment": dict(environment), "cwd": cwd or os.getcwd(), "own": own_session}
         job["numbers"] = [0, 1, 2, *pass_fds]
-        socket.send_fds(conn, [json.dumps(job).encode()], [theirs_in, theirs_out, stderr, *pass_fds])
+        conn = ask(self.socket, job, [theirs_in, theirs_out, stderr, *pass_fds])
         os.close(theirs_in)
         os.close(theirs_out)
         return Forked(conn, ours_in, ours_out)
@@ -102,13 +106,20 @@ class Zygote:
             self._folder.cleanup()
 
 
-class Forked:
-    """The part of `subprocess.Popen` that tests and `launch.local` use, for a child of a zygote."""
+def ask(where: str, job: Mapping[str, Any], streams: Sequence[int]) -> socket.socket:
+    """Have the zygote at that socket fork a child, which has the descriptors `streams` under the job's `numbers`, and
+    enters the `namespaces` (descriptors, the last of them). The connection tells its pid, and its status."""
+    conn = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    conn.connect(where)
+    socket.send_fds(conn, [json.dumps(job).encode()], list(streams))
+    return conn
 
-    def __init__(self, conn: socket.socket, stdin: int, stdout: int) -> None:
+
+class Child:
+    """The part of `subprocess.Popen` that a child of a zygote has whose streams are its maker's."""
+
+    def __init__(self, conn: socket.socket) -> None:
         self._conn = conn  # closed when the status has come
-        self.stdin = os.fdopen(stdin, "wb")
-        self.stdout = os.fdopen(stdout, "rb")
         self.returncode: int | None = None
         self.pid = int(conn.recv(MESSAGE_NBYTES))
 
@@ -130,6 +141,15 @@ class Forked:
         """Does nothing to a child that has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+class Forked(Child):
+    """The part of `subprocess.Popen` that tests and `launch.local` use, with pipes."""
+
+    def __init__(self, conn: socket.socket, stdin: int, stdout: int) -> None:
+        super().__init__(conn)
+        self.stdin = os.fdopen(stdin, "wb")
+        self.stdout = os.fdopen(stdout, "rb")
 
 
 SERVERS = Zygote("transfer_queue.server.process")
@@ -187,6 +207,11 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any] | None:
 
 def become(job: dict[str, Any], path: list[str]) -> None:
     """Run the code of a child, as a fresh interpreter would."""
+    for _ in range(job.get("namespaces", 0)):
+        entered = job["streams"].pop()
+        if ctypes.CDLL(None, use_errno=True).setns(entered, 0):
+            raise OSError(ctypes.get_errno(), "a namespace")
+        os.close(entered)
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 512) for descriptor in job["streams"]]  # out of each other's way
     for descriptor in job["streams"]:
         os.close(descriptor)

@@ -154,18 +154,28 @@ def test_a_lease_is_shown_with_the_process_that_holds_it(filled: transfer_queue.
     assert f"pid {os.getpid()}" in told("leases")
 
 
-@pytest.mark.usefixtures("filled")
-def test_what_a_client_had_that_ended_is_shown(child: Callable[[str], Child]) -> None:
-    code = "client.take('train', ['y'], 1, 'late', lease_s=60)\n"
-    worker = child(f"import transfer_queue as tq; tq.init(); client = tq.get_client()\n{code}print(1); input()")
-    worker.line()
+def test_what_a_client_had_that_ended_is_shown(
+    filled: transfer_queue.TransferQueueClient, child: Callable[[str], Child]
+) -> None:
+    worker = child(
+        """
+        import transfer_queue as tq
+        tq.init()
+        tq.kv_put("a", "late", {"y": 1.0})
+        tq.get_client().take("late", ["y"], 1, "judge", lease_s=60)
+        print("taken", flush=True)
+        input()
+        """
+    )
+    assert worker.line() == "taken"
     worker.kill()
     until(lambda: shown("leases")["departures"], "the end of the session")
     (departure,) = shown("leases")["departures"]
     assert departure["pid"] == worker.pid
-    assert [(one["partition"], one["task"], one["rows"]) for one in departure["leases"]] == [("train", "late", 1)]
-    (line,) = [line for line in told("leases").splitlines() if "late" in line]
+    assert [(one["partition"], one["task"], one["rows"]) for one in departure["leases"]] == [("late", "judge", 1)]
+    (line,) = [line for line in told("leases").splitlines() if "judge" in line]
     assert line.startswith(f"pid {worker.pid}")
+    filled.clear_partition("late")
 
 
 @pytest.mark.usefixtures("filled")

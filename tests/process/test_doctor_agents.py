@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import until
-from doctors import TOKEN, DoctorHost, Led, command, environment, lead
+from doctors import CODE, TOKEN, DoctorHost, Led, command, environment, lead
 
 from transfer_queue.client.drivers import run
 from transfer_queue.client.operations import kv
@@ -63,8 +63,9 @@ def agent_here() -> Iterator[DoctorAgent]:
 
 @contextlib.contextmanager
 def leading(*others: str, wait_s: str = "0") -> Iterator[subprocess.Popen[str]]:
-    """A trial that is under way, killed in the end where it still is."""
-    whole = command(*SIMPLE, "--wait-s", wait_s, *(part for one in others for part in ("--with", one)))
+    """A trial that is under way, killed in the end where it still is; its processes are its children."""
+    parts = (part for one in others for part in ("--with", one))
+    whole = command(*SIMPLE, "--wait-s", wait_s, *parts, code=CODE)
     with subprocess.Popen(whole, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -80,7 +81,7 @@ def trouble(done: Led) -> dict[str, str]:
 
 
 def members(agent: DoctorHost) -> list[psutil.Process]:
-    """All processes of a trial on an agent's host."""
+    """All processes of a trial on an agent's host, which has started them itself (`CODE`)."""
     return psutil.Process(agent.process.pid).children(recursive=True)
 
 
@@ -155,7 +156,7 @@ def test_an_agent_that_is_frozen_holds_nobody_up(serve: Callable[..., DoctorHost
 
 
 def test_an_agent_serves_one_trial_at_a_time(serve: Callable[..., DoctorHost]) -> None:
-    agent = serve()
+    agent = serve(*SIMPLE, code=CODE)
     with leading(agent.place):
         until(lambda: bool(members(agent)), "a trial that is under way")
         found = trouble(lead(*SIMPLE, others=[agent.place]))
@@ -165,7 +166,7 @@ def test_an_agent_serves_one_trial_at_a_time(serve: Callable[..., DoctorHost]) -
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_trial_whose_leader_ends_leaves_nothing(serve: Callable[..., DoctorHost], how: signal.Signals) -> None:
-    agent = serve()
+    agent = serve(*SIMPLE, code=CODE)
     with leading(agent.place) as leader:
         until(lambda: len(members(agent)) > 1, "the unit of the trial")
         own = psutil.Process(leader.pid).children(recursive=True)
@@ -177,7 +178,7 @@ def test_a_trial_whose_leader_ends_leaves_nothing(serve: Callable[..., DoctorHos
 
 
 def test_an_agent_that_is_ended_takes_its_trial_along(serve: Callable[..., DoctorHost]) -> None:
-    agent = serve()
+    agent = serve(*SIMPLE, code=CODE)
     with leading(agent.place) as leader:
         until(lambda: len(members(agent)) > 1, "the unit of the trial")
         left = members(agent)

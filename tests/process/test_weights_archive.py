@@ -26,6 +26,7 @@ from transfer_queue.errors import (
     InvalidInput,
     NotSupported,
     ServiceUnavailable,
+    TransferQueueError,
     VersionGone,
 )
 from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource, VersionInfo, plan, seal
@@ -123,6 +124,20 @@ def test_another_site_follows_version_by_version(site: Callable[..., Site], tran
         assert has(there, here.weights)
         assert not there.advance(timeout_s=DEADLINE_S)
     assert max(fetched[1], fetched[2], fetched[4]) < min(fetched[0], fetched[3]) / 20
+
+
+def test_requests_are_not_for_an_archive_and_it_alone_decides_nothing(site: Callable[..., Site]) -> None:
+    here = site()
+    here.send()
+    assert here.fleet.ready() == ["here"]
+    assert {one.name for one in here.fleet.status() if one.ready} == {"here", "archive"}
+    here.live.first.weight.data = torch.empty(3)  # no version fits it now
+    with pytest.raises(TransferQueueError, match="0 of 1 replicas have verified it"):
+        here.send()
+    assert [one.version for one in here.archive.entries(timeout_s=DEADLINE_S)] == [1]
+    here.fleet.leave("here")
+    assert here.send().version == 3  # an archive without servers is what its trainer is for
+    assert here.fleet.ready() == []
 
 
 def test_who_comes_late_or_was_away_takes_the_shortest_way(site: Callable[..., Site]) -> None:

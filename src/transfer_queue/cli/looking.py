@@ -78,7 +78,7 @@ def ready_of(views: Iterable[Mapping[str, Any]]) -> int | None:
 
 
 def leases(limit: Limit = 256, address: Address = None, as_json: AsJson = False) -> None:
-    """Rows and groups that are lent: to whom, for how long; and what came back from clients that ended."""
+    """Rows and groups that are lent, and what came back of late."""
     seen = overview_of(address, limit)
     if as_json:
         print_json({"num_leases": seen.num_leases, "leases": seen.leases, "departures": seen.departures})

@@ -100,6 +100,8 @@ class ArchiveReceiver(Receiver):
     After a write that failed, the next update raises what it was; the one after it is full. Adapters are refused.
     """
 
+    answers = False
+
     def __init__(self, archive: Archive, *, keep: int = 2) -> None:
         if keep < 1:
             raise InvalidInput(f"{keep} full versions to keep")

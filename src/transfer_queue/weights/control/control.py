@@ -230,7 +230,7 @@ class Control:
             installed=info, label="" if info.dirty else self.get_weight_version(), state=self._receiver.state,
             initialised=self._initialised, paused=self._pauses is not None and self._pauses.is_paused(),
             paused_by="" if self._pauses is None else self._pauses.owner, run_id=self._receiver.run_id, update=update,
-            life=self._life,
+            life=self._life, answers=self._receiver.answers,
         )  # fmt: skip
 
     # generation

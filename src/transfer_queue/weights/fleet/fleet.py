@@ -49,10 +49,11 @@ class Fleet(Follower):
     """The client of a trainer engine, for any number of replicas, which join and leave at any time. Thread-safe.
 
     A version is decided when at least `min_ready` of those that are ready have verified it (None: all of them); those
-    that did not are fenced, and catch up by themselves. Otherwise it is given up, and all serve the old one. `pause`:
-    how generation is paused around the commit (None: not). `fence`: how it is paused at a replica while it is fenced.
-    Each replica has deadlines of its own, out of those of the update and `call_timeout_s`; one that is late is fenced,
-    and holds up nobody. `queue`: a client of the service whose overview is to show the replicas.
+    that did not are fenced, and catch up by themselves. Otherwise it is given up, and all serve the old one. Archives
+    do not count beside servers. `pause`: how generation is paused around the commit (None: not). `fence`: how it is
+    paused at a replica while it is fenced. Each replica has deadlines of its own, out of those of the update and
+    `call_timeout_s`; one that is late is fenced, and holds up nobody. `queue`: a client of the service whose overview
+    is to show the replicas.
     """
 
     def __init__(
@@ -115,9 +116,9 @@ class Fleet(Follower):
         monitor.close(self.call_timeout_s)
 
     def ready(self) -> list[str]:
-        """Who serves the newest version: where requests may go."""
+        """Who serves the newest version: where requests may go. Not archives, which have no model."""
         with self._changed:
-            return [name for name, one in self._replicas.items() if one.ready]
+            return [name for name, one in self._replicas.items() if one.ready and one.answers]
 
     def status(self) -> list[ReplicaStatus]:
         with self._changed:
@@ -179,8 +180,8 @@ class Fleet(Follower):
         with self._turn:
             self._end_round()
             deadline, self._deadline = self._deadline or Deadline(self.catch_up_timeout_s), None
-            limit_s = TAKING * deadline.left()
-            members = self._take(lambda one: one.ready, limit_s) or self._take(lambda one: True, limit_s)
+            limit_s, is_any = TAKING * deadline.left(), any(one.ready for one in self._counted())
+            members = self._take(lambda one: one.ready or not is_any, limit_s) or self._take(lambda one: True, limit_s)
             self._round = Round(members, self.publisher, self.call_timeout_s, deadline)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -193,11 +194,13 @@ class Fleet(Follower):
                 raise NotOpen("no update was started")
             self._check_follows(update_info)
             self._round.prepare(update_info)
-            with self._changed:
-                num_members = len(self._replicas)
-            wanted = len(self._round.members) if self._min_ready is None else self._min_ready
-            if num_members and len(self._round.prepared) < max(wanted, 1):
-                raise self._round.error(f"{len(self._round.prepared)} of {num_members} replicas have verified it")
+            verified, wanted, counted = self._round.prepared, self._min_ready, self._counted()
+            if wanted is None:
+                wanted = len(self._round.members)
+            else:
+                verified = [one for one in verified if one in counted]
+            if counted and len(verified) < max(wanted, 1):
+                raise self._round.error(f"{len(verified)} of {len(counted)} replicas have verified it")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Phase two: from here on this is the version. Raises when nobody committed, though some were to."""
@@ -216,6 +219,12 @@ class Fleet(Follower):
             self._conclude(found, time.monotonic() - begun, pause.seconds)
 
     # steps
+
+    def _counted(self) -> list[Replica]:
+        """Who is to have a version: servers, or archives where there are no others."""
+        with self._changed:
+            found = list(self._replicas.values())
+        return [one for one in found if one.answers] or found
 
     def _take(self, wanted: Callable[[Replica], bool], limit_s: float) -> list[Replica]:
         """The replicas that are wanted, for us alone; not those that are busy for longer than that, or a heartbeat."""

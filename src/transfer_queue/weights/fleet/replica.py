@@ -75,6 +75,7 @@ class Replica:
         self.member = member
         self.busy = threading.Lock()
         self.ready = False
+        self.answers = True  # requests; until it says that it has no model
         self.reason = "it has joined just now"
         self.left = False
         self.paused_by_us = False
@@ -165,6 +166,7 @@ class Replica:
             status: ServerStatus = self.call("status", deadline=deadline)
         except NotSupported:
             return Serving(None, None, self.call("get_weight_version", deadline=deadline), {})
+        self.answers = status.answers
         if status.installed is not None:
             self.paused_by_us = bool(status.paused_by)  # also by a life of our trainer before, of the same name
         return Serving.of(status)

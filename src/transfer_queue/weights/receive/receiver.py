@@ -121,8 +121,11 @@ class Receiver:
 
     `adapter` takes adapters, while nobody reads: (tensors, manifest). It copies what it keeps. When it raises, the
     adapter before must be in use still. With a method `prepare` (`Preparing`) it is given what that made. No tensors:
-    the adapter is removed. `clock` gives seconds for the deadlines of updates.
+    the adapter is removed. `clock` gives seconds for the deadlines of updates. `answers`: whether somebody answers
+    requests with what is installed.
     """
+
+    answers = True
 
     def __init__(
         self, target: Target, *, adapter: AdapterSink | None = None, clock: Callable[[], float] = time.monotonic
