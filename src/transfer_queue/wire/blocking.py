@@ -109,6 +109,7 @@ class FrameSocket(Generic[M]):
                 raise DeadlineExceeded(f"{what}: no answer from {self.peer} within {timeout_s:.6g} s")
             self._found.extend(self.reader.advance(nbytes))
             if self._found:
+                self._into = None  # it may hold what it gave
                 return self._found.popleft()
             if timeout_s is not None:
                 self._limit(max(MIN_WAIT_S, timeout_s - waited_s))
@@ -178,6 +179,8 @@ class FrameSocket(Generic[M]):
 
     def close(self) -> None:
         """Also closes the descriptors that nobody took out of `fds`."""
+        self._into = None
+        self.reader.forget()  # which knows this: else both, and what was received last, stay until a collection
         self.socket.close()
         for fd in self.fds:
             os.close(fd)
