@@ -262,6 +262,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         reason = f": {error}" if error else ""
         self._fail(ServiceUnavailable(f"lost the server at {self.address}{reason}"))
+        self._reader.forget()  # which knows this: what it was receiving would stay until a collection
         if self._lost is not None:
             self._lost()
 
