@@ -18,5 +18,6 @@ takes none that is older, and rollout workers wait for weights that are new enou
 Any worker may be killed (kill -9). The parent starts another one in its place; rows are on lease until what they were
 taken for cannot be undone, so they are delivered again; the trainer goes on from its last step, which it saves beside
 the run before it acknowledges the rows and announces the weights. `python -m demo --chaos` kills one of each kind.
+What a dead worker had on lease says the service (`overview().departures`).
 The service may be killed, too: it has a standby, and nobody has to do anything. `--kill-service 20` does it every 20 s.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from test_weights_sources import Direct
 
-from transfer_queue.weights import ModuleSource, Receiver, Swap
+from transfer_queue.weights import InPlace, ModuleSource, Receiver, Swap
 from transfer_queue.weights.receive.targets import Target
 from transfer_queue.weights.transport import registry, shm, tcp
 from transfer_queue.weights.version import tensor_memory
@@ -90,3 +91,44 @@ def test_no_more_is_made_ready_than_stays(monkeypatch: pytest.MonkeyPatch) -> No
     tensor_memory.warm([4 << 20] * 3, 100)
     assert mapped == [4 << 20] * 4
     tensor_memory._pool.clear()
+
+
+def test_what_the_kernel_may_take_stays_beyond_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's share of a large model: each update wrote into fresh memory."""
+    if not tensor_memory._pool.lends_idle:
+        pytest.skip("without huge pages nothing is lent to the kernel")
+    tensor_memory._pool.clear()
+    sizes = [tensor_memory.KEEP_NBYTES * 3 // 4] * 2
+    held = [tensor_memory.room(nbytes) for nbytes in sizes]  # never touched, so it takes no memory here
+    mapped = counted(monkeypatch, tensor_memory._pool, "_map")
+    del held
+    held = [tensor_memory.room(nbytes) for nbytes in sizes]
+    assert not mapped
+    del held
+    tensor_memory._pool.clear()
+
+
+@pytest.fixture(scope="module")
+def copier() -> None:
+    """The thread that copies beside others is started; it lives as long as the process."""
+    tensor_memory.write(torch.empty(8 << 20, dtype=torch.uint8), torch.zeros(8 << 20, dtype=torch.uint8))
+
+
+@pytest.mark.usefixtures("copier")
+@pytest.mark.parametrize("info", [{}, {"anchor_every": 3}])
+@pytest.mark.parametrize("target", [Swap, InPlace])
+def test_the_memory_of_versions_goes_round_without_a_collection(
+    monkeypatch: pytest.MonkeyPatch, target: Callable[[torch.nn.Module], Target], info: dict[str, Any]
+) -> None:
+    with meeting("tcp", target(model()), **info) as send:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(6):
+                send()
+            mapped = counted(monkeypatch, tensor_memory._pool, "_map")
+            for _ in range(6):
+                send()
+        finally:
+            gc.enable()
+    assert not mapped

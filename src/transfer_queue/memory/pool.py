@@ -28,7 +28,7 @@ class Pool:
 
     def __init__(self, keep_nbytes: int, *, lends_idle: bool = False) -> None:
         self.keep_nbytes = keep_nbytes
-        self._lends_idle = lends_idle and _has_huge_pages()
+        self.lends_idle = lends_idle and _has_huge_pages()
         self.idle_nbytes = 0
         self._idle: list[mmap.mmap] = []
         self._lock = threading.RLock()  # re-entered when a collection runs inside allocate
@@ -66,7 +66,7 @@ class Pool:
     def _give_back(self, memory: mmap.mmap) -> None:
         if len(memory) > self.keep_nbytes:
             return
-        if self._lends_idle:
+        if self.lends_idle:
             memory.madvise(mmap.MADV_FREE)
         with self._lock:
             self._idle.append(memory)

@@ -1,12 +1,13 @@
 """Memory for what is staged, and copying at the speed of memory.
 
 Fresh small pages take bytes eight times slower than huge or touched ones (docs/benchmarks.md). So staging memory is
-huge-page-advised, and up to `KEEP_NBYTES` of it stay with the process for the next update. The kernel may take it
-meanwhile, when it is short of memory.
+huge-page-advised, and stays with the process for the next update: up to `KEEP_NBYTES`, or, where the kernel may take
+it meanwhile when it is short of memory, up to `LENT_PART` of the machine's.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,10 @@ from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.pool import Pool
 
 KEEP_NBYTES = 1 << 30
+LENT_PART = 0.25
 _pool = Pool(KEEP_NBYTES, lends_idle=True)
+if _pool.lends_idle:
+    _pool.keep_nbytes = max(KEEP_NBYTES, int(LENT_PART * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
 _mover = Mover()
 
 
@@ -26,8 +30,8 @@ def room(nbytes: int) -> torch.Tensor:
 
 
 def warm(sizes: Sequence[int], times: int = 1) -> None:
-    """Have memory for pieces of these sizes ready, `times` over, as far as it stays with the process: the first updates
-    take their bytes as fast as later ones then. Takes about 0.2 s a GB."""
+    """Have memory for pieces of these sizes ready, `times` over, up to `KEEP_NBYTES`: the first updates take their
+    bytes as fast as later ones then. Takes about 0.2 s a GB."""
     held: list[torch.Tensor] = []
     left = KEEP_NBYTES
     for nbytes in [nbytes for _ in range(times) for nbytes in sizes]:
