@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from transfer_queue.errors import kept
+
 T = TypeVar("T")
 BEGIN_S = 0.2  # an interrupt may strike as a thread is started: then it begins at once, or never
 
@@ -61,6 +63,11 @@ class BackgroundCall(Generic[T]):
 
     def outcome(self) -> T:
         """What it returned, or raised: it has ended."""
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
+        error = self._error
+        if error is None:
+            return self._result[0]
+        self._error = kept(error)
+        try:
+            raise error
+        finally:
+            del error

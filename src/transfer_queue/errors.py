@@ -62,6 +62,11 @@ a condition named here, the class here derives from RuntimeError as well.
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class TransferQueueError(Exception):
     """Base of all errors raised on purpose by this package."""
@@ -408,3 +413,13 @@ _BY_CODE = {cls.code: cls for cls in _tree(TransferQueueError) if "code" in vars
 def error_from_code(code: str, message: str) -> TransferQueueError:
     """The error a server reported as (`code`, `message`); an unknown code gives `InternalError`."""
     return _BY_CODE.get(code, InternalError)(message)
+
+
+def kept(error: E) -> E:
+    """The same error without a traceback, for whoever keeps it. A traceback has the frames that the error went through,
+    and they what they work on, such as a version of weights: that would stay as long as the error, or, where one of
+    them is who keeps it, until a collection."""
+    try:
+        return copy.copy(error)
+    except TypeError:  # it takes other arguments than it has
+        return error.with_traceback(None)

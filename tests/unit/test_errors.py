@@ -8,7 +8,7 @@ import re
 import pytest
 
 from transfer_queue import errors
-from transfer_queue.errors import InternalError, TransferQueueError, error_from_code
+from transfer_queue.errors import InternalError, TransferQueueError, error_from_code, kept
 
 
 def tree(root: type[TransferQueueError] = TransferQueueError) -> list[type[TransferQueueError]]:
@@ -53,6 +53,29 @@ def test_an_error_survives_pickling(cls: type[TransferQueueError]) -> None:
     error = pickle.loads(pickle.dumps(cls("text")))  # noqa: S301  of our own making
     assert type(error) is cls
     assert str(error) == "text"
+
+
+@pytest.mark.parametrize("cls", LEAVES, ids=lambda cls: cls.__name__)
+def test_an_error_is_kept_without_what_it_went_through(cls: type[TransferQueueError]) -> None:
+    with pytest.raises(cls) as raised:
+        raise cls("text")
+    vars(raised.value)["rows"] = [1]
+    found = kept(raised.value)
+    assert type(found) is cls
+    assert (found.args, vars(found)) == (raised.value.args, vars(raised.value))
+    assert found.__traceback__ is None
+    assert raised.value.__traceback__ is not None
+
+
+def test_an_error_that_cannot_be_copied_is_kept_itself() -> None:
+    class Odd(Exception):
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__(first + second)
+
+    with pytest.raises(Odd) as raised:
+        raise Odd("a", "b")
+    assert kept(raised.value) is raised.value
+    assert raised.value.__traceback__ is None
 
 
 def test_an_unknown_code_is_an_internal_error() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from test_weights_sources import Direct
 
-from transfer_queue.weights import InPlace, ModuleSource, Receiver, Swap
+from transfer_queue.errors import ShapeMismatch
+from transfer_queue.weights import Control, InPlace, ModuleSource, Receiver, Swap
+from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.receive.targets import Target
 from transfer_queue.weights.transport import registry, shm, tcp
 from transfer_queue.weights.version import tensor_memory
@@ -131,4 +133,44 @@ def test_the_memory_of_versions_goes_round_without_a_collection(
                 send()
         finally:
             gc.enable()
+    assert not mapped
+
+
+class Fickle(ModuleSource):
+    """Its tensors have the shapes of the model, unless they are to be `wrong`."""
+
+    wrong = False
+
+    def specs(self) -> Any:
+        return [one._replace(shape=(*one.shape, 1)) if self.wrong else one for one in super().specs()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, one.unsqueeze(-1) if self.wrong else one) for name, one in super().tensors())
+
+
+@pytest.mark.usefixtures("copier")
+def test_the_memory_of_a_failed_update_goes_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, source = Receiver(Swap(model())), Fickle(model())
+    engine = registry.engine("tcp")(receiver)
+    fleet = Fleet({"a": Control(engine, receiver)})
+    trainer = registry.trainer("tcp").trainer_init({"anchor_every": 3}, client=fleet, source=source)
+
+    def both() -> None:
+        for source.wrong in (True, False):
+            with pytest.raises(ShapeMismatch) if source.wrong else nullcontext():
+                trainer.send_weights(deadline_s=DEADLINE_S)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(6):
+            both()
+        mapped = counted(monkeypatch, tensor_memory._pool, "_map")
+        for _ in range(6):
+            both()
+    finally:
+        gc.enable()
+        trainer.shutdown()
+        fleet.close()
+        engine.shutdown()
     assert not mapped

@@ -15,6 +15,7 @@ from transfer_queue.errors import (
     TransferQueueError,
     WrongEpoch,
     error_from_code,
+    kept,
 )
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus
@@ -217,5 +218,5 @@ def at_once(
         try:
             call.result(deadline, f"{what} {one.name}")
         except TransferQueueError as error:
-            failed[one] = error
+            failed[one] = kept(error)
     return failed

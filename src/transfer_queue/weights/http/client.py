@@ -24,6 +24,7 @@ from transfer_queue.errors import (
     TransferQueueError,
     UpdateInProgress,
     WrongEpoch,
+    kept,
 )
 from transfer_queue.weights.control.control import UpdateInfo
 from transfer_queue.weights.http.bodies import check_token, run_header
@@ -114,7 +115,7 @@ class WeightSyncClient(Partial):
         return found
 
     def leave_out(self, name: str, error: TransferQueueError) -> None:
-        self._out[name] = error
+        self._out[name] = kept(error)
         if len(self._out) == len(self._peers):
             raise error
 
@@ -293,7 +294,7 @@ class WeightSyncClient(Partial):
             try:
                 return {peer.url: ask(peer)}
             except TransferQueueError as error:
-                self.failures[peer.url] = error
+                self.failures[peer.url] = kept(error)
                 raise
         with ThreadPoolExecutor(max(len(asked), 1), thread_name_prefix="tq-weights-client") as threads:
             calls = {peer.url: threads.submit(ask, peer) for peer in asked}
@@ -301,7 +302,7 @@ class WeightSyncClient(Partial):
                 try:
                     found[url] = call.result()
                 except TransferQueueError as error:
-                    self.failures[url] = error
+                    self.failures[url] = kept(error)
         if self.failures:
             said = "; ".join(f"{url}: {error}" for url, error in self.failures.items())
             first = next(iter(self.failures.values()))

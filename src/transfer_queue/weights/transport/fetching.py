@@ -21,6 +21,7 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     TransferQueueError,
     WrongEpoch,
+    kept,
 )
 from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.receive.update_session import UpdateSession
@@ -213,7 +214,7 @@ class Transfers:
             for thread in threads:
                 thread.join()
         if self.stopped is not None:
-            raise self.stopped
+            raise kept(self.stopped)
 
     def stop(self) -> None:
         """The update is over: nobody is waited for any more. Never blocks."""
@@ -309,7 +310,7 @@ class _Work(Transfers):
             self._changed.notify_all()
 
     def _failed(self, address: Address, index: int, error: TransferQueueError | OSError) -> None:
-        typed = error if isinstance(error, TransferQueueError) else ServiceUnavailable(str(error))
+        typed = kept(error) if isinstance(error, TransferQueueError) else ServiceUnavailable(str(error))
         with self._changed:
             self._todo.append(index)
             self._faults[address] += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from transfer_queue.errors import DigestMismatch, InvalidInput, ServiceUnavailable, TransferQueueError
+from transfer_queue.errors import DigestMismatch, InvalidInput, ServiceUnavailable, TransferQueueError, kept
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
@@ -223,4 +223,4 @@ class _Shared(Transfers):
 
 
 def _typed(error: TransferQueueError | OSError) -> TransferQueueError:
-    return error if isinstance(error, TransferQueueError) else ServiceUnavailable(str(error))
+    return kept(error) if isinstance(error, TransferQueueError) else ServiceUnavailable(str(error))
