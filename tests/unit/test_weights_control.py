@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import until
 from weights import receiver_of
 from weights_inline import INIT_INFO, Inline, TinyServer, infos, model, numbered
@@ -339,6 +343,28 @@ def test_threads_are_limited_and_a_cancelled_call_goes_on() -> None:
 
     asyncio.run(all_of_it())
     until(lambda: len(ended) == NUM_THREADS, "the end of all")
+
+
+def test_what_a_failed_call_held_goes_without_a_collection() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+    control = AsyncControl(TinyServer().control)
+
+    def fail() -> None:
+        staged = torch.zeros(1)
+        held.append(weakref.ref(staged))
+        raise InvalidInput("no such tensor")
+
+    async def call() -> None:
+        with suppress(InvalidInput):
+            await control._run(fail)
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(call())
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 REFUSED: list[Callable[[Control], object]] = [

@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable, TransferQueueError
+from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable, TransferQueueError, kept
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, tune
@@ -127,7 +127,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     async def _greet(self, message: m.Message, timeout_s: float) -> m.Message:
         if self.error is not None:  # lost since the answer before: nobody would tell this one
-            raise self.error
+            raise kept(self.error)
         self._hello = self.loop.create_future()
         self._transport.write(frame(m.encode(message)))
         try:
@@ -146,7 +146,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         Raises `DeadlineExceeded` or `ServiceUnavailable`.
         """
         if self.error is not None:
-            raise self.error
+            raise kept(self.error)
         try:
             header = m.encode(request)
         except UnicodeEncodeError as error:
@@ -274,7 +274,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
             self._timer, self._next_check = None, math.inf
         for future in [one.future for one in waiting.values()] + ([self._hello] if self._hello is not None else []):
             if not future.done():
-                future.set_exception(self.error)
+                future.set_exception(kept(self.error))
 
     def close(self, reason: TransferQueueError | None = None) -> None:
         """Close from the loop's own thread; calls in flight raise `reason`."""

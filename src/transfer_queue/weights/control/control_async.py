@@ -88,7 +88,7 @@ class AsyncControl:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
-        def work() -> None:
+        def work(done: asyncio.Future[T]) -> None:
             result: T | None = None
             failed: Exception | None = None
             try:
@@ -99,9 +99,13 @@ class AsyncControl:
                 self._free.release()
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(_settle, done, result, failed)
+            del done, failed  # the traceback has this frame: with them all would stay until a collection
 
-        threading.Thread(target=work, name="tq-control", daemon=True).start()
-        return await done
+        threading.Thread(target=work, args=(done,), name="tq-control", daemon=True).start()
+        try:
+            return await done
+        finally:
+            del done
 
 
 def _settle(done: asyncio.Future[Any], result: Any, failed: Exception | None) -> None:
