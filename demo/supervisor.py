@@ -129,4 +129,4 @@ def recover(name: str, pid: int) -> int:
     while any(one.pid == pid for one in seen.sessions) and time.monotonic() < until:
         time.sleep(_AGAIN_S)
         seen = client.overview()
-    return sum(lease.rows for one in seen.departures if one.pid == pid for lease in one.leases)
+    return sum(back.rows for one in seen.departures if one.pid == pid for back in one.given_back)

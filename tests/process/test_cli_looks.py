@@ -172,7 +172,7 @@ def test_what_a_client_had_that_ended_is_shown(
     until(lambda: shown("leases")["departures"], "the end of the session")
     (departure,) = shown("leases")["departures"]
     assert departure["pid"] == worker.pid
-    assert [(one["partition"], one["task"], one["rows"]) for one in departure["leases"]] == [("late", "judge", 1)]
+    assert [(one["partition"], one["task"], one["rows"]) for one in departure["given_back"]] == [("late", "judge", 1)]
     (line,) = [line for line in told("leases").splitlines() if "judge" in line]
     assert line.startswith(f"pid {worker.pid}")
     filled.clear_partition("late")

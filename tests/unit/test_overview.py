@@ -65,7 +65,9 @@ def test_who_ended_with_rows_on_lease_is_remembered_and_only_the_latest() -> Non
     found = overview(box).departures
     assert [one.session for one in found] == [b"%d" % number for number in range(1, MAX_DEPARTURES + 1)]
     assert (found[-1].ago_s, found[0].ago_s) == (0.0, MAX_DEPARTURES - 1.0)
-    assert [(one.task, one.rows, one.left_s) for one in found[-1].leases] == [(f"t{MAX_DEPARTURES}", 1, 60.0)]
+    assert [(one.task, one.leases, one.rows, one.groups) for one in found[-1].given_back] == [
+        (f"t{MAX_DEPARTURES}", 1, 1, 0)
+    ]
 
 
 def test_who_waits_is_shown_with_what_it_lacks() -> None:

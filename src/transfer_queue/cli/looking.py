@@ -95,9 +95,9 @@ def leases(limit: Limit = 256, address: Address = None, as_json: AsJson = False)
     _tell_of_more(len(seen.leases), seen.num_leases)
     if seen.departures:
         ended = [
-            (whose(one.session), seconds(one.ago_s), lease.partition, lease.task, lease.rows, lease.groups or "")
+            (whose(one.session), seconds(one.ago_s), back.partition, back.task, back.rows, back.groups or "")
             for one in reversed(seen.departures)
-            for lease in one.leases
+            for back in one.given_back
         ]
         print()
         print_table(("ended", "ago", "partition", "task", "rows", "groups"), ended)

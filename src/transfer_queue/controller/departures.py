@@ -20,11 +20,15 @@ class Departures:
 
     def note(self, now: float, session: bytes, leases: Iterable[m.LeaseOverview]) -> None:
         """`session` is about to end. `leases` are those that it holds; what somebody else holds as well stays lent."""
-        alone = [one for one in leases if one.holders == [session] and (one.rows or one.groups)]
-        for one in alone:
-            one.left_s = max(0.0, one.left_s - now)
-        if alone:
-            self._noted.append(m.DepartureOverview(session, 0, now, alone))
+        found: dict[tuple[str, str], m.GivenBack] = {}
+        for one in leases:
+            if one.holders == [session] and (one.rows or one.groups):
+                sums = found.setdefault((one.partition, one.task), m.GivenBack(one.partition, one.task, 0, 0, 0))
+                sums.leases += 1
+                sums.rows += one.rows
+                sums.groups += len(one.groups)
+        if found:
+            self._noted.append(m.DepartureOverview(session, 0, now, list(found.values())))
 
     def listed(self, now: float) -> list[m.DepartureOverview]:
         """Oldest first."""

@@ -121,6 +121,7 @@ from transfer_queue.wire.messages.overview import CellMap as CellMap
 from transfer_queue.wire.messages.overview import DepartureOverview as DepartureOverview
 from transfer_queue.wire.messages.overview import DescribeService as DescribeService
 from transfer_queue.wire.messages.overview import FleetOverview as FleetOverview
+from transfer_queue.wire.messages.overview import GivenBack as GivenBack
 from transfer_queue.wire.messages.overview import InspectRow as InspectRow
 from transfer_queue.wire.messages.overview import LeaseOverview as LeaseOverview
 from transfer_queue.wire.messages.overview import MapCells as MapCells

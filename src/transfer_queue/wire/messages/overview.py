@@ -88,14 +88,24 @@ class SessionOverview(msgspec.Struct, array_like=True):
     pinned_nbytes: int
 
 
+class GivenBack(msgspec.Struct, array_like=True):
+    """What was left of `leases` of a task, so many; where they are leases of groups, also of how many `groups`."""
+
+    partition: str
+    task: str
+    leases: int
+    rows: int
+    groups: int
+
+
 class DepartureOverview(msgspec.Struct, array_like=True):
-    """A client that ended `ago_s` ago, and the leases that it alone held then: what was left of them went back. `pid`
-    as in `SessionOverview`."""
+    """A client that ended `ago_s` ago, and what went back then of the leases that it alone held. `pid` as in
+    `SessionOverview`."""
 
     session: bytes
     pid: int
     ago_s: float
-    leases: list[LeaseOverview]
+    given_back: list[GivenBack]
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
