@@ -80,7 +80,8 @@ class Incident:
     step: int
     """How many optimiser steps were done then."""
     rows: int
-    """How many it had on lease and not acknowledged: they are delivered again, those that are not cleared by then."""
+    """How many it had on lease and not acknowledged, that were there when the service noticed its end: they are
+    delivered again."""
     life: int
     """Of the process that took its place; 1 for the second one of the name."""
     worked_s: float | None = None

@@ -453,7 +453,8 @@ def test_chaos_kills_one_worker_of_each_kind(tmp_path: Path) -> None:
     found = _incidents(output)
     # rollout: the prompts of a ticket. trainer: all samples of a step. The others: one read.
     held = {name: rows for name, (_, rows) in found.items()}
-    assert held == {"rollout 1": 8, "reward": 64, "reference": 64, "trainer": 128}
+    assert held.pop("reward") in (0, 64)  # it had answered, so the trainer may have used and cleared them meanwhile
+    assert held == {"rollout 1": 8, "reference": 64, "trainer": 128}
     _is_whole(output, 10, tmp_path)
 
 
