@@ -169,7 +169,7 @@ class Port:
 
     def _read(self, partition: str, fields: list[str], num_rows: int, max_staleness: int | None) -> _Found:
         """At first what is there is taken. To wait for the rest, and to have it then, counts as waiting."""
-        rows, idle = None, list[float]()
+        idle_from = 0.0
         for timeout_s in (0.0, _GLANCE_S):
             with suppress(DeadlineExceeded, StorageKeyNotFoundError):
                 meta, data = self._client.take(
@@ -181,11 +181,9 @@ class Port:
                     timeout_s=timeout_s,
                     sampling_config={"max_staleness": max_staleness},
                 )
-                rows = Rows(data=data, meta=meta)
-                break
-            idle.append(time.monotonic())
-        idle = [*idle, time.monotonic()] if idle else [0.0, 0.0]
-        return _Found(rows, idle[0], idle[-1])
+                return _Found(Rows(data=data, meta=meta), idle_from, time.monotonic() if idle_from else 0.0)
+            idle_from = idle_from or time.monotonic()
+        return _Found(None, idle_from, time.monotonic())
 
     def _account_read(self, start: float, found: _Found) -> None:
         """From `start` until now was for this; it may have begun before."""

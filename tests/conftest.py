@@ -127,6 +127,15 @@ def fresh_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "subprocess", subprocess)
 
 
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """What is in a cycle stays: for tests of what goes without one."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test leaves no thread, descriptor, child process or shared-memory name behind (module-wide fixtures aside)."""

@@ -34,7 +34,7 @@ from transfer_queue.weights.archive import Archive, ArchiveReceiver, ArchiveSour
 from transfer_queue.weights.archive.folder import ArchivedVersion, path_to_newest
 from transfer_queue.weights.archive.writing import _Came
 from transfer_queue.weights.fleet import Fleet
-from transfer_queue.weights.http import serve
+from transfer_queue.weights.http import WeightSyncClient, serve
 from transfer_queue.weights.transport import registry
 
 DEADLINE_S = 30.0
@@ -131,6 +131,8 @@ def test_requests_are_not_for_an_archive_and_it_alone_decides_nothing(site: Call
     here.send()
     assert here.fleet.ready() == ["here"]
     assert {one.name for one in here.fleet.status() if one.ready} == {"here", "archive"}
+    with serve(Control(here.engines[1], here.receiver), port=0, token=TOKEN) as server:
+        assert not WeightSyncClient(server.url, TOKEN).status().answers
     here.live.first.weight.data = torch.empty(3)  # no version fits it now
     with pytest.raises(TransferQueueError, match="0 of 1 replicas have verified it"):
         here.send()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import threading
 import weakref
@@ -19,16 +18,15 @@ from transfer_queue.wire.framing import frame
 NBYTES = 1 << 20
 
 
+pytestmark = pytest.mark.usefixtures("no_collections")
+
+
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection, while nothing collects garbage."""
-    gc.collect()
-    gc.disable()
     made = socket.socketpair()
     yield made
     for one in made:
         one.close()
-    gc.enable()
 
 
 @pytest.mark.parametrize("whole", [True, False])

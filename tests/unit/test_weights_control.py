@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -345,6 +344,7 @@ def test_threads_are_limited_and_a_cancelled_call_goes_on() -> None:
     until(lambda: len(ended) == NUM_THREADS, "the end of all")
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_what_a_failed_call_held_goes_without_a_collection() -> None:
     held: list[weakref.ref[torch.Tensor]] = []
     control = AsyncControl(TinyServer().control)
@@ -358,13 +358,8 @@ def test_what_a_failed_call_held_goes_without_a_collection() -> None:
         with suppress(InvalidInput):
             await control._run(fail)
 
-    gc.collect()
-    gc.disable()
-    try:
-        asyncio.run(call())
-        assert held[0]() is None
-    finally:
-        gc.enable()
+    asyncio.run(call())
+    assert held[0]() is None
 
 
 REFUSED: list[Callable[[Control], object]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -116,24 +115,24 @@ def copier() -> None:
     tensor_memory.write(torch.empty(8 << 20, dtype=torch.uint8), torch.zeros(8 << 20, dtype=torch.uint8))
 
 
-@pytest.mark.usefixtures("copier")
+def is_reused(monkeypatch: pytest.MonkeyPatch, step: Callable[[], Any]) -> bool:
+    """Whether six more steps after six map no memory."""
+    for _ in range(6):
+        step()
+    mapped = counted(monkeypatch, tensor_memory._pool, "_map")
+    for _ in range(6):
+        step()
+    return not mapped
+
+
+@pytest.mark.usefixtures("copier", "no_collections")
 @pytest.mark.parametrize("info", [{}, {"anchor_every": 3}])
 @pytest.mark.parametrize("target", [Swap, InPlace])
 def test_the_memory_of_versions_goes_round_without_a_collection(
     monkeypatch: pytest.MonkeyPatch, target: Callable[[torch.nn.Module], Target], info: dict[str, Any]
 ) -> None:
     with meeting("tcp", target(model()), **info) as send:
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(6):
-                send()
-            mapped = counted(monkeypatch, tensor_memory._pool, "_map")
-            for _ in range(6):
-                send()
-        finally:
-            gc.enable()
-    assert not mapped
+        assert is_reused(monkeypatch, send)
 
 
 class Fickle(ModuleSource):
@@ -148,7 +147,7 @@ class Fickle(ModuleSource):
         return ((name, one.unsqueeze(-1) if self.wrong else one) for name, one in super().tensors())
 
 
-@pytest.mark.usefixtures("copier")
+@pytest.mark.usefixtures("copier", "no_collections")
 def test_the_memory_of_a_failed_update_goes_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, source = Receiver(Swap(model())), Fickle(model())
     engine = registry.engine("tcp")(receiver)
@@ -160,17 +159,9 @@ def test_the_memory_of_a_failed_update_goes_without_a_collection(monkeypatch: py
             with pytest.raises(ShapeMismatch) if source.wrong else nullcontext():
                 trainer.send_weights(deadline_s=DEADLINE_S)
 
-    gc.collect()
-    gc.disable()
     try:
-        for _ in range(6):
-            both()
-        mapped = counted(monkeypatch, tensor_memory._pool, "_map")
-        for _ in range(6):
-            both()
+        assert is_reused(monkeypatch, both)
     finally:
-        gc.enable()
         trainer.shutdown()
         fleet.close()
         engine.shutdown()
-    assert not mapped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -84,7 +84,7 @@ class Sessions:
     def __init__(self) -> None:
         self.by_ident: dict[bytes, ServerSession] = {}
         self._away: OrderedDict[bytes, float] = OrderedDict()  # until when they may come back
-        self._ended: deque[tuple[bytes, int]] = deque(maxlen=REMEMBERED_ENDED)  # with their processes
+        self._ended: OrderedDict[bytes, int] = OrderedDict()  # the processes of those that ended lately
 
     def attach(self, ident: bytes, local: bool, pid: int = 0) -> ServerSession:
         """The session of one more connection."""
@@ -115,7 +115,9 @@ class Sessions:
 
     def remove(self, ident: bytes) -> None:
         """The session has ended."""
-        self._ended.append((ident, self.by_ident.pop(ident).pid))
+        self._ended[ident] = self.by_ident.pop(ident).pid
+        if len(self._ended) > REMEMBERED_ENDED:
+            self._ended.popitem(last=False)
         self._away.pop(ident, None)
 
     def listed(self, pinned_nbytes: Mapping[bytes, int]) -> list[m.SessionOverview]:
@@ -127,9 +129,8 @@ class Sessions:
 
     def identify(self, departures: Sequence[m.DepartureOverview]) -> None:
         """Say which processes they were, where that is known yet."""
-        pids = dict(self._ended)
         for one in departures:
-            one.pid = pids.get(one.session, 0)
+            one.pid = self._ended.get(one.session, 0)
 
     def next_deadline(self) -> float | None:
         return next(iter(self._away.values()), None)
