@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from hosts import Host
 from paths import SOURCES
 from zygote import CHILDREN, SERVERS, Forked
@@ -194,6 +195,23 @@ def shared() -> Iterator[tq.TransferQueueClient]:
     tq.close()
     gc.collect()
     until(lambda: _children() <= before, "the end of the server", 5)
+
+
+@pytest.fixture(scope="module")
+def gpu_context() -> torch.device:
+    """The GPU; the test is skipped without one. The first tensor there opens pipes, which no test is to be blamed for."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return torch.ones(1, device="cuda").device
+
+
+@pytest.fixture
+def gpu(gpu_context: torch.device) -> Iterator[torch.device]:
+    """As `gpu_context`; the test leaves none of its memory in use."""
+    before = torch.cuda.memory_allocated(gpu_context)
+    yield gpu_context
+    gc.collect()
+    until(lambda: torch.cuda.memory_allocated(gpu_context) <= before, "the end of tensors on the GPU", 5)
 
 
 @pytest.fixture(scope="module")

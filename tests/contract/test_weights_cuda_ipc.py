@@ -35,7 +35,6 @@ from transfer_queue.weights.transport.info import parse
 from transfer_queue.weights.version.sources import WeightSource
 
 CPU = torch.device("cpu")
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 Start = Callable[..., Site]
 
 
@@ -259,7 +258,7 @@ def test_what_cannot_be_met_is_refused() -> None:
 # on a GPU
 
 
-@gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("algo", ["mix64x2", "xxh3_128"])
 def test_versions_and_adapters_over_a_gpus_memory(algo: str, site: Start) -> None:
     here = site(f"cuda_ipc-{algo}", device="cuda")

@@ -181,7 +181,7 @@ class PipeClient:
         )
 
 
-def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) -> None:
+def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any], device: str) -> None:
     torch.set_num_threads(1)
     source, client = Changing(), PipeClient(calls)
     trainer_module.ABORT_S = 0.3
@@ -193,7 +193,7 @@ def train(conn: Connection, calls: Connection, name: str, info: dict[str, Any]) 
         return made[0].receivers_info()
 
     def send(seed: int, deadline_s: float, fault: str = "", version: int | None = None) -> Any:
-        source.weights = {name: tensor.to(info.get("device", "cpu")) for name, tensor in drawn(Net(), seed).items()}
+        source.weights = {name: tensor.to(device) for name, tensor in drawn(Net(), seed).items()}
         if fault == "unknown":
             source.weights["unheard_of"] = torch.ones(3)
         source.stop = (lambda: client.ask("packing")) if fault == "packing" else (lambda: None)
@@ -251,9 +251,11 @@ class Site:
     """One trainer and its receivers."""
 
     def __init__(
-        self, context: Any, engine: str, folder: Any, num: int = 2, on_fault: str = "raise", **info: Any
+        self, context: Any, engine: str, folder: Any, num: int = 2, on_fault: str = "raise", on: str = "", **info: Any
     ) -> None:
+        """`on`: the device of all weights, if it is not the engine's."""
         self._context = context
+        self._device = on or info.get("device", "cpu")
         self.name, _, algo = engine.partition("-")
         self.info = {"bucket_nbytes": BUCKET_NBYTES, **info}
         if self.name == "shm":
@@ -272,11 +274,11 @@ class Site:
 
     def receiver(self, rank: int) -> Process:
         target = "swap" if rank % 2 else "in_place"
-        return Process(self._context, receive, self.name, rank, target, self.on_fault, self.info.get("device", "cpu"))
+        return Process(self._context, receive, self.name, rank, target, self.on_fault, self._device)
 
     def start_trainer(self) -> dict[str, Any]:
         self.end_trainer()
-        self.trainer = Process(self._context, train, self.name, self.info)
+        self.trainer = Process(self._context, train, self.name, self.info, self._device)
         self.init_info = self._lead("start")
         return self.init_info
 

@@ -31,7 +31,6 @@ from transfer_queue.weights.version.device import digest_at, mix64x2
 
 MASK = 2**64 - 1
 quiet = settings(max_examples=100, derandomize=True, deadline=None, database=None)
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def by_hand(data: bytes) -> str:
@@ -112,14 +111,14 @@ def test_buckets_with_these_digests_are_checked_and_installed(lend: bool) -> Non
         digest_at(buckets[0], "crc")
 
 
-@gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("num_bytes", [0, 1, 8, 999, 1 << 20])
 def test_a_gpu_gives_the_same_digests(num_bytes: int) -> None:
     data = torch.randint(256, (num_bytes,), dtype=torch.uint8)
     assert mix64x2(data.cuda()) == mix64x2(data)
 
 
-@gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", [InPlace, Swap, Flip])
 @pytest.mark.parametrize("staged_on", ["cpu", "cuda"])
 def test_targets_on_a_gpu(kind: type[Target], staged_on: str) -> None:

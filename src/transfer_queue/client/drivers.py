@@ -14,6 +14,7 @@ from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable
+from transfer_queue.memory.streams import in_these_streams
 from transfer_queue.trace import switch
 from transfer_queue.wire import messages as m
 
@@ -155,7 +156,7 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
     if type(effect) is Offload:
         if effect.nbytes < OFFLOAD_NBYTES:
             return effect.work()
-        return await _finish(asyncio.wrap_future(session.mover.start(effect.work)))
+        return await _finish(asyncio.wrap_future(session.mover.start(in_these_streams(effect.work))))
     if type(effect) is Together:
         given += effect.calls
         return await asyncio.gather(*(session.call_async(call) for call in effect.calls))

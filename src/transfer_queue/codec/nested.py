@@ -153,6 +153,14 @@ def _described(made: Any) -> Any:
     return attributes, vars(values), looks, pickled, str(torch._C._dispatch_keys(made)), made.untyped_storage().size()
 
 
+def over(rows: Any, values: torch.Tensor) -> torch.Tensor:
+    """A jagged tensor like `rows`, whose values are these; where rows begin goes to their device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Any = NestedTensor(values, offsets=rows._offsets.to(values.device), _ragged_idx=rows._ragged_idx)
+        found._metadata_cache = dict(rows._metadata_cache)
+        return found
+
+
 def nested(values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """The strided NestedTensor over flat `values`; row `i` has `sizes[i]`, `strides[i]` and begins at `starts[i]`.
 

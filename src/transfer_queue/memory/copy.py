@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import numpy as np
@@ -43,12 +44,25 @@ class Mover:
         num_shares = self._helpers + 1
         shares = _split(large, num_shares)
         parts = [[_rows_of(take, share, num_shares) for take in takes] for share in range(num_shares)]
-        others = [self._helper().submit(carry_out, *share) for share in zip(shares[1:], parts[1:], strict=True)]
         small = [move for move in moves if move[2] < DIRECT_NBYTES] if len(large) < len(moves) else []
-        carry_out([*small, *shares[0]], parts[0])
+        shares[0] = [*small, *shares[0]]
+        works = [functools.partial(carry_out, *share) for share in zip(shares, parts, strict=True)]
+        return self.together(works)
+
+    @property
+    def num_threads(self) -> int:
+        """How many work at once, the caller's included."""
+        return self._helpers + 1
+
+    def together(self, works: Sequence[Callable[[], None]]) -> None:
+        """Run all of them, the first in this thread; what one raises is raised once all have ended."""
+        others = [self._helper().submit(work) for work in works[1:]]
+        try:
+            works[0]()
+        finally:
+            wait(others)
         for other in others:
             other.result()
-        return None
 
     def start(self, work: Callable[[], T]) -> Future[T]:
         """Run `work`, which moves bytes, in a thread. More at once than copy well would keep the processors from an

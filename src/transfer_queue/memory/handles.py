@@ -45,13 +45,16 @@ class HostHandle(msgspec.Struct, frozen=True, tag="host"):
 Handle = CudaHandle | HostHandle
 
 
-def device_called(name: str) -> torch.device:
-    """torch's device of this name; "cuda" is the current one. `InvalidInput` for no device's name."""
+def device_called(name: torch.device | str) -> torch.device:
+    """torch's device of this name; "cuda" is the GPU that is current in this thread. `InvalidInput` for no device's
+    name."""
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise InvalidInput(f"device {name!r}: {error}") from None
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" and torch.cuda.is_available() else device
+    if str(device) == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def uuid_of(device: torch.device) -> str:

@@ -16,6 +16,7 @@ from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.located import LocatedBlock, LocatedRows
+from transfer_queue.client.transfer.on_device import on_device
 from transfer_queue.client.transfer.parts import sliced_fields
 from transfer_queue.client.transfer.remote import received
 from transfer_queue.codec.assemble import VALUES, Assembler, Decoding
@@ -25,6 +26,7 @@ from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared
 from transfer_queue.memory.copy import Copies
+from transfer_queue.memory.handles import device_called
 from transfer_queue.schema import OBJECTS, FieldSchema
 from transfer_queue.storage.transports import NotReached
 from transfer_queue.wire import messages as m
@@ -57,6 +59,7 @@ def read(
     such parts of the rows are read. `decoding`: what Python values are made of.
     """
     check_pad(pad)
+    where = None if device is None else device_called(device)
     if slices and out and not slices.keys().isdisjoint(out):
         raise InvalidInput(f"out takes whole rows, and parts of rows of {sorted(slices.keys() & out)} are asked for")
     replies: list[LocatedRows] = []
@@ -71,8 +74,8 @@ def read(
     spilled = [piece for one in replies for piece in session.spilled.unknown(one.reply.pieces)]
     work = functools.partial(_assembled, session, replies, out, name_row, plain, spilled, slices, decoding)
     found: TensorDict = yield Offload(work, nbytes if gathers or spilled else 0)
-    if device is not None:
-        found = found.to(device)
+    if where is not None:
+        found = yield Offload(lambda: on_device(found, where, session.mover), nbytes)
     for one in replies:
         pinned = one.pinned()
         if pinned:

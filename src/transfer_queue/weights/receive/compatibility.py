@@ -34,8 +34,8 @@ def once(staged: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:
 
 
 def alike(live: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`new` on the device, in the dtype and with the strides of `live`."""
-    moved = new.to(live.device, live.dtype)
+    """`new`, which is on the device of `live`, in its dtype and with its strides."""
+    moved = new.to(live.dtype)
     if moved.stride() == live.stride():
         return moved
     return torch.empty_like(live.detach()).copy_(moved)

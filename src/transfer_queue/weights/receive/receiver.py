@@ -271,7 +271,7 @@ class Receiver:
                 repeated = self._is_repeated(manifest)
                 contents = self._contents if repeated else self._result(manifest)
                 wanted = None if repeated else self._wanted(manifest, contents)
-                opened = OpenVersion(manifest, contents, repeated, wanted)
+                opened = OpenVersion(manifest, contents, repeated, wanted, self._target.stages_on_host)
                 session = session or self._new_session(manifest.epoch, timeout_s)
                 session.opened = opened
                 session.limit(timeout_s)

@@ -19,10 +19,13 @@ from transfer_queue.weights.version.tensor_memory import room
 
 
 class Staging:
-    """The buckets of one manifest that are `wanted` (None: all). Thread-safe: several threads may stage at once."""
+    """The buckets of one manifest that are `wanted` (None: all). Thread-safe: several threads may stage at once.
 
-    def __init__(self, manifest: Manifest, wanted: Iterable[int] | None = None) -> None:
+    A bucket stays where it came, or, where that is a GPU and `on_host`, on the host."""
+
+    def __init__(self, manifest: Manifest, wanted: Iterable[int] | None = None, on_host: bool = False) -> None:
         self.manifest = manifest
+        self._on_host = on_host
         self._parts = manifest.by_bucket
         self._wanted = list(range(len(self._parts)) if wanted is None else wanted)
         self._lock = threading.Lock()
@@ -47,7 +50,7 @@ class Staging:
                 return
         nbytes, algo = self.manifest.buckets[index], self.manifest.algo
         if algo != ALGO or (isinstance(data, torch.Tensor) and data.device.type != "cpu"):
-            there = device.staged(data, nbytes, self._parts[index], algo, lend)
+            there = device.staged(data, nbytes, self._parts[index], algo, lend, self._on_host)
             with self._lock:
                 self._buckets.setdefault(index, there)
             return

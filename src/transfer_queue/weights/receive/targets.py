@@ -12,10 +12,10 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -33,7 +33,7 @@ from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.manifest import Contents
 from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.sources import named_weights, ties
-from transfer_queue.weights.version.tensor_memory import copies, write
+from transfer_queue.weights.version.tensor_memory import copies, upload_all, write
 from transfer_queue.weights.version.threads import NUM_THREADS
 
 READ_TIMEOUT_S = 60.0
@@ -65,8 +65,9 @@ class Target(ABC):
     """A module whose weights are replaced as a whole. Anything but `reading` and `tag` is for one thread at a time."""
 
     tag: Any = None
-    takes_patches = False  # `prepare` may be given differences for tensors on the CPU
+    takes_patches = False  # `prepare` may be given differences
     takes_pieces = False  # `prepare` may be given tensors in pieces
+    stages_on_host = False  # also what comes in a GPU's memory
     broken = False  # the live weights are a mixture
 
     def wanted(self, tensors: Metas) -> Wants | None:
@@ -173,23 +174,35 @@ class _Change(NamedTuple):
     def write(self) -> None:
         _put(self.live, self.new)
 
-    def take_back(self) -> None:
-        assert self.old is not None
-        _put(self.live, self.old)
-
 
 class InPlace(_ModuleTarget):
     """Copies into the live tensors: the pause is a memcpy of what changed.
 
     A copy that fails in the middle is done again from the start; when that fails too the receiver is dirty. `undo`: the
     old values are copied before the pause (as much memory again as changes, until the commit ends), and put back.
+
+    `stage_on`: where a version for a module on a GPU waits for its commit. None: where it came, in memory of the host
+    or, by `cuda_ipc`, of the GPU. "device": there, so that the pause is a copy within the GPU; until the commit ends
+    this needs as much of its memory as the version. "host": never more of a GPU's memory than the module's own.
     """
 
     takes_patches = True
 
-    def __init__(self, module: torch.nn.Module, *, strict: bool = True, cast: bool = False, undo: bool = False) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        undo: bool = False,
+        stage_on: Literal["host", "device"] | None = None,
+    ) -> None:
+        if stage_on not in (None, "host", "device"):
+            raise InvalidInput(f'stage_on is {stage_on!r}: None, "host" or "device"')
         super().__init__(module, strict=strict, cast=cast)
         self._undo = undo
+        self._stages_on_device = stage_on == "device"
+        self.stages_on_host = stage_on == "host"
 
     def prepare(self, staged: Mapping[str, Any]) -> list[_Change]:
         slots = named_weights(self._module)
@@ -197,10 +210,10 @@ class InPlace(_ModuleTarget):
         whole = [name for name, value in new.items() if isinstance(value, torch.Tensor)]
         lives = [slots[name].detach() for name in whole]
         old: list[Any] = copies(lives) if self._undo else [None] * len(lives)
-        found = [
-            _Change(live, new[name].to(live.device, live.dtype), before)
-            for name, live, before in zip(whole, lives, old, strict=True)
-        ]
+        news = [new[name].to(live.dtype) for name, live in zip(whole, lives, strict=True)]
+        if self._stages_on_device:
+            news = moved(news, lives)
+        found = [_Change(*one) for one in zip(lives, news, old, strict=True)]
         for name, patch in new.items():
             if isinstance(patch, Patch):
                 live = slots[name].detach()
@@ -226,9 +239,9 @@ class InPlace(_ModuleTarget):
     def _write(self, prepared: list[_Change]) -> None:
         patches = [change for change in prepared if isinstance(change.new, Patch)]
         is_much = sum(len(change.new.indices) for change in patches if isinstance(change.new, Patch)) >= MANY_ELEMENTS
-        for change in prepared:
-            if not is_much or isinstance(change.new, torch.Tensor):
-                change.write()
+        _put_all(
+            (change.live, change.new) for change in prepared if not is_much or isinstance(change.new, torch.Tensor)
+        )
         if is_much:
             with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-commit") as helpers:
                 list(helpers.map(_Change.write, patches))
@@ -239,8 +252,7 @@ class InPlace(_ModuleTarget):
         was_broken, self.broken = self.broken, True
         try:
             if self._undo:
-                for change in prepared:
-                    change.take_back()
+                _put_all((change.live, change.old) for change in prepared)
                 _synchronize(change.live for change in prepared)
             else:
                 self._write(prepared)
@@ -266,9 +278,11 @@ class Swap(_ModuleTarget):
         same = ties(slots)
         new: dict[str, torch.Tensor] = {}
         used: set[int] = set()
-        for name, tensor in once(staged, same).items():
-            moved = alike(slots[name], tensor)
-            new[name] = moved.clone() if moved.data_ptr() in used else moved  # tied there, but not in this model
+        found = once(staged, same)
+        lives = [slots[name] for name in found]
+        for name, tensor in zip(found, moved(found.values(), lives), strict=True):
+            made = alike(slots[name], tensor)
+            new[name] = made.clone() if made.data_ptr() in used else made  # tied there, but not in this model
             used.add(new[name].data_ptr())
         objects = {
             id(slot): (slot, new[same.get(name, name)]) for name, slot in slots.items() if same.get(name, name) in new
@@ -327,10 +341,8 @@ class Flip(_ModuleTarget):
         behind = self._behind - set(prepared)
         self._behind |= set(prepared)
         try:
-            for name in behind:
-                _put(spare[name].detach(), live[name].detach())
-            for name, tensor in prepared.items():
-                _put(spare[name].detach(), tensor)
+            _put_all((spare[name].detach(), live[name].detach()) for name in behind)
+            _put_all((spare[name].detach(), tensor) for name, tensor in prepared.items())
             _synchronize(spare.values())
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -362,6 +374,22 @@ class Flip(_ModuleTarget):
                 with self._entered:
                     self._num_readers[id(live.module)] -= 1
                     self._entered.notify_all()
+
+
+def moved(tensors: Collection[torch.Tensor], lives: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, each on the device of its live one: itself, or a copy that lies like that and has its dtype."""
+    found = [
+        one if one.device == live.device else torch.empty_like(live.detach())
+        for one, live in zip(tensors, lives, strict=True)
+    ]
+    _put_all((made, one) for made, one in zip(found, tensors, strict=True) if made is not one)
+    return found
+
+
+def _put_all(changes: Iterable[tuple[torch.Tensor, Staged | None]]) -> None:
+    for live, new in upload_all(changes):
+        assert new is not None
+        _put(live, new)
 
 
 def _put(live: torch.Tensor, new: Staged) -> None:

@@ -43,13 +43,20 @@ class SessionKey(NamedTuple):
 
 class OpenVersion:
     """The version of a session. `contents` is what the model will hold; `repeated` when it holds that already.
-    `wanted`: the buckets that are taken here (None: all)."""
+    `wanted`: the buckets that are taken here (None: all), to the host's memory if `on_host`."""
 
-    def __init__(self, manifest: Manifest, contents: Contents, repeated: bool, wanted: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        contents: Contents,
+        repeated: bool,
+        wanted: list[int] | None = None,
+        on_host: bool = False,
+    ) -> None:
         self.manifest = manifest
         self.contents = contents
         self.repeated = repeated
-        self.staging = Staging(manifest, wanted)
+        self.staging = Staging(manifest, wanted, on_host)
         self.verifying = threading.Lock()
         self.prepared: Any = None
         self.is_prepared = False  # what a server prepares may be None

@@ -23,6 +23,7 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     TransferQueueError,
 )
+from transfer_queue.memory.handles import device_called
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
@@ -61,10 +62,12 @@ class CollectiveInfo(InitInfo, kw_only=True):
 
 
 class Group:
-    """A process group that belongs to nobody else. Broken for good after an error."""
+    """A process group that belongs to nobody else. Broken for good after an error. `device`: where its buffers are."""
 
-    def __init__(self, info: CollectiveInfo, rank: int, store: Any, deadline: Deadline) -> None:
-        self.device = torch.device(info.device)
+    def __init__(
+        self, info: CollectiveInfo, device: torch.device, rank: int, store: Any, deadline: Deadline
+    ) -> None:
+        self.device = device
         self._works: deque[Any] = deque()  # in no local variable: an error's traceback would keep connections open
         timeout = timedelta(seconds=deadline.left("the rendezvous"))
         prefixed = dist.PrefixStore(f"round-{info.round}", store)
@@ -159,7 +162,7 @@ class CollectiveTrainer(TrainerEngine):
         told = {**self.introduction(self._num_silent, deadline)}
         asked = TimedCall(self._client.init_weight_transfer_engine, told)
         info = CollectiveInfo(**told)
-        joined = TimedCall(Group, info, 0, self._store, deadline)
+        joined = TimedCall(Group, info, device_called(info.device), 0, self._store, deadline)
         asked.result(deadline, "init_weight_transfer_engine")
         self._group = joined.result(deadline, "the rendezvous")
 
@@ -229,6 +232,7 @@ class CollectiveEngine(Engine):
     def _connect(self, info: CollectiveInfo) -> None:
         self._close()
         deadline = Deadline(info.timeout_s)
+        device = device_called(info.device)  # the GPU of this thread, not of the one that joins
 
         def join() -> Group:
             limit = timedelta(seconds=deadline.left())
@@ -236,7 +240,7 @@ class CollectiveEngine(Engine):
                 store = dist.TCPStore(info.host, info.port, is_master=False, timeout=limit, wait_for_workers=False)
             except (RuntimeError, OSError) as error:
                 raise _typed(error) from error
-            return Group(info, info.rank_offset + self.rank, store, deadline)
+            return Group(info, device, info.rank_offset + self.rank, store, deadline)
 
         self._group = TimedCall(join).result(deadline, "the rendezvous")
 

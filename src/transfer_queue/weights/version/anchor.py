@@ -24,7 +24,7 @@ from transfer_queue.weights.version.plans import CellPlace, ShardPlan
 from transfer_queue.weights.version.sealing import ShardDigests
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.stored_cells import ITSELF, UNCHANGED, StoredCells
-from transfer_queue.weights.version.tensor_memory import room
+from transfer_queue.weights.version.tensor_memory import on_host, room
 from transfer_queue.weights.version.threads import AHEAD_NBYTES, Ahead, helpers_for
 
 Change: TypeAlias = "Patch | Bytes"  # what a cell has instead
@@ -126,7 +126,7 @@ def _compared(
     """The digest of a shard, and what changed in its cells."""
     if written is not None:
         written.synchronize()
-        tensor = tensor.cpu()
+        tensor = on_host(tensor)
     itemsize = tensor.element_size()
     found = []
     for place, before in zip(places, old, strict=True):

@@ -36,12 +36,24 @@ class Patch(NamedTuple):
     values: Units
 
     def apply(self, onto: torch.Tensor) -> None:
-        """Write them into a contiguous CPU tensor."""
-        units_of(onto)[self.indices] = self.values
+        """Write them into a contiguous tensor, where it lies."""
+        if onto.device.type == "cpu":
+            units_of(onto)[self.indices] = self.values
+        else:
+            there, indices = self._on(onto)
+            there[indices] = torch.from_numpy(self.values).to(onto.device)
 
     def before(self, onto: torch.Tensor) -> Patch:
         """What takes `apply` back."""
-        return Patch(self.indices, units_of(onto)[self.indices])
+        if onto.device.type == "cpu":
+            return Patch(self.indices, units_of(onto)[self.indices])
+        there, indices = self._on(onto)
+        return Patch(self.indices, there[indices].cpu().numpy())
+
+    def _on(self, onto: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The elements of a tensor on another device, as integers, and the indices there."""
+        units = torch.from_numpy(self.values).dtype
+        return byte_view(onto).view(units), torch.from_numpy(self.indices).to(onto.device)
 
     def result(self, base: torch.Tensor, into: torch.Tensor | None = None) -> str:
         """Write the contiguous CPU tensor `base`, changed by this, to `into` (None: nowhere); the result's digest.

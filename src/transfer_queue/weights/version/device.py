@@ -14,7 +14,7 @@ import torch
 from transfer_queue.errors import DigestMismatch, InvalidInput
 from transfer_queue.weights.version.digest import ALGO, DEVICE_ALGO, Buffer, byte_view, digest_tensor, host_bytes
 from transfer_queue.weights.version.manifest import BucketPart
-from transfer_queue.weights.version.tensor_memory import room
+from transfer_queue.weights.version.tensor_memory import on_host, room
 
 STEP = 4 << 20  # words at a time: twice as many bytes as these have are needed meanwhile
 
@@ -71,16 +71,19 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def staged(data: Buffer, nbytes: int, parts: Iterable[BucketPart], algo: str, lend: bool) -> torch.Tensor:
-    """The bucket, checked where it lies; a copy on the same device unless lent. `DigestMismatch`."""
+def staged(
+    data: Buffer, nbytes: int, parts: Iterable[BucketPart], algo: str, lend: bool, to_host: bool
+) -> torch.Tensor:
+    """The bucket, checked where it lies; a copy unless lent, on the same device or `to_host`. `DigestMismatch`."""
     source = data if isinstance(data, torch.Tensor) else torch.from_numpy(host_bytes(data))
     if source.dtype != torch.uint8 or tuple(source.shape) != (nbytes,):
         raise DigestMismatch(f"a bucket came as {source.dtype} {list(source.shape)} instead of {nbytes} bytes")
+    leaves = to_host and source.device.type != "cpu"
     place = source
-    if not lend:
+    if not (lend or leaves):
         place = room(nbytes) if source.device.type == "cpu" else torch.empty_like(source)
         place.copy_(source)
     for part in parts:
         if digest_at(place[part.offset : part.offset + part.nbytes], algo) != part.digest:
             raise DigestMismatch(f"bucket {part.bucket}: the bytes of {part.name!r} are not those of the manifest")
-    return place
+    return on_host(place) if leaves else place

@@ -12,6 +12,7 @@ import torch
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.weights.version.tensor_memory import on_host
 
 ALGO = "xxh3_128"
 DEVICE_ALGO = "mix64x2"  # computed where the bytes lie (`device`)
@@ -41,7 +42,7 @@ def digest_of(data: Bytes) -> str:
 
 def digest_tensor(tensor: torch.Tensor) -> str:
     """Hex digest of a tensor's bytes; one on another device is copied to the host for it."""
-    return digest_of(byte_view(tensor.contiguous().cpu()).numpy())
+    return digest_of(byte_view(on_host(tensor.contiguous())).numpy())
 
 
 def copy_and_digest(into: Bytes, source: Bytes) -> str:

@@ -20,6 +20,7 @@ from transfer_queue.weights.version.packing import copy_written
 from transfer_queue.weights.version.plans import CellPlace, ShardPlan, Wants
 from transfer_queue.weights.version.sealing import ShardDigests
 from transfer_queue.weights.version.sharded import TensorShard
+from transfer_queue.weights.version.tensor_memory import on_host
 from transfer_queue.weights.version.threads import AHEAD_NBYTES, Ahead, helpers_for
 
 _NUMPY: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
@@ -64,7 +65,7 @@ def _pack_shard(
         return digest, [digest]
     if written is not None:
         written.synchronize()
-        tensor = tensor.cpu()
+        tensor = on_host(tensor)
     digest = digest_of(byte_view(tensor).numpy())
     return digest, [copy_box(tensor, shard, place.box, part) for place, part in zip(places, into, strict=True)]
 

@@ -8,16 +8,20 @@ it meanwhile when it is short of memory, up to `LENT_PART` of the machine's.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
 from transfer_queue.codec.layout import ALIGN
+from transfer_queue.memory import uploads
 from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.pool import Pool
+from transfer_queue.memory.uploads import Upload, upload
 
 KEEP_NBYTES = 1 << 30
 LENT_PART = 0.25
+T = TypeVar("T")
 _pool = Pool(KEEP_NBYTES, lends_idle=True)
 if _pool.lends_idle:
     _pool.keep_nbytes = max(KEEP_NBYTES, int(LENT_PART * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
@@ -54,6 +58,28 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         else:
             found.append(one.detach().clone(memory_format=torch.contiguous_format))
     return found
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor itself, or, where it is on another device, a copy in staging memory."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return room(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+
+
+def upload_all(pairs: Iterable[tuple[torch.Tensor, T]]) -> list[tuple[torch.Tensor, T]]:
+    """Write each second one into the first where that is plain bytes from the host to a GPU, all of them together. The
+    other pairs."""
+    to_gpu: dict[torch.device, list[Upload]] = {}
+    others = []
+    for into, source in pairs:
+        if isinstance(source, torch.Tensor) and uploads.fits(into, source):
+            to_gpu.setdefault(into.device, []).append(Upload(into, source))
+        else:
+            others.append((into, source))
+    for found in to_gpu.values():
+        upload(found, _mover)
+    return others
 
 
 def write(into: torch.Tensor, source: torch.Tensor) -> None:
