@@ -199,7 +199,7 @@ def shared() -> Iterator[tq.TransferQueueClient]:
 
 @pytest.fixture(scope="module")
 def gpu_context() -> torch.device:
-    """The GPU; the test is skipped without one. The first tensor there opens pipes, which no test is to be blamed for."""
+    """The GPU; tests are skipped without one. The first tensor there opens pipes, which none of them leaves behind."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     return torch.ones(1, device="cuda").device

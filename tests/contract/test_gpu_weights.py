@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Site, expected
-from weights import ROOM_S, Net, Weights, copy_of, delta, drawn, full, install, root, same
+from weights import ROOM_S, Weights, copy_of, delta, drawn, full, install, root, same
 
 from transfer_queue.errors import InvalidInput, StaleBase
 from transfer_queue.weights import Control, Flip, InPlace, ModuleSource, Receiver, Swap
@@ -179,7 +179,9 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
     def trainer(source: torch.nn.Module, **info: Any) -> Any:
         folder = {"folder": str(tmp_path)} if request.param == "disk" else {}
         kind = registry.trainer(request.param)
-        made.append(kind.trainer_init({**folder, **info}, client=Control(engine, receiver), source=ModuleSource(source)))
+        made.append(
+            kind.trainer_init({**folder, **info}, client=Control(engine, receiver), source=ModuleSource(source))
+        )
         return made[-1]
 
     yield module, trainer
@@ -217,6 +219,20 @@ def test_differences_are_of_the_weights_in_the_stream_that_sends() -> None:
             kinds.append(trainer.send_weights(deadline_s=ROOM_S).kind)
         assert all((tensor.view(-1)[::50] == turn).all() for tensor in module.parameters())
     assert kinds == ["full", "delta", "delta", "delta"]
+    trainer.shutdown()
+    engine.shutdown()
+
+
+def test_a_trainer_needs_no_second_model_on_its_gpu() -> None:
+    module, mine = Large().cuda(), Large().cuda().requires_grad_(False)
+    receiver = Receiver(InPlace(module))
+    engine = registry.engine("tcp")(receiver)
+    client = Control(engine, receiver)
+    trainer = registry.trainer("tcp").trainer_init({"anchor_every": 9}, client=client, source=ModuleSource(mine))
+    assert peak_mb(lambda: trainer.send_weights(deadline_s=ROOM_S)) < 1
+    for tensor in mine.parameters():
+        tensor.view(-1)[::50] += 1
+    assert peak_mb(lambda: trainer.send_weights(deadline_s=ROOM_S)) < 9
     trainer.shutdown()
     engine.shutdown()
 
