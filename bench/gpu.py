@@ -1,6 +1,6 @@
 """Rows and weights from GPU memory to GPU memory of one machine, with one GPU.
 
-    python -m bench.gpu [--rounds 7] [--layers 12] [--parts samples,weights]
+    python -m bench.gpu [--rounds 7] [--layers 12] [--parts samples,weights] [--ways WAY;WAY]
 
 Rows go through a service with default settings. Beside it: what came before (`get` to the host, then `.to("cuda")`),
 and what bounds it, a copy of the same bytes from pinned memory.
@@ -38,6 +38,7 @@ WAYS = {  # engine, where a version waits for its commit, settings of the traine
     "shm": ("shm", None, {}),
     "shm, staged on the GPU": ("shm", "device", {}),
     "tcp": ("tcp", None, {}),
+    "tcp, 8 streams": ("tcp", None, {"streams": 8}),
     "tcp, staged on the GPU": ("tcp", "device", {}),
     "tcp, 1 %": ("tcp", None, {"anchor_every": 1000}),
     "disk (/dev/shm)": ("disk", None, {"folder": FOLDER, "sync": False}),
@@ -152,7 +153,7 @@ class Server:
         self.process.wait(30)
 
 
-def weights(rounds: int, num_layers: int) -> None:
+def weights(rounds: int, num_layers: int, ways: list[str]) -> None:
     from transfer_queue.weights import ModuleSource
     from transfer_queue.weights.http import WeightSyncClient
     from transfer_queue.weights.transport import registry
@@ -161,9 +162,9 @@ def weights(rounds: int, num_layers: int) -> None:
     nbytes = sum(tensor.nbytes for tensor in mine.parameters())
     print(f"\n{nbytes / 1e9:.2f} GB in {len(list(mine.parameters()))} tensors")
     print(f"{'way':30} {'pack':>8} {'update':>8} {'commit':>8} {'pause':>8} {'sum':>8} ms {'GB/s':>6} {'GPU, MB':>8}")
-    servers = {way: Server("--serve", json.dumps([*given[:2], num_layers])) for way, given in WAYS.items()}
-    for way, (engine, _, info) in WAYS.items():
-        server = servers[way]
+    servers = {way: Server("--serve", json.dumps([*WAYS[way][:2], num_layers])) for way in ways}
+    for way, server in servers.items():
+        engine, _, info = WAYS[way]
         client = WeightSyncClient(server.line(), "bench", timeout_s=DEADLINE_S)
         trainer = registry.trainer(engine).trainer_init(info, client=client, source=ModuleSource(mine))
         found = []
@@ -235,6 +236,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--parts", default="samples,weights")
+    parser.add_argument("--ways", default="", help="; between them; all of them if it is empty")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
@@ -245,7 +247,7 @@ def main() -> None:
     if "samples" in given.parts:
         samples(given.rounds)
     if "weights" in given.parts:
-        weights(given.rounds, given.layers)
+        weights(given.rounds, given.layers, given.ways.split(";") if given.ways else list(WAYS))
         by_hand(given.rounds, given.layers)
     return None
 

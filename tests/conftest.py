@@ -211,6 +211,7 @@ def gpu(gpu_context: torch.device) -> Iterator[torch.device]:
     before = torch.cuda.memory_allocated(gpu_context)
     yield gpu_context
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # one for each stream that multiplied matrices
     until(lambda: torch.cuda.memory_allocated(gpu_context) <= before, "the end of tensors on the GPU", 5)
 
 

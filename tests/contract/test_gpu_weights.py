@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,90 +166,78 @@ def test_a_commit_waits_for_kernels_that_read_the_old_weights(kind: Callable[...
     assert answer.item() == 8 * 1024 * 2048 + 1001
 
 
-Served = tuple[torch.nn.Module, Callable[..., Any]]
-
-
-@pytest.fixture(params=["tcp", "shm", "disk"])
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+@contextmanager
+def serving(engine: str, folder: Path) -> Iterator[tuple[torch.nn.Module, Callable[..., Any]]]:
     """A module that takes versions, and what starts a trainer for it."""
     module = Large().cuda()
     receiver = Receiver(InPlace(module))
-    engine = registry.engine(request.param)(receiver)
-    made: list[Any] = []
+    made = registry.engine(engine)(receiver)
+    trainers: list[Any] = []
 
     def trainer(source: torch.nn.Module, **info: Any) -> Any:
-        folder = {"folder": str(tmp_path)} if request.param == "disk" else {}
-        kind = registry.trainer(request.param)
-        made.append(
-            kind.trainer_init({**folder, **info}, client=Control(engine, receiver), source=ModuleSource(source))
-        )
-        return made[-1]
+        kind, more = registry.trainer(engine), {"folder": str(folder)} if engine == "disk" else {}
+        client = Control(made, receiver)
+        trainers.append(kind.trainer_init({**more, **info}, client=client, source=ModuleSource(source)))
+        return trainers[-1]
 
     yield module, trainer
-    for one in made:
+    for one in trainers:
         one.shutdown()
-    engine.shutdown()
+    made.shutdown()
 
 
-def test_weights_are_those_of_the_stream_that_sends(served: Served) -> None:
+@pytest.mark.parametrize("engine", ["tcp", "shm", "disk"])
+def test_weights_are_those_of_the_stream_that_sends(engine: str, tmp_path: Path) -> None:
     """An optimizer's step may still wait in the stream when they are sent."""
-    module, start = served
     mine = Large().cuda().requires_grad_(False)
-    trainer = start(mine)
-    for turn in range(1, 4):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(LONG)
+    with serving(engine, tmp_path) as (module, start):
+        trainer = start(mine)
+        for turn in range(1, 4):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda._sleep(LONG)
+                for tensor in mine.parameters():
+                    tensor.fill_(turn)
+                trainer.send_weights(deadline_s=ROOM_S)
+            assert all((tensor == turn).all() for tensor in module.parameters())
+
+
+def test_differences_are_of_the_weights_in_the_stream_that_sends(tmp_path: Path) -> None:
+    mine, kinds = Large().cuda().requires_grad_(False), []
+    with serving("tcp", tmp_path) as (module, start):
+        trainer = start(mine, anchor_every=9)
+        for turn in range(1, 5):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda._sleep(LONG)
+                for tensor in mine.parameters():
+                    tensor.view(-1)[::50] = turn
+                kinds.append(trainer.send_weights(deadline_s=ROOM_S).kind)
+            assert all((tensor.view(-1)[::50] == turn).all() for tensor in module.parameters())
+    assert kinds == ["full", "delta", "delta", "delta"]
+
+
+def test_a_trainer_needs_no_second_model_on_its_gpu(tmp_path: Path) -> None:
+    mine = Large().cuda().requires_grad_(False)
+    with serving("tcp", tmp_path) as (_, start):
+        trainer = start(mine, anchor_every=9)
+        assert peak_mb(lambda: trainer.send_weights(deadline_s=ROOM_S)) < 1
+        for tensor in mine.parameters():
+            tensor.view(-1)[::50] += 1
+        assert peak_mb(lambda: trainer.send_weights(deadline_s=ROOM_S)) < 9
+
+
+@pytest.mark.parametrize("engine", ["tcp", "shm", "disk"])
+def test_training_goes_on_while_published_weights_are_taken(engine: str, tmp_path: Path) -> None:
+    mine = Large().cuda().requires_grad_(False)
+    with serving(engine, tmp_path) as (module, start):
+        trainer = start(mine)
+        for turn in range(1, 4):
             for tensor in mine.parameters():
                 tensor.fill_(turn)
-            trainer.send_weights(deadline_s=ROOM_S)
-        assert all((tensor == turn).all() for tensor in module.parameters())
-
-
-def test_differences_are_of_the_weights_in_the_stream_that_sends() -> None:
-    module, mine = Large().cuda(), Large().cuda().requires_grad_(False)
-    receiver = Receiver(InPlace(module))
-    engine = registry.engine("tcp")(receiver)
-    client = Control(engine, receiver)
-    trainer = registry.trainer("tcp").trainer_init({"anchor_every": 9}, client=client, source=ModuleSource(mine))
-    kinds = []
-    for turn in range(1, 5):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(LONG)
+            ticket = trainer.publish(deadline_s=ROOM_S)
             for tensor in mine.parameters():
-                tensor.view(-1)[::50] = turn
-            kinds.append(trainer.send_weights(deadline_s=ROOM_S).kind)
-        assert all((tensor.view(-1)[::50] == turn).all() for tensor in module.parameters())
-    assert kinds == ["full", "delta", "delta", "delta"]
-    trainer.shutdown()
-    engine.shutdown()
-
-
-def test_a_trainer_needs_no_second_model_on_its_gpu() -> None:
-    module, mine = Large().cuda(), Large().cuda().requires_grad_(False)
-    receiver = Receiver(InPlace(module))
-    engine = registry.engine("tcp")(receiver)
-    client = Control(engine, receiver)
-    trainer = registry.trainer("tcp").trainer_init({"anchor_every": 9}, client=client, source=ModuleSource(mine))
-    assert peak_mb(lambda: trainer.send_weights(deadline_s=ROOM_S)) < 1
-    for tensor in mine.parameters():
-        tensor.view(-1)[::50] += 1
-    assert peak_mb(lambda: trainer.send_weights(deadline_s=ROOM_S)) < 9
-    trainer.shutdown()
-    engine.shutdown()
-
-
-def test_training_goes_on_while_published_weights_are_taken(served: Served) -> None:
-    module, start = served
-    mine = Large().cuda().requires_grad_(False)
-    trainer = start(mine)
-    for turn in range(1, 4):
-        for tensor in mine.parameters():
-            tensor.fill_(turn)
-        on_its_way = trainer.publish(deadline_s=ROOM_S)
-        for tensor in mine.parameters():
-            tensor.fill_(-1)
-        assert on_its_way.result().version == turn
-        assert all((tensor == turn).all() for tensor in module.parameters())
+                tensor.fill_(-1)
+            assert ticket.result().version == turn
+            assert all((tensor == turn).all() for tensor in module.parameters())
 
 
 def test_memory_of_the_gpu_is_lent_two_hundred_times(site: Start, gpu: torch.device) -> None:

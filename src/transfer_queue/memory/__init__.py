@@ -1,5 +1,5 @@
 """Bulk memory of a process, and what is done with it. Nothing here knows rows or sockets; only
-`handles`, `streams` and `uploads` know torch.
+`handles`, `streams`, `uploads` and `downloads` know torch.
 
 bytes         memory as arrays: what keeps it alive, and where it lies
 copy          copies at memory speed, split between threads
@@ -9,5 +9,6 @@ memfd         files without a name: how memory is shared
 private_map   shared memory mapped so that writes stay in this process
 streams       work in another thread, in this one's streams of a GPU
 uploads       host memory to a GPU, through pinned buffers
+downloads     a GPU's memory to the host, step by step
 handles       memory of the host or of a GPU that another process maps, by a handle that is JSON
 """

@@ -18,7 +18,7 @@ from transfer_queue.weights.version.boxes import Box, strides_of, whole, within
 from transfer_queue.weights.version.delta import Indices, Patch
 from transfer_queue.weights.version.manifest import BucketPart, Manifest, TensorSpec
 from transfer_queue.weights.version.pieces import Pieces
-from transfer_queue.weights.version.tensor_memory import on_host, room
+from transfer_queue.weights.version.tensor_memory import room
 from transfer_queue.weights.version.threads import helpers_for
 
 
@@ -80,7 +80,7 @@ class Results:
 
     def _patched(self, spec: TensorSpec, held: Supplied, came: torch.Tensor, result: str) -> Staged:
         live = _tensor_of(held)
-        base = on_host(live.contiguous())
+        base = live.contiguous()
         into = None if self._is_in_place(live) else room(base.nbytes).view(base.dtype).reshape(base.shape)
         patch = _checked(spec, base, came, result, into)
         return patch if into is None else into
@@ -97,7 +97,7 @@ def _pieces(spec: TensorSpec, parts: list[ChangedPart], held: Supplied | None) -
     for box, came, result in parts:
         base = None if came is not None and result is None else _box_of(held, box)
         if base is not None and came is not None and result is not None:
-            base = on_host(base.contiguous())
+            base = base.contiguous()
             place = room(base.nbytes).view(dtype).reshape(box.lengths)
             _checked(spec, base, came, result, place)
             found.parts.append((box, place))
@@ -136,7 +136,7 @@ def _patch(spec: TensorSpec, live: torch.Tensor, part: ChangedPart) -> Patch:
     """What changes in the whole tensor, given the difference of a box."""
     assert part.came is not None
     assert part.result is not None
-    base = on_host(live[within(part.box, whole(spec.shape))].contiguous())
+    base = live[within(part.box, whole(spec.shape))].contiguous()
     found = _checked(spec, base, part.came, part.result)
     return Patch(_in_whole(found.indices, part.box, spec.shape, max(1, live.element_size() // 8)), found.values)
 

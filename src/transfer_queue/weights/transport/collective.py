@@ -64,9 +64,7 @@ class CollectiveInfo(InitInfo, kw_only=True):
 class Group:
     """A process group that belongs to nobody else. Broken for good after an error. `device`: where its buffers are."""
 
-    def __init__(
-        self, info: CollectiveInfo, device: torch.device, rank: int, store: Any, deadline: Deadline
-    ) -> None:
+    def __init__(self, info: CollectiveInfo, device: torch.device, rank: int, store: Any, deadline: Deadline) -> None:
         self.device = device
         self._works: deque[Any] = deque()  # in no local variable: an error's traceback would keep connections open
         timeout = timedelta(seconds=deadline.left("the rendezvous"))

@@ -16,7 +16,7 @@ import torch
 
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.weights.version.boxes import Box, relative, run_of
-from transfer_queue.weights.version.delta import Difference, Patch, difference_of, units_from
+from transfer_queue.weights.version.delta import Difference, Patch, difference_of, in_steps, steps_from, units_from
 from transfer_queue.weights.version.device import ready
 from transfer_queue.weights.version.digest import byte_view, digest_of
 from transfer_queue.weights.version.pieces import copy_box, pack_shards, read_shards
@@ -126,8 +126,12 @@ def _compared(
     """The digest of a shard, and what changed in its cells."""
     if written is not None:
         written.synchronize()
-        tensor = on_host(tensor)
     itemsize = tensor.element_size()
+    if len(places) == 1 and places[0].box == shard:
+        (before,) = old
+        one = difference_of(units_from(before, itemsize), in_steps(tensor))
+        return one.digest, [_change(one, tensor)]
+    tensor = on_host(tensor)
     found = []
     for place, before in zip(places, old, strict=True):
         run = run_of(relative(place.box, shard), shard.lengths)
@@ -136,11 +140,12 @@ def _compared(
             copy_box(tensor, shard, place.box, data)
         else:
             data = byte_view(tensor).numpy()[run.start * itemsize : run.stop * itemsize]
-        one = difference_of(units_from(before, itemsize), units_from(data, itemsize))
-        found.append(_change(one, data))
-    is_whole = len(places) == 1 and places[0].box == shard
-    return found[0].digest if is_whole else digest_of(byte_view(tensor).numpy()), found
+        one = difference_of(units_from(before, itemsize), steps_from(data, itemsize))
+        found.append(_change(one, torch.from_numpy(data)))
+    return digest_of(byte_view(tensor).numpy()), found
 
 
-def _change(found: Difference, data: Bytes) -> CellChange:
-    return CellChange(found.digest, data.copy() if found.patch is None else found.patch, found.stored)
+def _change(found: Difference, tensor: torch.Tensor) -> CellChange:
+    if found.patch is not None:
+        return CellChange(found.digest, found.patch, found.stored)
+    return CellChange(found.digest, byte_view(tensor).to("cpu", copy=True).numpy(), None)

@@ -11,6 +11,7 @@ changed; applying it twice is applying it once:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from xxhash import xxh3_64, xxh3_128
 
 from transfer_queue.errors import ProtocolError, ShapeMismatch
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.memory.downloads import downloaded
 from transfer_queue.weights.version.digest import STEP_NBYTES, byte_view
 
 _CODES: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
@@ -56,17 +58,16 @@ class Patch(NamedTuple):
         return byte_view(onto).view(units), torch.from_numpy(self.indices).to(onto.device)
 
     def result(self, base: torch.Tensor, into: torch.Tensor | None = None) -> str:
-        """Write the contiguous CPU tensor `base`, changed by this, to `into` (None: nowhere); the result's digest.
-
-        Both are done in steps that stay in a core's cache, so that memory is read once."""
-        units = units_of(base)
+        """Write the contiguous tensor `base`, on any device, changed by this, to `into`, on the CPU (None: nowhere);
+        the result's digest. Both are done step by step, so that memory is read once."""
+        step = STEP_NBYTES // self.values.itemsize
+        num = base.nbytes // self.values.itemsize
+        ends = np.searchsorted(self.indices, np.arange(0, num + step, step))
+        scratch = np.empty(min(step, num), self.values.dtype)
         place = None if into is None else units_of(into)
-        step = STEP_NBYTES // units.itemsize
-        scratch = np.empty(min(step, len(units)), units.dtype)
-        ends = np.searchsorted(self.indices, np.arange(0, len(units) + step, step))
         state = xxh3_128()
-        for number, start in enumerate(range(0, len(units), step)):
-            part = units[start : start + step]
+        for number, part in enumerate(in_steps(base)):
+            start = number * step
             target = scratch[: len(part)] if place is None else place[start : start + step]
             np.copyto(target, part)
             span = slice(ends[number], ends[number + 1])
@@ -90,19 +91,19 @@ def difference(old: torch.Tensor, new: torch.Tensor) -> Difference:
         raise ShapeMismatch(
             f"{old.dtype} {list(old.shape)} differs from {new.dtype} {list(new.shape)} in more than values"
         )
-    return difference_of(units_of(old), units_of(new))
+    return difference_of(units_of(old), in_steps(new))
 
 
-def difference_of(old: Units, new: Units) -> Difference:
-    """Of elements as integers."""
+def difference_of(old: Units, new: Iterable[Units]) -> Difference:
+    """Of elements as integers. `new` has as many, in steps."""
     # With more changed elements than this the difference needs more bytes, or hardly fewer.
-    most = max(0, min((new.nbytes - HEAD_NBYTES) // (new.itemsize + 1), len(new) // 4))
+    most = max(0, min((old.nbytes - HEAD_NBYTES) // (old.itemsize + 1), len(old) // 4))
     patch, digest = _scan(old, new, most)
     if patch is None or not len(patch.indices):
         return Difference(digest, patch, None)
     width, codes = _gap_codes(patch.indices)
     padding = -codes.nbytes % 8
-    if HEAD_NBYTES + codes.nbytes + padding + patch.values.nbytes >= new.nbytes:
+    if HEAD_NBYTES + codes.nbytes + padding + patch.values.nbytes >= old.nbytes:
         return Difference(digest, None, None)
     head = np.array([len(patch.indices), len(codes), width], "<i8")
     parts = [head.view(np.uint8), codes.view(np.uint8), np.zeros(padding, np.uint8), patch.values.view(np.uint8)]
@@ -137,26 +138,39 @@ def units_from(data: Bytes, itemsize: int) -> Units:
     return data.view(_UNITS[min(8, itemsize)])
 
 
-def _scan(old: Units, new: Units, most: int) -> tuple[Patch | None, str]:
+def in_steps(tensor: torch.Tensor) -> Iterator[Units]:
+    """The elements of a contiguous tensor, on any device, in steps that stay in a core's cache."""
+    flat = byte_view(tensor)
+    for data in [flat.numpy()] if flat.device.type == "cpu" else downloaded(flat):
+        yield from steps_from(data, tensor.element_size())
+
+
+def steps_from(data: Bytes, itemsize: int) -> Iterator[Units]:
+    """As `in_steps`, of the elements of this size with these bytes."""
+    for start in range(0, data.nbytes, STEP_NBYTES):
+        yield units_from(data[start : start + STEP_NBYTES], itemsize)
+
+
+def _scan(old: Units, new: Iterable[Units], most: int) -> tuple[Patch | None, str]:
     """The changes (None: more than `most`, and not 0) and the digest of `new`, reading both once."""
-    step = STEP_NBYTES // new.itemsize
-    unequal = np.empty(min(step, len(new)), np.bool_)
+    unequal = np.empty(min(STEP_NBYTES // old.itemsize, len(old)), np.bool_)
     state, touched = xxh3_128(), xxh3_64()
-    found: list[Indices] = []
-    count = 0
-    for start in range(0, len(new), step):
-        part = new[start : start + step]
+    found: list[Indices] = [np.empty(0, np.int64)]
+    values: list[Units] = [np.empty(0, old.dtype)]
+    count = start = 0
+    for part in new:
         state.update(part.data)
         if count <= most:
-            before = old[start : start + step]
+            before = old[start : start + len(part)]
             touched.update(before.data)  # brings it to the cache faster than the comparison does: a tenth of the time
-            differs = np.not_equal(before, part, out=unequal[: len(part)])
-            found.append(np.flatnonzero(differs) + start)
-            count += len(found[-1])
+            differs = np.flatnonzero(np.not_equal(before, part, out=unequal[: len(part)]))
+            found.append(differs + start)
+            values.append(part[differs])
+            count += len(differs)
+        start += len(part)
     if count > most:
         return None, state.hexdigest()
-    indices = np.concatenate(found) if found else np.empty(0, np.int64)
-    return Patch(indices, new[indices]), state.hexdigest()
+    return Patch(np.concatenate(found), np.concatenate(values)), state.hexdigest()
 
 
 def _head(data: Bytes) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ xxh3 finds every accident and no attack: who may send weights is decided before,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -52,9 +53,17 @@ def copy_and_digest(into: Bytes, source: Bytes) -> str:
     if into.nbytes <= STEP_NBYTES:
         np.copyto(into, source)
         return xxh3_128_hexdigest(into.data)
-    state = xxh3_128()
-    for start in range(0, into.nbytes, STEP_NBYTES):
-        part = into[start : start + STEP_NBYTES]
-        np.copyto(part, source[start : start + STEP_NBYTES])
-        state.update(part.data)
+    return collect_and_digest(into, [source])
+
+
+def collect_and_digest(into: Bytes, sources: Iterable[Bytes]) -> str:
+    """As `copy_and_digest`, of sources that fill `into` one after the other."""
+    state, at = xxh3_128(), 0
+    for source in sources:
+        for start in range(0, source.nbytes, STEP_NBYTES):
+            step = source[start : start + STEP_NBYTES]
+            part = into[at : at + step.nbytes]
+            np.copyto(part, step)
+            state.update(part.data)
+            at += step.nbytes
     return state.hexdigest()

@@ -13,8 +13,9 @@ from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.codec.layout import ALIGN
 from transfer_queue.errors import InvalidInput, ShapeMismatch
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.memory.downloads import downloaded
 from transfer_queue.weights.version.device import ready
-from transfer_queue.weights.version.digest import ALGO, byte_view, copy_and_digest, digest_of, digest_tensor
+from transfer_queue.weights.version.digest import ALGO, byte_view, collect_and_digest, copy_and_digest, digest_tensor
 from transfer_queue.weights.version.manifest import BucketPart, Entry, Kind, Manifest, TensorSpec, expand, root_of
 from transfer_queue.weights.version.sources import TensorMeta, WeightSource
 from transfer_queue.weights.version.threads import AHEAD_NBYTES, Ahead, helpers_for
@@ -157,8 +158,7 @@ def copy_written(tensor: torch.Tensor, written: torch.Event | None, into: Bytes)
     if written is None:
         return copy_and_digest(into, byte_view(tensor).numpy())
     written.synchronize()
-    torch.from_numpy(into).copy_(byte_view(tensor))
-    return digest_of(into)
+    return collect_and_digest(into, downloaded(byte_view(tensor)))
 
 
 def digests(source: WeightSource) -> dict[str, str]:

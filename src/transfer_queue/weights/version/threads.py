@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-NUM_THREADS = min(4, os.cpu_count() or 1)
+NUM_THREADS = min(8, os.cpu_count() or 1)
 AHEAD_NBYTES = 64 << 20
 ALONE_NBYTES = 8 << 20  # copied within a millisecond or two: among busy processes a thread needs longer to begin
 T = TypeVar("T")
