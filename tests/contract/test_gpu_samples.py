@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue.memory.copy import Mover
+from transfer_queue.memory.downloads import downloaded
 from transfer_queue.memory.uploads import STEP_NBYTES, Upload, upload
 
 pytestmark = pytest.mark.usefixtures("shared", "gpu")
@@ -140,13 +141,16 @@ def test_a_get_does_not_overtake_the_stream_of_its_caller(read: Callable[..., Te
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(st.lists(st.sampled_from([0, 1, 7, 4096, STEP_NBYTES - 1, STEP_NBYTES, 2 * STEP_NBYTES + 3]), max_size=12))
-def test_uploads_of_any_sizes(sizes: list[int]) -> None:
+def test_uploads_and_downloads_of_any_sizes(sizes: list[int]) -> None:
     mover = Mover()
     sources = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in sizes]
     places = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for nbytes in sizes]
     upload([Upload(*pair) for pair in zip(places, sources, strict=True)], mover)
     mover.close()
     assert all(same(*pair) for pair in zip(places, sources, strict=True))
+    for place, source in zip(places, sources, strict=True):
+        steps = [step.copy() for step in downloaded(place)]
+        assert b"".join(step.tobytes() for step in steps) == source.numpy().tobytes()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
