@@ -78,8 +78,8 @@ def _threads() -> set[str]:
 
 def _shared_memory() -> set[str]:
     """Names in /dev/shm, without those of anybody's multiprocessing, and torch's: it unlinks a tensor's file as soon
-    as it is open, but a worker can be killed in between."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "psm_", "torch_"))}
+    as it is open, but a worker can be killed in between. CUDA's driver leaves that of a process that was killed."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "psm_", "torch_", "cuda."))}
 
 
 def _settings() -> dict[str, str]:

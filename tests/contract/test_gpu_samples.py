@@ -136,6 +136,17 @@ def test_a_get_does_not_overtake_the_stream_of_its_caller(read: Callable[..., Te
     tq.kv_clear(KEYS, "order")
 
 
+@pytest.mark.parametrize("width", [1, LARGE // 8])
+def test_fields_of_equal_lengths_combine_on_the_gpu(width: int, gpu: torch.device) -> None:
+    rows = [torch.ones(number % 5 + 1, width) for number in range(NUM)]
+    jagged = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    put("together", x=jagged, y=jagged * 2)
+    found = get("together", device=gpu)
+    assert (found["x"] + found["y"]).values().eq(3).all()
+    assert same(found["x"][3], rows[3])
+    tq.kv_clear(KEYS, "together")
+
+
 @settings(
     max_examples=40, derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

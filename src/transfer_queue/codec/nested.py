@@ -41,6 +41,15 @@ class Offsets:
             return cls(torch.zeros(count + 1, dtype=torch.int64, device="cpu"), 0, 0)
         return cls(torch.arange(0, (count + 1) * length, length, device="cpu"), length, length)
 
+    @classmethod
+    def elsewhere(cls, rows: Any, device: torch.device) -> Offsets:
+        """Those of a jagged tensor, on another device."""
+        found = cls.__new__(cls)
+        found.marks = rows._offsets.to(device)
+        found.count = len(found.marks) - 1
+        found._steps, found.lengths = {}, dict(rows._metadata_cache)
+        return found
+
     @cached_property
     def size(self) -> Any:
         """What torch calls the size of the dimension that differs; equal for tensors of these offsets only."""
@@ -151,14 +160,6 @@ def _described(made: Any) -> Any:
     looks = (made.shape, made.stride(), made.layout, made.dtype, made.device, made.requires_grad, made.is_contiguous())
     pickled = made.__reduce_ex__(2)[1][:2]  # what makes it again, and of which class
     return attributes, vars(values), looks, pickled, str(torch._C._dispatch_keys(made)), made.untyped_storage().size()
-
-
-def over(rows: Any, values: torch.Tensor) -> torch.Tensor:
-    """A jagged tensor like `rows`, whose values are these; where rows begin goes to their device."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found: Any = NestedTensor(values, offsets=rows._offsets.to(values.device), _ragged_idx=rows._ragged_idx)
-        found._metadata_cache = dict(rows._metadata_cache)
-        return found
 
 
 def nested(values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,7 @@ from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.copy import Mover
 
 STEP_NBYTES = 4 << 20  # of a buffer: smaller ones cost more calls, larger ones gain nothing
-ALONE_NBYTES = 8 << 20  # takes one thread a millisecond
-SMALL_NBYTES = 1 << 20  # torch's own copy is as fast
+ALONE_NBYTES = 16 << 20  # torch's own copies are as fast
 
 
 class Upload(NamedTuple):
@@ -57,12 +56,14 @@ def upload(uploads: Sequence[Upload], mover: Mover) -> None:
     """Carry out all of them, to one GPU. They begin after what is in this thread's current stream, and have ended when
     this returns. The threads are `mover`'s."""
     total = sum(one.nbytes for one in uploads)
-    if not total:
+    if total < ALONE_NBYTES:
+        for one in uploads:
+            one.into.copy_(one.source)
         return
     device = uploads[0].into.device
     before = torch.cuda.current_stream(device).record_event()
-    num = 1 if total < ALONE_NBYTES else mover.num_threads
-    mover.together([partial(_send, share, device, before) for share in _shares(uploads, total, num)])
+    shares = _shares(uploads, total, mover.num_threads)
+    mover.together([partial(_send, share, device, before) for share in shares])
 
 
 def _shares(uploads: Sequence[Upload], total: int, num: int) -> list[list[Span]]:

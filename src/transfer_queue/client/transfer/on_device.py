@@ -7,32 +7,40 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from transfer_queue.codec.nested import over
+from transfer_queue.codec.nested import Offsets, jagged
 from transfer_queue.memory import uploads
 from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.uploads import Upload, upload
 
 
 def on_device(found: TensorDict, device: torch.device, mover: Mover) -> TensorDict:
-    """`found` there. Nobody reads the memory of `found` any more when this returns."""
-    if device.type == "cuda":
-        large = {name: flat for name, value in found.items() if (flat := _values(value)) is not None}
-        places = {name: torch.empty_like(flat, device=device) for name, flat in large.items()}
-        upload([Upload(places[name], flat) for name, flat in large.items()], mover)
-        for name, place in places.items():
-            value = found.get(name)
-            found.set(name, over(value, place) if value.is_nested else place)
-    return found.to(device)
+    """`found` there. Nobody reads the memory of `found` any more when this returns.
 
+    Large tensors are uploaded together. Jagged ones that have their offsets in common have them in common there.
+    """
+    if device.type != "cuda":
+        return found.to(device)
+    fields: dict[str, Any] = dict(found.items())
+    uploaded: list[Upload] = []
+    offsets: dict[int, Offsets] = {}
 
-def _values(value: object) -> torch.Tensor | None:
-    """The memory of a field, where it is one contiguous tensor that is worth an upload of its own."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    flat: Any = value
-    if value.is_nested:
-        if value.layout != torch.jagged or flat._lengths is not None:
-            return None
-        flat = flat._values
-    is_large = flat.nbytes >= uploads.SMALL_NBYTES
-    return flat if is_large and uploads.is_plain(flat) else None
+    def moved(values: torch.Tensor) -> torch.Tensor:
+        if not uploads.is_plain(values):
+            return values.to(device)
+        uploaded.append(Upload(torch.empty_like(values, device=device), values))
+        return uploaded[-1].into
+
+    for name, value in fields.items():
+        if not isinstance(value, torch.Tensor):
+            fields[name] = value.to(device) if hasattr(value, "to") else value
+        elif not value.is_nested:
+            fields[name] = moved(value)
+        elif value.layout == torch.jagged:
+            rows: Any = value
+            if id(rows._offsets) not in offsets:
+                offsets[id(rows._offsets)] = Offsets.elsewhere(rows, device)
+            fields[name] = jagged(moved(rows._values), offsets[id(rows._offsets)], rows._ragged_idx)
+        else:
+            fields[name] = value.to(device)
+    upload(uploaded, mover)
+    return TensorDict._new_unsafe(fields, batch_size=found.batch_size, device=device)

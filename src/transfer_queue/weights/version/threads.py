@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 NUM_THREADS = min(8, os.cpu_count() or 1)
-AHEAD_NBYTES = 64 << 20
+AHEAD_NBYTES = NUM_THREADS * (32 << 20)
 ALONE_NBYTES = 8 << 20  # copied within a millisecond or two: among busy processes a thread needs longer to begin
 T = TypeVar("T")
 
@@ -30,30 +30,34 @@ class Alone(Executor):
 
 
 class Ahead(Generic[T]):
-    """Calls in threads; their results, in the order of the calls. Not more than `ahead_nbytes` of what they were given
-    waits for threads, if that is given."""
+    """Calls in threads; their results, in the order of the calls. If `ahead_nbytes` is given, not more of what calls
+    were given is held at once, but for one large one: a model's embedding does not keep the others waiting."""
 
     def __init__(self, helpers: Executor, ahead_nbytes: float = math.inf) -> None:
         self._helpers = helpers
         self._ahead_nbytes = ahead_nbytes
-        self._calls: deque[tuple[int, Future[T]]] = deque()
-        self._nbytes = 0
-        self._results: list[T] = []
+        self._calls: list[Future[T]] = []
+        self._held: deque[tuple[int, Future[T]]] = deque()
+        self._nbytes = 0  # of `_held`
+        self._large: tuple[int, Future[T]] | None = None
 
     def add(self, nbytes: int, function: Callable[..., T], *args: Any) -> None:
-        self._calls.append((nbytes, self._helpers.submit(function, *args)))
-        self._nbytes += nbytes
+        call = self._helpers.submit(function, *args)
+        self._calls.append(call)
+        one: tuple[int, Future[T]] | None = (nbytes, call)
+        if self._large is None or self._large[1].done() or nbytes > self._large[0]:
+            one, self._large = self._large, (nbytes, call)
+        if one is not None:
+            self._held.append(one)
+            self._nbytes += one[0]
         while self._nbytes > self._ahead_nbytes:
-            self._take_first()
+            nbytes, first = self._held.popleft()
+            self._nbytes -= nbytes
+            first.result()  # raises what it raised, before more is read
 
     def end(self) -> list[T]:
         """The results since this was asked last, once all calls have returned."""
-        while self._calls:
-            self._take_first()
-        found, self._results = self._results, []
-        return found
-
-    def _take_first(self) -> None:
-        nbytes, call = self._calls.popleft()
-        self._nbytes -= nbytes
-        self._results.append(call.result())
+        calls, self._calls = self._calls, []
+        self._held.clear()
+        self._nbytes, self._large = 0, None
+        return [call.result() for call in calls]
