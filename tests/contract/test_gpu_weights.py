@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Child
 from engines import Site, expected
 from weights import ROOM_S, Weights, copy_of, delta, drawn, full, install, root, same
 
@@ -238,6 +239,22 @@ def test_training_goes_on_while_published_weights_are_taken(engine: str, tmp_pat
                 tensor.fill_(-1)
             assert ticket.result().version == turn
             assert all((tensor == turn).all() for tensor in module.parameters())
+
+
+def test_ranks_meet_over_nccl(child: Callable[[str], Child]) -> None:
+    """A group of one: NCCL takes no two ranks on one GPU."""
+    one = child("""
+        import torch, torch.distributed as dist
+        from transfer_queue.bridge.ranks import _broadcast
+        from transfer_queue.weights.transport.ranks import meeting_place
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        print(*meeting_place(0, 1, "10.0.0.1:80", "secret"), flush=True)
+        print(_broadcast(torch.arange(3), None).tolist(), flush=True)
+        dist.destroy_process_group()
+        print("left", flush=True)
+    """)
+    assert [one.line() for _ in range(3)] == ["10.0.0.1:80 secret", "[0, 1, 2]", "left"]
 
 
 def test_memory_of_the_gpu_is_lent_two_hundred_times(site: Start, gpu: torch.device) -> None:

@@ -69,7 +69,7 @@ def nudged(model: Model, number: int) -> Model:
     return model
 
 
-def sharded(model: Model, kind: str) -> Model:
+def sharded(model: Model, kind: str, device: str = "cpu") -> Model:
     """As FSDP2, HSDP and tensor parallelism leave it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -79,14 +79,14 @@ def sharded(model: Model, kind: str) -> Model:
     more: dict[str, Any] = {}
     world = dist.get_world_size()
     if kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
     elif kind == "fsdp_tp":
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        both = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
         for layer in model.layers:
             parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = both["dp"]
     else:
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = init_device_mesh(device, (world,))
         if kind == "dim1":
             more = {"shard_placement_fn": lambda one: Shard(1) if one.ndim > 1 and one.shape[1] % world == 0 else None}
     for layer in model.layers:
@@ -134,7 +134,8 @@ def run(rank: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(setting["port"]))
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     now = drawn(0)
-    model = sharded(drawn(0), setting["mesh"])
+    device = setting.get("device", "cpu")
+    model = sharded(drawn(0).to(device), setting["mesh"], device)
     client = WeightSyncClient(setting["urls"], setting["token"], timeout_s=20) if rank == 0 else None
     info = {"timeout_s": 20.0, **setting.get("info", {})}
     trainer: Any

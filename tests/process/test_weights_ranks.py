@@ -99,6 +99,18 @@ def test_the_shards_of_all_ranks_are_the_weights_of_the_server(site: Site, mesh:
     assert reports[0]["nbytes"] < 1.6 * sum(tensor.nbytes for tensor in drawn(0).state_dict().values())  # once, aligned
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "dim1"])
+def test_shards_on_a_gpu(site: Site, mesh: str) -> None:
+    ranks = site.ranks(mesh, device="cuda", info={"anchor_every": 9})
+    ranks.tell("train 5")
+    assert [one["kind"] for one in ranks.send()] == ["full"] * WORLD
+    assert site.has(5)
+    ranks.tell("nudge 1")
+    assert [one["kind"] for one in ranks.send()] == ["delta"] * WORLD
+    assert site.has(5, 1)
+
+
 def test_receivers_of_several_ranks_give_each_other_what_they_have(site: Site, child: Callable[[str], Child]) -> None:
     other = Site(child)
     with other.server:

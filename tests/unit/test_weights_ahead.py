@@ -62,6 +62,8 @@ def test_what_a_call_raises_ends_the_reading() -> None:
         ahead: Ahead[int] = Ahead(helpers, 1)
         ahead.add(1, lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            for _ in range(3):
-                ahead.add(1, lambda: 0)
             ahead.end()
+        ahead.add(9, lambda: 0)
+        ahead.add(1, lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            ahead.add(1, lambda: 0)
