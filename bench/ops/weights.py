@@ -13,12 +13,12 @@ from xxhash import xxh3_64
 
 from bench.session import Session
 from transfer_queue.errors import TransferQueueError
+from transfer_queue.memory.tensors import byte_view
 from transfer_queue.weights import CommitInfo, Control, InPlace, ModuleSource, Receiver, Swap, WeightSource
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.shm import Memory, starts_of
-from transfer_queue.weights.version.digest import byte_view
 from transfer_queue.weights.version.packing import BUCKET_NBYTES, pack_into, plan
 
 ROWS, COLUMNS = 4096, 1024

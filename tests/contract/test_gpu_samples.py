@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.codec.packed import batch_decode_from, batch_encode_into
+from transfer_queue.memory import lanes
 from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.downloads import downloaded
-from transfer_queue.memory.uploads import STEP_NBYTES, Upload, upload
+from transfer_queue.memory.lanes import STEP_NBYTES
+from transfer_queue.memory.tensors import byte_view
+from transfer_queue.memory.uploads import Upload, upload
 
 pytestmark = pytest.mark.usefixtures("shared", "gpu")
 NUM = 64
@@ -83,6 +88,28 @@ def test_what_was_read_stays_when_rows_are_written_again(gpu: torch.device) -> N
     tq.kv_clear(KEYS, "again")
 
 
+def test_rows_are_read_in_inference_mode(gpu: torch.device) -> None:
+    """As rollout workers run; its tensors cannot be written by threads that are not in it."""
+    put("inference", x=torch.ones(NUM, LARGE))
+    with torch.inference_mode():
+        assert (get("inference", device=gpu, dense=True)["x"] == 1).all()
+        assert (_get_async(partition="inference", device=gpu, dense=True)["x"] == 1).all()
+    tq.kv_clear(KEYS, "inference")
+
+
+def test_without_memory_to_pin_rows_come_all_the_same(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
+    def refuse(device: torch.device) -> lanes.Lane:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(lanes, "Lane", refuse)
+    monkeypatch.setattr(lanes, "_idle", defaultdict(list))
+    put("unpinned", x=torch.ones(NUM, LARGE))
+    found = get("unpinned", device=gpu, dense=True)["x"]
+    assert (found == 1).all()
+    assert b"".join(step.tobytes() for step in downloaded(byte_view(found))) == found.cpu().numpy().tobytes()
+    tq.kv_clear(KEYS, "unpinned")
+
+
 def test_preallocated_tensors_on_the_gpu_are_filled(gpu: torch.device, shared: tq.TransferQueueClient) -> None:
     rows = torch.randn(NUM, 5)
     meta = shared.put(TensorDict({"x": rows}, batch_size=NUM), partition_id="out")
@@ -114,8 +141,8 @@ def test_a_put_waits_for_the_stream_of_its_caller(write: Callable[[TensorDict], 
     tq.kv_clear(KEYS, "stream")
 
 
-def _get_async(**more: Any) -> TensorDict:
-    return asyncio.run(tq.async_kv_batch_get(keys=KEYS, partition_id="order", **more))
+def _get_async(partition: str = "order", **more: Any) -> TensorDict:
+    return asyncio.run(tq.async_kv_batch_get(keys=KEYS, partition_id=partition, **more))
 
 
 def _get(**more: Any) -> TensorDict:
@@ -178,3 +205,15 @@ def test_a_loader_pins_its_batches(num_workers: int, shared: tq.TransferQueueCli
     assert all(same(*pair) for pair in zip([row for d in there for row in d["ragged"].unbind()], rows, strict=True))
     assert [text for data in there for text in data["text"]] == list("abcdefgh")
     shared.clear_partition(name)
+
+
+def test_values_of_the_gpu_are_packed_into_pinned_buffers(gpu: torch.device) -> None:
+    rows = [torch.randn(1000 + number, 3, device=gpu) for number in range(4)]
+
+    def pinned(sizes: list[int]) -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+
+    buffers = batch_encode_into([{"x": one, "n": number} for number, one in enumerate(rows)], pinned)[0]
+    found = batch_decode_from(buffers)
+    assert [one["n"] for one in found] == [0, 1, 2, 3]
+    assert all(same(one["x"], row) for one, row in zip(found, rows, strict=True))

@@ -18,6 +18,7 @@ from transfer_queue.weights import Control, Flip, InPlace, ModuleSource, Receive
 from transfer_queue.weights.receive.targets import Target
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.version import tensor_memory
+from transfer_queue.weights.version.delta import difference
 
 Start = Callable[..., Site]
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -110,6 +111,41 @@ def test_a_difference_is_refused_where_somebody_changed_the_weights() -> None:
     assert root({name: one.cpu() for name, one in copy_of(module).items()}) == root(before)
 
 
+def test_a_base_is_read_after_what_is_queued_before(tmp_path: Path) -> None:
+    """A box that lies in strides is copied together first, behind what the default stream has to do."""
+    module = torch.nn.Linear(2048, 2048, bias=False).cuda().requires_grad_(False)
+    boxed = module.weight[:, :1024]
+    changed = boxed.clone()
+    changed[::7, ::9] += 1
+    found = difference(boxed.contiguous().cpu(), changed)
+    assert found.patch is not None
+    torch.cuda._sleep(LONG)
+    assert found.patch.result(boxed.contiguous()) == found.digest
+
+
+def test_versions_are_committed_in_inference_mode() -> None:
+    with torch.inference_mode():
+        module = Large().cuda()
+        for kind in (InPlace, Swap, lambda module: InPlace(module, stage_on="device")):
+            receiver = Receiver(kind(module))
+            weights = drawn(module, 1)
+            install(receiver, full(weights, 1))
+            install(receiver, delta(weights, nudged(weights), 2, 1))
+            assert root({name: one.cpu() for name, one in copy_of(module).items()}) == root(nudged(weights))
+
+
+def test_a_difference_of_many_elements_needs_little_of_the_gpu() -> None:
+    module = Large().cuda()
+    receiver = Receiver(InPlace(module, undo=False))
+    weights = drawn(module, 1)
+    install(receiver, full(weights, 1))
+    found = {name: one.clone() for name, one in weights.items()}
+    for one in found.values():
+        one.view(-1)[::5] += 1
+    assert peak_mb(lambda: install(receiver, delta(weights, found, 2, 1))) < 40
+    assert root({name: one.cpu() for name, one in copy_of(module).items()}) == root(found)
+
+
 def peak_mb(update: Callable[[], object]) -> float:
     """How much more of the GPU's memory than before was in use at once."""
     torch.cuda.synchronize()
@@ -124,7 +160,7 @@ def test_no_second_model_is_on_the_gpu_unless_asked() -> None:
     receiver = Receiver(InPlace(module))
     weights = drawn(module, 1)
     assert peak_mb(lambda: install(receiver, full(weights, 1))) < 1
-    assert peak_mb(lambda: install(receiver, delta(weights, nudged(weights), 2, 1))) < 9  # indices of one tensor
+    assert peak_mb(lambda: install(receiver, delta(weights, nudged(weights), 2, 1))) < 9
     receiver = Receiver(InPlace(module, stage_on="device"))
     assert 64 <= peak_mb(lambda: install(receiver, full(weights, 1))) < 66
     version = full(weights, 2)

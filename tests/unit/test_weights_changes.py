@@ -18,6 +18,7 @@ from weights import Net, drawn
 from weights import in_threads as in_threads
 
 from transfer_queue.errors import BadManifest, ProtocolError, StaleBase, VersionGone
+from transfer_queue.memory.tensors import byte_view
 from transfer_queue.weights import InPlace, Receiver, StateDictSource
 from transfer_queue.weights.receive.results import Results
 from transfer_queue.weights.receive.staging import Staging
@@ -26,7 +27,6 @@ from transfer_queue.weights.transport.base import whole_of
 from transfer_queue.weights.version.anchor import VersionAnchor
 from transfer_queue.weights.version.boxes import whole, within
 from transfer_queue.weights.version.delta import Patch
-from transfer_queue.weights.version.digest import byte_view
 from transfer_queue.weights.version.manifest import CHANGES, Manifest
 from transfer_queue.weights.version.pieces import Pieces, wanted_buckets
 from transfer_queue.weights.version.plans import ShardPlan, Wants, plan_pieces

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from weights import Net, Tied, change, delta, drawn, full, install, receiver_of, root, same
 
 from transfer_queue.errors import ProtocolError, ShapeMismatch
+from transfer_queue.memory.tensors import byte_view
 from transfer_queue.weights import Manifest, ModuleSource, StateDictSource
 from transfer_queue.weights.version.delta import difference, read
-from transfer_queue.weights.version.digest import byte_view, digest_tensor
+from transfer_queue.weights.version.digest import digest_tensor
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,

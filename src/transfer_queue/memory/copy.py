@@ -47,7 +47,8 @@ class Mover:
         small = [move for move in moves if move[2] < DIRECT_NBYTES] if len(large) < len(moves) else []
         shares[0] = [*small, *shares[0]]
         works = [functools.partial(carry_out, *share) for share in zip(shares, parts, strict=True)]
-        return self.together(works)
+        self.together(works)
+        return None
 
     @property
     def num_threads(self) -> int:
@@ -55,12 +56,14 @@ class Mover:
         return self._helpers + 1
 
     def together(self, works: Sequence[Callable[[], None]]) -> None:
-        """Run all of them, the first in this thread; what one raises is raised once all have ended."""
-        others = [self._helper().submit(work) for work in works[1:]]
+        """Run all of them, the first in this thread; what one raises, or an interrupt, is raised once all have ended:
+        they write where the caller goes on."""
+        others: list[Future[None]] = []
         try:
+            others += [self._helper().submit(work) for work in works[1:]]
             works[0]()
         finally:
-            wait(others)
+            _end(others)
         for other in others:
             other.result()
 
@@ -124,6 +127,18 @@ class Copies:
     def run(self) -> None:
         self._mover.move(self._moves, self._takes)
         self._moves, self._takes, self._alive = [], [], []
+
+
+def _end(calls: Sequence[Future[None]]) -> None:
+    """Return once all have; the first interrupt is raised then."""
+    interrupt: BaseException | None = None
+    while not all(call.done() for call in calls):
+        try:
+            wait(calls)
+        except BaseException as error:  # noqa: BLE001 whatever a signal's handler raises
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
 
 
 def moves_into(into: Bytes, sources: Sequence[int], sizes: Sequence[int]) -> list[Move]:

@@ -52,7 +52,7 @@ def device_called(name: torch.device | str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise InvalidInput(f"device {name!r}: {error}") from None
-    if str(device) == "cuda" and torch.cuda.is_available():
+    if device == torch.device("cuda") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
 

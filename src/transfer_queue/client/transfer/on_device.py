@@ -8,15 +8,15 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.codec.nested import Offsets, jagged
-from transfer_queue.memory import uploads
 from transfer_queue.memory.copy import Mover
+from transfer_queue.memory.tensors import is_plain
 from transfer_queue.memory.uploads import Upload, upload
 
 
 def on_device(found: TensorDict, device: torch.device, mover: Mover) -> TensorDict:
-    """`found` there. Nobody reads the memory of `found` any more when this returns.
+    """`found` there. When this returns, nobody reads the memory of what went to a GPU.
 
-    Large tensors are uploaded together. Jagged ones that have their offsets in common have them in common there.
+    Tensors are uploaded together. Jagged ones that have their offsets in common have them in common there.
     """
     if device.type != "cuda":
         return found.to(device)
@@ -25,18 +25,18 @@ def on_device(found: TensorDict, device: torch.device, mover: Mover) -> TensorDi
     offsets: dict[int, Offsets] = {}
 
     def moved(values: torch.Tensor) -> torch.Tensor:
-        if not uploads.is_plain(values):
+        if not is_plain(values):
             return values.to(device)
         uploaded.append(Upload(torch.empty_like(values, device=device), values))
         return uploaded[-1].into
 
     for name, value in fields.items():
+        rows: Any = value
         if not isinstance(value, torch.Tensor):
             fields[name] = value.to(device) if hasattr(value, "to") else value
         elif not value.is_nested:
             fields[name] = moved(value)
-        elif value.layout == torch.jagged:
-            rows: Any = value
+        elif value.layout == torch.jagged and rows._lengths is None:
             if id(rows._offsets) not in offsets:
                 offsets[id(rows._offsets)] = Offsets.elsewhere(rows, device)
             fields[name] = jagged(moved(rows._values), offsets[id(rows._offsets)], rows._ragged_idx)

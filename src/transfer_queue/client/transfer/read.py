@@ -75,7 +75,7 @@ def read(
     work = functools.partial(_assembled, session, replies, out, name_row, plain, spilled, slices, decoding)
     found: TensorDict = yield Offload(work, nbytes if gathers or spilled else 0)
     if where is not None:
-        found = yield Offload(lambda: on_device(found, where, session.mover), nbytes)
+        found = yield Offload(lambda: on_device(found, where, session.mover), nbytes if where.type != "cpu" else 0)
     for one in replies:
         pinned = one.pinned()
         if pinned:

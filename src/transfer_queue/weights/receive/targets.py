@@ -13,7 +13,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -34,7 +33,7 @@ from transfer_queue.weights.version.manifest import Contents
 from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.sources import named_weights, ties
 from transfer_queue.weights.version.tensor_memory import copies, upload_all, write
-from transfer_queue.weights.version.threads import NUM_THREADS
+from transfer_queue.weights.version.threads import helpers_called
 
 READ_TIMEOUT_S = 60.0
 MANY_ELEMENTS = 1 << 18  # of patches: writing these takes longer than starting threads
@@ -183,7 +182,8 @@ class InPlace(_ModuleTarget):
 
     `stage_on`: where a version for a module on a GPU waits for its commit. None: where it came, in memory of the host
     or, by `cuda_ipc`, of the GPU. "device": there, so that the pause is a copy within the GPU; until the commit ends
-    this needs as much of its memory as the version. "host": never more of a GPU's memory than the module's own.
+    this needs as much of its memory as the version. "host": then an update needs a few megabytes there, for a
+    difference, or none (without `undo`). What a difference changes is written in the pause in any case.
     """
 
     takes_patches = True
@@ -224,7 +224,7 @@ class InPlace(_ModuleTarget):
         with self._lock.writing(timeout_s) as drain_s:
             start = time.monotonic()
             interrupt: BaseException | None = None
-            _synchronize(change.live for change in prepared)
+            _synchronize(tensor for change in prepared for tensor in (change.live, change.new))
             try:
                 self._write(prepared)
             except BaseException as error:  # noqa: BLE001 an interrupt is raised once the weights are whole
@@ -237,13 +237,12 @@ class InPlace(_ModuleTarget):
         return pause
 
     def _write(self, prepared: list[_Change]) -> None:
-        patches = [change for change in prepared if isinstance(change.new, Patch)]
+        patches = [change for change in prepared if isinstance(change.new, Patch) and change.live.device.type == "cpu"]
         is_much = sum(len(change.new.indices) for change in patches if isinstance(change.new, Patch)) >= MANY_ELEMENTS
-        _put_all(
-            (change.live, change.new) for change in prepared if not is_much or isinstance(change.new, torch.Tensor)
-        )
+        apart = set(map(id, patches)) if is_much else set()
+        _put_all((change.live, change.new) for change in prepared if id(change) not in apart)
         if is_much:
-            with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tq-commit") as helpers:
+            with helpers_called("tq-commit") as helpers:
                 list(helpers.map(_Change.write, patches))
         _synchronize(change.live for change in prepared)
 
@@ -399,9 +398,9 @@ def _put(live: torch.Tensor, new: Staged) -> None:
         write(live, new)
 
 
-def _synchronize(tensors: Iterable[torch.Tensor]) -> None:
+def _synchronize(tensors: Iterable[Staged]) -> None:
     """Wait for the devices of these tensors: a lock holds off threads, not kernels that they left in a queue."""
-    _wait_for({tensor.device for tensor in tensors})
+    _wait_for({tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)})
 
 
 def _wait_for(devices: Iterable[torch.device]) -> None:

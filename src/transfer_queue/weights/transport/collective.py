@@ -158,9 +158,10 @@ class CollectiveTrainer(TrainerEngine):
         self._give_up()
         self._round += 1
         told = {**self.introduction(self._num_silent, deadline)}
-        asked = TimedCall(self._client.init_weight_transfer_engine, told)
         info = CollectiveInfo(**told)
-        joined = TimedCall(Group, info, device_called(info.device), 0, self._store, deadline)
+        device = device_called(info.device)
+        asked = TimedCall(self._client.init_weight_transfer_engine, told)
+        joined = TimedCall(Group, info, device, 0, self._store, deadline)
         asked.result(deadline, "init_weight_transfer_engine")
         self._group = joined.result(deadline, "the rendezvous")
 

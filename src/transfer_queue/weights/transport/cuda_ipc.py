@@ -26,6 +26,7 @@ from transfer_queue.memory.handles import (
     synchronize,
     uuid_of,
 )
+from transfer_queue.memory.tensors import byte_view
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
@@ -34,7 +35,7 @@ from transfer_queue.weights.transport.info import InitInfo, Outcome, UpdateInfo,
 from transfer_queue.weights.transport.pending import PendingVersion
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.version.device import digest_at
-from transfer_queue.weights.version.digest import DEVICE_ALGO, byte_view
+from transfer_queue.weights.version.digest import DEVICE_ALGO
 from transfer_queue.weights.version.manifest import Count, Manifest
 from transfer_queue.weights.version.packing import Plan, plan
 from transfer_queue.weights.version.sources import Once, WeightSource

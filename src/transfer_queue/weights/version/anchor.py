@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from transfer_queue.memory.bytes import Bytes, Ints
+from transfer_queue.memory.tensors import byte_view
 from transfer_queue.weights.version.boxes import Box, relative, run_of
 from transfer_queue.weights.version.delta import Difference, Patch, difference_of, in_steps, steps_from, units_from
-from transfer_queue.weights.version.device import ready
-from transfer_queue.weights.version.digest import byte_view, digest_of
+from transfer_queue.weights.version.device import ready, wait_until
+from transfer_queue.weights.version.digest import digest_of
 from transfer_queue.weights.version.pieces import copy_box, pack_shards, read_shards
 from transfer_queue.weights.version.plans import CellPlace, ShardPlan
 from transfer_queue.weights.version.sealing import ShardDigests
@@ -125,7 +126,7 @@ def _compared(
 ) -> tuple[str, list[CellChange]]:
     """The digest of a shard, and what changed in its cells."""
     if written is not None:
-        written.synchronize()
+        wait_until(written, tensor.device)
     itemsize = tensor.element_size()
     if len(places) == 1 and places[0].box == shard:
         (before,) = old
@@ -148,4 +149,5 @@ def _compared(
 def _change(found: Difference, tensor: torch.Tensor) -> CellChange:
     if found.patch is not None:
         return CellChange(found.digest, found.patch, found.stored)
-    return CellChange(found.digest, byte_view(tensor).to("cpu", copy=True).numpy(), None)
+    data = byte_view(on_host(tensor)).numpy()
+    return CellChange(found.digest, data.copy() if tensor.device.type == "cpu" else data, None)

@@ -22,11 +22,13 @@ from xxhash import xxh3_64, xxh3_128
 from transfer_queue.errors import ProtocolError, ShapeMismatch
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.downloads import downloaded
-from transfer_queue.weights.version.digest import STEP_NBYTES, byte_view
+from transfer_queue.memory.tensors import byte_view
+from transfer_queue.weights.version.digest import STEP_NBYTES
 
 _CODES: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _UNITS: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 HEAD_NBYTES = 24
+PATCH_STEP = 1 << 20  # elements written at once on a device: 10 MB there, of bf16
 Indices = npt.NDArray[np.int64]
 Units = npt.NDArray[Any]  # elements as integers, flat; halves of elements of 16 bytes
 
@@ -41,38 +43,43 @@ class Patch(NamedTuple):
         """Write them into a contiguous tensor, where it lies."""
         if onto.device.type == "cpu":
             units_of(onto)[self.indices] = self.values
-        else:
-            there, indices = self._on(onto)
-            there[indices] = torch.from_numpy(self.values).to(onto.device)
+            return
+        elements = byte_view(onto).view(torch.from_numpy(self.values).dtype)
+        for span in self._spans():
+            indices = torch.from_numpy(self.indices[span]).to(onto.device)
+            elements[indices] = torch.from_numpy(self.values[span]).to(onto.device)
 
     def before(self, onto: torch.Tensor) -> Patch:
         """What takes `apply` back."""
         if onto.device.type == "cpu":
             return Patch(self.indices, units_of(onto)[self.indices])
-        there, indices = self._on(onto)
-        return Patch(self.indices, there[indices].cpu().numpy())
+        elements = byte_view(onto).view(torch.from_numpy(self.values).dtype)
+        values = np.empty_like(self.values)
+        for span in self._spans():
+            indices = torch.from_numpy(self.indices[span]).to(onto.device)
+            torch.from_numpy(values[span]).copy_(elements[indices])
+        return Patch(self.indices, values)
 
-    def _on(self, onto: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The elements of a tensor on another device, as integers, and the indices there."""
-        units = torch.from_numpy(self.values).dtype
-        return byte_view(onto).view(units), torch.from_numpy(self.indices).to(onto.device)
+    def _spans(self) -> Iterator[slice]:
+        """Parts that need little of a device's memory."""
+        for start in range(0, len(self.indices), PATCH_STEP):
+            yield slice(start, start + PATCH_STEP)
 
     def result(self, base: torch.Tensor, into: torch.Tensor | None = None) -> str:
         """Write the contiguous tensor `base`, on any device, changed by this, to `into`, on the CPU (None: nowhere);
         the result's digest. Both are done step by step, so that memory is read once."""
-        step = STEP_NBYTES // self.values.itemsize
-        num = base.nbytes // self.values.itemsize
-        ends = np.searchsorted(self.indices, np.arange(0, num + step, step))
-        scratch = np.empty(min(step, num), self.values.dtype)
+        scratch = np.empty(min(STEP_NBYTES, base.nbytes) // self.values.itemsize, self.values.dtype)
         place = None if into is None else units_of(into)
         state = xxh3_128()
-        for number, part in enumerate(in_steps(base)):
-            start = number * step
-            target = scratch[: len(part)] if place is None else place[start : start + step]
+        start = first = 0
+        for part in in_steps(base):
+            end = start + len(part)
+            target = scratch[: len(part)] if place is None else place[start:end]
             np.copyto(target, part)
-            span = slice(ends[number], ends[number + 1])
-            target[self.indices[span] - start] = self.values[span]
+            last = int(np.searchsorted(self.indices, end))
+            target[self.indices[first:last] - start] = self.values[first:last]
             state.update(target.data)
+            start, first = end, last
         return state.hexdigest()
 
 
@@ -86,7 +93,7 @@ class Difference(NamedTuple):
 
 
 def difference(old: torch.Tensor, new: torch.Tensor) -> Difference:
-    """Of contiguous CPU tensors of the same dtype and shape (otherwise `ShapeMismatch`)."""
+    """Of contiguous tensors of the same dtype and shape (otherwise `ShapeMismatch`), the old one on the CPU."""
     if old.dtype != new.dtype or old.shape != new.shape:
         raise ShapeMismatch(
             f"{old.dtype} {list(old.shape)} differs from {new.dtype} {list(new.shape)} in more than values"

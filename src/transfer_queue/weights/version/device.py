@@ -8,11 +8,13 @@ are missed by chance only. It is the same on every device, and no more against a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 
 from transfer_queue.errors import DigestMismatch, InvalidInput
-from transfer_queue.weights.version.digest import ALGO, DEVICE_ALGO, Buffer, byte_view, digest_tensor, host_bytes
+from transfer_queue.memory.tensors import byte_view
+from transfer_queue.weights.version.digest import ALGO, DEVICE_ALGO, Buffer, digest_tensor, host_bytes
 from transfer_queue.weights.version.manifest import BucketPart
 from transfer_queue.weights.version.tensor_memory import on_host, room
 
@@ -25,6 +27,13 @@ def ready(tensor: torch.Tensor) -> torch.Event | None:
     if tensor.device.type == "cpu":
         return None
     return torch.accelerator.current_stream(tensor.device).record_event()
+
+
+def wait_until(written: torch.Event, device: torch.device) -> None:
+    """`written` by the thread that has this from `ready`. In a thread that has no GPU of its own yet, waiting may give
+    it the first one, with half a gigabyte of that one's memory."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        written.synchronize()
 
 
 def digest_at(tensor: torch.Tensor, algo: str) -> str:
@@ -80,7 +89,9 @@ def staged(
         raise DigestMismatch(f"a bucket came as {source.dtype} {list(source.shape)} instead of {nbytes} bytes")
     leaves = to_host and source.device.type != "cpu"
     place = source
-    if not (lend or leaves):
+    if leaves and algo == ALGO:
+        place = on_host(source)
+    elif not (lend or leaves):
         place = room(nbytes) if source.device.type == "cpu" else torch.empty_like(source)
         place.copy_(source)
     for part in parts:

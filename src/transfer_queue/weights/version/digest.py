@@ -13,20 +13,13 @@ import torch
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.memory.tensors import byte_view
 from transfer_queue.weights.version.tensor_memory import on_host
 
 ALGO = "xxh3_128"
 DEVICE_ALGO = "mix64x2"  # computed where the bytes lie (`device`)
 STEP_NBYTES = 512 << 10  # stays in a core's cache between the copy and the digest of a step
 Buffer: TypeAlias = "torch.Tensor | Bytes | bytes | bytearray | memoryview"
-
-
-def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor as a flat uint8 tensor over the same memory."""
-    flat = tensor.detach().reshape(-1)
-    if flat.stride() != (1,):  # of an empty tensor, or one element that was expanded
-        flat = flat.as_strided(flat.shape, (1,))
-    return flat.view(torch.uint8)
 
 
 def host_bytes(buffer: Buffer) -> Bytes:

@@ -14,8 +14,9 @@ from transfer_queue.codec.layout import ALIGN
 from transfer_queue.errors import InvalidInput, ShapeMismatch
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.downloads import downloaded
-from transfer_queue.weights.version.device import ready
-from transfer_queue.weights.version.digest import ALGO, byte_view, collect_and_digest, copy_and_digest, digest_tensor
+from transfer_queue.memory.tensors import byte_view
+from transfer_queue.weights.version.device import ready, wait_until
+from transfer_queue.weights.version.digest import ALGO, collect_and_digest, copy_and_digest, digest_tensor
 from transfer_queue.weights.version.manifest import BucketPart, Entry, Kind, Manifest, TensorSpec, expand, root_of
 from transfer_queue.weights.version.sources import TensorMeta, WeightSource
 from transfer_queue.weights.version.threads import AHEAD_NBYTES, Ahead, helpers_for
@@ -110,7 +111,7 @@ def _pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor]) ->
 
 def pack_into(source: WeightSource, where: Plan, places: Sequence[torch.Tensor]) -> dict[str, str]:
     """Fill all buckets, each into its own flat uint8 CPU tensor; the digests. Reads and raises as `pack` does; holds
-    not much more than `AHEAD_NBYTES` of what the source gave."""
+    not much more than `AHEAD_NBYTES` of what the source gave, and one large tensor."""
     tensors = iter(source.tensors())
     with helpers_for(sum(where.buckets), "tq-pack") as helpers:
         filling = _Filling(helpers, AHEAD_NBYTES)
@@ -157,7 +158,7 @@ def copy_written(tensor: torch.Tensor, written: torch.Event | None, into: Bytes)
     digest."""
     if written is None:
         return copy_and_digest(into, byte_view(tensor).numpy())
-    written.synchronize()
+    wait_until(written, tensor.device)
     return collect_and_digest(into, downloaded(byte_view(tensor)))
 
 

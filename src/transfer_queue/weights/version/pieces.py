@@ -11,10 +11,11 @@ from xxhash import xxh3_128
 
 from transfer_queue.errors import ShapeMismatch
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.memory.tensors import byte_view
 from transfer_queue.weights.version.boxes import Box, common, do_tile, relative, run_of, whole, within
 from transfer_queue.weights.version.columns import ends_of, numbered, numbered_runs, spread
-from transfer_queue.weights.version.device import ready
-from transfer_queue.weights.version.digest import STEP_NBYTES, byte_view, copy_and_digest, digest_of
+from transfer_queue.weights.version.device import ready, wait_until
+from transfer_queue.weights.version.digest import STEP_NBYTES, copy_and_digest, digest_of
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import copy_written
 from transfer_queue.weights.version.plans import CellPlace, ShardPlan, Wants
@@ -64,7 +65,7 @@ def _pack_shard(
         digest = copy_written(tensor, written, into[0])
         return digest, [digest]
     if written is not None:
-        written.synchronize()
+        wait_until(written, tensor.device)
         tensor = on_host(tensor)
     digest = digest_of(byte_view(tensor).numpy())
     return digest, [copy_box(tensor, shard, place.box, part) for place, part in zip(places, into, strict=True)]

@@ -11,12 +11,15 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from transfer_queue.codec.layout import ALIGN
 from transfer_queue.memory import uploads
 from transfer_queue.memory.copy import Mover
+from transfer_queue.memory.downloads import downloaded
 from transfer_queue.memory.pool import Pool
+from transfer_queue.memory.tensors import byte_view, is_plain
 from transfer_queue.memory.uploads import Upload, upload
 
 KEEP_NBYTES = 1 << 30
@@ -64,7 +67,12 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor itself, or, where it is on another device, a copy in staging memory."""
     if tensor.device.type == "cpu":
         return tensor
-    return room(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+    made = room(tensor.nbytes)
+    data, at = made.numpy(), 0
+    for step in downloaded(byte_view(tensor)):
+        np.copyto(data[at : at + len(step)], step)
+        at += len(step)
+    return made.view(tensor.dtype).reshape(tensor.shape)
 
 
 def upload_all(pairs: Iterable[tuple[torch.Tensor, T]]) -> list[tuple[torch.Tensor, T]]:
@@ -84,10 +92,8 @@ def upload_all(pairs: Iterable[tuple[torch.Tensor, T]]) -> list[tuple[torch.Tens
 
 def write(into: torch.Tensor, source: torch.Tensor) -> None:
     """`into.copy_(source)`; large plain copies on the CPU by several threads."""
-    plain = (
-        into.device.type == source.device.type == "cpu" and into.dtype == source.dtype and into.shape == source.shape
-    )
-    if plain and into.is_contiguous() and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+    alike = into.device.type == source.device.type == "cpu" and (into.dtype, into.shape) == (source.dtype, source.shape)
+    if alike and is_plain(into) and is_plain(source):
         _mover.move([(into.data_ptr(), source.data_ptr(), into.nbytes)])
     else:
         into.copy_(source)

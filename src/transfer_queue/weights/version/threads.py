@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
+import torch
+
 NUM_THREADS = min(8, os.cpu_count() or 1)
 AHEAD_NBYTES = NUM_THREADS * (32 << 20)
 ALONE_NBYTES = 8 << 20  # copied within a millisecond or two: among busy processes a thread needs longer to begin
 T = TypeVar("T")
+_mode = threading.local()
 
 
 def helpers_for(nbytes: int, name: str) -> Executor:
     """What copies so many bytes: threads called `name`, or the caller's own."""
-    return Alone() if nbytes <= ALONE_NBYTES else ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=name)
+    return Alone() if nbytes <= ALONE_NBYTES else helpers_called(name)
+
+
+def helpers_called(name: str) -> ThreadPoolExecutor:
+    """Threads in which tensors may be changed that may be in this one: in inference mode, if this one is."""
+    enter = (_enter_inference_mode,) if torch.is_inference_mode_enabled() else ()
+    return ThreadPoolExecutor(NUM_THREADS, name, *enter)
+
+
+def _enter_inference_mode() -> None:
+    _mode.entered = torch.inference_mode()  # for as long as the thread lives
+    _mode.entered.__enter__()
 
 
 class Alone(Executor):
@@ -31,7 +46,7 @@ class Alone(Executor):
 
 class Ahead(Generic[T]):
     """Calls in threads; their results, in the order of the calls. If `ahead_nbytes` is given, not more of what calls
-    were given is held at once, but for one large one: a model's embedding does not keep the others waiting."""
+    were given is held at once, but for one large one, which does not keep the others waiting: a model's embedding."""
 
     def __init__(self, helpers: Executor, ahead_nbytes: float = math.inf) -> None:
         self._helpers = helpers
@@ -42,6 +57,8 @@ class Ahead(Generic[T]):
         self._large: tuple[int, Future[T]] | None = None
 
     def add(self, nbytes: int, function: Callable[..., T], *args: Any) -> None:
+        if self._large is not None and (self._large[1].done() or nbytes > self._ahead_nbytes):
+            self._large[1].result()  # there is room for one of them; and what it raised ends the reading
         call = self._helpers.submit(function, *args)
         self._calls.append(call)
         one: tuple[int, Future[T]] | None = (nbytes, call)
