@@ -198,11 +198,15 @@ def shared() -> Iterator[tq.TransferQueueClient]:
 
 
 @pytest.fixture(scope="module")
-def gpu_context() -> torch.device:
-    """The GPU; tests are skipped without one. The first tensor there opens pipes, which none of them leaves behind."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return torch.ones(1, device="cuda").device
+def any_gpu() -> torch.device | None:
+    """The GPU, if there is one. The first tensor there opens pipes, which no test leaves behind."""
+    return torch.ones(1, device="cuda").device if torch.cuda.is_available() else None
+
+
+@pytest.fixture(scope="module")
+def gpu_context(any_gpu: torch.device | None) -> torch.device:
+    """The GPU; tests are skipped without one."""
+    return any_gpu or pytest.skip("needs a GPU")
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def test_what_is_no_handle_is_refused(wrong: Any) -> None:
     one.shutdown()
 
 
+@pytest.mark.usefixtures("any_gpu")
 def test_memory_that_is_not_here() -> None:
     with pytest.raises(NotSupported, match="0b1c-2d"):
         opened(CUDA)

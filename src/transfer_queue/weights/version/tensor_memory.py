@@ -11,15 +11,13 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from transfer_queue.codec.layout import ALIGN
 from transfer_queue.memory import uploads
 from transfer_queue.memory.copy import Mover
-from transfer_queue.memory.downloads import downloaded
 from transfer_queue.memory.pool import Pool
-from transfer_queue.memory.tensors import byte_view, is_plain
+from transfer_queue.memory.tensors import is_plain
 from transfer_queue.memory.uploads import Upload, upload
 
 KEEP_NBYTES = 1 << 30
@@ -64,15 +62,11 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor itself, or, where it is on another device, a copy in staging memory."""
+    """A contiguous tensor itself, or, where it is on another device, a copy in staging memory. Torch copies it faster
+    than one thread does through a lane (16 and 8 GB/s of an H200)."""
     if tensor.device.type == "cpu":
         return tensor
-    made = room(tensor.nbytes)
-    data, at = made.numpy(), 0
-    for step in downloaded(byte_view(tensor)):
-        np.copyto(data[at : at + len(step)], step)
-        at += len(step)
-    return made.view(tensor.dtype).reshape(tensor.shape)
+    return room(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
 
 
 def upload_all(pairs: Iterable[tuple[torch.Tensor, T]]) -> list[tuple[torch.Tensor, T]]:
