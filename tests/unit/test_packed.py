@@ -104,12 +104,19 @@ def test_items_that_lie_in_strides_are_packed_row_by_row() -> None:
     assert np.frombuffer(found[3], "M8[D]")[0] == items[3]
 
 
+def large_pages(nbytes: int) -> mmap.mmap:
+    """Memory in which 4 GiB take a second: a page that is only read is no memory of its own, and others are large."""
+    made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made.madvise(mmap.MADV_HUGEPAGE)
+    return made
+
+
 def test_items_beyond_4_gib() -> None:
     """Offsets are of 64 bits. The pages of the item are never written, and those of the buffer given back at once."""
-    with mmap.mmap(-1, (4 << 30) + 8) as large:
+    with large_pages((4 << 30) + 8) as large:
         large[-8:] = b"the end."
         items = [large, b"behind"]
-        with mmap.mmap(-1, calc_packed_size(items)) as buffer:
+        with large_pages(calc_packed_size(items)) as buffer:
             pack_into(buffer, items, num_workers=2)
             first, second = unpack_from(buffer)
             assert (first.nbytes, bytes(first[-8:]), bytes(second)) == (len(large), b"the end.", b"behind")
