@@ -88,12 +88,14 @@ def test_what_was_read_stays_when_rows_are_written_again(gpu: torch.device) -> N
     tq.kv_clear(KEYS, "again")
 
 
-def test_rows_are_read_in_inference_mode(gpu: torch.device) -> None:
+def test_rows_are_read_in_inference_mode(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
     """As rollout workers run; its tensors cannot be written by threads that are not in it."""
+    monkeypatch.setattr(lanes, "_idle", defaultdict(list))  # lanes are made within it
     put("inference", x=torch.ones(NUM, LARGE))
     with torch.inference_mode():
         assert (get("inference", device=gpu, dense=True)["x"] == 1).all()
         assert (_get_async(partition="inference", device=gpu, dense=True)["x"] == 1).all()
+    assert sum(step.sum() for step in downloaded(torch.ones(1 << 20, dtype=torch.uint8, device=gpu))) == 1 << 20
     tq.kv_clear(KEYS, "inference")
 
 

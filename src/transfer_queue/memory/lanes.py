@@ -24,7 +24,12 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)  # of those that torch gives to nobody who does not ask
-        self.buffers = [torch.empty(STEP_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+        with torch.inference_mode(False):  # buffers that were made within it could not be written outside
+            self.buffers = [_pinned(STEP_NBYTES) for _ in range(2)]
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 _idle: defaultdict[torch.device, list[Lane]] = defaultdict(list)
