@@ -15,10 +15,10 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue.codec.packed import batch_decode_from, batch_encode_into
-from transfer_queue.memory import lanes
+from transfer_queue.memory import pinned
 from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.downloads import downloaded
-from transfer_queue.memory.lanes import STEP_NBYTES
+from transfer_queue.memory.pinned import STEP_NBYTES
 from transfer_queue.memory.tensors import byte_view
 from transfer_queue.memory.uploads import Upload, upload
 
@@ -90,7 +90,7 @@ def test_what_was_read_stays_when_rows_are_written_again(gpu: torch.device) -> N
 
 def test_rows_are_read_in_inference_mode(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
     """As rollout workers run; its tensors cannot be written by threads that are not in it."""
-    monkeypatch.setattr(lanes, "_idle", defaultdict(list))  # lanes are made within it
+    monkeypatch.setattr(pinned, "_idle", defaultdict(list))  # buffers are made within it
     put("inference", x=torch.ones(NUM, LARGE))
     with torch.inference_mode():
         assert (get("inference", device=gpu, dense=True)["x"] == 1).all()
@@ -100,11 +100,11 @@ def test_rows_are_read_in_inference_mode(monkeypatch: pytest.MonkeyPatch, gpu: t
 
 
 def test_without_memory_to_pin_rows_come_all_the_same(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
-    def refuse(device: torch.device) -> lanes.Lane:
+    def refuse(device: torch.device) -> pinned.PinnedBuffers:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(lanes, "Lane", refuse)
-    monkeypatch.setattr(lanes, "_idle", defaultdict(list))
+    monkeypatch.setattr(pinned, "PinnedBuffers", refuse)
+    monkeypatch.setattr(pinned, "_idle", defaultdict(list))
     put("unpinned", x=torch.ones(NUM, LARGE))
     found = get("unpinned", device=gpu, dense=True)["x"]
     assert (found == 1).all()
@@ -212,10 +212,10 @@ def test_a_loader_pins_its_batches(num_workers: int, shared: tq.TransferQueueCli
 def test_values_of_the_gpu_are_packed_into_pinned_buffers(gpu: torch.device) -> None:
     rows = [torch.randn(1000 + number, 3, device=gpu) for number in range(4)]
 
-    def pinned(sizes: list[int]) -> list[torch.Tensor]:
+    def allocate(sizes: list[int]) -> list[torch.Tensor]:
         return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
 
-    buffers = batch_encode_into([{"x": one, "n": number} for number, one in enumerate(rows)], pinned)[0]
+    buffers = batch_encode_into([{"x": one, "n": number} for number, one in enumerate(rows)], allocate)[0]
     found = batch_decode_from(buffers)
     assert [one["n"] for one in found] == [0, 1, 2, 3]
     assert all(same(one["x"], row) for one, row in zip(found, rows, strict=True))

@@ -9,7 +9,7 @@ memfd         files without a name: how memory is shared
 private_map   shared memory mapped so that writes stay in this process
 tensors       plain tensors as bytes
 streams       work in another thread, in this one's streams of a GPU
-lanes         between the host and a GPU: streams with pinned buffers
+pinned        buffers between the host and a GPU, which stay
 uploads       host memory to a GPU
 downloads     a GPU's memory to the host, step by step
 handles       memory of the host or of a GPU that another process maps, by a handle that is JSON

@@ -130,15 +130,12 @@ class Copies:
 
 
 def _end(calls: Sequence[Future[None]]) -> None:
-    """Return once all have; the first interrupt is raised then."""
-    interrupt: BaseException | None = None
-    while not all(call.done() for call in calls):
-        try:
-            wait(calls)
-        except BaseException as error:  # noqa: BLE001 whatever a signal's handler raises
-            interrupt = interrupt or error
-    if interrupt is not None:
-        raise interrupt
+    """Return once all have; an interrupt is raised then."""
+    try:
+        wait(calls)
+    finally:
+        if not all(call.done() for call in calls):
+            _end(calls)
 
 
 def moves_into(into: Bytes, sources: Sequence[int], sizes: Sequence[int]) -> list[Move]:

@@ -1,4 +1,4 @@
-"""A GPU's memory to the host at the speed of the bus (`lanes`), for whoever reads it step by step."""
+"""A GPU's memory to the host at the speed of the bus (`pinned`), for whoever reads it step by step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from transfer_queue.memory.bytes import Bytes
-from transfer_queue.memory.lanes import STEP_NBYTES, Lane, lane_to
+from transfer_queue.memory.pinned import STEP_NBYTES, PinnedBuffers, pinned_for
 
 SMALL_NBYTES = 256 << 10  # torch's own copy is as fast
 
@@ -22,8 +22,8 @@ def downloaded(flat: torch.Tensor) -> Iterator[Bytes]:
         yield from _at_once(flat)
         return
     before = torch.cuda.current_stream(flat.device).record_event()
-    with lane_to(flat.device) as lane:
-        yield from _at_once(flat) if lane is None else _through(lane, flat, before)
+    with pinned_for(flat.device) as buffers:
+        yield from _at_once(flat) if buffers is None else _through(buffers, flat, before)
 
 
 def _at_once(flat: torch.Tensor) -> Iterator[Bytes]:
@@ -32,15 +32,15 @@ def _at_once(flat: torch.Tensor) -> Iterator[Bytes]:
         yield host[start : start + STEP_NBYTES]
 
 
-def _through(lane: Lane, flat: torch.Tensor, before: torch.cuda.Event) -> Iterator[Bytes]:
-    lane.stream.wait_event(before)
+def _through(buffers: PinnedBuffers, flat: torch.Tensor, before: torch.cuda.Event) -> Iterator[Bytes]:
+    buffers.stream.wait_event(before)
     parts = flat.split(STEP_NBYTES)
 
     def begin(number: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        place = lane.buffers[number % 2][: len(parts[number])]
-        with torch.cuda.stream(lane.stream):
+        place = buffers.pair[number % 2][: len(parts[number])]
+        with torch.cuda.stream(buffers.stream):
             place.copy_(parts[number], non_blocking=True)
-        return place, lane.stream.record_event()
+        return place, buffers.stream.record_event()
 
     coming = begin(0)
     try:

@@ -1,4 +1,4 @@
-"""Host memory to a GPU at the speed of the bus, whoever the memory belongs to (`lanes`)."""
+"""Host memory to a GPU at the speed of the bus, whoever the memory belongs to (`pinned`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.copy import Mover
-from transfer_queue.memory.lanes import STEP_NBYTES, Lane, lane_to
+from transfer_queue.memory.pinned import STEP_NBYTES, PinnedBuffers, pinned_for
 from transfer_queue.memory.tensors import byte_view, is_plain
 
 ALONE_NBYTES = 16 << 20  # torch's own copies are as fast
@@ -71,29 +71,29 @@ def _spans(uploads: Sequence[Upload]) -> Iterator[Span]:
 
 
 def _send(spans: Sequence[Span], device: torch.device, before: torch.cuda.Event, is_inference: bool) -> None:
-    with torch.inference_mode(is_inference), lane_to(device) as lane:
-        if lane is None:
+    with torch.inference_mode(is_inference), pinned_for(device) as buffers:
+        if buffers is None:
             before.synchronize()
             for into, data in spans:
                 into.copy_(torch.from_numpy(data))
             return
-        lane.stream.wait_event(before)
-        buffers = _Buffers(lane)
+        buffers.stream.wait_event(before)
+        filling = _InTurn(buffers)
         try:
-            with torch.cuda.stream(lane.stream):
+            with torch.cuda.stream(buffers.stream):
                 for into, data in spans:
-                    pinned = buffers.room(data.nbytes)
-                    np.copyto(pinned.numpy(), data)
-                    into.copy_(pinned, non_blocking=True)
+                    place = filling.room(data.nbytes)
+                    np.copyto(place.numpy(), data)
+                    into.copy_(place, non_blocking=True)
         finally:
-            lane.stream.record_event().synchronize()
+            buffers.stream.record_event().synchronize()
 
 
-class _Buffers:
-    """A lane's buffers, filled in turn: one that the GPU still reads is waited for."""
+class _InTurn:
+    """Buffers that are filled in turn: one that the GPU still reads is waited for."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, buffers: PinnedBuffers) -> None:
+        self._buffers = buffers
         self._read: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
         self._filled = 0
@@ -101,11 +101,11 @@ class _Buffers:
     def room(self, nbytes: int) -> torch.Tensor:
         """So many bytes to fill, for a copy that is queued in the stream before this is called again."""
         if self._filled + nbytes > STEP_NBYTES:
-            self._read[self._turn] = self._lane.stream.record_event()
+            self._read[self._turn] = self._buffers.stream.record_event()
             self._turn = 1 - self._turn
             self._filled = 0
             read = self._read[self._turn]
             if read is not None:
                 read.synchronize()
         start, self._filled = self._filled, self._filled + nbytes
-        return self._lane.buffers[self._turn][start : start + nbytes]
+        return self._buffers.pair[self._turn][start : start + nbytes]

@@ -63,7 +63,7 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor itself, or, where it is on another device, a copy in staging memory. Torch copies it faster
-    than one thread does through a lane (16 and 8 GB/s of an H200)."""
+    than one thread does by pinned buffers (16 and 8 GB/s of an H200)."""
     if tensor.device.type == "cpu":
         return tensor
     return room(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
