@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from conftest import until
 
 import transfer_queue as tq
-from transfer_queue.errors import StoreFull
+from transfer_queue.errors import InvalidInput, StoreFull
+from transfer_queue.wire import messages as m
 
 Service = Callable[..., tq.TransferQueueClient]
 Spawn = Callable[[str], Any]
@@ -247,3 +250,27 @@ def test_arenas_may_lie_in_a_directory(service: Service, tmp_path: Any) -> None:
     assert int(tq.kv_batch_get("a", "p")["x"].values().sum()) == ord("a") * 2 * MIB
     assert client.stats()["arena_nbytes_resident"] >= 2 * MIB
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_commit_that_fails_gives_its_memory_back(service: Service) -> None:
+    client = service(**store(total_storage_size=2), client={"timeout_s": 0.3})
+    client.put({"x": torch.zeros(2)}, partition_id="full")
+    batch = client.allocate({"x": ((2, 300_000), torch.float32)})
+    with pytest.raises(StoreFull):
+        batch.commit("p")
+    with pytest.raises(InvalidInput, match="before"):
+        batch.commit("p")
+    del batch
+    until(lambda: used(client) < 1000, "the return of the memory")
+
+
+def test_a_time_out_that_is_no_number_is_refused(service: Service) -> None:
+    client = service()
+    for ask in (
+        lambda: client.take("p", ["x"], 1, "t", 60.0, math.nan),
+        lambda: client.allocate({"x": ((2,), torch.float32)}, timeout_s=math.nan),
+    ):
+        with pytest.raises(InvalidInput, match="no number"):
+            ask()
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(m.Allocate(1, 10, False, math.nan)), type=m.Allocate)

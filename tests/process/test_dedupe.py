@@ -279,3 +279,19 @@ def test_digests_of_cells_that_are_not_there_are_empty(start_host: Callable[...,
     assert run(session, asked("other", [1, 2], [0, 0])) == [b"", b""]
     with pytest.raises(InvalidInput):
         run(session, asked("image", [1], [0, 0]))
+
+
+def test_an_update_sees_that_another_wrote_a_shared_cell(client: tq.TransferQueueClient) -> None:
+    """Equal cells lie in one block, so a cell that was written again may lie in the same block, in another row."""
+    images = torch.stack([torch.full((100, 100), fill) for fill in (1, 2)])
+    tq.kv_batch_put(["k1", "k2"], "p", {"image": images}, dedupe=True)
+    seen: list[int] = []
+
+    def parser(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        seen.append(int(old[0, 0]))
+        if len(seen) == 1:
+            tq.kv_put("k1", "p", {"image": images[1]}, dedupe=True)
+        return new
+
+    tq.kv_update("k1", "p", {"image": images[0] + 10}, parser=parser)
+    assert seen == [1, 2]

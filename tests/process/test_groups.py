@@ -498,3 +498,24 @@ def test_a_series_outlives_the_server(service: Any) -> None:
     tq.finish_partition("a", "actor")
     waiter.join()
     assert list(tq.series_status("s")["open"]) == ["b"]
+
+
+def test_a_call_that_is_broken_off_leaves_groups_and_attempts_with_their_process(pool: GroupPool) -> None:
+    made(pool, 1)
+    pool.open("g2", 1)
+    (attempt,) = pool.claim(1, "g2")
+    batch = pool.select(1)
+
+    def alarm(*given: object) -> None:
+        raise RuntimeError("the loop's own")
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(RuntimeError, match="own"):
+            pool.wait(5, timeout_s=60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    answer(pool, attempt)
+    pool.ack(batch)
+    assert pool.status()["sealed"] == 1

@@ -413,3 +413,37 @@ def test_a_server_that_hangs_as_it_starts_ends_with_its_starter(child: Spawn, tm
     server = psutil.Process(int(told.read_text()))
     starter.kill()
     until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the end of the server", 20)
+
+
+def test_a_process_with_thousands_of_descriptors_has_a_service(child: Callable[[str], Any]) -> None:
+    """select(2) knows 1,024 of them."""
+    one = child("""
+        import os, resource, torch
+        import transfer_queue as tq
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+        held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        tq.init()
+        tq.kv_put("k", "p", {"x": torch.ones(1)})
+        print(tq.kv_list(), flush=True)
+        tq.close()
+        print("closed", flush=True)
+    """)
+    assert one.line() == "{'p': {'k': {}}}"
+    assert one.line() == "closed"
+    one.finish()
+
+
+def test_large_answers_are_sent_by_a_server_that_was_forked(child: Callable[[str], Any]) -> None:
+    """As a standby is one: the threads that the server before it had are not there."""
+    one = child("""
+        import os
+        from transfer_queue.server import bulk_writer
+        assert bulk_writer._threads.submit(int, 7).result() == 7
+        pid = os.fork()
+        if not pid:
+            os._exit(0 if bulk_writer._threads.submit(int, 7).result(20) == 7 else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    """)
+    assert one.line() == "0"
+    one.finish()

@@ -7,8 +7,9 @@ import pytest
 from tables import Box, indexes
 
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaConflict, ServiceUnavailable, StoreFull
-from transfer_queue.sampler import GRPOGroupNSampler
+from transfer_queue.sampler import GRPOGroupNSampler, SequentialSampler
 from transfer_queue.schema import FieldSchema
+from transfer_queue.wire import messages as m
 
 
 @pytest.fixture
@@ -323,3 +324,36 @@ def test_a_waiting_put_that_no_longer_fits_the_schema_is_refused_when_its_turn_c
     ((ticket, error),) = box.answers()
     assert ticket == "w"
     assert isinstance(error, SchemaConflict)
+
+
+def test_a_put_that_waits_fails_when_its_unit_gave_a_block_of_shared_cells_up() -> None:
+    box = Box(max_rows=1)
+    rows = indexes(box.put(1))
+    shared = m.SharedCells(FieldSchema("y", "dense", "uint8", ()), 4711, bytes(8), bytes(8), True, b"", bytes(16))
+    message = m.Commit(99, "q", 1, None, None, [], -1, b"", None, 9.0, shared=[shared])
+    assert box.controller.handle(message, "w", b"session", 0.0) is None
+    box.controller.refuse_commits(np.array([4711]))
+    assert [(ticket, type(error)) for ticket, error in box.answers()] == [("w", ServiceUnavailable)]
+    box.clear(rows)
+    assert box.answers() == []
+
+
+class Forgetful(SequentialSampler):
+    """Fails in what subclasses are told to extend."""
+
+    def clear_cache(self, partition_id: str) -> None:
+        raise KeyError(partition_id)
+
+    def forget(self, partition_id: str, indexes: set[int]) -> None:
+        raise KeyError(partition_id)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_rows_are_cleared_whatever_the_sampler_makes_of_it(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
+    box = Box(sampler=Forgetful())
+    rows = indexes(box.put(2))
+    box.clear(None if whole else rows)
+    assert not box.controller.block_index.entries
+    assert "Forgetful failed" in caplog.text
+    with pytest.raises(DeadlineExceeded):
+        box.fetch(1)

@@ -49,8 +49,21 @@ def test_remembered_replies_are_bounded_in_bytes(service: Service, monkeypatch: 
     session = service.sessions.attach(b"client", local=True)
     for rid in range(50):
         send(service, session, commit(rid, 100), bytes(100))
-    assert 1 <= len(session.replies) <= 10_000 // 800
-    assert 49 in session.replies
+    assert isinstance(session.replies[49][0], m.Committed)
+    assert sum(isinstance(reply, m.Committed) for reply, _ in session.replies.values()) <= 10_000 // 800
+
+
+def test_a_request_whose_answer_is_not_kept_is_not_carried_out_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "REMEMBERED_NBYTES", 10_000)
+    session = service.sessions.attach(b"client", local=True)
+    for rid in (1, 2, 3):
+        send(service, session, commit(rid, 1000), bytes(1000))
+    again = send(service, session, commit(1, 1000), bytes(1000))
+    assert isinstance(again, m.Failed)
+    assert "carried out" in again.text
+    assert service.controller.num_rows == 3000
 
 
 def test_replies_are_forgotten_with_their_session(service: Service) -> None:
@@ -81,3 +94,32 @@ def test_a_session_that_says_goodbye_ends_with_its_connection(service: Service) 
     service.notify(m.Goodbye(), session)
     service.detach(session, set(), now=0.0)
     assert not service.sessions.by_ident
+
+
+def test_an_answer_that_was_not_sent_yet_is_given_to_whoever_asks_again(service: Service) -> None:
+    """The link was cut in silence: the rows must not go over the one before."""
+    session = service.sessions.attach(b"client", local=False)
+    fetch = m.Fetch(7, "p", ["x"], 2, "t", {}, 9.0, True)
+    assert service.handle(fetch, memoryview(b""), session, ("before", 7), 0.0) is None
+    send(service, session, commit(8, 2), b"ab")
+    answer = service.handle(fetch, memoryview(b""), session, ("now", 7), 0.0)
+    assert answer is not None
+    assert isinstance(answer[0], m.RowSet)
+    assert len(answer[0].rows) == 2 * 8
+    assert not list(service.answered(0.0))
+    assert not session.parked
+    assert service.handle(fetch, memoryview(b""), session, ("later", 7), 0.0) == answer
+
+
+def test_memory_that_was_allocated_is_given_to_whoever_asks_again(service: Service) -> None:
+    session = service.sessions.attach(b"client", local=True)
+    held = send(service, session, m.Allocate(1, 1 << 20, False, 0.0))
+    assert isinstance(held, m.Allocated)
+    asked = m.Allocate(2, 1000, False, 9.0)
+    assert service.handle(asked, memoryview(b""), session, ("before", 2), 0.0) is None
+    service.notify(m.Discard(held.block), session)
+    answer = service.handle(asked, memoryview(b""), session, ("now", 2), 0.0)
+    assert answer is not None
+    assert isinstance(answer[0], m.Allocated)
+    service.notify(m.Discard(answer[0].block), session)
+    assert service.unit.used_nbytes == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from transfer_queue.errors import InvalidInput
 from transfer_queue.wire.messages import Message, Request
 
 T = TypeVar("T")
@@ -27,6 +28,8 @@ class Call:
         to: str = "",
         into: memoryview | None = None,
     ) -> None:
+        if wait_s != wait_s:
+            raise InvalidInput("a time-out that is no number")
         self.request = request
         self.payload = payload
         self.wait_s = wait_s

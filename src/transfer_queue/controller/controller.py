@@ -460,12 +460,12 @@ class Controller:
             slots = slots[slots >= 0]
         else:
             if table.num_alive and not forgets_partitions(self._fetching.sampler):
-                self._fetching.sampler.forget(table.name, set(table.index[table.live()].tolist()))
+                self._fetching.cleared(table, table.live_slots())
             self._remove(table)
             self.retry_quota_waiters()
             return m.Done(message.rid)
         if len(slots):
-            self._fetching.sampler.forget(table.name, set(table.index[slots].tolist()))
+            self._fetching.cleared(table, slots)
             rows = table.index[slots]
             self.block_index.release(table.clear(slots))
             self.groups.cleared(table.name, rows)
@@ -555,10 +555,11 @@ class Controller:
         """A storage unit has given up these blocks: whatever still waits to put rows there fails."""
         gone = set(blocks.tolist())
         for parked in self._quota_waiters:
-            block = getattr(parked.message, "block", 0)
-            if block in gone:
+            named = [getattr(parked.message, "block", 0)]
+            named += [one.block for one in getattr(parked.message, "shared", ())]
+            if not gone.isdisjoint(named):
                 self._quota_waiters.remove(parked)
-                text = f"block {block} {GIVEN_UP}"
+                text = f"block {min(gone.intersection(named))} {GIVEN_UP}"
                 self.state.outbox.append((parked.ticket, m.Failed(parked.message.rid, ServiceUnavailable.code, text)))
         self.restoring.refuse(gone)
 

@@ -12,18 +12,20 @@ from transfer_queue.wire.messages import Commit
 
 
 def check_expected(message: Commit, blocks: bytes, table: Table | None) -> None:
-    """`CellsChanged` unless every cell to be written lies in the block that the message expects.
+    """`CellsChanged` unless every cell to be written lies in the block, and in the row of it, that the message expects.
 
-    No block ever changes, and no number of one is used twice: the same block holds the same content.
+    No block ever changes, and no number of one is used twice: the same row of a block holds the same content.
     """
     expected = indexes_of(blocks)
-    if len(expected) != len(message.fields) * message.count or (message.rows is None and message.keys is None):
-        raise InvalidInput("expected: one block for every cell of rows that exist")
+    num = len(message.fields) * message.count
+    if len(expected) not in (num, 2 * num) or (message.rows is None and message.keys is None):
+        raise InvalidInput("expected: a block and its row for every cell of rows that exist")
     slots = _slots(message, table)
     if table is None or len(slots) != message.count or (slots < 0).any():
         raise CellsChanged(f"partition {message.partition!r}: rows were cleared")
-    for field, numbers in zip(message.fields, expected.reshape(-1, message.count), strict=True):
-        if not np.array_equal(table.blocks_of(field.name, slots), numbers):
+    given = expected.reshape(len(message.fields), -1, message.count)  # blocks alone, in journals of before
+    for field, wanted in zip(message.fields, given, strict=True):
+        if not np.array_equal(table.place_of(field.name, slots)[: len(wanted)], wanted):
             raise CellsChanged(f"partition {message.partition!r}: field {field.name!r} was written")
 
 

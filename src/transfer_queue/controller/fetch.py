@@ -12,7 +12,7 @@ import numpy as np
 from transfer_queue.controller.dealing import Dealing, Share
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.ledger import Ledger
-from transfer_queue.controller.notices import too_few
+from transfer_queue.controller.notices import timed_out
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
 from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
@@ -22,7 +22,7 @@ from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.taken import TakenRows
 from transfer_queue.controller.unreceived import ConsumedGrant, Grant, LeaseGrant, Unreceived
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
+from transfer_queue.errors import InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler, takes
 from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wait_queue import Waiter, WaitQueue
@@ -84,7 +84,7 @@ class Fetching:
         elif message.until_cleared:
             return _nothing(message.rid, DONE)
         if message.timeout_s <= 0:
-            return _timed_out(message, table)
+            return timed_out(message, table)
         self.parked.add(request)
         if message.holder:
             others = self._on_behalf.get(message.holder, ())
@@ -123,7 +123,11 @@ class Fetching:
         self._abandon(ended)
         self.dealing.forget(table)
         self.steps.closed(table.name)
-        self.sampler.clear_cache(table.name)
+        self._tell(self.sampler.clear_cache, table.name)
+
+    def cleared(self, table: Table, slots: Slots) -> None:
+        """These rows are about to go."""
+        self._tell(self.sampler.forget, table.name, set(table.index[slots].tolist()))
 
     def orphan(self, table: Table) -> None:
         """The waiters of a partition wait for the next one of that name."""
@@ -195,8 +199,7 @@ class Fetching:
         """Rows that were lent are free again."""
         slots = self.steps.came_back(table, task, slots)
         self.dealing.offered(table, task, slots)
-        with contextlib.suppress(SamplerFailed):  # logged: the rows are free whatever the sampler makes of it
-            self._ask(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
+        self._tell(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
         self.staleness.freed(table, task, slots)
         of_task = table.tasks[task]
         fuller = [view for view in list(of_task.views.values()) if of_task.refresh(view, table, slots)]
@@ -215,8 +218,7 @@ class Fetching:
         self.unreceived.void(table, name)
         task.group = None
         task.free()
-        with contextlib.suppress(SamplerFailed):
-            self._ask(self.sampler.offer_again, table.name, name, set(table.index[table.live_slots()].tolist()))
+        self._tell(self.sampler.offer_again, table.name, name, set(table.index[table.live_slots()].tolist()))
 
     def _look_again(self, table: Table, name: str) -> None:
         """All rows of a task that are ready and free are offered. Maybe amid its waiters: they are looked at again."""
@@ -305,7 +307,7 @@ class Fetching:
         self._abandon(expired)
         for request in expired:
             try:
-                reply: Reply = _timed_out(request.message, self.tables.get(request.message.partition))
+                reply: Reply = timed_out(request.message, self.tables.get(request.message.partition))
             except TransferQueueError as error:
                 reply = Failed(request.message.rid, error.code, str(error))
             self.outbox.append((request.ticket, reply))
@@ -508,6 +510,11 @@ class Fetching:
         sampled, consumed = self.sampler.sample(candidates, batch_size, **config)
         return _slots_of(sampled, slots, table), _slots_of(consumed, slots, table)
 
+    def _tell(self, news: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call the sampler for what has happened already, whatever it makes of it; what it raises is logged."""
+        with contextlib.suppress(SamplerFailed):
+            self._ask(news, *args, **kwargs)
+
     def _ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the sampler. It may be anybody's code: whatever it raises becomes an error of the one who asked."""
         self.has_asked = True
@@ -577,13 +584,6 @@ def _rest(message: Fetch, table: Table, view: ReadyView) -> int:
 
 def _nothing(rid: int, lease: int = 0) -> RowSet:
     return RowSet(rid, b"", None, [], None, lease)
-
-
-def _timed_out(message: Fetch, table: Table | None) -> RowSet:
-    """The empty answer, or `DeadlineExceeded` where the caller did not ask for one."""
-    if message.empty_on_timeout:
-        return _nothing(message.rid)
-    raise DeadlineExceeded(too_few(message, table))
 
 
 def check_fetch(message: Fetch) -> None:

@@ -84,6 +84,13 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts
     return f"{text}{table.num_rows} rows{size}, {written}; {taken}"
 
 
+def timed_out(message: m.Fetch, table: Table | None) -> m.RowSet:
+    """The empty answer, or `DeadlineExceeded` where the caller did not ask for one."""
+    if message.empty_on_timeout:
+        return m.RowSet(message.rid, b"", None, [], None, 0)
+    raise DeadlineExceeded(too_few(message, table))
+
+
 def too_few(message: m.Fetch, table: Table | None) -> str:
     """Why a request was not answered in its time."""
     wanted: int | str = message.batch_size

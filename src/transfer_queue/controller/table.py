@@ -402,15 +402,16 @@ class Table:
             found.append(LocatedCells(names, blocks, rows))
         return found
 
-    def blocks_of(self, name: str, slots: Slots) -> NDArray[np.int64]:
-        """The block that each cell of a field lies in, 0 where none was written."""
-        found = np.zeros(len(slots), np.int64)
+    def place_of(self, name: str, slots: Slots) -> NDArray[np.int64]:
+        """(2, slots): the block that each cell of a field lies in, and its row there; 0 where none was written."""
+        found = np.zeros((2, len(slots)), np.int64)
         field = self.fields.get(name)
         if field is not None:
             under = self.cells[field.number, slots]
             for number in np.unique(under[under != 0]).tolist():
                 of_group = under == number
-                found[of_group] = self.groups[number].block[slots[of_group]]
+                group, there = self.groups[number], slots[of_group]
+                found[:, of_group] = group.block[there], group.row[there]
         return found
 
     def rows_in(self, number: int, block: int, first: int = 0, last: int = MAX_INDEX) -> tuple[Slots, list[str]]:

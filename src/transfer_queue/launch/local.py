@@ -47,7 +47,7 @@ class LocalServer:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether it has ended, at the latest after `timeout_s` (None: blocks until then)."""
-        return bool(select.select([self._life], [], [], timeout_s)[0])
+        return is_readable(self._life, timeout_s)
 
     def stop(self) -> None:
         """End it and wait; nothing of it is left. A forked child of the owner leaves it alone."""
@@ -233,13 +233,21 @@ def _not_started(answer: Ready | NotStarted | None) -> TransferQueueError:
     )
 
 
+def is_readable(descriptor: int, timeout_s: float | None) -> bool:
+    """Whether there is something to read, or the other end is closed, at the latest after `timeout_s` (None: blocks).
+    Of any descriptor: select(2) knows 1,024 of them."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(None if timeout_s is None else 1000 * timeout_s))
+
+
 def _first_line(descriptor: int, timeout_s: float) -> bytes:
     """What is written to a pipe up to the first newline; empty when it closes or the time is up first."""
     deadline = time.monotonic() + timeout_s
     line = b""
     while not line.endswith(b"\n"):
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        data = os.read(descriptor, 4096) if ready else b""
+        is_ready = is_readable(descriptor, max(0.0, deadline - time.monotonic()))
+        data = os.read(descriptor, 4096) if is_ready else b""
         if not data:
             return b""
         line += data

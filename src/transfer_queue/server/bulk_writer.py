@@ -19,6 +19,15 @@ Parts: TypeAlias = "Sequence[bytes | bytearray | memoryview]"
 _threads = ThreadPoolExecutor(SENDERS, thread_name_prefix="tq-send")
 
 
+def _start_over() -> None:
+    """A forked child (a standby that takes over) has none of the threads, and an executor that believes it had."""
+    global _threads
+    _threads = ThreadPoolExecutor(SENDERS, thread_name_prefix="tq-send")
+
+
+os.register_at_fork(after_in_child=_start_over)
+
+
 class BulkWriter:
     """What one connection writes, in order: small answers through `transport`, large ones from a thread.
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 from transfer_queue.errors import InternalError, TransferQueueError
 from transfer_queue.server.block_requests import Answer
 from transfer_queue.wire import messages as m
+
+T = TypeVar("T")
+
+
+def taken_out(outbox: list[tuple[Hashable, T]], ticket: Hashable) -> list[T]:
+    """The answers for this ticket, which are not in `outbox` any more."""
+    found = [answer for one, answer in outbox if one == ticket]
+    if found:
+        outbox[:] = [entry for entry in outbox if entry[0] != ticket]
+    return found
 
 
 class LateAnswers:

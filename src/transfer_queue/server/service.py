@@ -14,7 +14,7 @@ from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, Row
 from transfer_queue.server.block_requests import Answer, BlockRequests
 from transfer_queue.server.cell_digests import CellDigester
 from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
-from transfer_queue.server.late_answers import LateAnswers
+from transfer_queue.server.late_answers import LateAnswers, taken_out
 from transfer_queue.server.pending_commits import Filled, PendingCommits
 from transfer_queue.server.recycling import Recycler
 from transfer_queue.server.sessions import ServerSession, Sessions
@@ -245,12 +245,18 @@ class Service:
     def _withdraw(self, ticket: Hashable, session: ServerSession) -> None:
         """Do not send an answer that crosses the cancellation of its request."""
         for outbox in (self.controller.outbox, self.unit.outbox):
-            crossing = [reply for one, reply in outbox if one == ticket]
-            if crossing:
-                outbox[:] = [found for found in outbox if found[0] != ticket]
-            for reply in crossing:
+            for reply in taken_out(outbox, ticket):
                 if isinstance(reply, m.Allocated):
                     self._discard(reply.block, session)
+
+    def _crossing(self, ticket: Hashable, now: float) -> Answer | None:
+        """The answer of a parked request that was not sent yet: carried out anew it would take something else."""
+        for reply in taken_out(self.controller.outbox, ticket):
+            if not isinstance(reply, m.Waiting):
+                return self._finished(ticket, reply, now)
+        for reply in taken_out(self.unit.outbox, ticket):
+            return reply, ()
+        return next(iter(taken_out(self._late.answers, ticket)), None)
 
     def handle(
         self, message: m.Request, payload: memoryview, session: ServerSession, ticket: Hashable, now: float
@@ -261,6 +267,10 @@ class Service:
         if known is not None:
             return known
         if message.rid in session.parked:  # asked again over another connection
+            crossing = self._crossing(session.parked[message.rid], now)
+            if crossing is not None:
+                self.close_request(session, crossing)
+                return crossing
             self._forget({session.parked.pop(message.rid)}, is_asked_again=True)
         try:
             answer = self._handle(message, payload, session, ticket, now)
@@ -541,23 +551,7 @@ class Service:
         """Tickets and answers of parked requests that were answered since the last call; `Waiting` is none yet."""
         while self.controller.outbox:
             ticket, reply = self.controller.outbox.pop(0)
-            if isinstance(reply, m.Waiting):
-                yield ticket, (reply, ())
-                continue
-            payload = self.controller.payloads.pop(ticket, NO_BYTES)
-            self.controller.in_doubt.discard(ticket)
-            reading = self._reading.pop(ticket, None)
-            fetching = self._data_fetches.unpark(ticket)
-            if fetching is not None:
-                handed = self._data_fetches.complete(self.controller, fetching, reply, payload, now)
-                self._settled()
-                yield ticket, handed
-                continue
-            if reading is not None and isinstance(reply, m.Located):
-                answer = self._completed(reading, ticket, reply, payload, now)
-            else:
-                answer = self._complete(reply, payload)
-            self._settled()
+            answer = (reply, ()) if isinstance(reply, m.Waiting) else self._finished(ticket, reply, now)
             if answer is not None:
                 yield ticket, answer
         for ticket, reply in self.unit.outbox:
@@ -565,6 +559,21 @@ class Service:
         self.unit.outbox.clear()
         yield from self._late.answers
         self._late.answers.clear()
+
+    def _finished(self, ticket: Hashable, reply: m.Reply, now: float) -> Answer | None:
+        """What is sent for the controller's reply to a parked request; None when it waits again."""
+        payload = self.controller.payloads.pop(ticket, NO_BYTES)
+        self.controller.in_doubt.discard(ticket)
+        reading = self._reading.pop(ticket, None)
+        fetching = self._data_fetches.unpark(ticket)
+        if fetching is not None:
+            answer: Answer | None = self._data_fetches.complete(self.controller, fetching, reply, payload, now)
+        elif reading is not None and isinstance(reply, m.Located):
+            answer = self._completed(reading, ticket, reply, payload, now)
+        else:
+            answer = self._complete(reply, payload)
+        self._settled()
+        return answer
 
     def _completed(
         self, reading: Reading, ticket: Hashable, reply: m.Located, payload: memoryview, now: float

@@ -6,9 +6,12 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
+from transfer_queue.errors import InternalError
 from transfer_queue.wire import messages as m
 
 REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
+LIGHT_NBYTES = 256
+TOO_LONG_AGO = "the request was carried out, but its answer is not kept any more: larger ones came since"
 REMEMBERED_CANCELS = 1024  # of each session
 REMEMBERED_ENDED = 1024  # sessions
 GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
@@ -30,20 +33,27 @@ class ServerSession:
         self.ended = False  # it said goodbye
         self.replies: OrderedDict[int, Answer] = OrderedDict()
         self._replies_nbytes = 0
+        self._heavy: OrderedDict[int, None] = OrderedDict()  # of the replies
         self.parked: dict[int, Hashable] = {}  # ticket of each parked request
         self._called_off: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by request: over which, newest then
 
     def remember(self, answer: Answer) -> None:
-        """Keep the answer for when its request comes again; the oldest go when there are many or they are large."""
+        """Keep the answer for when its request comes again: the oldest go when there are many, and are shortened to an
+        error when they are large, for what was carried out must not be so twice."""
         if isinstance(answer[0], m.Handed):
             answer = (answer[0].rows, ())  # the data is asked for anew
         self.forget(answer[0].rid)
         self.replies[answer[0].rid] = answer
         self._replies_nbytes += _weight(answer)
-        while len(self.replies) > REMEMBERED_REPLIES or (
-            self._replies_nbytes > REMEMBERED_NBYTES and len(self.replies) > 1
-        ):
-            self._replies_nbytes -= _weight(self.replies.popitem(last=False)[1])
+        if _weight(answer) > LIGHT_NBYTES:
+            self._heavy[answer[0].rid] = None
+        while self._replies_nbytes > REMEMBERED_NBYTES and len(self._heavy) > 1:
+            rid = next(iter(self._heavy))
+            self.forget(rid)
+            self.replies[rid] = m.Failed(rid, InternalError.code, TOO_LONG_AGO), ()
+            self._replies_nbytes += LIGHT_NBYTES
+        while len(self.replies) > REMEMBERED_REPLIES:
+            self.forget(next(iter(self.replies)))
 
     def cancel(self, rid: int) -> None:
         """What this request took is undone, if it took something: sent again it is carried out anew."""
@@ -66,6 +76,7 @@ class ServerSession:
     def forget(self, rid: int) -> None:
         """The request will not come again, or is to be carried out anew."""
         answer = self.replies.pop(rid, None)
+        self._heavy.pop(rid, None)
         if answer is not None:
             self._replies_nbytes -= _weight(answer)
 
@@ -74,8 +85,8 @@ def _weight(answer: Answer) -> int:
     """About how many bytes an answer holds: rows, and for each its tags."""
     reply = answer[0].rows if isinstance(answer[0], m.GroupsLent) else answer[0]
     if not isinstance(reply, (m.Committed, m.RowSet)):
-        return 256
-    return 256 + len(reply.rows) * (32 if reply.tags else 1)
+        return LIGHT_NBYTES
+    return LIGHT_NBYTES + len(reply.rows) * (32 if reply.tags else 1)
 
 
 class Sessions:

@@ -25,6 +25,7 @@ from transfer_queue.client.transfer.write import TargetRows, store
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import items_of, plan_batch
+from transfer_queue.codec.rows import row_numbers
 from transfer_queue.errors import (
     BatchMismatch,
     CellsChanged,
@@ -228,10 +229,11 @@ class _Target(NamedTuple):
 
 
 class _Old(NamedTuple):
-    """What rows hold: values (None where a cell is not written), and the block that each cell lies in (0: none)."""
+    """What rows hold: values (None where a cell is not written), and, (2, rows), the block that each cell lies in and
+    its row there (0: none)."""
 
     values: Columns
-    blocks: dict[str, Numbers]
+    places: dict[str, Numbers]
     objects: set[str]  # fields that hold no tensors
 
 
@@ -250,7 +252,7 @@ class _CellUpdate:
             old = yield from self._read(session)
             self.plan = plan_batch(self._results(old), self._target.num, session.allow_pickle)
             names = [field.name for field in self.plan.schema()]
-            expected = np.concatenate([old.blocks[name] for name in names]).astype(np.int64).tobytes()
+            expected = np.concatenate([old.places[name].reshape(-1) for name in names]).tobytes()
             where = self._target
             rows = TargetRows(
                 where.partition, where.num, where.keys, where.indexes, service=where.service, expected=expected
@@ -265,7 +267,7 @@ class _CellUpdate:
         found: dict[str, Any] = {}
         for name, new in self._new.items():
             before = old.values[name]
-            if self._strict and not old.blocks[name].all():
+            if self._strict and not old.places[name][0].all():
                 raise InvalidInput(f"unproduced field {name!r}: an update by a dict needs what was written before")
             results = [self._parser(was, now) for was, now in zip(before, new, strict=True)]
             if self._strict:
@@ -296,9 +298,8 @@ class _CellUpdate:
 
     def _blank(self) -> _Old:
         num = self._target.num
-        return _Old(
-            {name: [None] * num for name in self._new}, {name: np.zeros(num, np.int64) for name in self._new}, set()
-        )
+        nowhere = {name: np.zeros((2, num), np.int64) for name in self._new}
+        return _Old({name: [None] * num for name in self._new}, nowhere, set())
 
     def _cells(self, session: Session, request: m.Get, rows: Sequence[int]) -> Operation[_Old]:
         """What the rows at these positions hold; the others and what was not found is blank."""
@@ -311,8 +312,9 @@ class _CellUpdate:
         for part in reply.parts:
             runs = numbers_of(part.runs, 3)
             blocks = np.array([piece.block for piece in reply.pieces], np.int64)[runs[:, 0]].repeat(runs[:, 2])
+            lying = np.stack([blocks, row_numbers(runs[:, 1:])])
             for name in part.fields:
-                old.blocks[name][places] = blocks
+                old.places[name][:, places] = lying
         old.objects.update(field.name for field in reply.schema if field.kind == OBJECTS)
         found = yield from read(session, [request], located=(reply, payload))
         for name in found.keys():  # noqa: SIM118  a TensorDict iterates over rows
@@ -336,7 +338,7 @@ class _CellUpdate:
                 fields = [name for name, has in zip(names, pattern.tolist(), strict=True) if has]
                 part = yield from self._cells(session, self._get(session, fields, rows), rows)
                 for name in fields:
-                    old.blocks[name][rows] = part.blocks[name][rows]
+                    old.places[name][:, rows] = part.places[name][:, rows]
                     for row in rows:
                         old.values[name][row] = part.values[name][row]
                 old.objects.update(part.objects)

@@ -11,7 +11,7 @@ import torch
 
 from transfer_queue.client.describing import field_specs
 from transfer_queue.client.drivers import awaitable, blocking
-from transfer_queue.client.effects import Call, Offload, Operation
+from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, noted, send_block, store_in_engine
 from transfer_queue.codec.dtypes import torch_dtype
@@ -125,7 +125,14 @@ class Allocation(Mapping[str, torch.Tensor]):
         self._published.append(True)
         call = commit(self.session, rows, fields, layout, block, wire_tags)
         call.to = self._books
-        reply = noted(rows, (yield call)[0])
+        try:
+            reply = noted(rows, (yield call)[0])
+        except BaseException as error:
+            if isinstance(error, InvalidInput):
+                self._published.clear()  # it was refused
+            if self._block is None or not isinstance(error, InvalidInput):
+                yield Notify(m.Discard(block), self._books)  # ignored where it was published
+            raise
         return committed_meta(self.session, reply, partition_id, self._plan, wire_tags)
 
     @property

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 Tags: TypeAlias = dict[str, Any]
+Seconds = Annotated[float, msgspec.Meta(ge=-1e300)]  # any but NaN, which is neither before nor after any deadline
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, tag=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer_queue.wire.messages.base import InArena, InEngine, Message, Registered, Reply, Request
+from transfer_queue.wire.messages.base import InArena, InEngine, Message, Registered, Reply, Request, Seconds
 
 CARRIED_ROWS, CARRIED_NBYTES = 256, 128 << 10  # at most, of a fetch with `carry`
 INLINE_NBYTES = 64 << 10  # payloads up to this size ride with their message instead of lying in a mapped block
@@ -14,7 +14,7 @@ class Allocate(Request):
 
     nbytes: int
     pin: bool
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class Allocated(Reply):
@@ -37,7 +37,7 @@ class Pull(Request):
 
     block: int
     lies: Registered
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class Read(Request):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from transfer_queue.groups.policy import GroupPolicy
-from transfer_queue.wire.messages.base import Reply, Request, Tags
+from transfer_queue.wire.messages.base import Reply, Request, Seconds, Tags
 from transfer_queue.wire.messages.rows import FinishedSlot, RefusedSlot, RowSet
 
 
@@ -35,7 +35,7 @@ class TakeTickets(Request):
 
     partition: str
     count: int
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class IssueTickets(Request):
@@ -74,7 +74,7 @@ class ClaimSlots(Request):
     partition: str
     count: int
     group: str | None
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class StartSlots(Request):
@@ -148,8 +148,8 @@ class SelectGroups(Request):
     least: int
     most: int
     version: int | None
-    lease_s: float
-    timeout_s: float
+    lease_s: Seconds
+    timeout_s: Seconds
     fields: list[str] = []  # noqa: RUF012  never changed
 
 
@@ -157,7 +157,7 @@ class RenewGroups(Request):
     """The lease lasts `lease_s` from now on."""
 
     lease: int
-    lease_s: float
+    lease_s: Seconds
 
 
 class AckGroups(Request):
@@ -202,7 +202,7 @@ class AwaitGroups(Request):
 
     partition: str
     count: int
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class TakeRefills(Request):
@@ -211,7 +211,7 @@ class TakeRefills(Request):
 
     partition: str
     most: int
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class DescribePool(Request):

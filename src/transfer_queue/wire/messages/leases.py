@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer_queue.wire.messages.base import Reply, Request
+from transfer_queue.wire.messages.base import Reply, Request, Seconds
 
 
 class Ack(Request):
@@ -17,7 +17,7 @@ class Renew(Request):
     """The lease (0: every one that the asking session holds) lasts at least `lease_s` from now on."""
 
     lease: int
-    lease_s: float
+    lease_s: Seconds
     service: bytes = b""
 
 
@@ -35,7 +35,7 @@ class Nack(Request):
 
     lease: int
     rows: bytes | None
-    delay_s: float
+    delay_s: Seconds
     reason: str
     service: bytes = b""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transfer_queue.wire.messages.base import Reply, Request, Tags
+from transfer_queue.wire.messages.base import Reply, Request, Seconds, Tags
 
 
 class ListKeys(Request):
@@ -20,7 +20,7 @@ class WatchKeys(Request):
 
     partition: str | None
     known: dict[str, tuple[int, int]]
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class KeyVersions(Reply):

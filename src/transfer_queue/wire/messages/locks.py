@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from transfer_queue.wire.messages.base import Reply, Request, Tags
+from transfer_queue.wire.messages.base import Reply, Request, Seconds, Tags
 
 
 class Lock(Request):
@@ -16,8 +16,8 @@ class Lock(Request):
 
     partition: str
     keys: list[str]
-    lease_s: float
-    timeout_s: float
+    lease_s: Seconds
+    timeout_s: Seconds
     holder: Tags
 
 
@@ -25,7 +25,7 @@ class KeepLock(Request):
     """The lock lasts `lease_s` from now on; refused when it has ended."""
 
     lock: int
-    lease_s: float
+    lease_s: Seconds
 
 
 class Unlock(Request):

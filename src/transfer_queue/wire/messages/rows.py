@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from transfer_queue.schema import FieldSchema
-from transfer_queue.wire.messages.base import Reply, Request, Tags
+from transfer_queue.wire.messages.base import Reply, Request, Seconds, Tags
 
 DONE = -1  # the lease of an empty `RowSet`: nothing is left to wait for
 PASSED = -2  # likewise: nothing is left of this batch of a rank, whose next one may be asked for
@@ -57,10 +57,11 @@ class Commit(Request):
 
     Rows are named by `keys` (upsert), by `rows` (existing indexes), or by neither (`count` new rows).
     `block` is 0 when the payload rides inline, -1 when there are only tags. `strict`: refused when a field holds
-    another dtype, rank or kind. `expected`, int64 (field, row), names the block that each of these cells lies in now
-    (0: not written): where one is another, `CellsChanged` and no effect. `finishes`: the rows, which are new, are the
-    results of these attempts; those of a result that is not wanted are not made, and the answer says which it was.
-    `shared`: cells of other fields, one for each row; together they are the commit's one step.
+    another dtype, rank or kind. `expected`, int64 (field, 2, row), names the block that each of these cells lies in
+    now, and its row there (0 and 0: not written): where one lies elsewhere, `CellsChanged` and no effect. `finishes`:
+    the rows, which are new, are the results of these attempts; those of a result that is not wanted are not made, and
+    the answer says which it was. `shared`: cells of other fields, one for each row; together they are the commit's one
+    step.
     """
 
     partition: str
@@ -71,7 +72,7 @@ class Commit(Request):
     block: int
     layout: bytes
     tags: list[Tags] | None
-    timeout_s: float
+    timeout_s: Seconds
     replaced: list[int] = []  # noqa: RUF012  positions whose tags replace the stored ones instead of merging
     service: bytes = b""
     strict: bool = False
@@ -98,7 +99,7 @@ class Insert(Request):
     partition: str
     count: int
     fields: list[str]
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class Find(Request):
@@ -107,7 +108,7 @@ class Find(Request):
     partition: str
     keys: list[str]
     create: bool
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class NameRows(Request):

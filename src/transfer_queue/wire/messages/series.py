@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer_queue.wire.messages.base import Request
+from transfer_queue.wire.messages.base import Request, Seconds
 
 
 class OpenPartition(Request):
@@ -14,7 +14,7 @@ class OpenPartition(Request):
     max_open: int
     consumers: list[str]
     clears: bool
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class EnterSeries(Request):

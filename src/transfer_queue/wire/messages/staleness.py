@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transfer_queue.wire.messages.base import Reply, Request
+from transfer_queue.wire.messages.base import Reply, Request, Seconds
 
 
 class Announce(Request):
@@ -23,7 +23,7 @@ class Admit(Request):
     count: int
     max_age: int | None
     rows_per_version: int | None
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class GiveBack(Request):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transfer_queue.wire.messages.base import Reply, Request
+from transfer_queue.wire.messages.base import Reply, Request, Seconds
 from transfer_queue.wire.messages.reads import Located
 from transfer_queue.wire.messages.rows import RowSet
 
@@ -30,13 +30,13 @@ class Fetch(Request):
     batch_size: int
     task: str
     sampling: dict[str, Any]
-    timeout_s: float
+    timeout_s: Seconds
     empty_on_timeout: bool
-    lease_s: float = 0.0
+    lease_s: Seconds = 0.0
     until_done: bool = False
     holder: bytes = b""
     locate: bool = False
-    waited_s: float = 0.0  # with earlier requests for the same rows
+    waited_s: Seconds = 0.0  # with earlier requests for the same rows
     dp_size: int = 0
     used: int = 0
     until_cleared: bool = False
@@ -51,7 +51,7 @@ class Handed(Reply):
 
     rows: RowSet
     located: Located
-    after_s: float = 0.0
+    after_s: Seconds = 0.0
 
 
 class Scan(Request):

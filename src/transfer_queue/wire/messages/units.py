@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transfer_queue.wire.messages.base import Message, Piece, Reply, Request
+from transfer_queue.wire.messages.base import Message, Piece, Reply, Request, Seconds
 
 
 class Cut(msgspec.Struct, array_like=True, gc=False):
@@ -47,7 +47,7 @@ class Join(Request):
     address: str
     blocks: bytes
     returns: bool = False
-    away_s: float = 60.0
+    away_s: Seconds = 60.0
     lasts: bool = False
     service: bytes = b""
 
