@@ -170,8 +170,10 @@ class Fleet(Follower):
             given_s = float(init_info.get("timeout_s") or 2 * self.call_timeout_s)
             members = self._take(lambda one: True, TAKING * given_s)
             timeout_s = MEETING * given_s
-            failed = self._meet(members, init_info, Deadline(min(self.call_timeout_s, timeout_s)))
-            self._release(members)
+            try:
+                failed = self._meet(members, init_info, Deadline(min(self.call_timeout_s, timeout_s)))
+            finally:
+                self._release(members)
             if members and len(failed) == len(members):
                 raise gathered("nobody met the trainer", failed)
 

@@ -136,6 +136,12 @@ class Replica:
         self.met = False
         if publisher is None:
             raise NotInitialized("the fleet has no trainer yet")
+        try:
+            return self._meet(publisher, deadline, init_info)
+        except Exception as error:  # noqa: BLE001 of a client that somebody else wrote
+            raise as_typed(error) from None
+
+    def _meet(self, publisher: TrainerEngine, deadline: Deadline, init_info: dict[str, Any] | None) -> Serving:
         self.silent = silent_workers(self.member)
         told = publisher.introduction(self.silent, deadline) if init_info is None else init_info
         info = {**told, **publisher.reports.info(self.silent), "replica": self.name}

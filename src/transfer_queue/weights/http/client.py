@@ -144,6 +144,8 @@ class WeightSyncClient(Partial):
         lost: tuple[type[TransferQueueError], ...] = (ServiceUnavailable, DeadlineExceeded)
         if path in ("/update_weights", "/finish_weight_update"):
             lost += (NotOpen, NotInitialized)  # it was started anew since, or somebody ended the update there
+        if path != "/start_weight_update":
+            lost += (UpdateInProgress,)  # it did not do it: somebody else's call came between
         for url, error in failures.items():
             if isinstance(error, lost):
                 self._out[url] = error
@@ -205,7 +207,10 @@ class WeightSyncClient(Partial):
             try:
                 peer.call("GET", "/tqw/status", None, self._timeout_s)
             except NotSupported:
-                return int(peer.call("GET", "/get_world_size?include_dp=true", None, self._timeout_s)["world_size"])
+                size = peer.call("GET", "/get_world_size?include_dp=true", None, self._timeout_s).get("world_size")
+                if type(size) is not int:
+                    raise ProtocolError(f"{peer.url} says that its world size is {size!r}") from None
+                return size
             return 0
 
         return sum(self._all(count).values())

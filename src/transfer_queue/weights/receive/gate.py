@@ -55,6 +55,7 @@ class Gate:
         self._num_steps = 0
         self._mode: Mode | None = None
         self._settled = False
+        self._resting: tuple[Mode | None, bool] = (None, False)  # mode and settled, of what was reached last
         self._turn = 0  # of pauses and resumes: a pause that waits sees that another call came
 
     def request(self, request_id: str = "") -> GenerationRequest:
@@ -71,27 +72,36 @@ class Gate:
         if mode not in get_args(Mode):
             raise UnknownMode(f"mode {mode!r} is none of {', '.join(get_args(Mode))}")
         with self._changed:
-            before = (self._mode, self._settled)
             self._set(mode, settled=False)
             turn = self._turn
             if mode == "abort":
                 self._abort(self._requests)
-
-            def settled() -> bool:
-                if self._turn != turn:
-                    raise Aborted("a resume or another pause came before the running requests had ended")
-                return not (self._num_steps if mode == "keep" else self._requests)
-
-            if not self._changed.wait_for(settled, timeout_s):
-                self._set(*before)
-                raise DeadlineExceeded(f"{len(self._requests)} requests ran on for {timeout_s} s: not paused")
-        if clear_cache and mode != "keep" and self._clear_cache is not None:
-            self._clear_cache()
+        try:
+            self._settle(mode, turn, timeout_s)
+            if clear_cache and mode != "keep" and self._clear_cache is not None:
+                self._clear_cache()
+        except BaseException:  # also an interrupt: it is as it was when that was reached last
+            with self._changed:
+                if self._turn == turn:
+                    self._set(*self._resting)
+            raise
         with self._changed:
-            self._settled = self._turn == turn
+            if self._turn == turn:
+                self._settled, self._resting = True, (mode, True)
+
+    def _settle(self, mode: Mode, turn: int, timeout_s: float) -> None:
+        def settled() -> bool:
+            if self._turn != turn:
+                raise Aborted("a resume or another pause came before the running requests had ended")
+            return not (self._num_steps if mode == "keep" else self._requests)
+
+        with self._changed:
+            if not self._changed.wait_for(settled, timeout_s):
+                raise DeadlineExceeded(f"{len(self._requests)} requests ran on for {timeout_s} s: not paused")
 
     def resume(self) -> None:
         with self._changed:
+            self._resting = (None, False)
             self._set(None, settled=False)
 
     def is_paused(self) -> bool:

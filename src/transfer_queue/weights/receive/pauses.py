@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from transfer_queue.errors import Aborted
 from transfer_queue.weights.receive.gate import Generation, Mode
@@ -19,21 +20,25 @@ class Pauses:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._lease = threading.Timer(0.0, lambda: None)
+        self._due: float | None = None  # of the lease
         self._turn = 0  # of pauses and resumes: a lease belongs to one
 
     def pause(self, mode: Mode, clear_cache: bool, owner: str, lease_s: float | None) -> None:
         """Blocks until nothing runs. Repeated by the owner it begins the lease anew."""
+        with self._lock:
+            before, due = self.owner, self._due
         turn = self._next(owner)
         try:
             self.generation.pause(mode, self._timeout_s, clear_cache)
-        except BaseException:  # it was not reached: nobody's
-            self._forget(turn)
+        except BaseException:  # it was not reached: the one before goes on, and its lease
+            with self._lock:
+                if self._turn == turn:
+                    self.owner = before
+                    self._lend(turn, due)
             raise
         with self._lock:
             if self._turn == turn and lease_s is not None:
-                self._lease = threading.Timer(lease_s, self._lapse, (turn,))
-                self._lease.name, self._lease.daemon = "tq-weights-pause", True
-                self._lease.start()
+                self._lend(turn, time.monotonic() + lease_s)
             taken = self._turn != turn
         if taken and owner:
             raise Aborted("the pause was overtaken: by a resume, another pause, or another run")
@@ -55,14 +60,18 @@ class Pauses:
     def _next(self, owner: str) -> int:
         with self._lock:
             self._lease.cancel()
+            self._due = None
             self._turn += 1
             self.owner = owner
             return self._turn
 
-    def _forget(self, turn: int) -> None:
-        with self._lock:
-            if self._turn == turn:
-                self.owner = ""
+    def _lend(self, turn: int, due: float | None) -> None:
+        """Until then (None: until it is resumed). Under the lock."""
+        self._due = due
+        if due is not None:
+            self._lease = threading.Timer(max(0.0, due - time.monotonic()), self._lapse, (turn,))
+            self._lease.name, self._lease.daemon = "tq-weights-pause", True
+            self._lease.start()
 
     def _lapse(self, turn: int) -> None:
         with self._lock:

@@ -188,7 +188,7 @@ class Receiver:
         """
         with self._changed:
             if begun and self._begun and run_id != self._run and 0 < self._begun - begun < ORDERED_S:
-                self._followed.setdefault(run_id, self._run)
+                raise WrongEpoch(f"run {run_id!r} is over: {self._run!r} took over, which began later")
             self._expect_current(run_id)
             if not self._changed.wait_for(lambda: not self._is_committing(), timeout_s):
                 raise UpdateInProgress("a version is being committed")

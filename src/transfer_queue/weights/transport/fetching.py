@@ -15,6 +15,7 @@ from transfer_queue.errors import (
     DeadlineExceeded,
     DigestMismatch,
     Incomplete,
+    InternalError,
     InvalidInput,
     NotOpen,
     ProtocolError,
@@ -74,6 +75,11 @@ class TrainerLink:
                 self.close()
                 if fresh or last or not isinstance(error, ServiceUnavailable):
                     raise
+            except TransferQueueError:  # the answer
+                raise
+            except BaseException:  # an interrupt: the next question would get the answer to this one
+                self.close()
+                raise
         raise AssertionError
 
     def manifest(self, key: str, deadline: Deadline) -> Manifest:
@@ -278,17 +284,28 @@ class _Work(Transfers):
 
     def run(self, source: Source) -> None:
         """Fetch from one source until nothing is left to do, or it failed too often."""
+        error: TransferQueueError | None = InternalError("a thread that fetched ended: see its traceback")
+        try:
+            self._run(source)
+            error = None
+        finally:  # nobody waits for what it was about to fetch
+            if error is not None:
+                self._end(error)
+
+    def _run(self, source: Source) -> None:
         peer: Peer | None = None
-        while (index := self._take(source)) is not None:
-            try:
-                peer = peer or self._met(source.address)
-                self._bring(peer, index)
-                self._came()
-            except (TransferQueueError, OSError) as error:
-                self._leave(peer)
-                peer = None
-                self._failed(source.address, index, error)
-        self._leave(peer)
+        try:
+            while (index := self._take(source)) is not None:
+                try:
+                    peer = peer or self._met(source.address)
+                    self._bring(peer, index)
+                    self._came()
+                except (TransferQueueError, OSError) as error:
+                    self._leave(peer)
+                    peer = None
+                    self._failed(source.address, index, error)
+        finally:
+            self._leave(peer)
 
     def _take(self, source: Source) -> int | None:
         """A bucket to fetch; waits while others fetch the last ones, which may fail."""
@@ -298,8 +315,16 @@ class _Work(Transfers):
                 if index is not None:
                     self._todo.remove(index)
                     return index
-                self._changed.wait()
+                try:
+                    self._changed.wait(self._deadline.left())
+                except DeadlineExceeded as late:
+                    self.stopped = self.stopped or late
             return None
+
+    def _end(self, error: TransferQueueError) -> None:
+        with self._changed:
+            self.stopped = self.stopped or error
+            self._changed.notify_all()
 
     def _has(self, source: Source, index: int) -> bool:
         return source.holder is None or source.holder == self._manifest.holder(index)

@@ -260,6 +260,11 @@ class RankLink:
         except (ServiceUnavailable, DeadlineExceeded, ProtocolError) as error:
             self.close()
             raise type(error)(f"rank {self._rank}: {error}") from error
+        except TransferQueueError:  # the answer
+            raise
+        except BaseException:  # an interrupt: the next step would get the answer to this one
+            self.close()
+            raise
 
     def close(self) -> None:
         if self._peer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import threading
 from typing import Any
 
 from transfer_queue.errors import TransferQueueError, error_from_code
@@ -25,6 +26,7 @@ class Reports:
         self._host = host
         self._server: WeightServer | None = None
         self._own: WeightServer | None = None
+        self._making = threading.Lock()
         self._info: dict[str, Any] = {}
         self.committed: set[str] = set()  # replicas of which some worker reported to have committed, since `forget`
 
@@ -34,12 +36,13 @@ class Reports:
 
     def info(self, silent: int) -> dict[str, Any]:
         """What `silent` workers have to be told besides; nothing where the transport has a way."""
-        if silent and self._server is None:
-            token = secrets.token_urlsafe(24)
-            listening, address = listen_tcp(self._host, 0)
-            self._server = self._own = WeightServer(listening, token, Empty())
-            self._info = {"report_to": address, "report_token": token}
-        return self._info
+        with self._making:  # replicas are met at the same time
+            if silent and self._server is None:
+                token = secrets.token_urlsafe(24)
+                listening, address = listen_tcp(self._host, 0)
+                self._server = self._own = WeightServer(listening, token, Empty())
+                self._info = {"report_to": address, "report_token": token}
+            return self._info
 
     def forget(self, replica: str) -> None:
         """What has come from it so far is about earlier steps."""

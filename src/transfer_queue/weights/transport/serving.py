@@ -193,7 +193,11 @@ class _Visit:
             typed = as_typed(error)
             self.stream.send(m.Failed(0, typed.code, str(typed)), SEND_TIMEOUT_S)
             return 0
-        self.stream.send(p.Sent(), SEND_TIMEOUT_S, payload, fd)
+        try:
+            self.stream.send(p.Sent(), SEND_TIMEOUT_S, payload, fd)
+        finally:
+            if fd is not None:
+                os.close(fd)
         return len(payload)
 
     def _assigned(self, tracker: Tracker, message: p.NextBucket) -> Assignment:

@@ -134,10 +134,10 @@ class SharedMemoryStore(VersionStore[Memory]):
         raise InvalidInput("shared memory is lent, not sent")
 
     def lend(self, key: str) -> tuple[int, Callable[[], None]]:
-        memory = self.content(key)
-        with self._lock:
+        with self._lock:  # found and lent in one step: idle memory may be written or closed
+            memory = self._found(key, reads=True).content
             memory.num_borrowers += 1
-            return memory.fd, lambda: self._returned(memory)
+            return os.dup(memory.fd), lambda: self._returned(memory)
 
     def _returned(self, memory: Memory) -> None:
         with self._lock:

@@ -214,21 +214,17 @@ class TrainerEngine(ABC):
         JSON, such as PEFT's adapter_config.json. `for_base`: it is for the weights that were sent last, and no others
         (`InvalidInput` when none were); else receivers take it whatever their weights are.
         """
-        if for_base and self._root is None:
-            raise InvalidInput("no weights were sent that the adapter could be for: for_base=False")
         try:
             meta = {ADAPTER_CONFIG: json.dumps(dict(config), sort_keys=True)}
         except (TypeError, ValueError) as error:
             raise InvalidInput(f"the adapter's configuration is not JSON: {error}") from None
         if not source.specs():
             raise InvalidInput(f"the adapter {label!r} has no tensors")
-        return self._send_adapter(
-            source, PendingAdapter(label, self._root if for_base else None, meta), version, deadline_s
-        )
+        return self._send_adapter(source, PendingAdapter(label, None, meta), for_base, version, deadline_s)
 
     def remove_adapter(self, label: str, *, version: int | None = None, deadline_s: float) -> SyncReport:
         """Have every receiver drop it: a version of it without tensors. Receivers that have none take that too."""
-        return self._send_adapter(StateDictSource({}), PendingAdapter(label, None, {}), version, deadline_s)
+        return self._send_adapter(StateDictSource({}), PendingAdapter(label, None, {}), False, version, deadline_s)
 
     def catch_up_infos(self, timeout_s: float) -> list[dict[str, Any]]:
         """The `update_info`s, to be gone through in order, with which a receiver that has other weights or none comes
@@ -377,14 +373,17 @@ class TrainerEngine(ABC):
         return replace(report, outdated=tuple(outdated))
 
     def _send_adapter(
-        self, source: WeightSource, adapter: PendingAdapter, version: int | None, deadline_s: float
+        self, source: WeightSource, adapter: PendingAdapter, for_base: bool, version: int | None, deadline_s: float
     ) -> SyncReport:
-        label = adapter.label
+        label, deadline = adapter.label, Deadline(deadline_s)
         if not 0 < len(label) <= MAX_LABEL:
             raise InvalidInput(f"an adapter's label of {len(label)} characters, at most {MAX_LABEL}")
-        with held(self._busy, -1):
+        with self._turn(deadline):
+            if for_base and self._root is None:
+                raise InvalidInput("no weights were sent that the adapter could be for: for_base=False")
+            adapter = adapter._replace(base_root=self._root if for_base else None)
             draft = PendingVersion(source, self._number(label, version), self.run_id, adapter=adapter)
-            report, manifest = self._send(draft, Deadline(deadline_s))
+            report, manifest = self._send(draft, deadline)
             self._adapters.pop(label, None)
             if manifest.tensors:
                 self._adapters[label] = adapter.base_root
@@ -505,7 +504,9 @@ class TrainerEngine(ABC):
             self._meet(deadline)
             self._ask(self._client.start_weight_update, deadline)
             return []
-        return [name for name in again if self._rejoin(self._client, name, draft, deadline)]
+        found = [name for name in again if self._rejoin(self._client, name, draft, deadline)]
+        self._lacking |= set(found)  # until an update has brought them what they lack
+        return found
 
     def _rejoin(self, client: Partial, name: str, draft: PendingVersion, deadline: Deadline) -> bool:
         """Whether that server takes part in this update again."""

@@ -125,10 +125,14 @@ class VersionStore(Generic[T]):
     def _find(self, key: str, *, reads: bool = False) -> _Kept[T]:
         """By its key, or by a `newest_key`."""
         with self._lock:
-            wanted = self._newest.get(key, key)
-            for held in self._held.values():
-                if wanted in held:
-                    if reads:
-                        self._asked.note(wanted)
-                    return held[wanted]
+            return self._found(key, reads=reads)
+
+    def _found(self, key: str, *, reads: bool) -> _Kept[T]:
+        """As `_find`, under the lock."""
+        wanted = self._newest.get(key, key)
+        for held in self._held.values():
+            if wanted in held:
+                if reads:
+                    self._asked.note(wanted)
+                return held[wanted]
         raise gone(key)

@@ -1,0 +1,326 @@
+"""What is left, and whose it is, when something comes between: interrupts, late calls, servers that begin anew."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import until
+from fleets import Server, Source
+from weights import Net, drawn, full, lora, receiver_of, root
+
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    GenerationPaused,
+    InternalError,
+    TransferQueueError,
+    WrongEpoch,
+)
+from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource
+from transfer_queue.weights.fleet import Fleet
+from transfer_queue.weights.http import WeightSyncClient, control_app
+from transfer_queue.weights.http.serving import HttpServer
+from transfer_queue.weights.receive.gate import Gate
+from transfer_queue.weights.receive.pauses import Pauses
+from transfer_queue.weights.transport import protocol, registry
+from transfer_queue.weights.transport.info import key_of
+from transfer_queue.weights.transport.reports import Reports
+from transfer_queue.weights.transport.shm import Memory, SharedMemoryStore
+
+TOKEN = "for these tests"
+
+
+class HttpSide:
+    """A server over HTTP that takes adapters; one with the port of another takes its place."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.receiver = Receiver(InPlace(Net()), adapter=lambda tensors, manifest: None)
+        self.engine = registry.engine("shm")(self.receiver)
+        self.control = Control(self.engine, self.receiver, generation=Gate())
+        self.http = HttpServer(control_app(self.control, TOKEN), "127.0.0.1", port, TOKEN)
+
+    @property
+    def has(self) -> tuple[int | None, list[str]]:
+        installed = self.receiver.installed()
+        return installed.version, list(installed.adapters)
+
+    def close(self) -> None:
+        self.http.close()
+        self.engine.shutdown()
+
+
+class Two:
+    """Two such servers and their trainer."""
+
+    def __init__(self, **info: Any) -> None:
+        self.one, self.other = HttpSide(), HttpSide()
+        self.client = WeightSyncClient([self.one.http.url, self.other.http.url], TOKEN)
+        self.source = Source()
+        self.source.seed = 1
+        self.trainer = registry.trainer("shm").trainer_init(info, client=self.client, source=self.source)
+
+    def send(self, seed: int) -> Any:
+        self.source.seed = seed
+        return self.trainer.send_weights(deadline_s=20)
+
+    def close(self) -> None:
+        self.trainer.shutdown()
+        self.one.close()
+        self.other.close()
+
+
+@pytest.mark.parametrize("anchor_every", [1, 5])
+def test_a_server_that_began_anew_is_sent_its_adapters(anchor_every: int) -> None:
+    """With differences its first try is one that it cannot take."""
+    two = Two(anchor_every=anchor_every)
+    two.send(1)
+    two.trainer.send_adapter("math", StateDictSource(lora(1)), {"r": 2}, for_base=False, deadline_s=20)
+    port = int(two.other.http.url.rpartition(":")[2])
+    two.other.close()
+    two.other = HttpSide(port)
+    assert two.send(2).missed == {}
+    assert two.one.has == two.other.has == (2, ["math"])
+    two.close()
+
+
+def test_a_commit_that_a_server_refused_is_missed() -> None:
+    two = Two()
+    two.send(1)
+    finish = two.client.finish_weight_update
+
+    def meanwhile(version: str | None = None) -> None:
+        with two.other.control._busy:  # somebody else's call
+            finish(version)
+
+    two.client.finish_weight_update = meanwhile  # type: ignore[method-assign]
+    assert list(two.send(2).missed) == [two.other.http.url]
+    two.client.finish_weight_update = finish  # type: ignore[method-assign]
+    assert two.send(3).missed == {}
+    assert two.other.has[0] == 3
+    two.close()
+
+
+class Odd(Server):
+    """Raises what is no error of ours when it is met."""
+
+    is_odd = False
+
+    def silent_workers(self) -> int:
+        if self.is_odd:
+            raise KeyError("world_size")
+        return 0
+
+
+def test_a_fleet_survives_what_a_client_raises() -> None:
+    servers = {"a": Odd(), "b": Odd()}
+    fleet = Fleet(servers, heartbeat_s=0.05, call_timeout_s=5.0)
+    source = Source()
+    source.seed = 1
+    kind = registry.trainer("shm")
+    first = kind.trainer_init({}, client=fleet, source=source)
+    first.send_weights(deadline_s=20)
+    first.shutdown()
+    servers["b"].is_odd = True
+    second = kind.trainer_init({"timeout_s": 5.0}, client=fleet, source=source)
+    for one in fleet._replicas.values():
+        until(lambda: not one.busy.locked(), "the end of the meeting")  # noqa: B023
+    servers["b"].is_odd = False
+    source.seed = 5
+    second.send_weights(deadline_s=20)
+    until(lambda: servers["a"].root() == servers["b"].root() == root(drawn(Net(), 5)), "the new weights at both")
+    second.shutdown()
+    fleet.close()
+    for server in servers.values():
+        server.stop()
+
+
+class Inline:
+    """Brings calls to one engine; `gate` holds updates, of which `at` tells."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.gate, self.at = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self.engine.init_transfer_engine(info)
+
+    def start_weight_update(self) -> None:
+        self.engine.start_weight_update()
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        self.at.set()
+        assert self.gate.wait(60)
+        self.engine.update_weights(info)
+
+    def finish_weight_update(self, version: str | None = None) -> None:
+        self.engine.finish_weight_update()
+
+
+@pytest.fixture
+def inline() -> Iterator[tuple[Any, Inline, Source, Any]]:
+    """A receiver, the way to it, and the source of a trainer over tcp."""
+    receiver = Receiver(InPlace(Net()), adapter=lambda tensors, manifest: None)
+    engine = registry.engine("tcp")(receiver)
+    client, source = Inline(engine), Source()
+    source.seed = 1
+    info = {"bucket_nbytes": 128, "timeout_s": 20.0}
+    trainer = registry.trainer("tcp").trainer_init(info, client=client, source=source)
+    yield receiver, client, source, trainer
+    trainer.shutdown()
+    engine.shutdown()
+
+
+def test_an_adapter_waits_for_the_version_on_its_way_until_its_deadline(inline: Any) -> None:
+    _, client, source, trainer = inline
+    trainer.send_weights(deadline_s=20)
+    client.gate.clear()
+    client.at.clear()
+    source.seed = 2
+    ticket = trainer.publish(deadline_s=30)
+    assert client.at.wait(20)
+    with pytest.raises(DeadlineExceeded, match="on its way"):
+        trainer.send_adapter("math", StateDictSource(lora(1)), {"r": 2}, deadline_s=0.2)
+    sending = threading.Timer(0.1, client.gate.set)
+    sending.start()
+    report = trainer.send_adapter("math", StateDictSource(lora(1)), {"r": 2}, deadline_s=20)  # for the weights now
+    assert report.kind == "adapter"
+    assert ticket.result(20).version == 2
+    sending.join()
+
+
+def test_a_thread_that_dies_while_it_fetches_ends_the_update(inline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, client, source, trainer = inline
+    stage, died = receiver.stage, []
+    monkeypatch.setattr(threading, "excepthook", lambda given: died.append(given.exc_type))
+
+    def once(*given: Any, **more: Any) -> Any:
+        receiver.stage = stage
+        raise MemoryError("no memory")
+
+    receiver.stage = once
+    with pytest.raises(InternalError):
+        trainer.send_weights(deadline_s=20)
+    assert set(died) == {MemoryError}
+    assert not client.engine._busy.locked()
+    source.seed = 2
+    assert trainer.send_weights(deadline_s=20).version in (1, 2)
+
+
+def test_a_join_after_an_interrupted_one_installs_the_newest(inline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection whose answer nobody took would be one answer behind."""
+    _, _, source, trainer = inline
+    trainer.send_weights(deadline_s=20)
+    late = registry.engine("tcp")(Receiver(InPlace(Net())))
+    late.init_transfer_engine(trainer.introduction(0))
+    ask = protocol.Peer.ask
+
+    def interrupted(self: Any, message: Any, *given: Any) -> Any:
+        if not isinstance(message, protocol.GetManifest):
+            return ask(self, message, *given)
+        monkeypatch.setattr(protocol.Peer, "ask", ask)
+        self.stream.send(message, 20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(protocol.Peer, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        late.join(timeout_s=20)
+    for seed in (2, 3):
+        source.seed = seed
+        assert trainer.send_weights(deadline_s=20).version == late.join(timeout_s=20).version == seed
+    late.shutdown()
+
+
+def test_silent_replicas_that_are_met_at_once_report_to_one_server() -> None:
+    for _ in range(20):
+        reports, found = Reports("127.0.0.1"), []
+        threads = [threading.Thread(target=lambda: found.append(reports.info(1)["report_to"])) for _ in range(4)]  # noqa: B023
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(found)) == 1
+        reports.close()
+
+
+def test_memory_is_found_and_lent_in_one_step() -> None:
+    """What is lent has a descriptor of its own, and is not written before it comes back."""
+    store, memory, manifest = SharedMemoryStore(1), Memory(1 << 20), full(drawn(Net(), 1), 1).manifest
+    store.add(manifest, memory)
+    store.decide(manifest)
+    fd, give_back = store.lend(key_of(manifest))
+    assert fd != memory.fd
+    os.close(fd)
+    store.put_back(store.withdraw(manifest))
+    other = store.take(1 << 20)
+    assert other is not memory
+    give_back()
+    assert store.take(1 << 20) is memory
+    memory.close()
+    other.close()
+    store.close()
+
+
+def test_a_run_whose_clock_was_behind_is_taken_once_it_is_not() -> None:
+    receiver = receiver_of(Net())
+    receiver.introduce("old", begun=1000.0)
+    with pytest.raises(WrongEpoch):
+        receiver.introduce("new", begun=990.0)
+    receiver.introduce("new", begun=1010.0)
+    assert receiver.run_id == "new"
+
+
+# pauses
+
+
+def fails(call: Any, *given: Any) -> None:
+    with pytest.raises((TransferQueueError, ZeroDivisionError)):
+        call(*given)
+
+
+def test_a_pause_that_is_not_reached_leaves_the_one_before_with_its_owner_and_its_lease() -> None:
+    gate = Gate()
+    pauses = Pauses(gate, 0.05)
+    with gate.request("runs"):
+        pauses.pause("keep", True, "run-1", 30.0)
+        fails(pauses.pause, "wait", True, "run-1", 30.0)
+        assert (pauses.is_paused(), pauses.owner) == (True, "run-1")
+        pauses.take_over("run-2")
+        assert not pauses.is_paused()
+        pauses.pause("keep", True, "run-2", 0.3)
+        fails(pauses.pause, "wait", True, "run-2", 30.0)
+        until(lambda: not pauses.is_paused(), "the end of the lease")
+    pauses.resume()
+
+
+def test_two_pauses_that_are_not_reached_leave_requests_alone() -> None:
+    gate, results = Gate(), []
+
+    def pause() -> None:
+        with pytest.raises(TransferQueueError):
+            gate.pause("wait", 60)
+        results.append("ended")
+
+    with gate.request("runs") as request, request.step():
+        waiting = threading.Thread(target=pause)
+        waiting.start()
+        until(lambda: gate._mode == "wait", "the first pause")
+        fails(gate.pause, "keep", 0.05)
+        waiting.join()
+    with gate.request("new"):
+        assert results == ["ended"]
+
+
+def test_a_pause_whose_cache_cannot_be_cleared_is_none() -> None:
+    gate = Gate(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    fails(gate.pause, "abort", 1)
+    with gate.request("new"):
+        assert not gate.is_paused()
+    gate._clear_cache = None
+    gate.pause("abort", 1)
+    with pytest.raises(GenerationPaused), gate.request("late"):
+        pass
+    gate.resume()
