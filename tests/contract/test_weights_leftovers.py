@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,9 @@ from transfer_queue.errors import (
     DeadlineExceeded,
     GenerationPaused,
     InternalError,
+    InvalidInput,
+    NotSupported,
+    StaleVersion,
     TransferQueueError,
     WrongEpoch,
 )
@@ -137,6 +141,42 @@ def test_a_fleet_survives_what_a_client_raises() -> None:
         server.stop()
 
 
+class Labelled(Server):
+    """Has only a label, as vLLM."""
+
+    def status(self) -> Any:
+        raise NotSupported("no such route")
+
+
+def test_a_server_that_has_only_a_label_is_ready_once_it_was_brought_to_the_version() -> None:
+    """Another trainer's version 1 has that label, too."""
+    servers = {"a": Server(), "b": Labelled()}
+    source, kind = Source(), registry.trainer("shm")
+
+    def begin() -> tuple[Fleet, Any]:
+        fleet = Fleet(servers, heartbeat_s=0.02, call_timeout_s=5.0)
+        return fleet, kind.trainer_init({}, client=fleet, source=source)
+
+    source.seed = 1
+    fleet, trainer = begin()
+    trainer.send_weights(deadline_s=20)
+    fleet.close()
+    trainer.shutdown()
+    fleet, trainer = begin()
+    source.seed, servers["b"].faults["update_weights"] = 2, DeadlineExceeded("slow")
+    trainer.send_weights(deadline_s=20)
+    until(lambda: "b" in fleet.ready(), "the return of b")
+    assert servers["b"].root() == root(drawn(Net(), 2))
+    servers["b"].faults["update_weights"] = DeadlineExceeded("slow")
+    trainer.send_adapter("math", StateDictSource(lora(1)), {"r": 2}, deadline_s=20)
+    until(lambda: "b" in fleet.ready(), "the return of b")
+    assert list(servers["b"].receiver.installed().adapters) == ["math"]
+    fleet.close()
+    trainer.shutdown()
+    for server in servers.values():
+        server.stop()
+
+
 class Inline:
     """Brings calls to one engine; `gate` holds updates, of which `at` tells."""
 
@@ -190,6 +230,33 @@ def test_an_adapter_waits_for_the_version_on_its_way_until_its_deadline(inline: 
     assert report.kind == "adapter"
     assert ticket.result(20).version == 2
     sending.join()
+
+
+def test_a_number_that_is_on_its_way_is_not_published_again(inline: Any) -> None:
+    _, client, _, trainer = inline
+    client.gate.clear()
+    ticket = trainer.publish(7, deadline_s=20)
+    assert client.at.wait(20)
+    with pytest.raises(StaleVersion, match="on its way"):
+        trainer.publish(7, deadline_s=20)
+    client.gate.set()
+    assert ticket.result(20).version == 7
+    late = registry.engine("tcp")(Receiver(InPlace(Net())))
+    trainer.join(Inline(late), deadline_s=20)
+    assert late.receiver.installed().version == 7
+    late.shutdown()
+
+
+def test_settings_that_cannot_be_are_refused_before_anybody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    receiver = Receiver(InPlace(Net()))
+    engine, source = registry.engine("tcp")(receiver), Source()
+    kind = registry.trainer("tcp")
+    with pytest.raises(InvalidInput, match="bytes"):
+        kind.trainer_init({"port": port, "bucket_nbytes": -1}, client=Inline(engine), source=source)
+    kind.trainer_init({"port": port}, client=Inline(engine), source=source).shutdown()
+    engine.shutdown()
 
 
 def test_a_thread_that_dies_while_it_fetches_ends_the_update(inline: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,7 +290,7 @@ class Fleet(Follower):
     def _conclude(self, found: Round, commit_s: float, pause_s: float) -> None:
         newest = self._newest
         assert found.info is not None
-        serving = newest and Serving(*newest[:3], {name: number for name, (number, _) in newest.adapters.items()})
+        serving = newest and Serving.after(newest)
         with self._changed:
             for one in found.prepared:
                 if reason := found.reason(one):

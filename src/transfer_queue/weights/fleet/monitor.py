@@ -123,6 +123,7 @@ class ReplicaMonitor:
             one.hear(publisher, info, deadline)
             one.call("finish_weight_update", *([] if info["label"] else [newest.label]), deadline=deadline)
             one.hear(publisher, info, deadline, installed=True)
+        one.brought = Serving.after(newest)
         if one.silent:
             forget_caches(one.member)
 

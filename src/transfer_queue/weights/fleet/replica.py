@@ -50,6 +50,11 @@ class Serving(NamedTuple):
     adapters: Mapping[str, int]
 
     @staticmethod
+    def after(newest: Decided) -> Serving:
+        """What a server serves that was brought to this."""
+        return Serving(*newest[:3], {name: version for name, (version, _) in newest.adapters.items()})
+
+    @staticmethod
     def of(status: ServerStatus) -> Serving:
         info = status.installed
         if info is None:
@@ -58,8 +63,6 @@ class Serving(NamedTuple):
         return Serving(None if info.dirty else info.version, info.run_id, status.label, adapters)
 
     def is_newest(self, newest: Decided) -> bool:
-        if self.run_id is None:
-            return self.label == newest.label
         same = (self.version, self.run_id) == (newest.version, newest.run_id)
         return same and all(self.adapters.get(label) == version for label, (version, _) in newest.adapters.items())
 
@@ -83,6 +86,7 @@ class Replica:
         self.met = False  # the trainer's transport
         self.silent = 0  # how many workers it has whose calls never raise
         self.serving: Serving | None = None
+        self.brought: Serving | None = None  # what it serves by what was sent to it here, for one that has only labels
         self._session: bool | None = False
         self._since = time.monotonic()
         self._heard: float | None = None
@@ -94,6 +98,7 @@ class Replica:
         if not self.ready:
             self._since = time.monotonic()
         self.ready, self.reason, self.serving = True, "", serving
+        self.brought = serving
 
     def fence(self, reason: str) -> None:
         if self.ready:
@@ -172,11 +177,16 @@ class Replica:
         try:
             status: ServerStatus = self.call("status", deadline=deadline)
         except NotSupported:
-            return Serving(None, None, self.call("get_weight_version", deadline=deadline), {})
+            return self._labelled(self.call("get_weight_version", deadline=deadline))
         self.answers = status.answers
         if status.installed is not None:
             self.paused_by_us = bool(status.paused_by)  # also by a life of our trainer before, of the same name
-        return Serving.of(status)
+        return Serving.of(status) if status.installed is not None else self._labelled(status.label)
+
+    def _labelled(self, label: str) -> Serving:
+        """A label says neither whose version that is, nor which adapters are there."""
+        known = self.brought
+        return known if known is not None and known.label == label else Serving(None, None, label, {})
 
     def pause(
         self, publisher: TrainerEngine | None, mode: Mode, clear_cache: bool, lease_s: float, deadline: Deadline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -57,7 +57,7 @@ class TrainerInfo(msgspec.Struct, kw_only=True):
     before (vLLM's prefixes; running requests are computed anew then); with "keep" that is left to a pause."""
 
     run_id: str = ""
-    bucket_nbytes: int = BUCKET_NBYTES
+    bucket_nbytes: Annotated[int, msgspec.Meta(ge=1)] = BUCKET_NBYTES
     anchor_every: int = 1
     timeout_s: float = INIT_TIMEOUT_S
     silent: int | None = None

@@ -40,6 +40,7 @@ from transfer_queue.wire.blocking import at_most
 
 MAX_NBYTES = 1 << 30  # of a table, or a plan
 GIVE_WHOLE = b""  # in place of a report
+LEFT = "rank 0 has left"
 BEYOND_S = 1.0  # that a rank waits longer than it says: for the reason
 
 
@@ -111,6 +112,7 @@ class RankMeeting:
         self._untold: set[object] = set()  # connections whose ranks have brought something, and have no answer yet
         self._fault: TransferQueueError | None = None  # why this turn cannot end well
         self._tables: dict[int, tuple[str, ShardTable]] = {}
+        self._is_closed = False
 
     # for connections
 
@@ -121,6 +123,8 @@ class RankMeeting:
             raise InvalidInput(f"rank {rank} of {self.world}: others than 0 come here")
         mine = _Brought(step, body)
         with self._changed:
+            if self._is_closed:
+                raise ServiceUnavailable(LEFT)
             self._visits[rank] = visit
             self._untold.add(visit)
             if step != "offer" and turn != self.turn:
@@ -204,7 +208,9 @@ class RankMeeting:
 
     def close(self, timeout_s: float) -> None:
         """Nobody leads any more: who waits is told so. Returns when all were told, within that time."""
-        self.end(ServiceUnavailable("rank 0 has left"))
+        with self._changed:
+            self._is_closed = True
+        self.end(ServiceUnavailable(LEFT))
         with self._changed:
             self._changed.wait_for(lambda: not self._untold, timeout_s)
 

@@ -79,7 +79,7 @@ class TcpTrainerInfo(TrainerInfo, kw_only=True):
     rank: int = 0
     world: int = 1
     meet: str = ""
-    bucket_nbytes: int = 0
+    bucket_nbytes: Count = 0
     peers: bool | None = None
     uploads: int = UPLOADS
 
@@ -314,7 +314,7 @@ class TcpEngine(Engine):
         self._sharing = Sharing(receiver, host)
         self._may_share = False  # what is fetched now
         self._control = TrainerLink()
-        self._token = ""
+        self._token = self._peers_token = ""  # of the trainer, and of other replicas where that is another one
         self._streams, self._stall_s = NUM_STREAMS, STALL_S
         self._sources: list[Source] = []
         self._expected: tuple[int, ...] = ()  # sizes of buckets that memory was made ready for
@@ -357,7 +357,7 @@ class TcpEngine(Engine):
         """Install the newest version that these replicas (`serve_installed`) have, whether the trainer lives or not.
 
         Of several runs, the one that most of them have. `ServiceUnavailable` when none has a version."""
-        addresses = [p.address_of(one, self._token) for one in peers]
+        addresses = [p.address_of(one, self._peers_token or self._token) for one in peers]
 
         def find(deadline: Deadline) -> Manifest:
             manifest, have_it = newest_of(addresses, deadline, self._stall_s)
@@ -388,9 +388,9 @@ class TcpEngine(Engine):
         A bucket is copied out of the live weights between commits, and checked: weights that were changed since are
         not sent."""
         if self._serving is None:
-            self._token = token or self._token
+            self._peers_token = token
             listening, self._served_at = listen_tcp(host, port)
-            self._serving = WeightServer(listening, self._token, Installed(self))
+            self._serving = WeightServer(listening, token or self._token, Installed(self))
         return self._served_at
 
     @property

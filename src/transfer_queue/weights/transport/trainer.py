@@ -122,7 +122,8 @@ class TrainerEngine(ABC):
         servers behind a `WeightSyncClient`, those that do not answer do not keep the others: see `SyncReport.missed`.
         """
         deadline = Deadline(deadline_s)
-        with self._concluding(), self._turn(deadline):
+        self._settle(deadline)
+        with self._turn(deadline), self._concluding():
             draft = self._drafted(version, full)
             report = self._send_to_all(draft, deadline)
             self._conclude(report)
@@ -154,11 +155,11 @@ class TrainerEngine(ABC):
         if not self._can_publish:
             raise NotSupported("published versions are packed before they are sent: send_weights")
         deadline = Deadline(deadline_s)
-        if self._in_turn:
-            for ticket in self._tickets:
-                ticket.settle(deadline)
+        self._settle(deadline)
         with self._concluding(), self._packing:
             draft = self._drafted(version)
+            if any(one.version == draft.version and not one.done for one in self._tickets):
+                raise StaleVersion(f"version {draft.version} is on its way")
             manifest = self._pack(draft, deadline)
             ticket = self._waiting = PublishTicket(draft.version)
         self._tickets = [one for one in self._tickets if not one.done] + [ticket]
@@ -180,6 +181,10 @@ class TrainerEngine(ABC):
                 raise
             self._conclude(report)
             return report
+
+    def _settle(self, deadline: Deadline) -> None:
+        for ticket in self._tickets if self._in_turn else ():
+            ticket.settle(deadline)
 
     @contextmanager
     def _turn(self, deadline: Deadline) -> Iterator[None]:
