@@ -22,6 +22,7 @@ from transfer_queue.server.controller_node import ControllerNode
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.messages.base import Seconds
 
 ROWS = 4
 UNIT_REQUESTS = (m.Join, m.Moved, m.Gathered, m.ResolveCommits)
@@ -60,7 +61,7 @@ STRATEGIES: dict[Any, Any] = {
     list[m.Refilled]: st.lists(st.builds(m.Refilled, numbers, numbers, numbers), max_size=3),
     list[bytes]: st.lists(raw, max_size=3),
     list[tuple[int, bytes | None]]: st.lists(st.tuples(numbers, st.none() | raw), max_size=3),
-    float | None: st.none() | st.floats(), Literal["infra", "data"]: st.sampled_from(["infra", "data", "x"]),
+    Seconds: st.floats(allow_nan=False), float | None: st.none() | st.floats(), Literal["infra", "data"]: st.sampled_from(["infra", "data", "x"]),
     GroupPolicy: st.sampled_from([GroupPolicy.windowed(1), GroupPolicy.in_order(1, 2), GroupPolicy.dropless(2),
                                   GroupPolicy.prioritized(2, samples_per_insert=2.0)]),
     list[m.SharedCells]: st.lists(shared, max_size=3),
@@ -178,7 +179,7 @@ def sample(kind: Any) -> m.Message:
         known["used"] = [(1, None)]
     if kind in (m.Find, m.Lock):
         known["keys"] = ["k0", "new"]
-    empty: dict[Any, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", m.Tags: {}}
+    empty: dict[Any, Any] = {int: 0, float: 0.0, Seconds: 0.0, bool: False, bytes: b"", str: "", m.Tags: {}}
     content = {}
     for field in fields_of(kind):
         if field.name in known:
