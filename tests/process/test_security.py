@@ -140,7 +140,8 @@ def test_silent_and_half_open_peers_are_shown_out(shared: TransferQueueClient, t
 def every_message() -> list[m.Message]:
     """One well-formed message of each type a client may send."""
     samples: dict[Any, Any] = {
-        int: 1, float: 0.0, Seconds: 1.0, bool: False, bytes: b"12345678", str: "p", bytes | None: None, list[str] | None: ["a"],
+        int: 1, float: 0.0, Seconds: 1.0, bool: False, bytes: b"12345678", str: "p", bytes | None: None,
+        list[str] | None: ["a"],
         list[m.Tags] | None: None, str | None: None, int | None: None, list[str]: ["x"], m.Tags: {}, list[m.Tags]: [{}],
         dict[str, Any]: {}, list[int]: [1], list[float]: [1.0],
         m.Registered: m.Registered("a", 1), tq.GroupPolicy: tq.GroupPolicy(),
