@@ -37,6 +37,7 @@ from transfer_queue.errors import InvalidInput, ProtocolError, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes, address_of
 from transfer_queue.memory.copy import Copies, Move, Mover
 from transfer_queue.memory.pool import HUGE_NBYTES, Pool
+from transfer_queue.memory.tensors import byte_view
 
 Buffer: TypeAlias = Any
 MAGIC = b"TQpacked"
@@ -380,7 +381,7 @@ def _contiguous(buffer: Buffer) -> Bytes:
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             raise InvalidInput("a buffer lies in the memory of the processor, without gaps")
         if buffer.dtype is not torch.uint8 or buffer.dim() != 1:
-            buffer = buffer.detach().reshape(-1).view(torch.uint8)
+            buffer = byte_view(buffer)
         found: Bytes = buffer.numpy()
         return found
     if isinstance(buffer, np.ndarray):

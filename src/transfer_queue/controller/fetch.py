@@ -12,7 +12,7 @@ import numpy as np
 from transfer_queue.controller.dealing import Dealing, Share
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.ledger import Ledger
-from transfer_queue.controller.notices import timed_out
+from transfer_queue.controller.notices import nothing, timed_out
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
 from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
@@ -80,9 +80,9 @@ class Fetching:
                 self._rows_consumed(table, table.task(message.task))
                 return reply
             if message.until_done and self._is_done(request, table):
-                return _nothing(message.rid, DONE)
+                return nothing(message.rid, DONE)
         elif message.until_cleared:
-            return _nothing(message.rid, DONE)
+            return nothing(message.rid, DONE)
         if message.timeout_s <= 0:
             return timed_out(message, table)
         self.parked.add(request)
@@ -119,7 +119,7 @@ class Fetching:
         ended = [one for one in self._orphans.get(table.name, ()) if one.message.until_cleared]
         for request in ended:
             self.parked.remove(request)
-            self.outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
+            self.outbox.append((request.ticket, nothing(request.message.rid, DONE)))
         self._abandon(ended)
         self.dealing.forget(table)
         self.steps.closed(table.name)
@@ -246,7 +246,7 @@ class Fetching:
         for request in list(task.finishing):
             if self.parked.holds(request) and self._is_done(request, table):
                 self.parked.remove(request)
-                self.outbox.append((request.ticket, _nothing(request.message.rid, DONE)))
+                self.outbox.append((request.ticket, nothing(request.message.rid, DONE)))
 
     def shrunk(self, table: Table) -> None:
         """Rows were cleared, or fewer are expected."""
@@ -398,7 +398,7 @@ class Fetching:
         message, dealing = request.message, self.dealing
         dealing.join(table, message, message.holder or request.session)
         if message.until_done and dealing.is_over(table, message):
-            return _nothing(message.rid, DONE)
+            return nothing(message.rid, DONE)
         share = dealing.find(table, message)
         if share is None:
             if not self._deal(message, table, view):
@@ -415,7 +415,7 @@ class Fetching:
         more = dealing.padding(table, message, share, own)
         rows = np.concatenate([own, more])
         if not len(rows):
-            return _nothing(message.rid, PASSED)
+            return nothing(message.rid, PASSED)
         if table.away and not _all_ready(table, rows, message.fields):
             return None
         reply = row_set(message.rid, table, rows, message.fields)
@@ -580,10 +580,6 @@ def _rest(message: Fetch, table: Table, view: ReadyView) -> int:
         return 0
     task = table.task(message.task)
     return view.count if view.count == table.num_alive - task.num_consumed else 0
-
-
-def _nothing(rid: int, lease: int = 0) -> RowSet:
-    return RowSet(rid, b"", None, [], None, lease)
 
 
 def check_fetch(message: Fetch) -> None:

@@ -84,10 +84,15 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts
     return f"{text}{table.num_rows} rows{size}, {written}; {taken}"
 
 
+def nothing(rid: int, lease: int = 0) -> m.RowSet:
+    """The empty answer."""
+    return m.RowSet(rid, b"", None, [], None, lease)
+
+
 def timed_out(message: m.Fetch, table: Table | None) -> m.RowSet:
     """The empty answer, or `DeadlineExceeded` where the caller did not ask for one."""
     if message.empty_on_timeout:
-        return m.RowSet(message.rid, b"", None, [], None, 0)
+        return nothing(message.rid)
     raise DeadlineExceeded(too_few(message, table))
 
 

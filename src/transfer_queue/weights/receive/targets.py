@@ -25,6 +25,7 @@ from transfer_queue.errors import (
     NotSupported,
     ShapeMismatch,
 )
+from transfer_queue.memory.handles import synchronize
 from transfer_queue.weights.receive.compatibility import alike, check_fits, kinds, once
 from transfer_queue.weights.receive.lock import SharedLock
 from transfer_queue.weights.receive.stand_ins import Exchange
@@ -405,5 +406,4 @@ def _synchronize(tensors: Iterable[Staged]) -> None:
 
 def _wait_for(devices: Iterable[torch.device]) -> None:
     for device in devices:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        synchronize(device)

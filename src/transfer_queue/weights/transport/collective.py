@@ -23,7 +23,7 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     TransferQueueError,
 )
-from transfer_queue.memory.handles import device_called
+from transfer_queue.memory.handles import device_called, synchronize
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
@@ -98,8 +98,7 @@ class Group:
         try:
             self._works[0].wait(timedelta(seconds=deadline.left("the broadcast")))
             self._works.popleft()
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
+            synchronize(self.device)
         except (RuntimeError, IndexError) as error:
             raise _typed(error) from error
 
