@@ -335,6 +335,7 @@ class Simulation:
         name, size = f"g{below(12)}", 1 + below(3)
         return [
             (1, lambda: m.OpenPool(rid, partition, pick(POLICIES), None)),
+            (1, lambda: m.RemovePool(rid, partition, pick([True, False]))),
             (1, lambda: m.TakeTickets(rid, partition, 1 + below(2), wait_s)),
             (2, lambda: m.OpenGroup(rid, partition, name, size, 1, pick("ab"), {}, None, pick([None, below(6)]),
                                     count > 3, pick([1.0, 0.0, 4.0]))),

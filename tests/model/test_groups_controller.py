@@ -338,10 +338,87 @@ def test_a_pool_with_groups_keeps_its_policy() -> None:
     box = GroupBox()
     box.ask(m.OpenPool, READY, None)
     box.open("x")
-    with pytest.raises(InvalidInput, match="has groups, and another policy"):
+    with pytest.raises(InvalidInput, match="has another policy .* and is in use: it has 1 open groups"):
         box.ask(m.OpenPool, GroupPolicy.drop(2), None)
     with pytest.raises(InvalidInput, match="has no pool of groups"):
         box.handle(m.DescribePool(1, "q"))
+
+
+def test_a_pool_whose_tickets_are_out_keeps_its_policy() -> None:
+    box = GroupBox(GroupPolicy(gate=0, groups_per_version=2))
+    (ticket,) = box.ask(m.TakeTickets, 1, 0.0).tickets
+    with pytest.raises(InvalidInput, match="1 tickets out"):
+        box.ask(m.OpenPool, READY, None)
+    box.open("x", ticket=ticket.number)
+    assert box.claim() == [("x", 0, 0)]
+
+
+def test_a_pool_is_removed_once_all_of_it_is_used() -> None:
+    box = GroupBox()
+    rows = box.made("x", 2)
+    with pytest.raises(InvalidInput, match="is in use: it has 0 open groups, 1 sealed and 0 lent"):
+        box.ask(m.RemovePool, False)
+    box.ask(m.AckGroups, box.select().lease, None, False)
+    box.ask(m.RemovePool, False)
+    box.ask(m.RemovePool, False)
+    assert box.rows() == rows, "used rows stay"
+    groups = box.controller.state.groups
+    assert not (groups.pools or groups._holdings[b"worker"].attempts or groups._consumed_at)
+    with pytest.raises(InvalidInput, match="has no pool of groups"):
+        box.report()
+
+
+def test_a_pool_that_is_discarded_takes_its_rows_leases_and_waiters_along() -> None:
+    box = GroupBox()
+    kept = indexes(box.put(1))
+    box.made("lent"), box.made("sealed"), box.open("half", 2)
+    box.claim()
+    box.finish("half", 0)
+    lease = box.select(1, 1).lease
+    assert box.select(9, 9, 60.0, asker="trainer", fields=["x"]) is None
+    assert box.claim(1, timeout_s=60.0, asker="worker") is None
+    box.ask(m.RemovePool, True)
+    told = box.told()
+    assert {one: told[one].text for one in told} == dict.fromkeys(
+        ("trainer", "worker"), "the pool of groups of partition 'p' was removed"
+    )
+    assert box.rows() == kept
+    with pytest.raises(LeaseExpired):
+        box.ask(m.AckGroups, lease, None, True)
+    assert box.controller.state.groups.deadlines.first() is None
+
+
+def test_what_somebody_still_has_of_a_removed_pool_means_nothing_in_the_next_one() -> None:
+    policy = GroupPolicy.in_order(0, 3)
+    box = GroupBox(policy)
+    old = box.ask(m.TakeTickets, 2, 0.0, session=b"old").tickets
+    box.open("x", ticket=old[0].number)
+    assert box.claim(session=b"old") == [("x", 0, 0)]
+    box.ask(m.RemovePool, True)
+    box.ask(m.OpenPool, policy, 7)
+    new = box.ask(m.TakeTickets, 3, 0.0, session=b"new").tickets
+    assert [one.target for one in new] == [7, 7, 7]
+    with pytest.raises(InvalidInput, match="nobody was given it"):
+        box.open("y", ticket=old[1].number)
+    box.open("x", ticket=new[0].number)
+    assert box.claim(session=b"new") == [("x", 0, 1)]
+    with pytest.raises(StaleAttempt):
+        box.finish("x", 0, 0)
+    box.end_session(b"old")
+    assert box.report()["tickets_out"] == 2, "those of the other session are not given back"
+    box.finish("x", 0, 1)
+    assert names(box.select()) == ["x"]
+
+
+def test_an_attempt_of_before_a_load_is_not_taken_for_one_of_after_it() -> None:
+    box = GroupBox()
+    box.open("x")
+    saved = exported(box.controller.state)
+    assert box.claim() == [("x", 0, 0)]
+    Recovery(box.controller, *saved, 0).finish()
+    assert box.claim(session=b"other") == [("x", 0, 1)]
+    with pytest.raises(StaleAttempt):
+        box.finish("x", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +572,10 @@ class History:
 
     def _rare(self, session: bytes) -> None:
         choose, box = self.random, self.box
-        match choose.randrange(6):
+        match choose.randrange(8):
+            case 6 | 7:
+                box.ask(m.RemovePool, choose.random() < 0.5)
+                box.ask(m.OpenPool, choose.choice(POLICIES), choose.choice([None, 3]))
             case 5:
                 box.ask(
                     m.PrioritizeGroups, [f"g{choose.randint(1, self.number + 1)}"], [choose.choice([0.0, 0.5, 9.0])]
@@ -536,7 +616,7 @@ def settled(controller: Controller) -> Any:
     saved = msgspec.msgpack.decode(exported(controller.state)[0])
     for pool in saved["pools"].values():
         pool["returned"].sort()
-    return saved["pools"], [
+    return saved["pools"], saved["used_numbers"], [
         (table["name"], np.frombuffer(table["index"], np.int64).tolist()) for table in saved["tables"]
     ]
 

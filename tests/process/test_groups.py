@@ -290,6 +290,38 @@ def test_a_version_below_its_floor_is_an_error_for_who_waits(client: tq.Transfer
     assert len(errors) == 1
 
 
+def test_a_job_with_a_pool_for_every_step_leaves_nothing_behind(client: tq.TransferQueueClient) -> None:
+    for step in range(3):
+        pool = tq.group_pool(f"step_{step}", POLICY)
+        made(pool, 1)
+        pool.end()
+        batch = pool.select(1)
+        assert batch.ended
+        pool.ack(batch, clear=True)
+        pool.remove()
+        with pytest.raises(InvalidInput, match="has no pool of groups"):
+            pool.claim()
+    assert client.overview().groups == {}
+
+
+def test_whoever_waits_for_a_pool_hears_that_it_was_removed(pool: GroupPool) -> None:
+    pool.open("half", 2)
+    errors: list[BaseException] = []
+
+    def select() -> None:
+        try:
+            pool.select(1)
+        except InvalidInput as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=select)
+    waiter.start()
+    until(lambda: pool.status()["waiting"] == 1, "the wait")
+    pool.remove(discard=True)
+    waiter.join()
+    assert "was removed" in str(errors[0])
+
+
 def test_groups_outlive_the_server(service: Any) -> None:
     client = service(**DURABLE)
     pool = tq.group_pool("train", POLICY)
@@ -440,7 +472,7 @@ def test_bad_calls_are_refused_before_anything_is_stored(pool: GroupPool) -> Non
         pool.fail(attempt, "other")
     with pytest.raises(InvalidInput, match="has no pool of groups"):
         tq.group_pool("elsewhere").status()
-    with pytest.raises(InvalidInput, match="has groups, and another policy"):
+    with pytest.raises(InvalidInput, match="another policy .* and is in use"):
         tq.group_pool("train", tq.GroupPolicy.drop(3))
     elsewhere = tq.get_client().put({"x": torch.ones(1)}, partition_id="other")
     with pytest.raises(InvalidInput, match="not in 'train'"):

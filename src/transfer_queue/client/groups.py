@@ -277,6 +277,16 @@ class GroupOperations:
         """No more groups will be opened: whoever waits for more than can come hears of it."""
         yield _call(self, m.EndPool)
 
+    def remove(self, discard: bool = False) -> Operation[None]:
+        """The service forgets the pool: its counters, who waits for it (they get `InvalidInput`), which groups it had.
+        Rows of groups that were used stay. Where there is no pool nothing changes.
+
+        Raises `InvalidInput` while it has groups that nobody used up, or tickets that somebody holds: with `discard`
+        these groups are given up and their rows cleared; leases on them are over, and results of their attempts are
+        refused. Pools that are not removed stay for as long as the service lives.
+        """
+        yield _call(self, m.RemovePool, discard)
+
     # judging
 
     def advance(self, version: int) -> Operation[None]:
@@ -486,6 +496,7 @@ class GroupPool:
     fail, async_fail = blocking(GroupOperations.fail), awaitable(GroupOperations.fail)
     refills, async_refills = blocking(GroupOperations.refills), awaitable(GroupOperations.refills)
     end, async_end = blocking(GroupOperations.end), awaitable(GroupOperations.end)
+    remove, async_remove = blocking(GroupOperations.remove), awaitable(GroupOperations.remove)
     advance, async_advance = blocking(GroupOperations.advance), awaitable(GroupOperations.advance)
     filter, async_filter = blocking(GroupOperations.filter), awaitable(GroupOperations.filter)
     set_priorities, async_set_priorities = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from typing import Any
 
 import numpy as np
 
+from transfer_queue.controller.group_holdings import GroupLease
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table
@@ -41,6 +43,26 @@ def check_waiting(message: Any, pool: PoolCore) -> None:
         raise InvalidInput(
             f"{message.count} tickets at once: samples_per_insert and error_buffer allow "
             f"{pool.rate.most_inserts:g} at most, a larger error_buffer more"
+        )
+
+
+def check_pool(pool: PoolCore, leases: Iterable[GroupLease], tickets: Set[int], table: Table | None) -> None:
+    """An AssertionError unless it agrees with itself, with the leases and tickets that sessions have, and with the
+    rows of its partition."""
+    assert pool.is_consistent()
+    lent = {group.name for group in pool.groups.values() if group.state == "lent"}
+    assert lent <= {name for lease in leases for name in lease.names}
+    assert pool.state.reserved <= tickets
+    rows = np.array(list(pool.owners), np.int64)
+    assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))
+
+
+def check_unused(partition: str, pool: PoolCore, what: str = "is in use") -> None:
+    """`InvalidInput` for a pool that has what somebody may still want."""
+    if pool.in_use:
+        raise InvalidInput(
+            f"the pool of {partition!r} {what}: it has {pool.num_open} open groups, {pool.num_sealed} sealed and "
+            f"{pool.num_lent} lent, and {len(pool.state.reserved)} tickets out"
         )
 
 

@@ -44,3 +44,8 @@ class SessionHoldings:
         mine = self.tickets.setdefault(partition, set())
         mine &= pool.state.reserved
         mine.update(tickets)
+
+    def drop(self, partition: str) -> None:
+        """The pool of this partition is gone."""
+        for mine in (self.tickets, self.attempts, self.refills):
+            mine.pop(partition, None)

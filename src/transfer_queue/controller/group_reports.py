@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from transfer_queue.controller.fetch import row_set
+from transfer_queue.controller.group_holdings import GroupLease
+from transfer_queue.controller.table import Table
 from transfer_queue.groups import PoolCore, SiblingGroup
 from transfer_queue.wire import messages as m
 
@@ -50,9 +55,25 @@ def lent_group(pool: PoolCore, group: SiblingGroup, probability: float, held: li
     )  # fmt: skip
 
 
-def rows_of(groups: Sequence[SiblingGroup], held: Sequence[list[int]]) -> list[int]:
+def leased(lease: GroupLease, pool: PoolCore) -> m.LeaseOverview:
+    """A lease, as it is shown."""
+    rows = sum(len(pool.groups[name].rows) for name in lease.names if name in pool.groups)
+    return m.LeaseOverview(lease.number, lease.partition, "", rows, lease.names, [lease.session], lease.deadline)
+
+
+def has_fields(table: Table | None, fields: Sequence[str], group: SiblingGroup) -> bool:
+    """Whether every row of the group has these fields."""
+    ready = None if table is None else table.ready(table.slots_of(np.array(group.rows, np.int64)), fields)
+    return ready is not None and bool(ready.all())
+
+
+def rows_of(table: Table | None, groups: Sequence[SiblingGroup], held: Sequence[list[int]]) -> m.RowSet:
     """The rows of these groups, in order; of each without those of the slots that are withheld."""
-    return [
+    rows = [
         row for group, slots in zip(groups, held, strict=True) for number, slot in enumerate(group.slots)
         if slot.result is not None and number not in slots for row in slot.result.rows
     ]  # fmt: skip
+    if table is None or not rows:
+        return m.RowSet(0, b"", None, [], None)
+    found = table.slots_of(np.array(rows, np.int64))
+    return row_set(0, table, found, table.common_fields(found))

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller.deadlines import Deadlines
-from transfer_queue.controller.fetch import row_set
-from transfer_queue.controller.group_checks import MAX_VERSION, check_versions, check_waiting
+from transfer_queue.controller.group_checks import MAX_VERSION, check_pool, check_unused, check_versions, check_waiting
 from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
-from transfer_queue.controller.group_reports import described, lent_group, rows_of, summary
+from transfer_queue.controller.group_reports import described, has_fields, leased, lent_group, rows_of, summary
 from transfer_queue.controller.group_results import SortedResults, enter, finish_named, sort_results
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.notices import answer_waiting, too_late
@@ -33,7 +32,7 @@ from transfer_queue.errors import (
     LeaseExpired,
     TransferQueueError,
 )
-from transfer_queue.groups import PoolCore, PoolState, SiblingGroup
+from transfer_queue.groups import PoolCore, PoolState, UsedNumbers
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
@@ -41,7 +40,7 @@ REQUESTS = (
     m.OpenPool, m.TakeTickets, m.ReturnTickets, m.OpenGroup, m.ClaimSlots, m.StartSlots, m.FinishSlots, m.FailSlots,
     m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.EndPool, m.SelectGroups, m.RenewGroups, m.AckGroups,
     m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool, m.PrioritizeGroups,
-    m.IssueTickets, m.LendGroups, m.UnlendGroups,
+    m.IssueTickets, m.LendGroups, m.UnlendGroups, m.RemovePool,
 )  # fmt: skip
 OUTCOMES = (m.IssueTickets, m.StartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups)  # nobody asks for them
 
@@ -58,6 +57,7 @@ class GroupPools:
         versions: Callable[[], WeightVersions],
     ) -> None:
         self.pools: dict[str, PoolCore] = {}
+        self.used = UsedNumbers()
         self.parked: WaitQueue[Any] = WaitQueue()
         self._lines = WaitLines(self.parked)
         self.fields_awaited: set[str] = set()  # partitions where somebody waits for groups with certain fields
@@ -79,6 +79,7 @@ class GroupPools:
             m.EndPool: self._end, m.ConsumeGroups: self._consume,
             m.IssueTickets: self._issue, m.ReturnTickets: self._return, m.LendGroups: self._lend,
             m.UnlendGroups: self._unlend, m.PrioritizeGroups: self._prioritize,
+            m.RemovePool: self._remove,
         }  # fmt: skip
 
     def handle(self, message: Any, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
@@ -120,16 +121,48 @@ class GroupPools:
     # what lasts
 
     def _open_pool(self, message: m.OpenPool) -> m.Reply:
-        known = self.pools.get(message.partition)
-        if known is not None and known.policy != message.policy and known.groups:
-            raise InvalidInput(f"the pool of {message.partition!r} has groups, and another policy: {known.policy}")
+        partition, known = message.partition, self.pools.get(message.partition)
         if known is None or known.policy != message.policy:
             newest = self._versions().newest
             version = message.version if message.version is not None else newest if newest is not None else 0
             check_versions(version)
-            self.pools[message.partition] = PoolCore(PoolState(message.policy, version, version))
-            self._changed(message.partition)
+            if known is not None:
+                check_unused(partition, known, f"has another policy ({known.policy}), and is in use")
+                self._retire(partition, known)
+            self.pools[partition] = PoolCore(self.used.begin(message.policy, version))
+            self._changed(partition)
         return m.Done(message.rid)
+
+    def _remove(self, message: m.RemovePool) -> m.Reply:
+        partition, pool = message.partition, self.pools.get(message.partition)
+        if pool is not None:
+            if not message.discards:
+                check_unused(partition, pool)
+            pool.give_up()
+            self._clear_rows(partition, pool.discarded)
+            self._retire(partition, pool)
+            del self.pools[partition]
+            self._refuse_waiting("was removed")
+            self._lines.drop(partition)
+        return m.Done(message.rid)
+
+    def _retire(self, partition: str, pool: PoolCore) -> None:
+        """Nobody has something of this pool any more."""
+        self.used.retire(pool.state.next_ticket, pool.state.next_attempt)
+        for number in [number for number, lease in self._leases.items() if lease.partition == partition]:
+            del self._leases[number]
+        for held in self._holdings.values():
+            held.drop(partition)
+        for source in pool.state.sources:
+            self._consumed_at.pop((partition, source), None)
+
+    def _refuse_waiting(self, why: str) -> None:
+        """Whoever waits for something of a pool that is gone hears of it."""
+        for parked in [one for one in self.parked if one.message.partition not in self.pools]:
+            self.parked.remove(parked)
+            text = f"the pool of groups of partition {parked.message.partition!r} {why}"
+            self._outbox.append((parked.ticket, m.Failed(parked.message.rid, InvalidInput.code, text)))
+        self.fields_awaited &= self.pools.keys()
 
     def _open(self, message: m.OpenGroup) -> m.Reply:
         check_versions(message.start)
@@ -331,7 +364,7 @@ class GroupPools:
 
     def _select(self, pool: PoolCore, message: m.SelectGroups, session: bytes) -> m.Reply | None:
         needed = pool.needed(message.least)
-        accepts = partial(self._is_ready, message) if message.fields else None
+        accepts = partial(has_fields, self._tables.get(message.partition), message.fields) if message.fields else None
         found, refused = pool.offered(needed, message.most, accepts)
         over = pool.nothing_comes and not refused and (bool(found) or not pool.num_lent)
         if len(found) < needed and not over:
@@ -346,25 +379,8 @@ class GroupPools:
             self.deadlines.add(lease.number)
             self._unreceived.add(session, message.rid, GroupGrant(message.partition, lease=lease.number))
         lent = [lent_group(pool, *one, held) for one, held in zip(found, kept, strict=True)]
-        rows = rows_of(groups, kept)
-        ended = pool.ends_with(groups)
-        return m.GroupsLent(
-            message.rid, lease.number, pool.version, lent, self._row_set(message, rows), ended, num_sealed
-        )
-
-    def _is_ready(self, message: m.SelectGroups, group: SiblingGroup) -> bool:
-        """Whether every row of the group has the fields that were asked for."""
-        table = self._tables.get(message.partition)
-        rows = np.array(group.rows, np.int64)
-        ready = None if table is None else table.ready(table.slots_of(rows), message.fields)
-        return ready is not None and bool(ready.all())
-
-    def _row_set(self, message: m.SelectGroups, rows: list[int]) -> m.RowSet:
-        table = self._tables.get(message.partition)
-        if table is None or not rows:
-            return m.RowSet(0, b"", None, [], None)
-        slots = table.slots_of(np.array(rows, np.int64))
-        return row_set(0, table, slots, table.common_fields(slots))
+        rows = rows_of(self._tables.get(message.partition), groups, kept)
+        return m.GroupsLent(message.rid, lease.number, pool.version, lent, rows, pool.ends_with(groups), num_sealed)
 
     def _give_refills(self, pool: PoolCore, message: m.TakeRefills, session: bytes) -> m.Reply | None:
         held = sum(one.refills.get(message.partition, 0) for one in self._holdings.values())
@@ -529,14 +545,8 @@ class GroupPools:
 
     def leases(self, holder: bytes | None = None) -> list[m.LeaseOverview]:
         """All leases of groups, or those of one session, as they are shown; `left_s` is when they end."""
-        found = []
-        for one in self._leases.values():
-            if holder not in (None, one.session):
-                continue
-            groups = self.pools[one.partition].groups
-            rows = sum(len(groups[name].rows) for name in one.names if name in groups)
-            found.append(m.LeaseOverview(one.number, one.partition, "", rows, one.names, [one.session], one.deadline))
-        return found
+        mine = [one for one in self._leases.values() if holder in (None, one.session)]
+        return [leased(one, self.pools[one.partition]) for one in mine]
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """How many groups every pool has, by state."""
@@ -551,17 +561,17 @@ class GroupPools:
         """What lasts of every pool."""
         return {partition: pool.state for partition, pool in self.pools.items()}
 
-    def restore(self, pools: dict[str, PoolCore]) -> None:
+    def restore(self, pools: dict[str, PoolCore], used: UsedNumbers) -> None:
         """Go on with saved pools; `forget_holders` is to follow."""
+        begun = max((one.state.next_attempt for one in self.pools.values()), default=0)
         self._leases.clear()
         self.deadlines.clear()
         self._holdings.clear()
         self.pools = pools
-        for parked in self.parked:
-            if parked.message.partition not in pools:
-                self.parked.remove(parked)
-                text = f"partition {parked.message.partition!r} has no pool of groups in the checkpoint"
-                self._outbox.append((parked.ticket, m.Failed(parked.message.rid, InvalidInput.code, text)))
+        self.used.retire(used.tickets, used.attempts)
+        for pool in pools.values():
+            pool.number_attempts(begun)
+        self._refuse_waiting("is not in the checkpoint")
 
     def forget_holders(self) -> None:
         """Nobody is left who worked on something or had it. Rows that are not there are lost."""
@@ -574,12 +584,10 @@ class GroupPools:
     def check_invariants(self) -> None:
         """Pools agree with themselves, and leases with them; tests call this after each event."""
         for partition, pool in self.pools.items():
-            assert pool.is_consistent()
-            leases = [one for one in self._leases.values() if one.partition == partition]
-            lent = {group.name for group in pool.groups.values() if group.state == "lent"}
-            assert lent <= {name for lease in leases for name in lease.names}
             held = {ticket for one in self._holdings.values() for ticket in one.tickets.get(partition, ())}
-            assert pool.state.reserved <= held
-            table = self._tables.get(partition)
-            rows = np.array(list(pool.owners), np.int64)
-            assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))
+            leases = [one for one in self._leases.values() if one.partition == partition]
+            check_pool(pool, leases, held, self._tables.get(partition))
+        assert {one.partition for one in self._leases.values()} <= self.pools.keys()
+        assert {one.message.partition for one in self.parked} <= self.pools.keys()
+        held_of = {name for one in self._holdings.values() for name in (*one.tickets, *one.attempts, *one.refills)}
+        assert held_of <= self.pools.keys()

@@ -203,7 +203,7 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
     _load_sampler(sampler, saved.sampler_state)
     _switch(draft, saved, versions, steps)
     state.series.restore(saved.series)
-    state.groups.restore(pools)
+    state.groups.restore(pools, saved.used_numbers)
 
 
 def _load_sampler(sampler: BaseSampler, state: Any) -> None:

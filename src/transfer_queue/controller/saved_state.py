@@ -18,7 +18,7 @@ from transfer_queue.controller.series import SeriesMember
 from transfer_queue.controller.taken import SavedSteps
 from transfer_queue.controller.weight_versions import SavedVersions
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported
-from transfer_queue.groups import PoolState
+from transfer_queue.groups import PoolState, UsedNumbers
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire.messages import Tags
 
@@ -91,6 +91,7 @@ class SavedController(msgspec.Struct):
     steps: dict[str, SavedSteps] = {}
     pools: dict[str, PoolState] = {}
     series: dict[str, SeriesMember] = {}
+    used_numbers: UsedNumbers = msgspec.field(default_factory=UsedNumbers)
 
 
 class TableOf1(SavedTable):

@@ -62,6 +62,7 @@ def exported(state: ControllerState, strict: bool = True) -> tuple[bytes, list[i
         state.fetching.steps.saved(),
         state.groups.saved(),
         state.series.members,
+        state.groups.used,
     )
     return encode(saved), sorted(block for table in state.tables.values() for block in table.blocks)
 

@@ -42,6 +42,10 @@ class WaitLines:
         if not lines:
             self._lines.pop(partition, None)
 
+    def drop(self, partition: str) -> None:
+        """Nobody waits there any more."""
+        self._lines.pop(partition, None)
+
     def _first(self, line: deque[Waiter[Any]]) -> Waiter[Any] | None:
         while line and not self._queue.holds(line[0]):
             line.popleft()

@@ -7,7 +7,7 @@
     choice      which sealed groups are eligible now, in which order
     priorities  sealed groups by priority, or drawn by their weights
     rate        how often groups may be selected for each that is made
-    state       a pool as it is saved
+    state       a pool as it is saved, and the numbers that pools which are gone have used
 
 Nothing here waits, reads a clock or knows a message, a table or a session: `controller.groups` has those. A pool's
 methods are complete when they return; rows that nobody needs any more collect in `PoolCore.discarded`.
@@ -22,3 +22,4 @@ from transfer_queue.groups.group import SiblingGroup as SiblingGroup
 from transfer_queue.groups.policy import GroupPolicy as GroupPolicy
 from transfer_queue.groups.pool import PoolCore as PoolCore
 from transfer_queue.groups.state import PoolState as PoolState
+from transfer_queue.groups.state import UsedNumbers as UsedNumbers

@@ -1,7 +1,7 @@
 """One group: its slots, the attempts at each, and what came of them.
 
-A slot is one of the siblings. It is tried until it has a result or its attempts are spent. Attempts have the numbers
-0, 1, ... of their slot, and only the last one counts: a result of an earlier one is refused.
+A slot is one of the siblings. It is tried until it has a result or its attempts are spent. Attempts at it
+have rising numbers, and only the last one counts: a result of an earlier one is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct):
-    """`attempts`: how many were started. `failures`: how many of them failed."""
+    """`attempts`: the number of the next one. `failures`: how many failed."""
 
     state: Literal["idle", "running", "done", "failed"] = "idle"
     attempts: int = 0
@@ -66,12 +66,12 @@ class SiblingGroup(msgspec.Struct):
         """The slots that nobody works on, and that have no end yet."""
         return [number for number, slot in enumerate(self.slots) if slot.state == "idle"]
 
-    def begin(self, number: int) -> int:
-        """The number of the new attempt at an idle slot."""
+    def begin(self, number: int, first: int = 0) -> int:
+        """The number of the new attempt at an idle slot: `first`, or the next one."""
         slot = self.slot(number)
         if slot.state != "idle":
             raise InvalidInput(f"slot {number} of group {self.name!r} is {slot.state}")
-        slot.state, slot.attempts = "running", slot.attempts + 1
+        slot.state, slot.attempts = "running", max(slot.attempts, first) + 1
         return slot.attempts - 1
 
     def finish(self, number: int, result: Result) -> None:

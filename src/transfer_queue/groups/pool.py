@@ -199,7 +199,9 @@ class PoolCore:
 
     def start(self, slots: Sequence[tuple[str, int]]) -> list[int]:
         """The numbers of the attempts, which begin now."""
-        return [self.group(name).begin(number) for name, number in slots]
+        numbers = [self.group(name).begin(number, self.state.first_attempt) for name, number in slots]
+        self.state.next_attempt = max(self.state.next_attempt, *(one + 1 for one in numbers))
+        return numbers
 
     def done(self, name: str, slot: int, attempt: int, result: Result) -> bool:
         """An attempt has its result; the last one seals the group. Whether it was news. Raises as `check`."""
@@ -492,6 +494,22 @@ class PoolCore:
             self._disown(group.rows)
             self.discarded += group.rows if clears else []
             self.state.remember(name, "consumed")
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody may still want of it what it has."""
+        return bool(self.groups or self.state.reserved)
+
+    def give_up(self) -> None:
+        """Nobody gets these groups any more: their rows are `discarded`."""
+        for group in list(self.groups.values()):
+            self._end(group)
+            self._forget_rows(group.rows)
+
+    def number_attempts(self, first: int) -> None:
+        """Those that begin from now on have this number or a higher one."""
+        self.state.first_attempt = max(self.state.first_attempt, first)
+        self.state.next_attempt = max(self.state.next_attempt, first)
 
     def forget_holders(self) -> None:
         """Nobody of those who worked on slots or had groups is known any more, as after a load."""

@@ -1,4 +1,5 @@
-"""A pool as it is saved: what lasts of it. Who works on what and who has what on lease does not."""
+"""A pool as it is saved: what lasts of it, and of those that are gone. Who works on what and who has what on lease does
+not last."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ REMEMBERED = 16_384  # groups that have ended
 
 
 class PoolState(msgspec.Struct):
-    """`base`: the trainer's version when the pool began, `version` now. Tickets are numbered from 0: number n is for
-    version base + n // groups_per_version. Those below `next_ticket` that no group has are `reserved` by somebody, or
-    `returned`. `owed`: evicted groups that were not refilled. `excused`: groups by which a version is smaller. `ended`:
-    no more groups will be opened. `fates`: of groups that have ended, the latest. `sampled`: groups that were selected
-    in total, less those that were given back. `draws`: random numbers that were used."""
+    """`version`: the trainer's. Ticket number n is for version base + n // groups_per_version, where tickets of 0 were
+    for `base`. Those below `next_ticket` that no group has are `reserved` by somebody, or `returned`. Attempts begin
+    with the number `first_attempt`; none has had `next_attempt` or more. `owed`: evicted groups that were not refilled.
+    `excused`: groups by which a version is smaller. `ended`: no more groups will be opened. `fates`: of groups that
+    have ended, the latest. `sampled`: groups that were selected in total, less those that were given back. `draws`:
+    random numbers that were used."""
 
     policy: GroupPolicy
     base: int
     version: int
     next_number: int = 0
     next_ticket: int = 0
+    first_attempt: int = 0
+    next_attempt: int = 0
     returned: list[int] = []
     reserved: set[int] = set()
     owed: int = 0
@@ -38,3 +42,22 @@ class PoolState(msgspec.Struct):
         self.fates[name] = fate
         if len(self.fates) > REMEMBERED:
             del self.fates[next(iter(self.fates))]
+
+
+class UsedNumbers(msgspec.Struct):
+    """Tickets and attempts of pools that are gone have numbers below these. A later pool uses none of them again, so
+    that whoever still has one means no group of a pool that took the name."""
+
+    tickets: int = 0
+    attempts: int = 0
+
+    def retire(self, tickets: int, attempts: int) -> None:
+        self.tickets, self.attempts = max(self.tickets, tickets), max(self.attempts, attempts)
+
+    def begin(self, policy: GroupPolicy, version: int) -> PoolState:
+        """An empty pool, whose trainer has `version`."""
+        passed = -(-self.tickets // policy.groups_per_version)
+        return PoolState(
+            policy, version - passed, version, next_ticket=passed * policy.groups_per_version,
+            first_attempt=self.attempts, next_attempt=self.attempts,
+        )  # fmt: skip

@@ -88,6 +88,7 @@ from transfer_queue.wire.messages.groups import OpenGroup as OpenGroup
 from transfer_queue.wire.messages.groups import OpenPool as OpenPool
 from transfer_queue.wire.messages.groups import PrioritizeGroups as PrioritizeGroups
 from transfer_queue.wire.messages.groups import ReleaseGroups as ReleaseGroups
+from transfer_queue.wire.messages.groups import RemovePool as RemovePool
 from transfer_queue.wire.messages.groups import RenewGroups as RenewGroups
 from transfer_queue.wire.messages.groups import RetargetGroup as RetargetGroup
 from transfer_queue.wire.messages.groups import ReturnTickets as ReturnTickets
@@ -222,7 +223,7 @@ ClientMessage: TypeAlias = (
     | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
     | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
-    | DescribeService | MapCells | InspectRow | ReportReplicas
+    | DescribeService | MapCells | InspectRow | ReportReplicas | RemovePool
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
@@ -270,5 +271,5 @@ MUTATING = frozenset((
     Ack, Release, Nack, Requeue, Announce, Admit, GiveBack, Lock, Unlock, MarkStep, ResumeStep,
     OpenPool, TakeTickets, ReturnTickets, OpenGroup, ClaimSlots, FinishSlots, FailSlots, FilterGroups,
     RetargetGroup, AdvancePool, EndPool, SelectGroups, AckGroups, ReleaseGroups, TakeRefills,
-    OpenPartition, FinishPartition, PrioritizeGroups,
+    OpenPartition, FinishPartition, PrioritizeGroups, RemovePool,
 ))  # fmt: skip

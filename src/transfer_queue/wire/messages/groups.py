@@ -140,6 +140,14 @@ class EndPool(Request):
     partition: str
 
 
+class RemovePool(Request):
+    """There is no pool for `partition` any more; repeating it changes nothing. Refused while it is in use, unless
+    `discards`: its groups are given up, and their rows cleared."""
+
+    partition: str
+    discards: bool
+
+
 class SelectGroups(Request):
     """`least` to `most` whole groups on a lease (`GroupsLent`), at `version` (None: the pool's; the newer one counts),
     all of whose rows have `fields`; parks until there are `least`, or none will come."""
