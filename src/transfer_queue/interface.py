@@ -325,7 +325,8 @@ def group_pool(partition_id: str, policy: GroupPolicy | None = None, version: in
     """The groups of siblings of one partition. The first call says by which `policy`, others may leave it out.
 
     `version` is the trainer's version that the pool begins with (default: the one announced last, else 0). A pool that
-    is there stays as it is. Raises `InvalidInput` for another policy than that of a pool with groups, `NotInitialized`.
+    is there stays as it is, until `GroupPool.remove`. Raises `InvalidInput` for another policy than that of a pool in
+    use, `NotInitialized`.
     """
     client = get_client()
     if policy is not None:

@@ -301,12 +301,15 @@ class SlowTransport:
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
+        self.reads = self.ended = 0
 
     def register(self, memory: Bytes, timeout_s: float) -> None: ...
 
     def read(self, endpoint: str, spans: Sequence[RemoteSpan]) -> None:
+        self.reads += 1
         self.go_on.wait(20)
         spans[0].into[:] = 7
+        self.ended += 1
 
 
 def test_a_block_that_is_filled_too_late_is_nobody_elses_meanwhile() -> None:
@@ -327,6 +330,36 @@ def test_a_block_that_is_filled_too_late_is_nobody_elses_meanwhile() -> None:
         slow.go_on.set()
         while unit.used_nbytes:
             await asyncio.sleep(0)
+        unit.check_invariants()
+
+    asyncio.run(work())
+    unit.close()
+
+
+def test_a_block_is_filled_for_whoever_asks_again_once_the_first_read_has_ended() -> None:
+    """The answer to the second request lets the writer publish the block and use its own memory for other things."""
+    unit, slow = Unit(1 << 22), SlowTransport()
+    guarded: Any = type("Guarded", (), {"transport": slow, "register": slow.register, "name": "Slow"})
+    slow.pins_memory = False  # type: ignore[attr-defined]
+
+    async def work() -> None:
+        arenas = RegisteredArenas(guarded, {}, "", unit)
+        block = unit.allocate(m.Allocate(1, 1 << 20, False, 0.0), "t", b"writer", 0.0)
+        assert block is not None
+        found = unit.unpublished(block.block, b"writer")
+        first = asyncio.create_task(arenas.pull(m.Pull(2, block.block, m.Registered("there", 1), 20.0), found))
+        while not slow.reads:
+            await asyncio.sleep(0)
+        first.cancel()  # its connection was cut
+        with pytest.raises(ServiceUnavailable, match=r"within 0\.05 s"):
+            await arenas.pull(m.Pull(3, block.block, m.Registered("there", 1), 0.05), found)
+        assert slow.reads == 1, "two write into one block"
+        again = asyncio.create_task(arenas.pull(m.Pull(4, block.block, m.Registered("there", 1), 20.0), found))
+        slow.go_on.set()
+        await again
+        assert slow.reads == slow.ended == 2
+        unit.forget(b"writer")
+        assert unit.used_nbytes == 0
         unit.check_invariants()
 
     asyncio.run(work())

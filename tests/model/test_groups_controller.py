@@ -338,7 +338,7 @@ def test_a_pool_with_groups_keeps_its_policy() -> None:
     box = GroupBox()
     box.ask(m.OpenPool, READY, None)
     box.open("x")
-    with pytest.raises(InvalidInput, match="has another policy .* and is in use: it has 1 open groups"):
+    with pytest.raises(InvalidInput, match=r"has another policy .* and is in use: it has 1 open groups"):
         box.ask(m.OpenPool, GroupPolicy.drop(2), None)
     with pytest.raises(InvalidInput, match="has no pool of groups"):
         box.handle(m.DescribePool(1, "q"))
@@ -363,7 +363,7 @@ def test_a_pool_is_removed_once_all_of_it_is_used() -> None:
     box.ask(m.RemovePool, False)
     assert box.rows() == rows, "used rows stay"
     groups = box.controller.state.groups
-    assert not (groups.pools or groups._holdings[b"worker"].attempts or groups._consumed_at)
+    assert (groups.pools, groups._holdings[b"worker"].attempts, groups._consumed_at) == ({}, {}, {})
     with pytest.raises(InvalidInput, match="has no pool of groups"):
         box.report()
 
@@ -616,9 +616,11 @@ def settled(controller: Controller) -> Any:
     saved = msgspec.msgpack.decode(exported(controller.state)[0])
     for pool in saved["pools"].values():
         pool["returned"].sort()
-    return saved["pools"], saved["used_numbers"], [
-        (table["name"], np.frombuffer(table["index"], np.int64).tolist()) for table in saved["tables"]
-    ]
+    return (
+        saved["pools"],
+        saved["used_numbers"],
+        [(table["name"], np.frombuffer(table["index"], np.int64).tolist()) for table in saved["tables"]],
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -472,7 +472,7 @@ def test_bad_calls_are_refused_before_anything_is_stored(pool: GroupPool) -> Non
         pool.fail(attempt, "other")
     with pytest.raises(InvalidInput, match="has no pool of groups"):
         tq.group_pool("elsewhere").status()
-    with pytest.raises(InvalidInput, match="another policy .* and is in use"):
+    with pytest.raises(InvalidInput, match=r"another policy .* and is in use"):
         tq.group_pool("train", tq.GroupPolicy.drop(3))
     elsewhere = tq.get_client().put({"x": torch.ones(1)}, partition_id="other")
     with pytest.raises(InvalidInput, match="not in 'train'"):

@@ -73,6 +73,7 @@ class RegisteredArenas:
         self._num_seen = 0  # arenas of which none is missing
         self._registering: asyncio.Task[None] | None = None
         self._again_at = 0.0
+        self._pulls: dict[int, asyncio.Event] = {}  # that write into these blocks: when the last of them has ended
         self.num_pulled = self.num_offered = 0
 
     def told(self) -> dict[str, Any]:
@@ -149,7 +150,8 @@ class RegisteredArenas:
 
     def pull(self, message: m.Pull, block: Block) -> Coroutine[Any, Any, None]:
         """Fill an unpublished block. It is held until nobody writes into it any more, however late that is and whoever
-        gives it up meanwhile. Raises `ServiceUnavailable`."""
+        gives it up meanwhile. A read that was asked for before, and whose asker came again, ends first: the answer says
+        that the block may be published. Raises `ServiceUnavailable`."""
         self._unit.pin(block.number, OWNER)  # at once: by the time that this begins it may be another's
         return self._pull(message, block)
 
@@ -159,8 +161,13 @@ class RegisteredArenas:
         def ended() -> None:
             self._unit.unpin(block.number, OWNER)
             done.set()
+            if self._pulls.get(block.number) is done:
+                del self._pulls[block.number]
 
         try:
+            while (earlier := self._pulls.get(block.number)) is not None:
+                await self._within(message, earlier)
+            self._pulls[block.number] = done
             await self.ready()
         except BaseException:
             ended()
@@ -175,18 +182,22 @@ class RegisteredArenas:
                     loop.call_soon_threadsafe(ended)
 
         call = BackgroundCall("tq-pull", read)
-        try:
-            await asyncio.wait_for(done.wait(), message.timeout_s)
-        except TimeoutError as error:
-            raise ServiceUnavailable(
-                f"{self._transport.name}: the memory at {endpoint} was not read within {message.timeout_s:g} s"
-            ) from error
+        await self._within(message, done)
         call.ended(CLOSE_S)
         try:
             call.outcome()
         except OSError as error:
             raise ServiceUnavailable(f"{self._transport.name}: {error}") from error
         self.num_pulled += 1
+
+    async def _within(self, message: m.Pull, done: asyncio.Event) -> None:
+        try:
+            await asyncio.wait_for(done.wait(), message.timeout_s)
+        except TimeoutError as error:
+            raise ServiceUnavailable(
+                f"{self._transport.name}: the memory at {message.lies.endpoint} was not read within "
+                f"{message.timeout_s:g} s"
+            ) from error
 
     async def close(self) -> None:
         if self._registering is not None:
