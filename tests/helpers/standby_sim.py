@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from services import FIELD
 from tables import packed
 
@@ -32,7 +33,24 @@ from transfer_queue.storage.blocks import SpillSpace
 from transfer_queue.storage.shm import GRAINS
 from transfer_queue.wire import messages as m
 
-SAMPLERS = (SequentialSampler, lambda: GRPOGroupNSampler(n_samples_per_prompt=2), RankAwareSampler)
+
+class Drawing(RankAwareSampler):
+    """Draws from the system: it answers the same question another time differently, or not at all."""
+
+    system = random.SystemRandom()
+
+    def needs(self, batch_size: int) -> None:
+        return None
+
+    def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.system.random() < 0.1:
+            raise ValueError("not now")
+        self.system.shuffle(ready_indexes)
+        sampled, consumed = super().sample(ready_indexes, batch_size, *args, **kwargs)
+        return np.array(sampled), tuple(consumed)
+
+
+SAMPLERS = (SequentialSampler, lambda: GRPOGroupNSampler(n_samples_per_prompt=2), RankAwareSampler, Drawing)
 POLICIES = (
     GroupPolicy(), GroupPolicy.windowed(1), GroupPolicy.in_order(1, 2, shrink=True, floor=0.0), GroupPolicy.drop(2),
     GroupPolicy.prioritized(3, samples_per_insert=2.0), GroupPolicy.prioritized(2, max_times_sampled=2),
@@ -57,7 +75,7 @@ def recorded(sampler: Any, recorder: Recorder, lock_number: int = 7, ledger: Led
              kind: Callable[..., RecordingUnit] = RecordingUnit) -> Service:  # fmt: skip
     """A service of which `recorder` hears."""
     controller = RecordingController(sampler, MAX_ROWS, 0, lock_number=lock_number, max_deliver=2, ledger=ledger)
-    controller.recorder = recorder
+    controller.record_to(recorder)
     controller.state.cleared_partitions.at_once = -1  # everything is put off, as with large ones
     unit = kind(BUDGET, None, recorder, SPILL)
     return Service(controller, unit, **recording_parts(unit, recorder))

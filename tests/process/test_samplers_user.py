@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -10,13 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import until
 from paths import ROOT, SOURCES
 from tables import Box
+from test_standby import DURABLE, replaced, standby_of
 from zygote import CHILDREN
 
 import transfer_queue as tq
+from transfer_queue.controller.sampler_calls import SamplerCalls
 from transfer_queue.errors import ConfigError, InvalidInput, SamplerFailed, UnsupportedValue
 from transfer_queue.sampler import BaseSampler, SequentialSampler, from_spec, resolve
 
@@ -341,3 +346,72 @@ def test_a_sampler_that_fails_leaves_the_connection_and_other_clients_alone(
     client.put({"x": [3]}, partition_id="p")
     assert other.finish() == "[1, 2, 3]"
     assert client.get_meta(["x"], 1, "p", task_name="t").size == 1
+
+
+class Drawing(SequentialSampler):
+    """Draws rows from the system's randomness, and remembers how many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[int] = []
+
+    def needs(self, batch_size: int) -> None:
+        return None
+
+    def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        rows = np.array(random.SystemRandom().sample(ready_indexes, batch_size))
+        self.drawn += rows.tolist()
+        return rows, rows
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        return {**super().save_checkpoint(), "drawn": self.drawn}
+
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        super().load_checkpoint(state)
+        self.drawn = state["drawn"]
+
+
+def test_after_a_takeover_rows_that_were_drawn_stay_drawn(service: Callable[..., tq.TransferQueueClient]) -> None:
+    client = service(**DURABLE, controller={"sampler": f"{__name__}:Drawing"})
+    rows = client.put({"x": torch.arange(20)}, partition_id="p").global_indexes
+    standby_of(client)
+    had = client.get_meta(["x"], 4, "p", task_name="t", lease_s=60)
+    taken = list(had.global_indexes)
+    for _ in range(2):
+        taken += client.get_meta(["x"], 4, "p", task_name="t").global_indexes
+    replaced(client)
+    client.ack(had)
+    _, used = client.get_consumption_status("t", "p")
+    assert used.nonzero().flatten().tolist() == sorted(taken)
+    taken += client.get_meta(["x"], 8, "p", task_name="t").global_indexes
+    assert sorted(taken) == rows
+
+
+def test_a_standby_takes_what_a_foreign_sampler_answered_and_remembers() -> None:
+    first, heir = SamplerCalls(Drawing()), SamplerCalls(Drawing())
+    heir.begin_again()
+    drawn = first.ask(first.sampler.sample, list(range(1000)), 3)
+    with pytest.raises(SamplerFailed):
+        first.ask(first.sampler.sample, [], 3)
+    heard = first.heard()
+    assert heard is not None
+    assert first.heard() is None
+    heir.repeat(heard)
+    assert heir.ask(heir.sampler.sample, list(range(1000)), 3) == drawn
+    with pytest.raises(SamplerFailed, match="Sample larger"):
+        heir.ask(heir.sampler.sample, [], 3)
+    with pytest.raises(KeyError):
+        heir.ask(heir.sampler.sample, [1], 1)
+    heir.end_again()
+    assert heir.sampler.drawn == first.sampler.drawn == drawn[0]  # type: ignore[attr-defined]
+
+
+def test_what_happens_once_more_has_to_be_what_happened() -> None:
+    calls = SamplerCalls(Drawing())
+    calls.ask(calls.sampler.least_ready, 3)
+    heard = calls.heard()
+    assert heard is not None
+    calls.begin_again()
+    calls.repeat(heard)
+    with pytest.raises(KeyError, match="1 answers of Drawing that nobody asked for"):
+        calls.end_again()

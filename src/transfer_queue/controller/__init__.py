@@ -7,6 +7,7 @@
      │   ├─ row_versions        which version of the weights made each row
      │   └─ changes             which keys and tags changed since a listing
      ├─ fetch                   ready rows to tasks: the sampler is asked, what it cannot satisfy waits
+     │   ├─ sampler_calls       the one who calls the sampler; what it answered, for a standby
      │   ├─ sampler_view        what a sampler is told of a partition
      │   ├─ dealing             batches of data-parallel ranks
      │   ├─ leases              rows that are lent, until when

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from transfer_queue.controller.notices import nothing, timed_out
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
 from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
+from transfer_queue.controller.sampler_calls import SamplerCalls
 from transfer_queue.controller.sampler_view import SamplerView
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.steps import Steps
@@ -29,10 +29,6 @@ from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages import ALL, DONE, PASSED, Ack, Failed, Fetch, MarkStep, Reply, RowSet, Tags
 
-log = logging.getLogger("transfer_queue.controller")
-
-P = ParamSpec("P")
-T = TypeVar("T")
 MIN_WAITERS = 16
 _OF_EVERY_SAMPLER = (BaseSampler.least_ready, BaseSampler.has_cached_result)
 
@@ -49,6 +45,7 @@ class Fetching:
         recent: RecentEvents | None = None,
     ) -> None:
         self.sampler = sampler
+        self.calls = SamplerCalls(sampler)
         self._recent = recent or RecentEvents()
         self.tables = tables
         self.unreceived = Unreceived()
@@ -64,14 +61,13 @@ class Fetching:
         kind = type(sampler)
         self._samples_rows_only = (kind.least_ready, kind.has_cached_result) == _OF_EVERY_SAMPLER
         self._remembered = False  # the sampler remembers a result that others may wait for
-        self.has_asked = False  # the sampler, which may have changed what it remembers
 
     def fetch(self, request: Waiter[Fetch], table: Table | None) -> Reply | None:
         """Rows at once, or None after parking the request."""
         message = request.message
         self.dealing.prepare(message, self.sampler)
         if message.batch_size != ALL:
-            self._ask(self.sampler.check_request, message.batch_size, self._config(message))
+            self.calls.ask(self.sampler.check_request, message.batch_size, self._config(message))
         if table is not None:
             reply = self._attempt(request, table)
             if self._remembered:
@@ -123,11 +119,11 @@ class Fetching:
         self._abandon(ended)
         self.dealing.forget(table)
         self.steps.closed(table.name)
-        self._tell(self.sampler.clear_cache, table.name)
+        self.calls.tell(self.sampler.clear_cache, table.name)
 
     def cleared(self, table: Table, slots: Slots) -> None:
         """These rows are about to go."""
-        self._tell(self.sampler.forget, table.name, set(table.index[slots].tolist()))
+        self.calls.tell(self.sampler.forget, table.name, set(table.index[slots].tolist()))
 
     def orphan(self, table: Table) -> None:
         """The waiters of a partition wait for the next one of that name."""
@@ -199,7 +195,7 @@ class Fetching:
         """Rows that were lent are free again."""
         slots = self.steps.came_back(table, task, slots)
         self.dealing.offered(table, task, slots)
-        self._tell(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
+        self.calls.tell(self.sampler.offer_again, table.name, task, set(table.index[slots].tolist()))
         self.staleness.freed(table, task, slots)
         of_task = table.tasks[task]
         fuller = [view for view in list(of_task.views.values()) if of_task.refresh(view, table, slots)]
@@ -218,7 +214,7 @@ class Fetching:
         self.unreceived.void(table, name)
         task.group = None
         task.free()
-        self._tell(self.sampler.offer_again, table.name, name, set(table.index[table.live_slots()].tolist()))
+        self.calls.tell(self.sampler.offer_again, table.name, name, set(table.index[table.live_slots()].tolist()))
 
     def _look_again(self, table: Table, name: str) -> None:
         """All rows of a task that are ready and free are offered. Maybe amid its waiters: they are looked at again."""
@@ -337,16 +333,16 @@ class Fetching:
         if message.batch_size == ALL:
             return self._hand_out_all(request, table, view)
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
-        cached = self._ask(sampler.has_cached_result, message.partition, message.task, config)
+        cached = self.calls.ask(sampler.has_cached_result, message.partition, message.task, config)
         size = _rest(message, table, view) or message.batch_size
-        if not cached and view.count < self._ask(sampler.least_ready, size):
+        if not cached and view.count < self.calls.ask(sampler.least_ready, size):
             return None
-        slots, used = self._ask(self._sample, size, config, table, view)
+        slots, used = self._sample(size, config, table, view)
         if (slots < 0).any() or (used < 0).any():
             raise SamplerFailed(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
         if not len(slots) or (cached and not _all_ready(table, slots, message.fields)):
             return None
-        if not cached and self._ask(sampler.has_cached_result, message.partition, message.task, config):
+        if not cached and self.calls.ask(sampler.has_cached_result, message.partition, message.task, config):
             self._remembered = True
         reply = row_set(message.rid, table, slots, message.fields)
         if sampler.reserves:
@@ -429,7 +425,7 @@ class Fetching:
         ranks, size = self.dealing.to_deal(table, message)
         total, loose = size * len(ranks), self.dealing.loose(table, message)
         num_ready = view.count - int(np.count_nonzero(view.ready[loose]))
-        if num_ready < self._ask(self.sampler.least_ready, total):
+        if num_ready < self.calls.ask(self.sampler.least_ready, total):
             if not message.until_done or self.dealing.num_left(table, message) != num_ready:
                 return False
             if num_ready and not _is_whole(table):
@@ -446,12 +442,12 @@ class Fetching:
         self, message: Fetch, table: Table, view: ReadyView, loose: Slots, total: int, ranks: Sequence[int]
     ) -> list[list[int]]:
         """What the sampler picks for these ranks together."""
-        needed = self.sampler.needs(total)
+        needed = self.calls.ask(self.sampler.needs, total)
         slots = view.first(None if needed is None else needed + len(loose), table.size)
         candidates = table.index[slots[~np.isin(slots, loose)] if len(loose) else slots].tolist()
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
         config["partition"] = SamplerView(table)
-        shares, used = self._ask(self.sampler.deal, candidates, total, ranks, **config)
+        shares, used = self.calls.ask(self.sampler.deal, candidates, total, ranks, **config)
         extra = np.setdiff1d(np.array(used, np.int64), np.array([row for share in shares for row in share], np.int64))
         task, slots = table.task(message.task), table.slots_of(extra)
         keep = task.reserve if self.sampler.reserves else task.consume
@@ -502,29 +498,17 @@ class Fetching:
 
     def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: ReadyView) -> tuple[Slots, Slots]:
         """The slots to hand out and those used up, -1 for rows that do not exist."""
-        slots = view.first(self.sampler.needs(batch_size), table.size)
+        slots = view.first(self.calls.ask(self.sampler.needs, batch_size), table.size)
         candidates = table.index[slots].tolist()  # the sampler's, which may change it
         config["partition"] = SamplerView(table)
         if config.get(BUDGET) is not None:
             config["production_done"] = _is_produced(table, config["task_name"], view)
-        sampled, consumed = self.sampler.sample(candidates, batch_size, **config)
-        return _slots_of(sampled, slots, table), _slots_of(consumed, slots, table)
-
-    def _tell(self, news: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call the sampler for what has happened already, whatever it makes of it; what it raises is logged."""
-        with contextlib.suppress(SamplerFailed):
-            self._ask(news, *args, **kwargs)
-
-    def _ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the sampler. It may be anybody's code: whatever it raises becomes an error of the one who asked."""
-        self.has_asked = True
+        answer = self.calls.ask(self.sampler.sample, candidates, batch_size, **config)
         try:
-            return question(*args, **kwargs)
-        except TransferQueueError:
-            raise
-        except Exception as error:
-            log.exception("%s failed", type(self.sampler).__name__)
-            raise SamplerFailed(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
+            sampled, consumed = answer
+            return _slots_of(sampled, slots, table), _slots_of(consumed, slots, table)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise SamplerFailed(f"{type(self.sampler).__name__} gave {answer!r:.80}, not rows: {error}") from error
 
 
 def _slots_of(rows: Any, offered: Slots, table: Table) -> Slots:

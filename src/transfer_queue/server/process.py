@@ -129,7 +129,7 @@ class Server:
             ledger=None if config.journal_dir is None else Ledger(),
         )  # fmt: skip
         if isinstance(controller, RecordingController):
-            controller.recorder = self.recorder
+            controller.record_to(self.recorder)
         controller.notice_after(config.notice_after_s)
         return ControllerNode(controller, self._prepared(unit), self._makes_service(unit), config.client)
 

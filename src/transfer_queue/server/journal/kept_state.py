@@ -75,6 +75,7 @@ class KeptService:
         self._recovery: Recovery | None = None
         self._known: list[JournalFact] = []
         self._sampler: Any = None
+        self._num_calls = 0
         members.joined = lambda member: self._known.append(_known(member))
 
     @property
@@ -143,9 +144,9 @@ class KeptService:
     def _look_at_sampler(self, facts: list[JournalFact]) -> None:
         """What the sampler remembers, where it was asked and remembers another thing than before."""
         fetching = self._controller.state.fetching
-        if not fetching.has_asked:
+        if fetching.calls.num_calls == self._num_calls:
             return
-        fetching.has_asked = False
+        self._num_calls = fetching.calls.num_calls
         try:
             state = sampler_state(fetching.sampler)
         except SamplerFailed as error:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 
 from transfer_queue.controller import Controller
 from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.sampler_calls import Heard
 from transfer_queue.controller.table import rows_bytes
 from transfer_queue.server.controller_proxy import ControllerProxy
 from transfer_queue.server.pending_commits import Asked, Filled, HeldBlock, PendingCommits
@@ -39,11 +40,14 @@ class Recorder:
         self.send: Callable[[Arena], None] = lambda arena: None  # to the standby
         self.replace: Callable[[], None] = lambda: None  # the journal, once no event is going on
         self.settled: Callable[[], None] = lambda: None  # for whoever else writes down what happened
+        self.heard: Callable[[], Heard | None] = lambda: None  # of a sampler, which answered in this event
 
     def settle(self) -> None:
         """The event is over: its answer may leave."""
         if self._event:
-            journal = self.journal
+            heard, journal = self.heard(), self.journal
+            if heard is not None:
+                self._event.insert(0, r.SamplerHeard(*heard))  # it answers before it is asked
             if journal is not None:
                 journal.write(self._event)
                 if journal.is_long:
@@ -78,9 +82,13 @@ def session_of(ticket: Hashable) -> bytes:
 
 
 class RecordingController(Controller):
-    """`recorder` is set before the first event."""
+    """`record_to` is called before the first event."""
 
     recorder: Recorder
+
+    def record_to(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        recorder.heard = self.state.fetching.calls.heard
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         if type(message) is m.Restore:

@@ -1,6 +1,7 @@
 """The entries of a journal: what the state machines were asked, and what became of the unit's memory.
 
-The controller is asked again, for it answers the same question in the same state alike. The unit is told what it did:
+The controller is asked again, for it answers the same question in the same state alike; a sampler of others may not, so
+what it answered is said. The unit is told what it did:
 where a block lies depends on the file system, too.
 """
 
@@ -72,6 +73,14 @@ class UnitHidden(_Record, tag=38):
 
 class UnitLost(_Record, tag=8):
     unit: int
+
+
+class SamplerHeard(_Record, tag=39):
+    """What a foreign sampler answers in the records of this event (`controller.sampler_calls`), and what it remembers
+    afterwards."""
+
+    answers: list[bytes]
+    state: bytes | None
 
 
 # Sessions.
@@ -214,7 +223,7 @@ Record: TypeAlias = (
     | UnitHidden | UnitLost | Attached | Detached | Ended
     | ArenaOpened | Placed | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
     | CommitHeld | CommitReleased | CommitDone | Doubted
-    | UnitJoined | CommitsResolved | BlockOnDisk | BlockCopied
+    | UnitJoined | CommitsResolved | BlockOnDisk | BlockCopied | SamplerHeard
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from transfer_queue.controller import Controller
+from transfer_queue.controller.sampler_calls import Heard
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
@@ -57,7 +58,10 @@ def replay(service: Service, records: Iterable[r.Record], arenas: Iterable[int] 
             raise JournalUseless(f"entry {count}, {record!r}, does not fit: {error!r}") from error
         count += 1
     if controller is not None:
-        controller.close()
+        try:
+            controller.close()
+        except KeyError as error:
+            raise JournalUseless(f"after {count} entries: {error}") from error
     return count
 
 
@@ -163,17 +167,24 @@ class ControllerReplay:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._controller: Any = service.controller
+        self._calls = cast(Controller, service.controller).state.fetching.calls
+        self._calls.begin_again()
         self._unit = service.unit
         self.rules: Rules = {
             r.Requested: self._requested, r.Forgotten: self._forgotten, r.AnswerReceived: self._received,
             r.TakenBack: self._taken_back, r.Expired: self._expired, r.Tidied: self._tidied,
             r.Relocated: self._relocated, r.RowsGathered: self._gathered,
             r.UnitHidden: self._unit_hidden, r.UnitLost: self._unit_lost,
+            r.SamplerHeard: self._sampler_heard,
             r.Ended: self._ended, r.UnitJoined: self._unit_joined, r.CommitsResolved: self._commits_resolved,
         }  # fmt: skip
 
+    def _sampler_heard(self, record: r.SamplerHeard) -> None:
+        self._calls.repeat(Heard(record.answers, record.state))
+
     def close(self) -> None:
-        """Everything was carried out."""
+        """Everything was carried out. Raises KeyError where it was not what happened."""
+        self._calls.end_again()
         freed = self._controller.block_index.freed
         freed[:] = [number for number in freed if self._is_needed(number)]
 
