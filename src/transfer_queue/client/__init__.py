@@ -2,12 +2,14 @@
 
     client                      what users call
      └─ operations              every operation once, as a generator that yields effects
-         ├─ effects             what it may ask for: Call, Notify, Offload, Together
+         ├─ effects             what it may ask for: Call, Hold, Notify, Offload, Together
          ├─ tracing             a line of the debug log for each
          ├─ recording           a span of a trace for each
          └─ drivers             run it: blocking, or on an asyncio event loop
              ├─ session         connections, arenas, memory; one server, many threads and event loops
              │   ├─ connection  one blocking connection: one request at a time
+             │   ├─ holding     what keeps the session alive: a connection for no calls, and who is at work
+             │   ├─ endings     what a lost server means, in words
              │   ├─ arenas      the server's shared memory in this process
              │   ├─ forks       a forked child goes on as a client of its own
              │   ├─ spilled     whether a disk gives back what was written

@@ -448,9 +448,9 @@ class TransferQueueClient:
     def session(self) -> Session:
         """The session with the service as it is known now. Raises `ServiceUnavailable` when it ended and nothing
         answers in its place."""
-        if self._session.ended is not None:
+        if self._session.ended is not None and not self._session.closed:
             with self._renewing:
-                if self._session.ended is not None:
+                if self._session.ended is not None and not self._session.closed:
                     self._session = self._session.successor()
         return self._session
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation, Together
+from transfer_queue.client.effects import Call, Effect, Hold, Notify, Offload, Operation, Together
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
@@ -46,18 +46,23 @@ def run(session: Session, operation: Operation[T], note: OperationNote | None = 
     """
     given: Given = []
     try:
+        session.uses.begin(given)
         result = _carry_out(session, operation, given, note)
         for call in given:
             if type(call.request) in TAKING:
                 session.confirm(call.request.rid, call.to)
         if note is not None:
             note.ended(result)
+        session.uses.end(given)  # not later: an interrupt that strikes in it gives back what the result is
         return result
     except BaseException as error:
         session.given_up.append((given, error.__class__))  # first of all: a second interrupt may come with any call
-        if note is not None:
-            note.ended(None, error)
-        session.settle(not isinstance(error, UNANSWERED))
+        try:
+            if note is not None:
+                note.ended(None, error)
+            session.settle(not isinstance(error, UNANSWERED))
+        finally:
+            session.uses.end(given)
         raise
 
 
@@ -68,10 +73,15 @@ def given_back(session: Session) -> Iterator[Given]:
     harm."""
     given: Given = []
     try:
+        session.uses.begin(given)
         yield given
+        session.uses.end(given)
     except BaseException as error:
         session.given_up.append((given, error.__class__))
-        session.settle(not isinstance(error, UNANSWERED))
+        try:
+            session.settle(not isinstance(error, UNANSWERED))
+        finally:
+            session.uses.end(given)
         raise
 
 
@@ -105,6 +115,8 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
     if type(effect) is Together:
         given += effect.calls
         return session.call_together(effect.calls)
+    if type(effect) is Hold:
+        return session.hold()
     assert type(effect) is Notify
     return session.notify(effect.message, effect.to)
 
@@ -112,6 +124,7 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
 async def run_async(session: Session, operation: Operation[T], note: OperationNote | None = None) -> T:
     """As `run`, on the running loop; work on many bytes goes to a thread, so the loop stays free."""
     given: Given = []
+    session.uses.begin(given)
     try:
         result = await _carry_out_async(session, operation, given, note)
         for call in given:
@@ -126,6 +139,8 @@ async def run_async(session: Session, operation: Operation[T], note: OperationNo
         for call in given:
             session.notify_on_loop(m.Cancel(call.request.rid), call.to)
         raise
+    finally:
+        session.uses.end(given)
 
 
 async def _carry_out_async(session: Session, operation: Operation[T], given: Given, note: OperationNote | None) -> T:
@@ -160,6 +175,8 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
     if type(effect) is Together:
         given += effect.calls
         return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
+    if type(effect) is Hold:
+        return await session.hold_async()
     assert type(effect) is Notify
     return session.notify_on_loop(effect.message, effect.to)
 

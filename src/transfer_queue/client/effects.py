@@ -56,6 +56,13 @@ class Notify:
         self.to = to
 
 
+class Hold:
+    """The session is to outlive the connections of its calls: it is about to be given what must not go with a call
+    that is broken off. Asked for where the session is not `is_held`."""
+
+    __slots__ = ()
+
+
 class Offload:
     """Run `work`, which touches `nbytes`: in another thread when that would hold up an event loop."""
 
@@ -66,5 +73,5 @@ class Offload:
         self.nbytes = nbytes
 
 
-Effect: TypeAlias = Call | Together | Notify | Offload
+Effect: TypeAlias = Call | Together | Notify | Offload | Hold
 Operation: TypeAlias = Generator[Effect, Any, T]

@@ -29,6 +29,15 @@ def _each(tell: Callable[[Forking], None]) -> Callable[[], None]:
     return run
 
 
+def leave(descriptor: int) -> None:
+    """Close a copy of the parent's descriptor whose number another object will close: it is of nothing until then."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.dup2(nothing, descriptor, inheritable=False)
+    finally:
+        os.close(nothing)
+
+
 os.register_at_fork(
     before=_each(lambda session: session.before_fork()),
     after_in_parent=_each(lambda session: session.after_fork_in_parent()),

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import awaitable, blocking
-from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.effects import Call, Hold, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.allocation import committed_meta
@@ -160,7 +160,7 @@ class GroupOperations:
         opened with returns when this process ends. Raises `DeadlineExceeded`, and `InvalidInput` for more than the gate
         ever lets through.
         """
-        wait_s = _taking(self, timeout_s)
+        wait_s = yield from _taking(self, timeout_s)
         reply = (yield _call(self, m.TakeTickets, count, wait_s, wait_s=wait_s))[0]
         return [GroupTicket(one.number, one.target) for one in reply.tickets]
 
@@ -205,7 +205,7 @@ class GroupOperations:
         `group_id` has none left. When this process ends, its attempts have failed and others get the siblings. Raises
         `DeadlineExceeded`, `GroupEnded`.
         """
-        wait_s = _taking(self, timeout_s)
+        wait_s = yield from _taking(self, timeout_s)
         reply = (yield _call(self, m.ClaimSlots, max_slots, group_id, wait_s, wait_s=wait_s))[0]
         return [
             SlotAttempt(one.group, one.slot, one.attempt, one.source, one.start, one.target, one.prompt)
@@ -270,7 +270,7 @@ class GroupOperations:
         Each is paid by opening a group with `refills=True`; what was not paid when this process ends is offered to
         others. Raises `DeadlineExceeded`.
         """
-        wait_s = _taking(self, timeout_s)
+        wait_s = yield from _taking(self, timeout_s)
         return (yield _call(self, m.TakeRefills, max_groups, wait_s, wait_s=wait_s))[0].count
 
     def end(self) -> Operation[None]:
@@ -330,7 +330,7 @@ class GroupOperations:
         judges first. Groups that are not acknowledged within `lease_s` seconds, or when this process ends, are judged
         again and offered to others. Raises `DeadlineExceeded`, `GroupsShort`.
         """
-        wait_s = _taking(self, timeout_s)
+        wait_s = yield from _taking(self, timeout_s)
         most = min_groups if max_groups is None else max_groups
         reply = (
             yield _call(self, m.SelectGroups, min_groups, most, version, lease_s, wait_s, list(fields), wait_s=wait_s)
@@ -386,9 +386,10 @@ def _call(pool: PoolOf, kind: Any, *args: Any, wait_s: float = 0.0) -> Call:
     return Call(kind(pool.session.next_rid(), pool.partition_id, *args), wait_s=wait_s)
 
 
-def _taking(pool: PoolOf, timeout_s: float | None) -> float:
+def _taking(pool: PoolOf, timeout_s: float | None) -> Operation[float]:
     """As `_waiting`, for what the session holds afterwards: it must not end with the next call that is broken off."""
-    pool.session.pin_connection()
+    if not pool.session.is_held:
+        yield Hold()
     return _waiting(pool, timeout_s)
 
 

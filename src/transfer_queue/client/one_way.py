@@ -40,7 +40,8 @@ class OneWay:
 
     def again(self, to: str) -> None:
         """Owe a server whose connections were lost what it was told."""
-        self.owed.extend([(message, to) for message in self._said.get(to, ())])
+        said = list(self._said.get(to, ()))  # in one step: other threads append to it
+        self.owed.extend([(message, to) for message in said])
         if self.confirmed and not to:
             self.owed.append((m.Received(list(self.confirmed)), to))
 
@@ -67,9 +68,10 @@ class OneWay:
         with self._paying:
             self.settle()
             for _ in range(len(self.owed)):
-                if not self.owed:
+                try:
+                    one = self.owed[0]
+                except IndexError:  # another thread has said it
                     return
-                one = self.owed[0]
                 say(*one)
                 self._paid(one)
 

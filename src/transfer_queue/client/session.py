@@ -1,7 +1,7 @@
 """What a process shares with one life of a server: connections, mapped arenas, memory. For many threads and loops.
 
 All connections of a process belong to one session. When the last of them closes, the server frees what the session
-left unfinished and unpins what it read.
+left unfinished and unpins what it read: `holding` keeps it from that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import select
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -24,11 +25,13 @@ from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.carried import Carrying
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
+from transfer_queue.client.endings import explained, restarted
 from transfer_queue.client.engine import EngineAccess
+from transfer_queue.client.holding import Hold, Uses
 from transfer_queue.client.listing import Listings
 from transfer_queue.client.one_way import OneWay
 from transfer_queue.client.remarks import warn_once
-from transfer_queue.client.retry import GRACE_S, Retry, left_s, nobody_listens
+from transfer_queue.client.retry import GRACE_S, Retry, left_s
 from transfer_queue.client.spilled import SpilledBlocks
 from transfer_queue.client.transport import TransportAccess
 from transfer_queue.client.views import Views
@@ -48,7 +51,7 @@ from transfer_queue.wire.handshake import ANY, Life
 
 CHANGING = frozenset({m.Commit, m.Clear, m.Restore})
 MAX_IDLE = 16
-NOTIFY_S = 1.0
+NOTIFY_S = HOLD_S = 1.0
 STREAMS = 4  # calls to other servers at the same time
 
 
@@ -75,15 +78,14 @@ class Session:
         self.closed = False
         self.allow_pickle = False
         self._finished = False
-        self._inherited_connections: list[Connection] = []  # they hold the pins of inherited views, to the end
+        self._estates: list[Connection] = []  # they hold the pins of inherited views, to the end
         self._child_session: tuple[bytes, Connection] | None = None  # while a fork is under way
         self._connect_timeout_s = connect_timeout_s
         self._spin_s = 0.0
         self.server_pid = 0
         self._start(secrets.token_bytes(16))
-        connection = self._borrow(connect_timeout_s)
+        connection = self._connected(connect_timeout_s)
         welcome = connection.welcome
-        self._give_back(connection)
         self.life = Life(welcome.service, welcome.unit)
         self.config: dict[str, Any] = json.loads(welcome.config)
         warn_once(f"the service at {address}", str(self.config.get("remark", "")))
@@ -91,6 +93,10 @@ class Session:
         connection.spin(self._spin_s)
         self.server_pid = welcome.pid
         self._door = welcome.door
+        if self.is_local:  # its views and what it fills are gone with its last connection
+            self._hold.take(connection)
+        else:
+            self._give_back(connection)
         if predecessor is None:
             self.mover = Mover(self.config.get("copy_threads"))
             self.pool = Pool(int(self.config.get("pool_nbytes", 1 << 30)))
@@ -104,7 +110,7 @@ class Session:
         try:
             found = Session(self.address, self._connect_timeout_s, self)
         except ServiceUnavailable as error:
-            raise self._explained(error, "") from error.__cause__
+            raise explained(error, self.address, self.server_pid) from error.__cause__
         found.allow_pickle = self.allow_pickle
         return found
 
@@ -122,7 +128,9 @@ class Session:
         self._one_way = OneWay()
         self.given_up = self._one_way.given_up  # calls that are to have had no effect: append, then `settle`
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
-        self._kept: Connection | None = None
+        self._hold = Hold(self._connected, self._replaced)
+        self.uses = Uses()
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[AsyncConnection]] = {}
 
     def _open_memory(self) -> None:
@@ -130,7 +138,7 @@ class Session:
         self.spilled = SpilledBlocks(self.arenas)
         self.engine = EngineAccess(self.config.get("engine"), self.service_id, self.pool)
         self.transport = TransportAccess(self.config.get("transport"), self.address, self.pool)
-        self.views = Views(self.arenas, self._unpin, self.pin_connection, self._disconnect)
+        self.views = Views(self.arenas, self._unpin, lambda: self.uses.end_with(self._disconnect))
 
     @property
     def is_local(self) -> bool:
@@ -156,34 +164,52 @@ class Session:
 
         Raises `ServiceRestarted` when another life answers, `ServiceUnavailable`, `AccessDenied`, `DeadlineExceeded`.
         """
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        expected = Life(self.life.service) if to else self.life
-        within_s, spin_s = min(timeout_s, self._connect_timeout_s), 0.0 if to else self._spin_s
+        within_s = min(self.timeout_s if timeout_s is None else timeout_s, self._connect_timeout_s)
+        if to or ident is not None:
+            return self._connected(within_s, to, ident)
+        self._hold.ensure(within_s)
+        connection = self._connected(within_s)
         try:
-            return Connection(self._address_of(to), ident or self.ident, within_s, spin_s, expected)
-        except ServiceUnavailable as error:
-            raise self._explained(error, to) from error.__cause__
+            self._hold.ensure(within_s)  # a standby answered this one: what was open a moment ago is lost
+        except BaseException:
+            self._give_back(connection)  # it may be the last one that the session has
+            raise
+        return connection
 
-    def _explained(self, error: ServiceUnavailable, to: str) -> ServiceUnavailable:
-        """`error` with what it means for those who are attached."""
-        if to and isinstance(error, ServiceRestarted):
-            return ServiceUnavailable(f"the storage unit at {to} belongs to another service now")
-        if to or not self.server_pid:
-            return error
-        if isinstance(error, ServiceRestarted):
-            return ServiceRestarted(self._restarted(str(error)))
-        if nobody_listens(error):
-            text = f"{self._gone}; transfer_queue.init() attaches to another one or starts it ({error})"
-            return ServiceUnavailable(text)
-        return error
+    def _connected(self, within_s: float, to: str = "", ident: bytes | None = None) -> Connection:
+        self._check_open()
+        expected, spin_s = Life(self.life.service) if to else self.life, 0.0 if to else self._spin_s
+        try:
+            connection = Connection(self._address_of(to), ident or self.ident, within_s, spin_s, expected)
+        except ServiceUnavailable as error:
+            raise explained(error, self.address, self.server_pid, to) from error.__cause__
+        self._connections.add(connection)
+        return connection
+
+    def _replaced(self) -> None:
+        """The connections to the own server were lost: it may not have read what it was told."""
+        self._one_way.again("")
 
     @property
-    def _gone(self) -> str:
-        lost = "the rows it held are lost, unless they are in a journal"
-        return f"the server (pid {self.server_pid}) at {self.address} is gone, and {lost}"
+    def is_held(self) -> bool:
+        """Whether it outlives the connections of its calls: see `hold`."""
+        return self._hold.is_open
 
-    def _restarted(self, why: str) -> str:
-        return f"{self._gone}: {why}. The next call works on what is there now"
+    def hold(self) -> None:
+        """From now on the session has what must not go with a call that is broken off, such as leases."""
+        self._hold.is_needed = True
+        with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):  # the next connection asks for it again
+            self._hold.ensure(HOLD_S)
+
+    async def hold_async(self) -> None:
+        """As `hold`, on the running loop."""
+        self._hold.is_needed = True
+        with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
+            await self._ensure_held(HOLD_S)
+
+    async def _ensure_held(self, within_s: float) -> None:
+        if self._hold.is_missing:
+            await asyncio.wrap_future(self.mover.start(lambda: self._hold.ensure(within_s)))
 
     def _borrow(self, timeout_s: float, to: str = "") -> Connection:
         """A connection of our own for one call."""
@@ -216,10 +242,10 @@ class Session:
             raise
 
     def _check_open(self) -> None:
-        if self.ended is not None:
-            raise ServiceRestarted(self.ended)
         if self.closed:
             raise ServiceUnavailable("this client was closed")
+        if self.ended is not None:
+            raise ServiceRestarted(self.ended)
 
     # blocking
 
@@ -274,7 +300,7 @@ class Session:
         reply = found[0]
         if type(reply) is m.Failed:
             if reply.code == ServiceRestarted.code:  # this host's unit came to serve another life
-                self._end(self._restarted(reply.text))
+                self._end(restarted(self.address, self.server_pid, reply.text))
                 self._check_open()
             raise error_from_code(reply.code, reply.text)  # kept in no variable: its traceback would be a cycle
         return found
@@ -285,6 +311,8 @@ class Session:
         if effect.wait_s:
             self._waiting[effect.request.rid] = connection
         try:
+            if self._one_way.owed:  # first of all: what the call waits for may be given back by it
+                self._one_way.pay_one(effect.to, connection.notify)
             found = connection.call(effect.request, effect.payload, timeout_s, effect.into)
         except BaseException as error:
             connection.close()  # the answer may still come: nobody else must take it for theirs
@@ -326,8 +354,11 @@ class Session:
         self._notify(message, to)
 
     def _notify(self, message: m.Message, to: str) -> None:
-        if self.ended is not None:
-            self._notify_unit(message, to)
+        if self.ended is not None or self.closed:
+            # The server may live on: a unit whose controller was started anew, or a service that others use. What is
+            # pinned there is told over the connection that holds the pins.
+            if not to:
+                self._hold.notify(message)
             return
         try:
             connection = self._borrow(NOTIFY_S, to)
@@ -340,6 +371,7 @@ class Session:
             connection.notify(message)
         except (ServiceUnavailable, DeadlineExceeded):
             connection.close()
+            self._one_way.again(to)  # nor may it have read what it was told before
             self._one_way.owe(message, to)
             return
         except BaseException:
@@ -354,13 +386,6 @@ class Session:
             self._one_way.pay(self._notify)
         else:
             self._one_way.settle()
-
-    def _notify_unit(self, message: m.Message, to: str) -> None:
-        """Of a session that has ended the server may live on: a unit whose controller was started anew. What is pinned
-        there is told over the connection that holds the pins."""
-        if self._kept is not None and not to:
-            with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
-                self._kept.notify(message)
 
     def _unpin(self, rid: int, blocks: list[int]) -> None:
         self.notify(m.Unpin(rid, blocks))
@@ -384,6 +409,8 @@ class Session:
         while True:
             try:
                 connection = await self._connection(timeout_s, effect.to)
+                if self._one_way.owed:
+                    self._one_way.pay_one(effect.to, connection.notify)
                 found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
                 if self._one_way.owed or self._one_way.missed or self.given_up:
                     self._one_way.heard_from(effect.to)
@@ -433,6 +460,8 @@ class Session:
         if found is not None and found.error is None:
             return found
         if opening is None or opening.done():
+            if found is not None:  # lost
+                self._one_way.again(to)
             self._forget_closed_loops()
             opening = self._loops[loop, to] = loop.create_task(self._open_on_loop(to))
             opening.add_done_callback(opened)  # an error counts as seen: whoever waits gets it, if somebody does
@@ -443,12 +472,17 @@ class Session:
 
     async def _open_on_loop(self, to: str) -> AsyncConnection:
         connection, expected = AsyncConnection(self._address_of(to), decode_reply), Life(self.life.service)
+        if not to:
+            await self._ensure_held(self._connect_timeout_s)
         try:
             await connection.open(self.ident, self._connect_timeout_s, expected if to else self.life)
         except ServiceUnavailable as error:
-            raise self._explained(error, to) from error.__cause__  # which says whether anybody listens
+            raise explained(error, self.address, self.server_pid, to) from error.__cause__  # that says who listens
         if self.closed or self.ended is not None:
             connection.close()
+        elif not to:
+            with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):  # see `connect`
+                await self._ensure_held(self._connect_timeout_s)
         return connection
 
     def _forget_closed_loops(self) -> None:
@@ -479,13 +513,21 @@ class Session:
         self._detach(ServiceRestarted(why))
 
     def close(self) -> None:
-        """Detach. Tensors that were read stay valid: a connection lasts as long as they do, and with it their pins."""
+        """Detach. Tensors that were read stay valid: a connection lasts as long as they do, and with it their pins.
+
+        Operations under way in other threads end with what they have; what they ask for from now on is refused, and
+        what they wait for is not waited for any more.
+        """
         with self._lock:
             if self.closed:
                 return
             self.closed = True
         if self.ended is None:
             self._detach(ServiceUnavailable("this client was closed"))
+        self.uses.end_with(self._release)
+
+    def _release(self) -> None:
+        """What copies is needed no longer."""
         if self._helpers is not None:
             self._helpers.shutdown()
         self.engine.close()
@@ -500,33 +542,22 @@ class Session:
             if connection is not None:
                 connection.abandon(reason)
         self._loops.clear()
+        for parked in list(self._waiting.values()):
+            parked.shut()
         self.views.close()
 
-    def pin_connection(self) -> None:
-        """Hold a connection that no call can break: with the last one of a session, its pins and leases would go."""
-        if self._kept is not None:
-            return
-        with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
-            connection = self.connect()
-            if not self._keep(connection):
-                connection.close()  # another thread was faster
-
-    def _keep(self, connection: Connection) -> bool:
-        with self._lock:
-            self._kept = self._kept or connection
-            return self._kept is connection
-
     def _disconnect(self) -> None:
-        """The last view is gone, and with it the reason to stay connected."""
+        """The last view is gone, and the last operation: nobody looks at memory that is the session's."""
         self._finished = True
-        if self._kept is not None:
-            self._kept.close()
+        if not self.is_local:
+            self._hold.notify(m.Goodbye())
         for to, idle in self._idle.items():
-            if idle and (to or not self.is_local):
+            if idle and (to or not (self.is_local or self.is_held)):
                 with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
                     idle[0].notify(m.Goodbye())
             while idle:
                 idle.pop().close()
+        self._hold.close()
         self.arenas.close()
 
     def before_fork(self) -> None:
@@ -537,6 +568,7 @@ class Session:
         ident = secrets.token_bytes(16)
         with contextlib.suppress(TransferQueueError):
             connection = self.connect(ident=ident)
+            self._connections.discard(connection)  # the child keeps it
             connection.call(m.Adopt(0, self.ident), None, self.timeout_s)
             self._child_session = (ident, connection)
 
@@ -546,23 +578,20 @@ class Session:
 
     def after_fork_in_child(self) -> None:
         """Leave the parent's sockets and mappings alone, and start over."""
-        inherited = [*itertools.chain(*self._idle.values()), *([self._kept] if self._kept is not None else [])]
-        over_loops = [opened(one) for one in list(self._loops.values())]
-        ident = secrets.token_bytes(16)
-        if self._child_session is not None:
-            ident, estate = self._child_session
-            self._inherited_connections.append(estate)
+        inherited, over_loops = list(self._connections), [opened(one) for one in list(self._loops.values())]
+        ident, estate = self._child_session or (secrets.token_bytes(16), None)
         self._start(ident)  # first of all: whatever else fails, this process does not speak in its parent's name
+        self._hold.is_needed = self.is_local
         for connection in inherited:
             connection.close()
         for one in over_loops:
             sock = None if one is None else one._transport.get_extra_info("socket")
             if sock is not None:
-                with contextlib.suppress(OSError):
-                    os.close(sock.fileno())
-        if self._child_session is not None and self.is_local:  # the server has to know whose the views are now
-            with contextlib.suppress(TransferQueueError):
-                self._give_back(self.connect())
+                forks.leave(sock.fileno())
+        if estate is not None:
+            self._estates.append(estate)
+            with contextlib.suppress(TransferQueueError):  # the server has to know whose the views are now
+                self._hold.ensure(self._connect_timeout_s)
         self.arenas.close()
         self.engine.leave_behind()
         self.mover = Mover(self.config.get("copy_threads"))

@@ -96,7 +96,7 @@ def take(
     for already. `asking` is told the request's number before it is sent. When this raises, nothing was taken.
     """
     session = client.session
-    session.pin_connection()
+    session.hold()
     request = terms.request(session, key, wait_s, waited_s)
     asking(session, request.rid)
     return run(session, taking(session, request, terms.skipped(key)), noting(session, "stream"))

@@ -24,25 +24,53 @@ class LeaseOwner:
 
     def __init__(self, client: TransferQueueClient) -> None:
         self.ident = secrets.token_bytes(16)
-        self._timeout_s = client.session.timeout_s
-        self._connection = client.session.connect(ident=self.ident)
+        self._session = client.session
+        self._line = Line(self._session.connect(ident=self.ident))
         self._rids = itertools.count(1)
-        self.close = weakref.finalize(self, _leave, self._connection, client.session.is_local, os.getpid())
+        self.close = weakref.finalize(self, _leave, self._line, self._session.is_local, os.getpid())
         _HOLDERS.add(self)
 
     def renew(self, lease_s: float) -> None:
-        """All leases held last at least `lease_s` from now on. Raises `ServiceUnavailable`, `DeadlineExceeded`."""
-        reply, _ = self._connection.call(m.Renew(next(self._rids), 0, lease_s), None, self._timeout_s)
+        """All leases held last at least `lease_s` from now on. A connection that was lost, as with a server whose
+        standby took over, is opened anew. Raises `ServiceUnavailable`, `DeadlineExceeded`."""
+        if self._line.is_broken:
+            self._open_again()
+        try:
+            self._ask(lease_s)
+        except DeadlineExceeded:  # its answer would be taken for that of the next call
+            self._line.is_broken = True
+            raise
+        except ServiceUnavailable:
+            self._line.is_broken = True
+            self._open_again()
+            self._ask(lease_s)
+
+    def _open_again(self) -> None:
+        fresh, lost = self._session.connect(ident=self.ident), self._line.connection
+        self._line.connection, self._line.is_broken = fresh, False
+        lost.close()  # not before: with its last connection a session ends
+
+    def _ask(self, lease_s: float) -> None:
+        request = m.Renew(next(self._rids), 0, lease_s)
+        reply, _ = self._line.connection.call(request, None, self._session.timeout_s)
         if isinstance(reply, m.Failed):
             raise error_from_code(reply.code, reply.text)
 
 
-def _leave(connection: Connection, is_local: bool, pid: int) -> None:
+class Line:
+    """The connection of a `LeaseOwner`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.is_broken = False
+
+
+def _leave(line: Line, is_local: bool, pid: int) -> None:
     """End the session; over TCP it would be waited for after its connection is gone. A forked child just closes."""
     if not is_local and os.getpid() == pid:
         with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
-            connection.notify(m.Goodbye())
-    connection.close()
+            line.connection.notify(m.Goodbye())
+    line.connection.close()
 
 
 _HOLDERS: weakref.WeakSet[LeaseOwner] = weakref.WeakSet()

@@ -260,7 +260,7 @@ class AsyncStream(_Streaming):
 
 def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, LeaseOwner]:
     client = client_for(dataset.config, dataset)
-    client.session.pin_connection()
+    client.session.hold()
     return client, LeaseOwner(client)
 
 

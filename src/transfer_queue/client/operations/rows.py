@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from transfer_queue.client.dense import Pad
 from transfer_queue.client.describing import batch_meta, field_specs, warn_repeated
-from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.effects import Call, Hold, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.allocation import committed_meta
 from transfer_queue.client.transfer.read import read
@@ -96,8 +96,8 @@ def fetch(
 ) -> Operation[BatchMeta]:
     """Ready rows of a task; see `messages.Fetch`. An empty meta when the answer is empty."""
     sampling = checked_sampling(sampling_config)
-    if lease_s:
-        session.pin_connection()
+    if lease_s and not session.is_held:
+        yield Hold()
     request = m.Fetch(
         session.next_rid(), partition_id, data_fields, _as_sent(batch_size), task_name, sampling, wait_s,
         empty_on_timeout, lease_s,

@@ -32,22 +32,6 @@ CHUNK_NBYTES = 4 << 20
 READERS = 4  # requests in flight where blocks cannot be mapped
 
 
-@contextlib.contextmanager
-def _open_session(session: Session) -> Iterator[None]:
-    """Hold a connection that no call can break: with the last one of a session go its pins and unpublished blocks.
-
-    While a standby takes over there may be none to be had; then a session lasts as long as its process.
-    """
-    connection = None
-    with contextlib.suppress(ServiceUnavailable):  # else the first call says so, or reaches the standby
-        connection = session.connect()
-    try:
-        yield
-    finally:
-        if connection is not None:
-            connection.close()
-
-
 class Pinned(NamedTuple):
     """A block as it lies on the server `to`, where request `rid` pinned it."""
 
@@ -146,7 +130,8 @@ class PinnedSnapshot:
 @contextlib.contextmanager
 def snapshot(session: Session) -> Iterator[PinnedSnapshot]:
     """Everything as of now; what is still pinned at the end is released. Raises `ServiceUnavailable` and such."""
-    with _open_session(session), given_back(session) as given:
+    session.hold()
+    with given_back(session) as given:
         asked = Call(m.Snapshot(session.next_rid()), wait_s=STATE_S)
         given.append(asked)
         captured, state = session.call(asked)
@@ -217,7 +202,8 @@ class Refill:
 @contextlib.contextmanager
 def refill(session: Session) -> Iterator[Refill]:
     """Blocks to fill and publish; those not published by the end are given up."""
-    with _open_session(session), given_back(session) as given:
+    session.hold()
+    with given_back(session) as given:
         blocks = Refill(session, given)
         try:
             yield blocks

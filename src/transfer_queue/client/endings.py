@@ -1,0 +1,31 @@
+"""What a lost server means for those who are attached to it, in words."""
+
+from __future__ import annotations
+
+from transfer_queue.client.retry import nobody_listens
+from transfer_queue.errors import ServiceRestarted, ServiceUnavailable
+from transfer_queue.wire.address import Address
+
+
+def explained(error: ServiceUnavailable, address: Address, server_pid: int, to: str = "") -> ServiceUnavailable:
+    """`error` of a connection to the own server at `address`, or to the one at `to`. `server_pid`: 0 before the first
+    connection."""
+    if to and isinstance(error, ServiceRestarted):
+        return ServiceUnavailable(f"the storage unit at {to} belongs to another service now")
+    if to or not server_pid:
+        return error
+    if isinstance(error, ServiceRestarted):
+        return ServiceRestarted(restarted(address, server_pid, str(error)))
+    if nobody_listens(error):
+        text = "transfer_queue.init() attaches to another one or starts it"
+        return ServiceUnavailable(f"{_gone(address, server_pid)}; {text} ({error})")
+    return error
+
+
+def restarted(address: Address, server_pid: int, why: str) -> str:
+    return f"{_gone(address, server_pid)}: {why}. The next call works on what is there now"
+
+
+def _gone(address: Address, server_pid: int) -> str:
+    lost = "the rows it held are lost, unless they are in a journal"
+    return f"the server (pid {server_pid}) at {address} is gone, and {lost}"

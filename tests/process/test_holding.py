@@ -1,0 +1,277 @@
+"""What a session has lasts as long as somebody uses it: broken calls, takeovers and forks do not end it early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import freeze, until
+from test_standby import DURABLE, replaced, server_of, standby_of
+
+import transfer_queue as tq
+from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.drivers import run
+from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.session import Session
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceUnavailable
+from transfer_queue.wire import messages as m
+
+NBYTES = 1 << 20
+
+
+@pytest.fixture
+def other(client: TransferQueueClient) -> Iterator[TransferQueueClient]:
+    """A second client of the service, of this process."""
+    found = TransferQueueClient.of(Session(client.address))
+    yield found
+    found.close()
+
+
+class Filling:
+    """An operation in a thread that was given a block and takes its time to fill it."""
+
+    def __init__(self, client: TransferQueueClient) -> None:
+        self._has_block, self._go_on = threading.Event(), threading.Event()
+        self._client = client
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+        assert self._has_block.wait(30)
+
+    def _work(self) -> None:
+        with contextlib.suppress(ServiceUnavailable):
+            run(self._client.session, self._operation())
+
+    def _operation(self) -> Operation[None]:
+        session = self._client.session
+        yield Call(m.Allocate(session.next_rid(), NBYTES, False, 1.0))
+        self._has_block.set()
+        self._go_on.wait(30)
+        yield Call(m.ListPartitions(session.next_rid()))
+
+    def end(self) -> None:
+        self._go_on.set()
+        self._thread.join()
+
+
+def used(client: TransferQueueClient) -> int:
+    nbytes: int = client.stats()["arena_nbytes_used"]
+    return nbytes
+
+
+def test_a_bad_call_of_another_thread_does_not_free_what_is_being_filled(
+    client: TransferQueueClient, other: TransferQueueClient
+) -> None:
+    filling = Filling(other)
+    with pytest.raises(InvalidInput):
+        other.kv_list(5)  # type: ignore[arg-type]  # the server closes the connection over it
+    assert used(client) >= NBYTES
+    filling.end()
+
+
+def test_close_waits_with_the_memory_of_operations_that_are_under_way(client: TransferQueueClient) -> None:
+    other = TransferQueueClient.of(Session(client.address))
+    filling = Filling(other)
+    other.close()
+    assert used(client) >= NBYTES, "somebody else may have it while it is being written"
+    filling.end()
+    until(lambda: used(client) == 0, "the end of the session")
+
+
+def test_whoever_waits_in_a_call_hears_that_the_client_was_closed(client: TransferQueueClient) -> None:
+    other = TransferQueueClient.of(Session(client.address))
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            other.get_meta(["x"], 1, "p", task_name="t", timeout_s=60)
+        except ServiceUnavailable as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until(lambda: client.stats()["waiting_requests"] == 1, "the wait")
+    other.close()
+    thread.join()
+    assert "this client was closed" in str(errors[0])
+
+
+def test_a_view_keeps_its_bytes_when_only_event_loops_call_after_a_takeover(service: Callable[..., Any]) -> None:
+    client = service(**DURABLE)
+    meta = client.put({"x": torch.full((4, NBYTES), 1, dtype=torch.uint8)}, partition_id="p")
+    view = client.get_data(meta)["x"]
+    standby_of(client)
+    os.kill(server_of(client), signal.SIGKILL)
+
+    async def clear() -> None:
+        await client.async_clear_partition("p")
+
+    async def put() -> None:
+        for value in range(100, 104):
+            await client.async_put({"x": torch.full((4, NBYTES), value, dtype=torch.uint8)}, partition_id="q")
+
+    asyncio.run(clear())
+    asyncio.run(put())
+    assert view.values().unique().tolist() == [1]
+    del view
+
+
+def test_a_lock_stays_its_holders_when_a_call_is_broken_off_after_a_takeover(
+    service: Callable[..., Any], child: Callable[[str], Any]
+) -> None:
+    client = service(**DURABLE)
+    with tq.kv_global_lock("k", "p") as lock:
+        replaced(client)
+        asyncio.run(client.async_get_partition_list())
+        idle = client.session._idle[""]
+        while idle:  # as after calls that were interrupted
+            idle.pop().close()
+        another = child("""
+            import transfer_queue as tq
+            tq.init()
+            try:
+                with tq.kv_global_lock("k", "p", timeout=0.5):
+                    print("taken")
+            except tq.errors.DeadlineExceeded:
+                print("not taken")
+            tq.close()
+        """)
+        assert another.finish() == "not taken"
+        lock.check()
+
+
+def test_rows_of_a_fetch_that_was_cancelled_while_the_server_died_are_offered_again(
+    service: Callable[..., Any],
+) -> None:
+    client = service(**DURABLE)
+    other = TransferQueueClient.of(Session(client.address))
+    standby_of(other)
+    pid = server_of(other)
+
+    async def cancelled() -> None:
+        fetch = asyncio.create_task(client.async_get_meta(["x"], 2, "p", task_name="t", timeout_s=60))
+        await asyncio.to_thread(until, lambda: other.stats()["waiting_requests"] == 1, "the wait")
+        other.put({"x": torch.arange(2)}, partition_id="p")
+        freeze(pid)
+        fetch.cancel()
+        await asyncio.gather(fetch, return_exceptions=True)
+        os.kill(pid, signal.SIGKILL)
+        assert len(await client.async_get_meta(["x"], 2, "p", task_name="t", timeout_s=30)) == 2
+
+    asyncio.run(cancelled())
+    other.close()
+
+
+def test_a_stream_renews_its_leases_after_a_takeover(service: Callable[..., Any]) -> None:
+    client = service(**DURABLE)
+    client.put({"x": torch.arange(8)}, partition_id="p")
+    client.set_partition("p", size=8)
+    with tq.stream("p", ["x"], task="t", batch_size=4, lease_s=1.5) as batches:
+        each = iter(batches)
+        seen = [next(each)["x"].tolist()]
+        replaced(client)
+        deadline = client.overview().leases[0].left_s
+        until(lambda: client.overview().leases[0].left_s > deadline, "a renewal")
+        seen += [batch["x"].tolist() for batch in each]
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_child_of_a_process_that_was_in_a_call_does_not_hold_its_rows(
+    client: TransferQueueClient, child: Callable[[str], Any]
+) -> None:
+    client.put({"x": torch.arange(2)}, partition_id="p")
+    parent = child("""
+        import os, threading, time
+        import transfer_queue as tq
+        tq.init()
+        client = tq.get_client()
+        meta = client.get_meta(["x"], 2, "p", task_name="t", lease_s=300)
+        call = lambda: client.get_meta(["never"], 1, "p", task_name="u", timeout_s=100)
+        threading.Thread(target=call, daemon=True).start()
+        while not client.stats()["waiting_requests"]:
+            time.sleep(0.01)
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        print(pid, flush=True)
+        time.sleep(60)
+    """)
+    helper = int(parent.line())
+    parent.kill()
+    assert len(client.get_meta(["x"], 2, "p", task_name="t", timeout_s=30)) == 2
+    os.kill(helper, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lease_s", [None, 30.0])
+def test_a_call_with_a_lease_keeps_its_deadline_and_the_event_loop_running(
+    client: TransferQueueClient, lease_s: float | None
+) -> None:
+    pid = server_of(client)
+    freeze(pid)
+    beats: list[float] = []
+
+    async def heart() -> None:
+        while True:
+            beats.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.05)
+
+    async def fetch() -> float:
+        beating, started = asyncio.create_task(heart()), asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded):
+            await client.async_get_meta(["x"], 1, "p", task_name="t", timeout_s=0.2, lease_s=lease_s)
+        beating.cancel()
+        return asyncio.get_running_loop().time() - started
+
+    try:
+        took_s = asyncio.run(fetch())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert took_s < 6, "its own time, and what is added for the answer"
+    assert len(beats) > 10
+
+
+def test_a_client_that_was_closed_after_its_service_ended_stays_closed(service: Callable[..., Any]) -> None:
+    service(server={"durability": "none"})
+    mine = tq.get_client()
+    mine.session._end("another life answers")
+    mine.close()
+    with pytest.raises(ServiceUnavailable, match="this client was closed"):
+        mine.get_partition_list()
+
+
+def test_a_leased_fetch_of_a_closed_client_attaches_nobody(client: TransferQueueClient) -> None:
+    other = TransferQueueClient.of(Session(client.address))
+    other.close()
+    until(lambda: len(client.overview().sessions) == 1, "the end of the session")
+    with pytest.raises(ServiceUnavailable, match="this client was closed"):
+        other.get_meta(["x"], 1, "p", task_name="t", lease_s=5, timeout_s=1)
+    assert len(client.overview().sessions) == 1
+
+
+def test_a_forked_child_closes_no_file_of_its_own_with_an_inherited_event_loop(client: TransferQueueClient) -> None:
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(client.async_get_partition_list())
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            files = [open(os.devnull, "w") for _ in range(8)]  # noqa: SIM115  their numbers are what counts
+            loop.close()
+            gc.collect()
+            for file in files:
+                os.fstat(file.fileno())
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
