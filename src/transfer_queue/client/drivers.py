@@ -7,9 +7,10 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from transfer_queue.client.effects import Call, Effect, Hold, Notify, Offload, Operation, Together
+from transfer_queue.client.holding import Given
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
@@ -35,16 +36,13 @@ class HasSession(Protocol):
     def session(self) -> Session: ...
 
 
-Given: TypeAlias = "list[Call]"  # what an operation asked for so far, and may have been given: rows, blocks, pins
-
-
 def run(session: Session, operation: Operation[T], note: OperationNote | None = None) -> T:
     """Carry out `operation` in this thread; `note` hears what it asks, and that it ended.
 
     When it ends with an exception, wherever that strikes (KeyboardInterrupt included), all that it was given is given
     back. When it returns, the service is told that the rows are in their asker's hands.
     """
-    given: Given = []
+    given = Given()
     try:
         session.uses.begin(given)
         result = _carry_out(session, operation, given, note)
@@ -71,7 +69,7 @@ def given_back(session: Session) -> Iterator[Given]:
     """For calls that are no operation: what these asked for is given back when the block ends with an exception,
     wherever that strikes. Calls are entered before they are made; to give back what was given back already does no
     harm."""
-    given: Given = []
+    given = Given()
     try:
         session.uses.begin(given)
         yield given
@@ -123,7 +121,7 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
 
 async def run_async(session: Session, operation: Operation[T], note: OperationNote | None = None) -> T:
     """As `run`, on the running loop; work on many bytes goes to a thread, so the loop stays free."""
-    given: Given = []
+    given = Given()
     session.uses.begin(given)
     try:
         result = await _carry_out_async(session, operation, given, note)

@@ -2,17 +2,19 @@
 
 With the last connection of a session the server frees what the session has: pins of blocks that are being read, blocks
 that are being filled, leases, locks. A call that is broken off closes its connection, so a session that has something
-does not live by the connections of its calls. It has one more, that no call uses.
+does not live by the connections of its calls. It has one more, that no call uses. Who has nothing needs none: a server
+has room for so many connections only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
 
 from transfer_queue.client.connection import Connection
+from transfer_queue.client.effects import Call
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable
 from transfer_queue.wire import messages as m
 
@@ -26,11 +28,14 @@ class Hold:
         self._replaced = replaced
         self._connection: Connection | None = None
         self._lock, self._telling = threading.Lock(), threading.Lock()
-        self.is_needed = False
+        self.is_needed = self._is_closed = False
 
-    def take(self, connection: Connection) -> None:
-        """This is the one."""
-        self._connection, self.is_needed = connection, True
+    def takes(self, connection: Connection) -> bool:
+        """This is the one from now on, unless there is one already: whether it is."""
+        self.is_needed = True
+        with self._lock:
+            self._connection = self._connection or connection
+        return self._connection is connection
 
     @property
     def is_open(self) -> bool:
@@ -50,10 +55,10 @@ class Hold:
             return
         fresh = self._connect(within_s)
         with self._lock:
-            if self._connection is lost:
+            if self._connection is lost and not self._is_closed:
                 self._connection = fresh
         if self._connection is not fresh:
-            fresh.close()  # another thread was faster
+            fresh.close()  # another thread was faster, or the session has ended meanwhile
         elif lost is not None:
             lost.close()
             self._replaced()
@@ -67,27 +72,38 @@ class Hold:
 
     def close(self) -> None:
         """The session may end."""
-        self.is_needed = False
+        with self._lock:
+            self.is_needed, self._is_closed = False, True
         if self._connection is not None:
             self._connection.close()
 
 
-class Uses:
-    """The operations that are under way. What `end_with` was given is called once none is.
+class Given(list[Call]):
+    """What an operation asked for so far, and may have been given: rows, blocks, pins."""
 
-    An operation is named by the list of what it was given, which is its own. To end it twice does no harm: an interrupt
-    (KeyboardInterrupt) may strike anywhere, and what is left out then would be missing for good.
+    __slots__ = ("__weakref__",)
+
+
+class Uses:
+    """The operations that are under way, each by its own `Given`. What `end_with` was given is called once none is.
+
+    To end one twice does no harm: an interrupt (KeyboardInterrupt) may strike anywhere, and what is left out then would
+    be missing for good. One whose end was struck counts until its `Given` is gone.
     """
 
     def __init__(self) -> None:
-        self._active: set[int] = set()
+        self._active: dict[int, weakref.ref[Given]] = {}
         self._last: list[Callable[[], None]] = []
 
-    def begin(self, given: list[Any]) -> None:
-        self._active.add(id(given))
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
 
-    def end(self, given: list[Any]) -> None:
-        self._active.discard(id(given))
+    def begin(self, given: Given) -> None:
+        self._active[id(given)] = weakref.ref(given)
+
+    def end(self, given: Given) -> None:
+        self._active.pop(id(given), None)
         if self._last:
             self._call_last()
 
@@ -97,7 +113,7 @@ class Uses:
         self._call_last()
 
     def _call_last(self) -> None:
-        while not self._active:
+        while all(one() is None for one in list(self._active.values())):
             try:
                 call = self._last.pop(0)  # in one step: several threads may come here
             except IndexError:

@@ -93,10 +93,7 @@ class Session:
         connection.spin(self._spin_s)
         self.server_pid = welcome.pid
         self._door = welcome.door
-        if self.is_local:  # its views and what it fills are gone with its last connection
-            self._hold.take(connection)
-        else:
-            self._give_back(connection)
+        self._give_back(connection)
         if predecessor is None:
             self.mover = Mover(self.config.get("copy_threads"))
             self.pool = Pool(int(self.config.get("pool_nbytes", 1 << 30)))
@@ -138,7 +135,7 @@ class Session:
         self.spilled = SpilledBlocks(self.arenas)
         self.engine = EngineAccess(self.config.get("engine"), self.service_id, self.pool)
         self.transport = TransportAccess(self.config.get("transport"), self.address, self.pool)
-        self.views = Views(self.arenas, self._unpin, lambda: self.uses.end_with(self._disconnect))
+        self.views = Views(self.arenas, self._unpin, self.hold, lambda: self.uses.end_with(self._disconnect))
 
     @property
     def is_local(self) -> bool:
@@ -212,11 +209,15 @@ class Session:
             await asyncio.wrap_future(self.mover.start(lambda: self._hold.ensure(within_s)))
 
     def _borrow(self, timeout_s: float, to: str = "") -> Connection:
-        """A connection of our own for one call."""
+        """A connection of our own for one call, which may break it. Where others are at work, theirs is not taken but
+        kept: the session lives on by it."""
         try:
-            return self._idle[to].pop()
+            connection = self._idle[to].pop()
         except (IndexError, KeyError):
             return self.connect(timeout_s, to)
+        if to or self.is_held or self.uses.num_active < 2 or not self._hold.takes(connection):
+            return connection
+        return self.connect(timeout_s)
 
     def _address_of(self, to: str) -> Address:
         """Where the server `to` is; all servers of a service have one token."""
@@ -581,7 +582,6 @@ class Session:
         inherited, over_loops = list(self._connections), [opened(one) for one in list(self._loops.values())]
         ident, estate = self._child_session or (secrets.token_bytes(16), None)
         self._start(ident)  # first of all: whatever else fails, this process does not speak in its parent's name
-        self._hold.is_needed = self.is_local
         for connection in inherited:
             connection.close()
         for one in over_loops:
@@ -590,8 +590,7 @@ class Session:
                 forks.leave(sock.fileno())
         if estate is not None:
             self._estates.append(estate)
-            with contextlib.suppress(TransferQueueError):  # the server has to know whose the views are now
-                self._hold.ensure(self._connect_timeout_s)
+            self.hold()  # the server has to know whose the views are now
         self.arenas.close()
         self.engine.leave_behind()
         self.mover = Mover(self.config.get("copy_threads"))

@@ -53,10 +53,12 @@ class Views:
         self,
         arenas: MappedArenas,
         unpin: Callable[[int, list[int]], None],
+        started: Callable[[], None],
         finished: Callable[[], None],
     ) -> None:
         self._arenas = arenas
         self._unpin = unpin
+        self._started = started  # called before the first view
         self._finished = finished  # called once after `close`, when no view is left
         self._closing = False
         self._open: dict[int, BlockView] = {}  # by `id`: one that is not here was given up before it was open
@@ -102,6 +104,7 @@ class Views:
 
     def _start(self) -> None:
         if self._thread is None or self._thread.ident is None:  # an interrupt may have come before its start
+            self._started()
             self._thread = threading.Thread(target=self._reap, name="tq-reaper", daemon=True)
             self._thread.start()
 

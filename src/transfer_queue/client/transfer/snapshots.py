@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transfer_queue.client.drivers import Given, given_back, run
+from transfer_queue.client.drivers import given_back, run
 from transfer_queue.client.effects import Call
 from transfer_queue.client.engine import WrongBytes
+from transfer_queue.client.holding import Given
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.write import send_block
 from transfer_queue.errors import DataLost, ProtocolError, RowCleared, ServiceUnavailable
