@@ -16,7 +16,7 @@ from transfer_queue.metadata.contents import Redelivered
 from transfer_queue.schema import DENSE, MIXED, NESTED, OBJECTS, FieldSchema
 from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.lives import naming
-from transfer_queue.wire.messages import RowSet
+from transfer_queue.wire.messages import Committed, RowSet, Tags
 
 REPEATED = "repeated"
 
@@ -64,3 +64,11 @@ def warn_repeated(meta: BatchMeta) -> None:
     if num_repeated(meta):
         text = "rows were repeated at the end of a batch, so that all data-parallel ranks get the same number"
         warn_once(f"partition {meta.partition_ids[0]!r}", f"{text}; meta.extra_info[{REPEATED!r}] says how many")
+
+
+def committed_meta(
+    service_id: bytes, reply: Committed, partition: str, schema: Iterable[FieldSchema], tags: list[Tags] | None
+) -> BatchMeta:
+    """Metadata of the rows a commit wrote."""
+    names = naming(service_id, reply.loads)
+    return BatchMeta._build(numbers_of(reply.rows), partition, field_specs(schema), True, tags, names)

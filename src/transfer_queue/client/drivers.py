@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from transfer_queue.client.effects import Call, Effect, Hold, Notify, Offload, Operation, Together
+from transfer_queue.client.effects import Call, Effect, HoldSession, Notify, Offload, Operation, Together
 from transfer_queue.client.holding import Given
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
@@ -113,7 +113,7 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
     if type(effect) is Together:
         given += effect.calls
         return session.call_together(effect.calls)
-    if type(effect) is Hold:
+    if type(effect) is HoldSession:
         return session.hold()
     assert type(effect) is Notify
     return session.notify(effect.message, effect.to)
@@ -173,7 +173,7 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
     if type(effect) is Together:
         given += effect.calls
         return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
-    if type(effect) is Hold:
+    if type(effect) is HoldSession:
         return await session.hold_async()
     assert type(effect) is Notify
     return session.notify_on_loop(effect.message, effect.to)

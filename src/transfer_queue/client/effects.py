@@ -56,7 +56,7 @@ class Notify:
         self.to = to
 
 
-class Hold:
+class HoldSession:
     """The session is to outlive the connections of its calls: it is about to be given what must not go with a call
     that is broken off. Asked for where the session is not `is_held`."""
 
@@ -73,5 +73,5 @@ class Offload:
         self.nbytes = nbytes
 
 
-Effect: TypeAlias = Call | Together | Notify | Offload | Hold
+Effect: TypeAlias = Call | Together | Notify | Offload | HoldSession
 Operation: TypeAlias = Generator[Effect, Any, T]

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, Protocol
 from tensordict import TensorDict
 
 from transfer_queue.client.client import TransferQueueClient
-from transfer_queue.client.describing import batch_meta
+from transfer_queue.client.describing import batch_meta, committed_meta
 from transfer_queue.client.drivers import awaitable, blocking
-from transfer_queue.client.effects import Call, Hold, Operation
+from transfer_queue.client.effects import Call, HoldSession, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.session import Session
-from transfer_queue.client.transfer.allocation import committed_meta
 from transfer_queue.client.transfer.write import TargetRows, store
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.errors import InvalidInput, TransferQueueError, error_from_code
@@ -389,7 +388,7 @@ def _call(pool: PoolOf, kind: Any, *args: Any, wait_s: float = 0.0) -> Call:
 def _taking(pool: PoolOf, timeout_s: float | None) -> Operation[float]:
     """As `_waiting`, for what the session holds afterwards: it must not end with the next call that is broken off."""
     if not pool.session.is_held:
-        yield Hold()
+        yield HoldSession()
     return _waiting(pool, timeout_s)
 
 
@@ -419,7 +418,7 @@ def _finish(
     if isinstance(rows, BlockPlan):
         target = TargetRows(pool.partition_id, rows.rows, finishes=finished)
         written = yield from store(pool.session, rows, target, None)
-        metadata = committed_meta(pool.session, written, pool.partition_id, rows, None)
+        metadata = committed_meta(pool.session.service_id, written, pool.partition_id, rows.schema(), None)
         return FinishedBatch(metadata, _refused(results, written.refused))
     if isinstance(rows, KVBatchMeta):
         call = _call(pool, m.FinishSlots, finished, b"", b"", list(rows.keys))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from transfer_queue.client.effects import Call, Hold, Operation
+from transfer_queue.client.effects import Call, HoldSession, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.errors import DeadlineExceeded, LockLostError, ServiceRestarted, TransferQueueError
 from transfer_queue.wire import messages as m
@@ -83,7 +83,7 @@ def taking(
     """Lock all `keys` together, in order of arrival. Waits in the service, for ever when `timeout_s` is None; raises
     `DeadlineExceeded`. A cancelled or interrupted call takes nothing."""
     if not session.is_held:
-        yield Hold()
+        yield HoldSession()
     until = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         asked = time.monotonic()

@@ -12,10 +12,9 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from transfer_queue.client.dense import Pad
-from transfer_queue.client.describing import batch_meta, field_specs, warn_repeated
-from transfer_queue.client.effects import Call, Hold, Operation
+from transfer_queue.client.describing import batch_meta, committed_meta, field_specs, warn_repeated
+from transfer_queue.client.effects import Call, HoldSession, Operation
 from transfer_queue.client.session import Session
-from transfer_queue.client.transfer.allocation import committed_meta
 from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.share import store_shared
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, is_on, store
@@ -97,7 +96,7 @@ def fetch(
     """Ready rows of a task; see `messages.Fetch`. An empty meta when the answer is empty."""
     sampling = checked_sampling(sampling_config)
     if lease_s and not session.is_held:
-        yield Hold()
+        yield HoldSession()
     request = m.Fetch(
         session.next_rid(), partition_id, data_fields, _as_sent(batch_size), task_name, sampling, wait_s,
         empty_on_timeout, lease_s,
@@ -206,7 +205,7 @@ def put(
         plan = planned(session, data, data_parser)
         rows = TargetRows(partition_id, plan.rows, strict_schema=strict_schema)
         reply = yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, plan, rows, None)
-        return committed_meta(session, reply, partition_id, plan, None)
+        return committed_meta(session.service_id, reply, partition_id, plan.schema(), None)
     if partition_id is not None and set(metadata.partition_ids) - {partition_id}:
         others = sorted(set(metadata.partition_ids) - {partition_id})
         raise InvalidInput(f"partition_id {partition_id!r}, but the metadata has rows of {others[:8]}: leave it out")

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from transfer_queue.client.dense import Pad, check_pad
 from transfer_queue.client.describing import batch_meta, warn_repeated
-from transfer_queue.client.effects import Call, Hold, Operation
+from transfer_queue.client.effects import Call, HoldSession, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
@@ -72,7 +72,7 @@ def take(
     if batch_size == 0:
         return BatchMeta.empty(), empty
     if lease_s and not session.is_held:
-        yield Hold()
+        yield HoldSession()
     wait_s, polling = ops.waiting(session, timeout_s)
     sampling = ops.checked_sampling(sampling_config)
     request = m.Fetch(

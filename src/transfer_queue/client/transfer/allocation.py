@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from transfer_queue.client.describing import field_specs
+from transfer_queue.client.describing import committed_meta
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.session import Session
@@ -22,8 +22,6 @@ from transfer_queue.memory.bytes import Bytes
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.arrays import numbers_of
-from transfer_queue.wire.lives import naming
 
 Specs = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
@@ -133,7 +131,7 @@ class Allocation(Mapping[str, torch.Tensor]):
             if self._block is None or not isinstance(error, InvalidInput):
                 yield Notify(m.Discard(block), self._books)  # ignored where it was published
             raise
-        return committed_meta(self.session, reply, partition_id, self._plan, wire_tags)
+        return committed_meta(self.session.service_id, reply, partition_id, self._plan.schema(), wire_tags)
 
     @property
     def _books(self) -> str:
@@ -160,13 +158,3 @@ class Allocation(Mapping[str, torch.Tensor]):
 
     commit = blocking(_commit)
     async_commit = awaitable(_commit)
-
-
-def committed_meta(
-    session: Session, reply: m.Committed, partition: str, plan: BlockPlan, tags: list[m.Tags] | None
-) -> BatchMeta:
-    """Metadata of the rows a commit wrote."""
-    schema = field_specs(plan.schema())
-    return BatchMeta._build(
-        numbers_of(reply.rows), partition, schema, True, tags, naming(session.service_id, reply.loads)
-    )

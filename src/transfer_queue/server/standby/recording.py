@@ -88,7 +88,9 @@ class RecordingController(Controller):
 
     def record_to(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        recorder.heard = self.state.fetching.calls.heard
+        calls = self.state.fetching.calls
+        if calls.is_foreign:
+            recorder.heard = calls.heard
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         if type(message) is m.Restore:
