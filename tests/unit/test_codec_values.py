@@ -286,6 +286,7 @@ def test_functions_of_a_registered_type_count_for_its_subclasses() -> None:
 
 class Slotted:
     __slots__ = ("x",)
+    x: Any
 
 
 @dataclasses.dataclass
@@ -319,6 +320,14 @@ def test_enums_dataclasses_and_named_tuples_come_back_as_their_class(value: Any)
     assert same(got, value)
     if dataclasses.is_dataclass(value):
         assert same(vars(got), vars(value))
+
+
+def test_slots_that_are_no_fields_come_back() -> None:
+    value = Widest(2)
+    value.x = [0.5]
+    got = through([value])[0]
+    assert (type(got), got.x, got.y) == (Widest, [0.5], 2)
+    assert not hasattr(through([Widest(2)])[0], "x")
 
 
 @pytest.mark.usefixtures("unwarned")

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from transfer_queue.codec.exact import ints, listed, of_type, pairs
 from transfer_queue.errors import ProtocolError, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes
 
 FILE, PIXELS = "file", "pixels"
+KEPT = (str, bytes, int, float, bool)
 # Formats whose decoders are part of Pillow; others run programs (EPS) or load handlers of somebody else.
 FORMATS = frozenset(
     ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
@@ -82,7 +84,7 @@ def _info(info: dict[Any, Any]) -> list[Any]:
 
 
 def _kept(value: Any) -> Any:
-    if type(value) in (str, bytes, int, float, bool):
+    if type(value) in KEPT:
         return value
     if type(value) is tuple:
         items = [_kept(item) for item in value]
@@ -92,27 +94,32 @@ def _kept(value: Any) -> Any:
 
 def put_together(description: Any, data: Bytes) -> Any:
     """The image. Raises `ProtocolError` for what is no image, `UnsupportedValue` where Pillow is missing."""
-    kind, *rest = description
-    if kind == FILE:
-        name, frame = rest
-        return opened(name, frame, data.tobytes())
-    mode, size, palette, info = rest
+    kind, *rest = listed(description)
+    if of_type(kind, str) == FILE:
+        name, frame = listed(rest, 2)
+        return opened(of_type(name, str), of_type(frame, int), data.tobytes())
+    mode, size, palette, info = listed(rest, 4)
+    of_type(mode, str)
+    width, height = ints(size, 2)
+    found = {_unkept(key): _unkept(value) for key, value in pairs(info)}
     image_module = _pillow()
-    width, height = size
     if width and height:
         image = image_module.frombytes(mode, (width, height), data.tobytes())
     else:
         image = image_module.new(mode, (width, height))  # `frombytes` takes no image without pixels
     if palette is not None:
-        image.putpalette(palette[1], palette[0])
+        kept_as, colours = listed(palette, 2)
+        image.putpalette(of_type(colours, bytes), of_type(kept_as, str))
         if image.mode != mode:
             raise ProtocolError(f"a palette for an image of mode {mode}")
-    image.info = {key: _unkept(value) for key, value in info}
+    image.info = found
     return image
 
 
 def _unkept(value: Any) -> Any:
-    return tuple(map(_unkept, value[1])) if isinstance(value, list) else value
+    if type(value) is list:
+        return tuple(map(_unkept, listed(listed(value, 2)[1])))
+    return of_type(value, *KEPT)
 
 
 def opened(name: str, frame: int, encoded: bytes) -> Any:

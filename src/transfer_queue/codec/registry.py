@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transfer_queue.codec.classes import DATACLASS, ENUM, FLAG, NAMEDTUPLE, kind_of, rebuilt
+from transfer_queue.codec.exact import of_type
 from transfer_queue.errors import InvalidInput
 
 
@@ -37,8 +38,9 @@ def register_type(
 
     `to_plain` returns a value the codec can carry and `from_plain` rebuilds the original from it; what a subclass comes
     back as is up to them, unless it is registered as well. Enums, dataclasses and named tuples need no functions, and
-    where their class is imported before reading they need not be registered. `name` defaults to module and qualified
-    name. Usable as a class decorator. Raises `InvalidInput` for a type without functions, or a name taken by another
+    where their class is imported before reading they need not be registered, unless it has special methods of its own:
+    registering it lets a message make values that run them. `name` defaults to module and qualified name. Usable as a
+    class decorator. Raises `InvalidInput` for a type without functions, or a name taken by another
     type.
     """
     name = name or f"{cls.__module__}:{cls.__qualname__}"
@@ -56,11 +58,16 @@ def _from_fields(cls: Any) -> Callable[[Any], Any]:
     kind = kind_of(cls)
     if kind is None:
         raise InvalidInput(f"{cls} is no enum, named tuple or plain dataclass: give to_plain and from_plain")
+    place = f"{cls.__module__}:{cls.__qualname__}"
     if kind == ENUM:
-        return lambda name: cls[name]
-    if kind == NAMEDTUPLE:
-        return lambda plain: cls(*plain)
-    return cls if kind == FLAG else lambda plain: rebuilt(DATACLASS, "", list(plain.items()), cls)
+        return lambda name: rebuilt(ENUM, place, [name], cls)
+    if kind in (NAMEDTUPLE, FLAG):
+        return lambda plain: rebuilt(kind, place, plain, cls)
+    return lambda plain: rebuilt(DATACLASS, place, _fields(plain), cls)
+
+
+def _fields(plain: Any) -> list[list[Any]]:
+    return [[name, item] for name, item in of_type(plain, dict).items()]
 
 
 def by_type(cls: type) -> Registration | None:

@@ -10,8 +10,10 @@ Two kinds of values do not come back as they were: an exception comes back as it
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import decimal
+import enum
 import fractions
 import pathlib
 import struct
@@ -25,6 +27,7 @@ from typing import Any, Protocol
 import msgspec
 
 from transfer_queue.codec import classes
+from transfer_queue.codec.exact import ints, listed, of_type, pairs
 from transfer_queue.codec.layout import DAMAGED
 from transfer_queue.codec.registry import by_base, by_name, by_type
 from transfer_queue.errors import ProtocolError, UnsupportedValue
@@ -301,7 +304,7 @@ class Lifting:
         if type(content) is not list or len(content) != 3 or type(content[1]) is not str:
             raise ProtocolError("a damaged value of a class")
         kind, place, fields = content
-        if kind not in (classes.ENUM, classes.FLAG) and type(fields) is not list:
+        if type(kind) is not str or kind not in (classes.ENUM, classes.FLAG, classes.DATACLASS, classes.NAMEDTUPLE):
             raise ProtocolError(f"a damaged value of {place}")
         registration = by_name(place)
         known = registration.cls if registration is not None and registration.to_plain is None else None
@@ -318,61 +321,81 @@ class Lifting:
 
 
 def _lift_moment(content: Any, cls: Any) -> Any:
-    text, fold, zone = content
-    moment = cls.fromisoformat(text).replace(fold=fold)
-    if zone is True:
-        return moment.replace(tzinfo=datetime.timezone.utc)
-    if zone:
-        offset, name = zone
-        return moment.replace(tzinfo=datetime.timezone(offset) if name is None else datetime.timezone(offset, name))
-    return moment
+    text, fold, zone = listed(content, 3)
+    moment = cls.fromisoformat(of_type(text, str)).replace(fold=of_type(fold, int))
+    if type(zone) is bool:
+        return moment.replace(tzinfo=datetime.timezone.utc) if zone else moment
+    offset, name = listed(zone, 2)
+    of_type(offset, datetime.timedelta)
+    return moment.replace(tzinfo=datetime.timezone(offset) if name is None else datetime.timezone(offset, name))
 
 
 def _lift_path(content: Any) -> Any:
-    concrete, windows, text = content
-    if concrete and windows == isinstance(pathlib.PurePath(), pathlib.PureWindowsPath):
+    concrete, windows, text = listed(content, 3)
+    of_type(text, str)
+    if of_type(concrete, bool) and of_type(windows, bool) == isinstance(pathlib.PurePath(), pathlib.PureWindowsPath):
         return pathlib.Path(text)
-    return pathlib.PureWindowsPath(text) if windows else pathlib.PurePosixPath(text)
+    return pathlib.PureWindowsPath(text) if of_type(windows, bool) else pathlib.PurePosixPath(text)
 
 
 def _lift_default(content: Any) -> Any:
-    name, items = content
-    return defaultdict(None if name is None else FACTORIES[name], dict(items))
+    name, items = listed(content, 2)
+    return defaultdict(None if name is None else FACTORIES[of_type(name, str)], dict(pairs(items)))
+
+
+def _lift_deque(content: Any) -> Any:
+    items, most = listed(content, 2)
+    return deque(listed(items), None if most is None else of_type(most, int))
 
 
 def _lift_config(content: Any) -> Any:
     import omegaconf
 
-    is_list, plain, flags = content
-    kind = omegaconf.ListConfig if is_list else omegaconf.DictConfig
+    is_list, plain, flags = listed(content, 3)
+    kind = omegaconf.ListConfig if of_type(is_list, bool) else omegaconf.DictConfig
+    if flags is not None and set(map(type, of_type(flags, dict).values())) - {bool, type(None)}:
+        raise TypeError("a flag of a config is true or false")
+    _check_config(plain, flags is not None and flags.get("allow_objects") is True)
     try:
         return kind(plain, flags=flags or None)
     except omegaconf.errors.OmegaConfBaseException as error:
         raise ValueError(str(error)) from None
 
 
+def _check_config(plain: Any, objects: bool) -> None:
+    """What a config is made of: OmegaConf would look into a dataclass, of which it has none."""
+    if type(plain) is list:
+        for item in plain:
+            _check_config(item, objects)
+    elif type(plain) is dict:
+        for item in (*plain, *plain.values()):
+            _check_config(item, objects)
+    elif not isinstance(type(plain), enum.EnumMeta) and (not objects or dataclasses.is_dataclass(type(plain))):
+        of_type(plain, str, int, float, bool, bytes, type(None), type(pathlib.Path()))
+
+
 _RAW = frozenset((BIGINT, COMPLEX, DATE, DECIMAL, UUID, BYTEARRAY, SURROGATE))  # their bytes are not msgpack
 _LIFTS: dict[int, Callable[[Any], Any]] = {
-    TUPLE: tuple,
-    SET: set,
-    FROZENSET: frozenset,
+    TUPLE: lambda content: tuple(listed(content)),
+    SET: lambda content: set(listed(content)),
+    FROZENSET: lambda content: frozenset(listed(content)),
     BIGINT: lambda data: int(bytes(data).decode(), 16),
     COMPLEX: lambda data: complex(*struct.unpack("<dd", data)),
     DATETIME: lambda content: _lift_moment(content, datetime.datetime),
     DATE: lambda data: datetime.date.fromisoformat(bytes(data).decode()),
     TIME: lambda content: _lift_moment(content, datetime.time),
-    TIMEDELTA: lambda content: datetime.timedelta(*content),
+    TIMEDELTA: lambda content: datetime.timedelta(*ints(content, 3)),
     DECIMAL: lambda data: decimal.Decimal(bytes(data).decode()),
     UUID: lambda data: uuid.UUID(bytes=bytes(data)),
-    FRACTION: lambda content: fractions.Fraction(*content),
+    FRACTION: lambda content: fractions.Fraction(*ints(content, 2)),
     BYTEARRAY: bytearray,
-    DICT: dict,
+    DICT: lambda content: dict(pairs(content)),
     SURROGATE: lambda data: bytes(data).decode("utf-8", "surrogatepass"),
-    RANGE: lambda content: range(*content),
-    ORDERED: OrderedDict,
-    DEQUE: lambda content: deque(*content),
+    RANGE: lambda content: range(*ints(content, 3)),
+    ORDERED: lambda content: OrderedDict(pairs(content)),
+    DEQUE: _lift_deque,
     PATH: _lift_path,
-    COUNTER: lambda content: Counter(dict(content)),
+    COUNTER: lambda content: Counter(dict(pairs(content))),
     DEFAULTDICT: _lift_default,
     CONFIG: _lift_config,
 }
