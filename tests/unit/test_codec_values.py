@@ -435,6 +435,7 @@ OWN_ZONE = type("Zone", (datetime.tzinfo,), {"utcoffset": lambda self, moment: N
         (np.ma.array([1, 2], mask=[0, 1]), "MaskedArray"),
         (np.rec.array([(1,)], dtype=[("a", "i4")])[0], "record"),
         (np.zeros(2, [("o", object)]), "object"),
+        (np.zeros(2, [("o", object)])[0], "object"),
         (np.zeros(2, "V0"), "V0"),
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "meta"),

@@ -189,6 +189,8 @@ def _scalar(value: np.generic, lower: Callable[[Any], Any]) -> list[Any]:
         return ["U", lower(value[:])]
     if isinstance(value, np.bytes_):
         return ["S", bytes(value)]
+    if value.dtype.hasobject:
+        raise UnsupportedValue(f"a structured value with object fields ({value.dtype}) cannot be stored: put .item()")
     if not value.dtype.itemsize:
         raise UnsupportedValue("a numpy void of no bytes cannot be stored")
     return [_describe(value.dtype, lower), value.tobytes()]
