@@ -67,6 +67,8 @@ def are_tensors(rows: Sequence[Any]) -> bool:
     """Whether the rows, put among other things, are tensors that make one tensor column."""
     if type(rows[0]) is not torch.Tensor or not all(type(row) is torch.Tensor for row in rows):
         return False
+    if any(row.is_nested for row in rows):
+        return False  # strided ones are of that type, too; each is many rows of its own
     return len({(row.dtype, row.dim()) for row in rows}) == 1
 
 
