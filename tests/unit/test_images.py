@@ -53,6 +53,21 @@ def test_a_palette_with_alpha_and_an_image_without_pixels() -> None:
     assert through(Image.new("RGB", (0, 5))).size == (0, 5)
 
 
+def test_a_photo_of_several_pictures_travels_as_its_file() -> None:
+    data = encoded("MPO", save_all=True, append_images=[PHOTO.rotate(90)])
+    image = Image.open(io.BytesIO(data))
+    assert image.format == "MPO"
+    got = through(image)
+    assert (type(got), got.format, got.n_frames) == (type(image), "MPO", 2)
+    assert_same(got, image)
+
+
+def test_an_image_whose_format_this_pillow_cannot_open_travels_as_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = Image.open(io.BytesIO(encoded("BMP")))
+    monkeypatch.delitem(Image.OPEN, "BMP")
+    assert through(image).tobytes() == image.tobytes()
+
+
 @pytest.mark.parametrize("kind", FILES)
 def test_an_opened_image_travels_as_its_file(kind: str) -> None:
     data = encoded(kind)

@@ -24,6 +24,9 @@ FORMATS = frozenset(
 )
 
 
+OPENERS = {"MPO": "JPEG"}  # Pillow opens several pictures in one JPEG as such, and gives them a name of their own
+
+
 def is_image(value: Any) -> bool:
     """Whether it is a PIL image; where PIL was not imported nothing is."""
     pil = sys.modules.get("PIL.Image")
@@ -128,10 +131,10 @@ def opened(name: str, frame: int, encoded: bytes) -> Any:
         raise ProtocolError(f"an image of format {name!r}")
     image_module = _pillow()
     try:
-        image = image_module.open(io.BytesIO(encoded), formats=[name])
+        image = image_module.open(io.BytesIO(encoded), formats=[OPENERS.get(name, name)])
         if frame:
             image.seek(frame)
-    except (OSError, EOFError, SyntaxError) as error:
+    except (OSError, EOFError, SyntaxError, KeyError) as error:  # KeyError: this Pillow was built without the format
         raise UnsupportedValue(f"an image of format {name} cannot be opened here: {error}") from None
     return image
 
