@@ -23,11 +23,14 @@ import pytest
 import torch
 from blocks import assert_rows, block_of, compact, get, put, put_row, rows_of, same, through
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from PIL import Image
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.codec import classes, registry, values
+from transfer_queue.codec.arrays import TENSORDICT, BufferReader
 from transfer_queue.codec.plan import plan_batch, plan_row
 from transfer_queue.codec.registry import register_type
+from transfer_queue.codec.values import Ext, encode
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 
 
@@ -187,6 +190,25 @@ def test_nested_tensordicts_in_values() -> None:
     assert got["n"] == "x"
 
 
+NO_TENSORS = [5, True, 2.5, [1, 2], [[1], [2, 3]], np.arange(3), {"q": 1}, None, (1, 2), "s"]
+
+
+@pytest.mark.parametrize("value", NO_TENSORS, ids=str)
+def test_what_is_no_tensor_in_a_tensordict_stays_none(value: Any) -> None:
+    td = TensorDict({"a": NonTensorData(value, batch_size=[2]), "t": torch.ones(2)}, [2], names=["rows"])
+    got = through({"td": td})["td"]
+    assert same(got["a"], td["a"])
+    assert type(got.get("a")) is type(td.get("a"))
+    assert (got.names, got.batch_size) == (["rows"], (2,))
+
+
+def test_a_tensordict_that_was_stored_before_comes_back() -> None:
+    stored = encode([[2], [["a", [1, 2]], ["b", "text"]]])
+    reader = BufferReader(lambda number: np.zeros(1, np.uint8))
+    got = values.Lifting(reader.lift).unpack(encode(Ext(TENSORDICT, stored)))
+    assert (got["a"].tolist(), got["b"], got.batch_size) == ([1, 2], "text", (2,))
+
+
 def test_a_jagged_tensor_in_a_value() -> None:
     nt = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     assert same(through({"nt": nt})["nt"], nt)
@@ -279,6 +301,54 @@ def test_functions_of_a_registered_type_count_for_its_subclasses() -> None:
 
     register_type(Opaque, to_plain=lambda o: [type(o).__name__, o.value], from_plain=tuple)
     assert through([Narrower(3), Opaque(1)]) == [("Narrower", 3), ("Opaque", 1)]
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+class OwnDict(TensorDict):
+    pass
+
+
+class OwnFloat(np.float64):
+    pass
+
+
+class OwnText(np.str_):
+    pass
+
+
+class OwnPath(type(pathlib.Path())):  # type: ignore[misc]
+    pass
+
+
+class OwnConfig(DictConfig):
+    pass
+
+
+class OwnImage(Image.Image):
+    pass
+
+
+OWN = [OwnDict({"a": torch.ones(2)}, [2]), OwnFloat(1.5), OwnText("q"), OwnPath("a"), OwnConfig({"a": 1}), OwnImage()]
+
+
+@pytest.mark.parametrize("value", OWN, ids=lambda value: type(value).__name__)
+def test_a_subclass_is_not_stored_as_its_base(value: Any) -> None:
+    with pytest.raises(UnsupportedValue, match=f"{type(value).__name__}.*register_type"):
+        put_row({"x": {"deep": value}})
+
+
+@pytest.mark.usefixtures("own_types")
+@pytest.mark.parametrize("value", [*OWN, torch.ones(2).as_subclass(OwnTensor), np.ma.array([1, 2], mask=[0, 1])], ids=
+    lambda value: type(value).__name__)  # fmt: skip
+def test_functions_of_a_registered_type_count_also_for_tensors_and_arrays(value: Any) -> None:
+    register_type(type(value), to_plain=lambda own: type(own).__name__, from_plain=lambda name: ["made", name])
+    made = ["made", type(value).__name__]
+    assert through({"deep": [value]}) == {"deep": [made]}
+    assert rows_of(get(put({"x": [value, value]}, 2), "x")) == [made, made]
+    assert rows_of(get(put_row({"x": value}), "x")) == [made]
 
 
 # ---- types that travel by their fields ----

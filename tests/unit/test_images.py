@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blocks import block_of, get, put, through
-from PIL import Image
+from PIL import Image, ImageFile
 
 import transfer_queue as tq
 from transfer_queue.codec.plan import plan_batch
@@ -66,6 +66,19 @@ def test_an_image_whose_format_this_pillow_cannot_open_travels_as_pixels(monkeyp
     image = Image.open(io.BytesIO(encoded("BMP")))
     monkeypatch.delitem(Image.OPEN, "BMP")
     assert through(image).tobytes() == image.tobytes()
+
+
+def test_an_image_that_a_plugin_opened_travels_as_pixels() -> None:
+    class Plugin(ImageFile.ImageFile):
+        def _open(self) -> None:
+            self._mode, self._size = "L", (2, 1)
+
+        def load(self) -> Any:
+            self.im = Image.new("L", (2, 1), 7).im
+            return super(ImageFile.ImageFile, self).load()
+
+    got = through(Plugin(io.BytesIO(b"x")))
+    assert (type(got), got.mode, got.tobytes()) == (Image.Image, "L", b"\x07\x07")
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -52,7 +52,7 @@ class BufferWriter:
             return self._tensor(value, lower)
         if isinstance(value, np.ndarray):
             return self._ndarray(value, lower)
-        if isinstance(value, np.generic):
+        if isinstance(value, np.generic) and type(value) is value.dtype.type:
             return _ext(NPSCALAR, _scalar(value, lower))
         if isinstance(value, torch.dtype):
             return Ext(DTYPE, encode(dtype_name(value)))
@@ -66,8 +66,8 @@ class BufferWriter:
             return lower(value.data)
         if isinstance(value, NonTensorStack) and value.stack_dim == 0:
             return _ext(STACK, [lower(item) for item in value.tensordicts])
-        if isinstance(value, TensorDict):
-            return _ext(TENSORDICT, [list(value.batch_size), [[k, lower(v)] for k, v in value.items()]])
+        if type(value) is TensorDict:
+            return _ext(TENSORDICT, _taken_apart(value, lower))
         if images.is_image(value):
             return self._image(value)
         return NotImplemented
@@ -125,6 +125,18 @@ class BufferWriter:
 
 def _ext(code: int, content: Any) -> Any:
     return Ext(code, encode(content))
+
+
+def _taken_apart(value: TensorDict, lower: Callable[[Any], Any]) -> list[Any]:
+    """Batch size and items of a TensorDict; then, where there are any, its items that are no tensors, as numbers would
+    become tensors, and the names of its dimensions."""
+    items: list[Any] = []
+    others: list[Any] = []
+    for key, item in value.items():
+        (others if isinstance(item, NonTensorData) else items).append([key, lower(item)])
+    names = list(value.names)
+    content = [list(value.batch_size), items]
+    return [*content, others, names] if others or any(name is not None for name in names) else content
 
 
 def _without_holes(value: torch.Tensor) -> Any:
@@ -262,8 +274,13 @@ class BufferReader:
         return flat.reshape(ints(shape))
 
     def _tensordict(self, content: Any) -> TensorDict:
-        batch_size, items = listed(content, 2)
-        return TensorDict({_key(k): v for k, v in pairs(items)}, batch_size=ints(batch_size))
+        if len(listed(content)) == 2:
+            content = [*content, [], None]
+        batch_size, items, others, names = listed(content, 4)
+        found = TensorDict({_key(k): v for k, v in pairs(items)}, batch_size=ints(batch_size), names=_names(names))
+        for key, item in pairs(others):
+            found.set_non_tensor(_key(key), item)
+        return found
 
     def _jagged(self, content: Any) -> torch.Tensor:
         values, offsets, ragged = listed(content, 3)
@@ -306,6 +323,11 @@ def _key(key: Any) -> Any:
     if type(key) in (list, tuple):
         return tuple(of_type(item, str) for item in key)
     return of_type(key, str)
+
+
+def _names(names: Any) -> list[str | None] | None:
+    """The names of the dimensions of a TensorDict."""
+    return None if names is None else [of_type(name, str, type(None)) for name in listed(names)]
 
 
 def _npscalar(content: Any) -> Any:

@@ -28,9 +28,14 @@ OPENERS = {"MPO": "JPEG"}  # Pillow opens several pictures in one JPEG as such, 
 
 
 def is_image(value: Any) -> bool:
-    """Whether it is a PIL image; where PIL was not imported nothing is."""
+    """Whether it is a PIL image, or one that some plugin opened; where PIL was not imported nothing is. A class of the
+    user's own is none: of it the pixels alone would come back."""
     pil = sys.modules.get("PIL.Image")
-    return pil is not None and isinstance(value, pil.Image)
+    if pil is None or not isinstance(value, pil.Image):
+        return False
+    files = sys.modules.get("PIL.ImageFile")
+    opened_by_plugin = files is not None and isinstance(value, files.ImageFile)
+    return opened_by_plugin or type(value).__module__.startswith("PIL.")
 
 
 def taken_apart(image: Any) -> tuple[list[Any], Bytes]:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from transfer_queue.codec.layout import offsets_of
-from transfer_queue.codec.registry import by_base, by_type
+from transfer_queue.codec.registry import registered
 from transfer_queue.errors import UnsupportedValue
 from transfer_queue.memory.bytes import Ints
 
@@ -39,7 +39,7 @@ def is_exporter(value: Any) -> bool:
     kind = type(value)
     if not hasattr(kind, "__dlpack__") or isinstance(value, (torch.Tensor, np.ndarray)):
         return False
-    return hasattr(kind, "__dlpack_device__") and by_type(kind) is None and by_base(kind) is None
+    return hasattr(kind, "__dlpack_device__") and registered(kind) is None
 
 
 def exchanged(value: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ Enums, dataclasses and named tuples travel without being registered (`codec.clas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from transfer_queue.codec.classes import DATACLASS, ENUM, FLAG, NAMEDTUPLE, kind_of, rebuilt
@@ -70,18 +70,26 @@ def _fields(plain: Any) -> list[list[Any]]:
     return [[name, item] for name, item in of_type(plain, dict).items()]
 
 
-def by_type(cls: type) -> Registration | None:
-    """The registration of exactly `cls`."""
-    return _BY_TYPE.get(cls)
-
-
-def by_base(cls: type) -> Registration | None:
-    """The registration of the nearest base of `cls` that has functions of its own."""
+def registered(cls: type) -> Registration | None:
+    """The registration of exactly `cls`, else that of the nearest base that has functions of its own."""
+    if not _BY_TYPE:
+        return None
+    found = _BY_TYPE.get(cls)
+    if found is not None:
+        return found
     for base in cls.__mro__[1:]:
         found = _BY_TYPE.get(base)
         if found is not None and found.to_plain is not None:
             return found
     return None
+
+
+def has_functions(values: Iterable[Any]) -> bool:
+    """Whether some of them are of types that were registered with functions."""
+    if not _BY_TYPE:
+        return False
+    found = map(registered, set(map(type, values)))
+    return any(one is not None and one.to_plain is not None for one in found)
 
 
 def by_name(name: str) -> Registration | None:

@@ -29,7 +29,7 @@ import msgspec
 from transfer_queue.codec import classes
 from transfer_queue.codec.exact import ints, listed, of_type, pairs
 from transfer_queue.codec.layout import DAMAGED
-from transfer_queue.codec.registry import by_base, by_name, by_type
+from transfer_queue.codec.registry import by_name, registered
 from transfer_queue.errors import ProtocolError, UnsupportedValue
 
 Ext = msgspec.msgpack.Ext
@@ -42,6 +42,7 @@ DICT, SURROGATE, REGISTERED, PICKLE, RANGE, ORDERED, DEQUE = range(14, 21)
 PATH, COUNTER, DEFAULTDICT, CONFIG, CLASS = range(21, 26)
 ARRAY_CODES = range(40, 60)  # tensors, arrays and TensorDicts: codec.arrays
 
+_PATHS = (type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _ATOMS = frozenset((str, int, float, bool, type(None), bytes))
 
 
@@ -99,13 +100,13 @@ class Lowering:
             return rule(self, value)
         if kind in _ATOMS:
             return value
+        registration = registered(kind)
+        if registration is not None and registration.to_plain is not None:
+            return self.ext(REGISTERED, [registration.name, registration.to_plain(value)])
         if self.buffers is not None:
             found = self.buffers.lower(value, self.lower)
             if found is not NotImplemented:
                 return found
-        registration = by_type(kind) or by_base(kind)
-        if registration is not None and registration.to_plain is not None:
-            return self.ext(REGISTERED, [registration.name, registration.to_plain(value)])
         found = self._of_family(value)
         if found is not NotImplemented:
             return found
@@ -125,14 +126,15 @@ class Lowering:
         raise UnsupportedValue(f"a value of type {name} cannot be stored with its type kept: {advice(value)}")
 
     def _of_family(self, value: Any) -> Any:
-        """Values that are known by a base class; NotImplemented for others."""
-        if isinstance(value, pathlib.PurePath):
+        """Values that are known by a base class; NotImplemented for others. A user's subclass of a path or a config is
+        none of them: its base would come back."""
+        if type(value) in _PATHS:
             concrete = isinstance(value, pathlib.Path)
             return self.ext(PATH, [concrete, isinstance(value, pathlib.PureWindowsPath), str(value)])
         if isinstance(value, BaseException):
             return self.lower("".join(traceback.format_exception_only(value)).rstrip())
         omegaconf = sys.modules.get("omegaconf")
-        if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
+        if omegaconf is not None and type(value) in (omegaconf.DictConfig, omegaconf.ListConfig):
             return self._config(omegaconf, value)
         return NotImplemented
 
@@ -211,7 +213,7 @@ def advice(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return "it is code: store its name"
     if hasattr(value, "state_dict"):
-        return "store its .state_dict()"
+        return "store its .state_dict(), or register it with transfer_queue.register_type"
     if hasattr(value, "fileno") or hasattr(value, "acquire"):
         return "it belongs to this process: store what it holds"
     if hasattr(value, "__next__"):
