@@ -10,10 +10,8 @@ Two kinds of values do not come back as they were: an exception comes back as it
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import decimal
-import enum
 import fractions
 import pathlib
 import struct
@@ -26,7 +24,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from transfer_queue.codec import classes
+from transfer_queue.codec import classes, configs
 from transfer_queue.codec.exact import ints, listed, of_type, pairs
 from transfer_queue.codec.layout import DAMAGED
 from transfer_queue.codec.registry import by_name, registered
@@ -134,19 +132,9 @@ class Lowering:
         if isinstance(value, BaseException):
             return self.lower("".join(traceback.format_exception_only(value)).rstrip())
         omegaconf = sys.modules.get("omegaconf")
-        if omegaconf is not None and type(value) in (omegaconf.DictConfig, omegaconf.ListConfig):
-            return self._config(omegaconf, value)
+        if omegaconf is not None and configs.is_config(omegaconf, value):
+            return self.ext(CONFIG, configs.taken_apart(omegaconf, value))
         return NotImplemented
-
-    def _config(self, omegaconf: Any, value: Any) -> Any:
-        """Interpolations stay, but for those of a part: what they name may lie outside of it."""
-        try:
-            resolve = value._get_parent() is not None
-            plain = omegaconf.OmegaConf.to_container(value, resolve=resolve)
-        except omegaconf.errors.OmegaConfBaseException as error:
-            raise UnsupportedValue(f"a config cannot be stored: {error}") from None
-        is_list = isinstance(value, omegaconf.ListConfig)
-        return self.ext(CONFIG, [is_list, plain, dict(value._metadata.flags or {})])
 
     def ext(self, code: int, content: Any) -> Any:
         return Ext(code, encode(self.lower(content)))
@@ -350,32 +338,6 @@ def _lift_deque(content: Any) -> Any:
     return deque(listed(items), None if most is None else of_type(most, int))
 
 
-def _lift_config(content: Any) -> Any:
-    import omegaconf
-
-    is_list, plain, flags = listed(content, 3)
-    kind = omegaconf.ListConfig if of_type(is_list, bool) else omegaconf.DictConfig
-    if flags is not None and set(map(type, of_type(flags, dict).values())) - {bool, type(None)}:
-        raise TypeError("a flag of a config is true or false")
-    _check_config(plain, flags is not None and flags.get("allow_objects") is True)
-    try:
-        return kind(plain, flags=flags or None)
-    except omegaconf.errors.OmegaConfBaseException as error:
-        raise ValueError(str(error)) from None
-
-
-def _check_config(plain: Any, objects: bool) -> None:
-    """What a config is made of: OmegaConf would look into a dataclass, of which it has none."""
-    if type(plain) is list:
-        for item in plain:
-            _check_config(item, objects)
-    elif type(plain) is dict:
-        for item in (*plain, *plain.values()):
-            _check_config(item, objects)
-    elif not isinstance(type(plain), enum.EnumMeta) and (not objects or dataclasses.is_dataclass(type(plain))):
-        of_type(plain, str, int, float, bool, bytes, type(None), type(pathlib.Path()))
-
-
 _RAW = frozenset((BIGINT, COMPLEX, DATE, DECIMAL, UUID, BYTEARRAY, SURROGATE))  # their bytes are not msgpack
 _LIFTS: dict[int, Callable[[Any], Any]] = {
     TUPLE: lambda content: tuple(listed(content)),
@@ -399,5 +361,5 @@ _LIFTS: dict[int, Callable[[Any], Any]] = {
     PATH: _lift_path,
     COUNTER: lambda content: Counter(dict(pairs(content))),
     DEFAULTDICT: _lift_default,
-    CONFIG: _lift_config,
+    CONFIG: configs.put_together,
 }
