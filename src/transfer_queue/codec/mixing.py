@@ -58,7 +58,8 @@ def widened(rows: list[torch.Tensor], dtype: str, name: str, name_row: Callable[
             found.append(row)
             continue
         found.append(row.to(wide))
-        if not torch.equal(found[-1].to(row.dtype), row):
+        # an infinite float becomes an integer again, the least one
+        if not torch.equal(found[-1].to(row.dtype), row) or not bool(found[-1].isfinite().all()):
             raise SchemaConflict(f"field {name!r}: an integer of {name_row(number)} does not fit into {dtype}")
     return found
 
