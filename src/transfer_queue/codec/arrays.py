@@ -23,6 +23,9 @@ TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTY
     range(40, 53)
 )
 
+# NumPy parses the text of a dtype as Python: SyntaxError.
+DAMAGES = (LookupError, ArithmeticError, RuntimeError, TypeError, ValueError, AttributeError, SyntaxError)
+
 Source = torch.Tensor | np.ndarray[Any, Any]
 
 
@@ -244,7 +247,7 @@ class BufferReader:
             return rule(self, content)
         except (ProtocolError, UnsupportedValue):
             raise
-        except (LookupError, ArithmeticError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        except DAMAGES as error:
             raise ProtocolError(f"a damaged array in a value: {error}") from None
 
     def _bytes(self, ref: Any) -> Bytes:
