@@ -53,6 +53,21 @@ def test_a_palette_with_alpha_and_an_image_without_pixels() -> None:
     assert through(Image.new("RGB", (0, 5))).size == (0, 5)
 
 
+def test_a_palette_with_bytes_beside_its_colours() -> None:
+    image = Image.frombytes("P", (2, 1), bytes([0, 3]))
+    image.putpalette(range(1, 33), "RGBX")
+    got = through(image)
+    assert_same(got, image)
+    assert got.palette.mode == image.palette.mode == "RGB"
+    assert got.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
+
+
+def test_of_info_comes_back_what_can_be_kept() -> None:
+    image = Image.new("L", (1, 1))
+    image.info = {1: 2, (3, "a"): (4, (5.5, b"b")), "many": 1 << 64, "text": "\ud800", ("\ud800",): 1, "n": -(1 << 63)}
+    assert through(image).info == {1: 2, (3, "a"): (4, (5.5, b"b")), "n": -(1 << 63)}
+
+
 def test_a_photo_of_several_pictures_travels_as_its_file() -> None:
     data = encoded("MPO", save_all=True, append_images=[PHOTO.rotate(90)])
     image = Image.open(io.BytesIO(data))

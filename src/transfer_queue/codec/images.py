@@ -46,9 +46,19 @@ def taken_apart(image: Any) -> tuple[list[Any], Bytes]:
     pixels = image.tobytes() if image.width and image.height else b""
     palette = None
     if image.palette is not None and image.mode in ("P", "PA"):
-        palette = [image.palette.rawmode or image.palette.mode, bytes(image.palette.palette)]
+        palette = _palette_of(image)
     description = [PIXELS, image.mode, list(image.size), palette, _info(image.info)]
     return description, np.frombuffer(pixels, np.uint8)
+
+
+def _palette_of(image: Any) -> list[Any]:
+    """Raw mode and colours. A palette of RGBX says it is of RGB: the image alone has what lies beside the colours."""
+    palette = image.palette
+    if palette.mode == "RGB" and image.mode == "P" and image.width and image.height:
+        colours = bytes(image.getpalette("RGBA") or ())
+        if colours[3::4].count(255) != len(colours) // 4:
+            return ["RGBX", colours]
+    return [palette.rawmode or palette.mode, bytes(palette.palette)]
 
 
 def _file_of(image: Any) -> bytes | None:
@@ -88,16 +98,24 @@ def _same_pixels(again: Any, image: Any) -> bool:
 
 def _info(info: dict[Any, Any]) -> list[Any]:
     """What can be kept of what a file said beside its pixels: numbers, texts, bytes, and tuples of them."""
-    return [[key, kept] for key, value in info.items() if (kept := _kept(value)) is not None]
+    kept = ((_kept(key), _kept(value)) for key, value in info.items())
+    return [[key, value] for key, value in kept if key is not None and value is not None]
 
 
 def _kept(value: Any) -> Any:
     if type(value) in KEPT:
-        return value
+        return value if _is_encoded(value) else None
     if type(value) is tuple:
         items = [_kept(item) for item in value]
         return None if any(item is None for item in items) else ["t", items]
     return float(value) if hasattr(value, "numerator") else None  # a rational of EXIF
+
+
+def _is_encoded(value: Any) -> bool:
+    """Whether msgpack has it: an int of 64 bits, a text without lone surrogates."""
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 64
+    return type(value) is not str or value.isascii() or not any("\ud800" <= one <= "\udfff" for one in value)
 
 
 def put_together(description: Any, data: Bytes) -> Any:
