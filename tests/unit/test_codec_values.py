@@ -205,6 +205,20 @@ def test_what_is_no_tensor_in_a_tensordict_stays_none(value: Any) -> None:
     assert (got.names, got.batch_size) == (["rows"], (2,))
 
 
+def test_a_stack_of_nothing_comes_back() -> None:
+    got = through({"s": NonTensorStack("a")[:0]})["s"]
+    assert (type(got), got.batch_size) == (NonTensorStack, (0,))
+
+
+def test_what_is_too_long_for_msgpack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (bytes(1 << 32), {"deep": (bytes(1 << 32),)}):
+        with pytest.raises(UnsupportedValue, match=r"row 0, field 'x': .*too long"):
+            put_row({"x": value})
+    monkeypatch.setattr("transfer_queue.codec.filling.utf8", lambda text: (0, 1 << 32))
+    with pytest.raises(UnsupportedValue, match=r"field 'x': .*4 GiB"):
+        put_row({"x": "a" * 1000})
+
+
 def test_a_tensordict_that_was_stored_before_comes_back() -> None:
     stored = encode([[2], [["a", [1, 2]], ["b", "text"]]])
     reader = BufferReader(lambda number: np.zeros(1, np.uint8))
@@ -530,6 +544,7 @@ def test_a_name_belongs_to_one_type() -> None:
 FOREIGN = type("Foreign", (), {"__module__": "__main__"})
 CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
+TEXTS = np.dtypes.StringDType() if hasattr(np.dtypes, "StringDType") else None  # since NumPy 2
 OWN_ZONE = type("Zone", (datetime.tzinfo,), {"utcoffset": lambda self, moment: None})()
 
 
@@ -548,6 +563,7 @@ OWN_ZONE = type("Zone", (datetime.tzinfo,), {"utcoffset": lambda self, moment: N
         (np.zeros(2, [("o", object)]), "object"),
         (np.zeros(2, [("o", object)])[0], "object"),
         (np.zeros(2, "V0"), "V0"),
+        *([(np.array(["a"], TEXTS), "astype"), (TEXTS, "StringDType")] if TEXTS else []),
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "meta"),
         (torch.qint8, "qint8"),

@@ -98,6 +98,8 @@ class BufferWriter:
         if type(value) is not np.ndarray:
             raise UnsupportedValue(f"an array of type {type(value)} cannot be stored with its type kept")
         if value.dtype.hasobject:
+            if value.dtype.kind == "T":
+                raise UnsupportedValue(f"an array of {value.dtype} cannot be stored: put .astype(object) of it")
             if value.dtype.kind != "O":
                 raise UnsupportedValue(f"a structured array with object fields ({value.dtype}) cannot be stored")
             return _ext(OBJECT_ARRAY, [list(value.shape), [lower(item) for item in value.ravel().tolist()]])
@@ -191,6 +193,8 @@ def check_jagged(value: Any) -> None:
 
 
 def _describe(dtype: np.dtype[Any], lower: Callable[[Any], Any]) -> Any:
+    if dtype.kind == "T":
+        raise UnsupportedValue(f"the dtype {dtype!r} cannot be stored exactly")  # NumPy would write that of objects
     descr = np.lib.format.dtype_to_descr(dtype)
     if dtype.kind == "V":
         again = np.lib.format.descr_to_dtype(descr)
@@ -310,9 +314,8 @@ class BufferReader:
         return strided(values, sizes)
 
     def _stack(self, content: Any) -> NonTensorStack:
-        if not listed(content):
-            raise ProtocolError("a stack of nothing")
-        return NonTensorStack(*[item if isinstance(item, NonTensorStack) else NonTensorData(item) for item in content])
+        parts = [item if isinstance(item, NonTensorStack) else NonTensorData(item) for item in listed(content)]
+        return NonTensorStack(*parts)
 
 
 def _check_parts(*parts: Any) -> None:

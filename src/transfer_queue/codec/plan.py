@@ -268,7 +268,7 @@ def _nested(plan: BlockPlan, name: str, value: TensorDictBase) -> Column:
 def _objects(plan: BlockPlan, name: str, values: list[Any]) -> Column:
     _check_rows(plan, name, len(values))
     if set(map(type, values)) == {str} and sum(map(len, values)) >= TEXT_CHARS * len(values):
-        with contextlib.suppress(UnicodeEncodeError):  # lone surrogates take the typed path
+        with _named(name), contextlib.suppress(UnicodeEncodeError):  # lone surrogates take the typed path
             part, offsets = plan.add_texts(values)
             return Column(name, OBJECTS, "", 0, (), -1, [part, plan.add(offsets, offsets.nbytes)], [])
     buffers = BufferWriter()

@@ -78,10 +78,19 @@ def pack(value: Any, buffers: Buffers | None = None, allow_pickle: bool = False)
         pass  # integers beyond 64 bits and lone surrogates take the typed path
     except RecursionError:
         raise UnsupportedValue("the value is nested too deeply") from None
+    except msgspec.EncodeError as error:
+        raise _too_long(error) from None
     try:
         return encode(Lowering(buffers, allow_pickle).lower(value))
     except RecursionError:
         raise UnsupportedValue("the value is nested too deeply") from None
+    except msgspec.EncodeError as error:
+        raise _too_long(error) from None
+
+
+def _too_long(error: Exception) -> UnsupportedValue:
+    """msgpack counts bytes and items in 32 bits."""
+    return UnsupportedValue(f"a text, bytes or a list is too long ({error}): put it in parts, or as a tensor")
 
 
 class Lowering:
