@@ -30,6 +30,7 @@ log = logging.getLogger("transfer_queue")
 _missed: set[str] = set()
 
 
+@functools.lru_cache(maxsize=1024)
 def kind_of(cls: type) -> str | None:
     """How values of `cls` travel; None when they have no fields by which they could."""
     if issubclass(cls, enum.Flag):

@@ -101,7 +101,7 @@ class Lowering:
         self.allow_pickle = allow_pickle
 
     def lower(self, value: Any) -> Any:
-        kind = type(value)
+        kind: Any = type(value)
         rule = _RULES.get(kind)
         if rule is not None:
             return rule(self, value)
