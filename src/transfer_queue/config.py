@@ -76,7 +76,7 @@ def _whole(name: str, otherwise: T) -> int | T:
     text = os.environ.get(name)
     if text is None:
         return otherwise
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(f"{name}={text!r}: expected a whole number")
     return int(text)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue.codec.assemble import Assembler
-from transfer_queue.codec.layout import Column, Layout, decode_layout, encode_layout
+from transfer_queue.codec.layout import HEAD, MARK, Column, Layout, decode_layout, encode_layout
 from transfer_queue.codec.plan import plan_batch
 from transfer_queue.codec.rows import BlockBytes, Copier
 from transfer_queue.codec.select import selected
@@ -187,6 +187,13 @@ def test_every_cut_of_a_layout_is_refused() -> None:
             decode_layout(layout[:end])
 
 
+@pytest.mark.parametrize("num_dims", [65, 2**31, 2**62])
+def test_the_layout_of_a_row_with_too_many_dimensions_is_refused(num_dims: int) -> None:
+    template = msgspec.msgpack.encode([["x", "dense", "int8", 1, num_dims, -1, 1, False]])
+    with pytest.raises(ProtocolError, match="dimensions"):
+        decode_layout(HEAD.pack(MARK, 4, len(template)) + template + bytes(4 * (3 + 65)))
+
+
 def test_deeply_nested_columns_are_refused() -> None:
     data = b"\x93\x01\x00\x91" + b"\x98\xa1x\xa6nested\xa0\x00\x90\xff\x90\x91" * 100_000
     with pytest.raises(ProtocolError):
@@ -308,7 +315,7 @@ DAMAGED = [
     None, 1, -1, "a", [], [1], [[]], [1, 2], ["a", 0, 0], {}, {"a": 1}, [[1, [2]]], [2**63, 0], [0, 0, 0], "1e", [1, 0],
     ["x", [2**62], 0], [[2**62], []], [[-1], []], [["<f8"], "a"], ["|O", b"12345678"], ["|O", [1], 0], [[[]]],
     ["2024", 5, 0], ["2024-01-01", 7, None], ["2024-01-01", 0, [2**60, None]], ["2024-01-01", 0, True], [10**18, 0, 0],
-    "cuda:99999999999",
+    "cuda:99999999999", ",i4", [",i4", b"1234"], [",i4", [1], 0], [False, {"a": 1}, 1], [False, {"a": 1}, {"b": "c"}],
 ]  # fmt: skip
 
 

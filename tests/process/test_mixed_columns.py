@@ -85,6 +85,8 @@ def test_pythons_ints_take_the_dtype_of_the_other_numbers(part: str, first: Any,
 def test_an_int_that_would_change_is_refused_and_tensors_are_never_converted(part: str) -> None:
     with pytest.raises(SchemaConflict, match=r"an integer of row 'b' does not fit into float32"):
         two(part, 0.5, 2**24 + 1)
+    with pytest.raises(SchemaConflict, match=r"an integer of row 'b' does not fit into float16"):
+        two(part, np.float16([0.5]), [-(2**63)])
     with pytest.raises(SchemaConflict, match="int64 in row 'b'"):
         two(part, torch.tensor(0.5), torch.tensor(1))
 

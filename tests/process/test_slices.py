@@ -95,6 +95,16 @@ def test_plain_tensors_where_they_are_asked_for(part: str) -> None:
     assert padded[1, 1:].unique().tolist() == [-1]
 
 
+def test_rows_without_numbers_have_parts_without_numbers(part: str) -> None:
+    rows = {"inner": torch.zeros(2, 3, 0, 2), "first": torch.zeros(2, 0, 3), "last": torch.zeros(2, 4, 3, 0)}
+    tq.kv_batch_put(["z0", "z1"], f"{part} zeros", rows)
+    for one in (Slice(0, 2), Slice(0, 1, 1), Slice.of_rank(1, 2, dim=1, zigzag=True)):
+        got = tq.kv_batch_get(["z0", "z1"], f"{part} zeros", dense=True, slices=dict.fromkeys(rows, one))
+        for name, whole in rows.items():
+            assert got[name].shape[1:] == expected(whole[0], one).shape
+    tq.kv_clear(["z0", "z1"], f"{part} zeros")
+
+
 def test_by_metadata(shared: tq.TransferQueueClient) -> None:
     meta = shared.put({"experts": ROWS}, partition_id="meta")
     found = shared.get_data(meta, slices={"experts": Slice(0, 2)})["experts"]

@@ -50,6 +50,15 @@ def test_every_dtype_keeps_its_values(dtype: torch.dtype) -> None:
     assert found.schema.field("x").metadata[b"tq.dtype"] == str(dtype).removeprefix("torch.").encode()
 
 
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.int1], ids=str)
+def test_a_dtype_without_numbers_is_described(dtype: torch.dtype) -> None:
+    rows = torch.ones(2, 3, dtype=torch.uint8).view(dtype)
+    name = str(dtype).removeprefix("torch.")
+    tq.kv_batch_put(["a", "b"], name, {"x": rows, "ragged": [rows[0], rows[0, :1]]})
+    found = tq.table(name).to_arrow().to_pydict()
+    assert [found["x"][0], found["ragged"][1]] == [f'"<tensor {name} 3>"', f'"<tensor {name} 1>"']
+
+
 def test_nan_stays_nan_and_is_not_null() -> None:
     tq.kv_batch_put(["a", "b"], "nan", {"x": torch.tensor([float("nan"), float("-inf")])})
     column = tq.table("nan").to_arrow()["x"]

@@ -88,3 +88,9 @@ def test_a_good_file_opens_the_service(tmp_path: Path, monkeypatch: pytest.Monke
     serving(token_file(tmp_path))
     monkeypatch.setenv("TQ_TOKEN_FILE", token_file(tmp_path, mode=0o400))
     assert parse_address("tcp:127.0.0.1:1").token == GOOD
+
+
+@pytest.mark.parametrize("text", ["tcp:host:²", "tcp:host:", "tcp:host:99999", "tcp:host:" + "1" * 5000, "tcp:7"])
+def test_an_address_without_a_port_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected tcp:HOST:PORT"):
+        parse_address(text, "x" * 16)

@@ -11,8 +11,10 @@ from blocks import assert_rows, block_of, compact, get, put, put_row, rows_of, s
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.codec.assemble import Assembler
+from transfer_queue.codec.cells import cell_in, tensor_tag
+from transfer_queue.codec.needed import index_ranges, value_ranges
 from transfer_queue.codec.plan import plan_batch, plan_empty, plan_row
-from transfer_queue.codec.rows import Copier
+from transfer_queue.codec.rows import BlockBytes, Copier
 from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict, UnsupportedValue
 
 DTYPES = sorted(
@@ -418,3 +420,18 @@ def test_rows_that_are_not_in_the_block_are_refused() -> None:
     for rows in ([4], [-1], [0, 9]):
         with pytest.raises(ProtocolError, match="not in their block"):
             Assembler(Copier(), False).scattered(schema_of([block], "x"), block, np.array(rows))
+
+
+def test_rows_of_several_lengths_and_no_bytes_need_none() -> None:
+    rows = [torch.zeros(n, 0) for n in (2, 3, 1)]
+    block = put({"x": rows, "other": torch.ones(3, 4)}, 3)
+    image = BlockBytes(np.full(len(block.data), 0xCC, np.uint8), block.layout, -1)
+    for ranges in (index_ranges(block.layout, {"x"}), value_ranges(image, np.array([0, 2]), {"x"})):
+        for first, end in ranges:
+            image.data[first:end] = block.data[first:end]
+    assert [tuple(row.shape) for row in rows_of(get(image, "x", [(0, 2, 1), (0, 0, 1)]))] == [(1, 0), (2, 0)]
+    column = block.layout.column("x")
+    assert column is not None
+    cell = cell_in(block, column, 1)
+    assert cell is not None
+    assert (cell.tag, cell.nbytes) == (tensor_tag("float32", (3, 0)), len(cell.tag))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,10 @@ from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue.codec.plan import plan_batch
 from transfer_queue.errors import InvalidInput, UnsupportedValue
+
+
+class Level(enum.IntEnum):
+    LOW = 1
 
 
 def column(values: Any, rows: int | None = None) -> Any:
@@ -43,6 +50,7 @@ def test_a_list_of_numbers_is_a_dense_column(values: Any, expected: torch.Tensor
         ([[1, 2.5], [3]], torch.float32),
         ([[1], [2.5]], torch.float32),
         ([[1.5], [2]], torch.float32),
+        ([[1.5], [2**24, -(2**24)]], torch.float32),
     ],
 )
 def test_lists_of_numbers_are_a_ragged_column(values: list[list[Any]], dtype: torch.dtype) -> None:
@@ -56,7 +64,9 @@ def test_lists_of_numbers_are_a_ragged_column(values: list[list[Any]], dtype: to
         [None], [[1], [2**63]], [[1.0], [1e39]], [[], []], [[1], "a"], [[1], (2,)], [[1], None], [[[1]],
         [[2]]], [["a"], ["b"]],
         [[True], [1]], [(1, 2), (3,)], [{"a": 1}, {}], ["ab", "c"], [b"ab", b""], [np.int64(1), np.int64(2)],
-        [[1], [2, None]],
+        [[1], [2, None]], [[1, True]], [[1.5, True]], [[1, Level.LOW]], [[1.5, Level.LOW]], [[1.5, Decimal("0.1")]],
+        [[0.5], [Fraction(1, 3)]], [[1, np.int64(2)]], [[1.5, np.float64(2)]], [[0.5, 2**24 + 1]], [[2**24 + 1], [0.5]],
+        [0.5, 2**24 + 1], [[0.5, -(2**24) - 1]],
     ],
     ids=repr,
 )  # fmt: skip
@@ -64,6 +74,11 @@ def test_lists_that_do_not_fit_one_number_type_are_kept_as_they_are(values: list
     got = column(values)
     assert isinstance(got, NonTensorStack)
     assert_rows(got, values)
+
+
+def test_a_tensor_among_numbers_stays_a_tensor() -> None:
+    rows = [[1.5, torch.tensor(2)], [torch.tensor(3)]]
+    assert same(column(rows).tolist(), rows)
 
 
 def test_lists_in_a_tensordict_are_kept_as_they_are() -> None:

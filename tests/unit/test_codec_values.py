@@ -11,6 +11,7 @@ import fractions
 import math
 import os
 import pathlib
+import re
 import sys
 import threading
 import types
@@ -22,12 +23,17 @@ import numpy as np
 import pytest
 import torch
 from blocks import assert_rows, block_of, compact, get, put, put_row, rows_of, same, through
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf
+from PIL import Image
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.codec import classes, registry, values
+from transfer_queue.codec.arrays import TENSORDICT, BufferReader
 from transfer_queue.codec.plan import plan_batch, plan_row
 from transfer_queue.codec.registry import register_type
+from transfer_queue.codec.values import Ext, encode
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 
 
@@ -187,6 +193,39 @@ def test_nested_tensordicts_in_values() -> None:
     assert got["n"] == "x"
 
 
+NO_TENSORS = [5, True, 2.5, [1, 2], [[1], [2, 3]], np.arange(3), {"q": 1}, None, (1, 2), "s"]
+
+
+@pytest.mark.parametrize("value", NO_TENSORS, ids=str)
+def test_what_is_no_tensor_in_a_tensordict_stays_none(value: Any) -> None:
+    td = TensorDict({"a": NonTensorData(value, batch_size=[2]), "t": torch.ones(2)}, [2], names=["rows"])
+    got = through({"td": td})["td"]
+    assert same(got["a"], td["a"])
+    assert type(got.get("a")) is type(td.get("a"))
+    assert (got.names, got.batch_size) == (["rows"], (2,))
+
+
+def test_a_stack_of_nothing_comes_back() -> None:
+    got = through({"s": NonTensorStack("a")[:0]})["s"]
+    assert (type(got), got.batch_size) == (NonTensorStack, (0,))
+
+
+def test_what_is_too_long_for_msgpack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (bytes(1 << 32), {"deep": (bytes(1 << 32),)}):
+        with pytest.raises(UnsupportedValue, match=r"row 0, field 'x': .*too long"):
+            put_row({"x": value})
+    monkeypatch.setattr("transfer_queue.codec.filling.utf8", lambda text: (0, 1 << 32))
+    with pytest.raises(UnsupportedValue, match=r"field 'x': .*4 GiB"):
+        put_row({"x": "a" * 1000})
+
+
+def test_a_tensordict_that_was_stored_before_comes_back() -> None:
+    stored = encode([[2], [["a", [1, 2]], ["b", "text"]]])
+    reader = BufferReader(lambda number: np.zeros(1, np.uint8))
+    got = values.Lifting(reader.lift).unpack(encode(Ext(TENSORDICT, stored)))
+    assert (got["a"].tolist(), got["b"], got.batch_size) == ([1, 2], "text", (2,))
+
+
 def test_a_jagged_tensor_in_a_value() -> None:
     nt = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     assert same(through({"nt": nt})["nt"], nt)
@@ -281,11 +320,60 @@ def test_functions_of_a_registered_type_count_for_its_subclasses() -> None:
     assert through([Narrower(3), Opaque(1)]) == [("Narrower", 3), ("Opaque", 1)]
 
 
+class OwnTensor(torch.Tensor):
+    pass
+
+
+class OwnDict(TensorDict):
+    pass
+
+
+class OwnFloat(np.float64):
+    pass
+
+
+class OwnText(np.str_):
+    pass
+
+
+class OwnPath(type(pathlib.Path())):  # type: ignore[misc]
+    pass
+
+
+class OwnConfig(DictConfig):
+    pass
+
+
+class OwnImage(Image.Image):
+    pass
+
+
+OWN = [OwnDict({"a": torch.ones(2)}, [2]), OwnFloat(1.5), OwnText("q"), OwnPath("a"), OwnConfig({"a": 1}), OwnImage()]
+
+
+@pytest.mark.parametrize("value", OWN, ids=lambda value: type(value).__name__)
+def test_a_subclass_is_not_stored_as_its_base(value: Any) -> None:
+    with pytest.raises(UnsupportedValue, match=f"{type(value).__name__}.*register_type"):
+        put_row({"x": {"deep": value}})
+
+
+@pytest.mark.usefixtures("own_types")
+@pytest.mark.parametrize("value", [*OWN, torch.ones(2).as_subclass(OwnTensor), np.ma.array([1, 2], mask=[0, 1])], ids=
+    lambda value: type(value).__name__)  # fmt: skip
+def test_functions_of_a_registered_type_count_also_for_tensors_and_arrays(value: Any) -> None:
+    register_type(type(value), to_plain=lambda own: type(own).__name__, from_plain=lambda name: ["made", name])
+    made = ["made", type(value).__name__]
+    assert through({"deep": [value]}) == {"deep": [made]}
+    assert rows_of(get(put({"x": [value, value]}, 2), "x")) == [made, made]
+    assert rows_of(get(put_row({"x": value}), "x")) == [made]
+
+
 # ---- types that travel by their fields ----
 
 
 class Slotted:
     __slots__ = ("x",)
+    x: Any
 
 
 @dataclasses.dataclass
@@ -319,6 +407,14 @@ def test_enums_dataclasses_and_named_tuples_come_back_as_their_class(value: Any)
     assert same(got, value)
     if dataclasses.is_dataclass(value):
         assert same(vars(got), vars(value))
+
+
+def test_slots_that_are_no_fields_come_back() -> None:
+    value = Widest(2)
+    value.x = [0.5]
+    got = through([value])[0]
+    assert (type(got), got.x, got.y) == (Widest, [0.5], 2)
+    assert not hasattr(through([Widest(2)])[0], "x")
 
 
 @pytest.mark.usefixtures("unwarned")
@@ -389,6 +485,44 @@ def test_a_config_comes_back_with_its_interpolations_and_flags() -> None:
     assert type(through([OmegaConf.create([1, {"k": 2}])])[0]) is ListConfig
 
 
+@given(st.text("\\\\${}a: ", max_size=8))
+def test_texts_of_a_part_of_a_config_are_resolved_once(text: str) -> None:
+    config = OmegaConf.create({"part": {"b": "${text}", "l": ["${text}"]}, "text": None})
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    config.text = escaped
+    assume(config.text == text)
+    got = through([config.part])[0]
+    assert (got.b, got.l[0]) == (text, text)
+    assert through([config])[0].part.b == text
+
+
+@dataclasses.dataclass
+class Settings:
+    n: int = 3
+
+
+def parts_with_flags() -> DictConfig:
+    config = OmegaConf.create({"a": {"b": 1}})
+    OmegaConf.set_readonly(config.a, True)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (OmegaConf.structured(Settings), "Settings"),
+        (OmegaConf.create({"deep": [OmegaConf.structured(Settings)]}), "Settings"),
+        (DictConfig({}, key_type=int), "int"),
+        (OmegaConf.create({"n": IntegerNode(3)}), "IntegerNode"),
+        (parts_with_flags(), "readonly.*'a'"),
+    ],
+    ids=["structured", "deep", "keys", "node", "flags"],
+)
+def test_a_config_that_would_lose_types_or_flags_is_refused(config: Any, named: str) -> None:
+    with pytest.raises(UnsupportedValue, match=f"{named}.*(put|set) "):
+        put_row({"x": config})
+
+
 @pytest.mark.usefixtures("own_types")
 def test_a_value_the_readers_type_cannot_take_is_refused() -> None:
     register_type(Colour, name="colour", to_plain=lambda c: "BLUE", from_plain=lambda name: Colour[name])
@@ -410,6 +544,7 @@ def test_a_name_belongs_to_one_type() -> None:
 FOREIGN = type("Foreign", (), {"__module__": "__main__"})
 CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
+TEXTS = np.dtypes.StringDType() if hasattr(np.dtypes, "StringDType") else None  # since NumPy 2
 OWN_ZONE = type("Zone", (datetime.tzinfo,), {"utcoffset": lambda self, moment: None})()
 
 
@@ -426,7 +561,9 @@ OWN_ZONE = type("Zone", (datetime.tzinfo,), {"utcoffset": lambda self, moment: N
         (np.ma.array([1, 2], mask=[0, 1]), "MaskedArray"),
         (np.rec.array([(1,)], dtype=[("a", "i4")])[0], "record"),
         (np.zeros(2, [("o", object)]), "object"),
+        (np.zeros(2, [("o", object)])[0], "object"),
         (np.zeros(2, "V0"), "V0"),
+        *([(np.array(["a"], TEXTS), "astype"), (TEXTS, "StringDType")] if TEXTS else []),
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "meta"),
         (torch.qint8, "qint8"),

@@ -52,6 +52,25 @@ def test_rows_of_different_length_need_a_padding(part: str) -> None:
         tq.kv_batch_get(keys, part, dense=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_rows_of_unsigned_numbers_are_padded(part: str, dtype: torch.dtype) -> None:
+    ragged = [torch.tensor([7], dtype=dtype), torch.tensor([8, 9], dtype=dtype)]
+    varied = [torch.tensor([[7, 8]]).to(dtype), torch.tensor([[8], [9]]).to(dtype)]
+    td = tq.kv_batch_get(put(part, ragged=ragged, varied=varied), part, pad=65535)
+    assert td["ragged"].dtype == td["varied"].dtype == dtype
+    assert td["ragged"].tolist() == [[7, 65535], [8, 9]]
+    assert td["varied"].tolist() == [[[7, 8], [65535, 65535]], [[8, 65535], [9, 65535]]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named"), [(torch.float16, "has no 65535000"), (torch.bits8, "cannot fill")], ids=str
+)
+def test_a_dtype_that_cannot_be_padded_so_is_named(part: str, dtype: torch.dtype, named: str) -> None:
+    rows = [torch.ones(n * dtype.itemsize, dtype=torch.uint8).view(dtype) for n in (1, 2)]
+    with pytest.raises(InvalidInput, match=f"'x' is {dtype}, which .*{named}"):
+        tq.kv_batch_get(put(part, x=rows), part, pad=65535000)
+
+
 def test_a_number_pads_every_field_on_the_right(part: str, shared: tq.TransferQueueClient) -> None:
     meta = shared.put({"ids": [[1, 2, 3], [4]], "p": [[0.5], [0.25, 1.0]], "name": ["a", "b"]}, partition_id=part)
     td = shared.get_data(meta, pad=-1)

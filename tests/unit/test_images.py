@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blocks import block_of, get, put, through
-from PIL import Image
+from PIL import Image, ImageFile
 
 import transfer_queue as tq
 from transfer_queue.codec.plan import plan_batch
@@ -51,6 +51,49 @@ def test_a_palette_with_alpha_and_an_image_without_pixels() -> None:
     assert_same(through(image), image)
     assert through(image).convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
     assert through(Image.new("RGB", (0, 5))).size == (0, 5)
+
+
+def test_a_palette_with_bytes_beside_its_colours() -> None:
+    image = Image.frombytes("P", (2, 1), bytes([0, 3]))
+    image.putpalette(range(1, 33), "RGBX")
+    got = through(image)
+    assert_same(got, image)
+    assert got.palette.mode == image.palette.mode == "RGB"
+    assert got.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
+
+
+def test_of_info_comes_back_what_can_be_kept() -> None:
+    image = Image.new("L", (1, 1))
+    image.info = {1: 2, (3, "a"): (4, (5.5, b"b")), "many": 1 << 64, "text": "\ud800", ("\ud800",): 1, "n": -(1 << 63)}
+    assert through(image).info == {1: 2, (3, "a"): (4, (5.5, b"b")), "n": -(1 << 63)}
+
+
+def test_a_photo_of_several_pictures_travels_as_its_file() -> None:
+    data = encoded("MPO", save_all=True, append_images=[PHOTO.rotate(90)])
+    image = Image.open(io.BytesIO(data))
+    assert image.format == "MPO"
+    got = through(image)
+    assert (type(got), got.format, got.n_frames) == (type(image), "MPO", 2)
+    assert_same(got, image)
+
+
+def test_an_image_whose_format_this_pillow_cannot_open_travels_as_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = Image.open(io.BytesIO(encoded("BMP")))
+    monkeypatch.delitem(Image.OPEN, "BMP")
+    assert through(image).tobytes() == image.tobytes()
+
+
+def test_an_image_that_a_plugin_opened_travels_as_pixels() -> None:
+    class Plugin(ImageFile.ImageFile):
+        def _open(self) -> None:
+            self._mode, self._size = "L", (2, 1)
+
+        def load(self) -> Any:
+            self.im = Image.new("L", (2, 1), 7).im
+            return super(ImageFile.ImageFile, self).load()
+
+    got = through(Plugin(io.BytesIO(b"x")))
+    assert (type(got), got.mode, got.tobytes()) == (Image.Image, "L", b"\x07\x07")
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -136,6 +136,23 @@ def test_rows_that_are_cleared_or_offered_again_are_dealt_anew() -> None:
     assert not sampler._states
 
 
+@pytest.mark.parametrize("restored", [False, True])
+def test_ranks_that_are_batches_apart_get_rows_of_their_own(restored: bool) -> None:
+    """What was sliced for a rank that has not asked yet is ready still."""
+    sampler, view = StreamingTokenBudgetSampler(), view_of([5] * 12)
+    ready, taken = list(range(12)), []
+    for rank, batch in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (1, 1)]:
+        rows = ask(sampler, ready, view, rank=rank, batch=batch)
+        taken += rows
+        ready = [row for row in ready if row not in rows]
+        if restored:
+            state, sampler = copy.deepcopy(sampler.save_checkpoint()), StreamingTokenBudgetSampler()
+            sampler.load_checkpoint(state)
+    assert sorted(taken) == list(range(12))
+    sampler.offer_again("p", "t", {taken[0]})
+    assert taken[0] in ask(sampler, taken[:2], view, batch=3) + ask(sampler, taken[:2], view, rank=1, batch=3)
+
+
 def test_its_state_comes_back_from_a_checkpoint() -> None:
     view = view_of([5] * 4)
     sampler, other = (StreamingTokenBudgetSampler(balance_unit_multiplier=2) for _ in range(2))

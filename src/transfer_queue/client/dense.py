@@ -133,7 +133,7 @@ def _of_jagged(name: str, value: Any, padding: Padding | None) -> tuple[torch.Te
     steps = torch.arange(size, device=lengths.device)
     own = steps < lengths[:, None] if padding.side == RIGHT else steps >= size - lengths[:, None]
     full = _filled(name, (count, size, *values.movedim(dim, 0).shape[1:]), value, padding)
-    full[own] = values.movedim(dim, 0)
+    _assignable(full)[own] = _assignable(values.movedim(dim, 0))
     full = full.movedim(1, dim + 1)
     mask = own.view(count, *(size if d == dim else 1 for d in range(full.dim() - 1))).expand(full.shape)
     return full, mask.contiguous()
@@ -164,6 +164,20 @@ def _filled(name: str, shape: tuple[int, ...], like: torch.Tensor, padding: Padd
     """A tensor of the padding's value. Raises `InvalidInput` where the dtype would change it into another number."""
     fill = torch.tensor(padding.value, device="cpu")
     inexact = like.dtype.is_floating_point or like.dtype.is_complex
-    if not inexact and (not math.isfinite(padding.value) or fill.to(like.dtype).item() != padding.value):
-        raise InvalidInput(f"field {name!r} is {like.dtype}, which has no {padding.value!r} to pad with")
-    return torch.full(shape, padding.value, dtype=like.dtype, device=like.device)
+    try:
+        if inexact or (math.isfinite(padding.value) and fill.to(like.dtype).item() == padding.value):
+            return torch.full(shape, padding.value, dtype=like.dtype, device=like.device)
+    except NotImplementedError:
+        raise InvalidInput(f"field {name!r} is {like.dtype}, which torch cannot fill: leave pad= out of it") from None
+    except RuntimeError:  # a float beyond those of the dtype
+        pass
+    raise InvalidInput(f"field {name!r} is {like.dtype}, which has no {padding.value!r} to pad with")
+
+
+# Those of which torch assigns no chosen places.
+_AS_BYTES = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _assignable(value: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a dtype of which torch does."""
+    return value.view(_AS_BYTES.get(value.dtype, value.dtype))

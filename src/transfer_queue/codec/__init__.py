@@ -23,7 +23,10 @@
     spread_rows       rows that lie anywhere in several blocks, one pass per field
     values            the safe encoding of Python values
      ├─ arrays        tensors and arrays inside them, as aligned buffers
+     ├─ exact         what a message holds where a list, a number or a text belongs
      ├─ classes       enums, dataclasses and named tuples by name and fields
+     ├─ data_classes  which of them are data, so that using a value runs no code of its class
+     ├─ configs       configs of OmegaConf
      ├─ images        PIL images without pickle
      ├─ registry      the user's own types
      ├─ described     values to look at: nothing of the user's is called, no image opened

@@ -12,6 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.codec import images, lists
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
+from transfer_queue.codec.exact import ints, listed, of_type, pairs
 from transfer_queue.codec.layout import MAX_DIMS, checked_offsets
 from transfer_queue.codec.nested import Offsets, constructed, flattened, strided, trimmed
 from transfer_queue.codec.values import Ext, encode
@@ -21,6 +22,9 @@ from transfer_queue.memory.bytes import Bytes
 TENSOR, NDARRAY, NPSCALAR, OBJECT_ARRAY, DTYPE, SIZE, TENSORDICT, JAGGED, NP_DTYPE, DEVICE, STACK, IMAGE, STRIDED = (
     range(40, 53)
 )
+
+# NumPy parses the text of a dtype as Python: SyntaxError.
+DAMAGES = (LookupError, ArithmeticError, RuntimeError, TypeError, ValueError, AttributeError, SyntaxError)
 
 Source = torch.Tensor | np.ndarray[Any, Any]
 
@@ -51,7 +55,7 @@ class BufferWriter:
             return self._tensor(value, lower)
         if isinstance(value, np.ndarray):
             return self._ndarray(value, lower)
-        if isinstance(value, np.generic):
+        if isinstance(value, np.generic) and type(value) is value.dtype.type:
             return _ext(NPSCALAR, _scalar(value, lower))
         if isinstance(value, torch.dtype):
             return Ext(DTYPE, encode(dtype_name(value)))
@@ -65,8 +69,8 @@ class BufferWriter:
             return lower(value.data)
         if isinstance(value, NonTensorStack) and value.stack_dim == 0:
             return _ext(STACK, [lower(item) for item in value.tensordicts])
-        if isinstance(value, TensorDict):
-            return _ext(TENSORDICT, [list(value.batch_size), [[k, lower(v)] for k, v in value.items()]])
+        if type(value) is TensorDict:
+            return _ext(TENSORDICT, _taken_apart(value, lower))
         if images.is_image(value):
             return self._image(value)
         return NotImplemented
@@ -94,6 +98,8 @@ class BufferWriter:
         if type(value) is not np.ndarray:
             raise UnsupportedValue(f"an array of type {type(value)} cannot be stored with its type kept")
         if value.dtype.hasobject:
+            if value.dtype.kind == "T":
+                raise UnsupportedValue(f"an array of {value.dtype} cannot be stored: put .astype(object) of it")
             if value.dtype.kind != "O":
                 raise UnsupportedValue(f"a structured array with object fields ({value.dtype}) cannot be stored")
             return _ext(OBJECT_ARRAY, [list(value.shape), [lower(item) for item in value.ravel().tolist()]])
@@ -124,6 +130,18 @@ class BufferWriter:
 
 def _ext(code: int, content: Any) -> Any:
     return Ext(code, encode(content))
+
+
+def _taken_apart(value: TensorDict, lower: Callable[[Any], Any]) -> list[Any]:
+    """Batch size and items of a TensorDict; then, where there are any, its items that are no tensors, as numbers would
+    become tensors, and the names of its dimensions."""
+    items: list[Any] = []
+    others: list[Any] = []
+    for key, item in value.items():
+        (others if isinstance(item, NonTensorData) else items).append([key, lower(item)])
+    names = list(value.names)
+    content = [list(value.batch_size), items]
+    return [*content, others, names] if others or any(name is not None for name in names) else content
 
 
 def _without_holes(value: torch.Tensor) -> Any:
@@ -175,6 +193,8 @@ def check_jagged(value: Any) -> None:
 
 
 def _describe(dtype: np.dtype[Any], lower: Callable[[Any], Any]) -> Any:
+    if dtype.kind == "T":
+        raise UnsupportedValue(f"the dtype {dtype!r} cannot be stored exactly")  # NumPy would write that of objects
     descr = np.lib.format.dtype_to_descr(dtype)
     if dtype.kind == "V":
         again = np.lib.format.descr_to_dtype(descr)
@@ -188,6 +208,8 @@ def _scalar(value: np.generic, lower: Callable[[Any], Any]) -> list[Any]:
         return ["U", lower(value[:])]
     if isinstance(value, np.bytes_):
         return ["S", bytes(value)]
+    if value.dtype.hasobject:
+        raise UnsupportedValue(f"a structured value with object fields ({value.dtype}) cannot be stored: put .item()")
     if not value.dtype.itemsize:
         raise UnsupportedValue("a numpy void of no bytes cannot be stored")
     return [_describe(value.dtype, lower), value.tobytes()]
@@ -229,15 +251,16 @@ class BufferReader:
             return rule(self, content)
         except (ProtocolError, UnsupportedValue):
             raise
-        except (LookupError, ArithmeticError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        except DAMAGES as error:
             raise ProtocolError(f"a damaged array in a value: {error}") from None
 
-    def _bytes(self, ref: int) -> Bytes:
-        return self._spans[self._refs[ref]]
+    def _bytes(self, ref: Any) -> Bytes:
+        return self._spans[self._refs[of_type(ref, int)]]
 
     def _tensor(self, content: Any) -> torch.Tensor:
-        name, shape, ref = content
-        number = self._refs[ref]
+        name, shape, ref = listed(content, 3)
+        number = self._refs[of_type(ref, int)]
+        shape, name = ints(shape), of_type(name, str)
         if 0 in shape:
             return torch.empty(shape, dtype=torch_dtype(name), device="cpu")
         flat = self._tensors.get((number, name))
@@ -247,23 +270,33 @@ class BufferReader:
         return flat.view(shape)
 
     def _ndarray(self, content: Any) -> np.ndarray[Any, Any]:
-        descr, shape, ref = content
-        return self._bytes(ref).view(np.lib.format.descr_to_dtype(descr)).reshape(shape)
+        descr, shape, ref = listed(content, 3)
+        return self._bytes(ref).view(_np_dtype(descr)).reshape(ints(shape))
 
     def _object_array(self, content: Any) -> np.ndarray[Any, Any]:
-        shape, items = content
-        flat = np.empty(len(items), object)
+        shape, items = listed(content, 2)
+        flat = np.empty(len(listed(items)), object)
         for number, item in enumerate(items):
             flat[number] = item
-        return flat.reshape(shape)
+        return flat.reshape(ints(shape))
 
     def _tensordict(self, content: Any) -> TensorDict:
-        batch_size, items = content
-        return TensorDict({tuple(k) if isinstance(k, list) else k: v for k, v in items}, batch_size=batch_size)
+        if len(listed(content)) == 2:
+            content = [*content, [], None]
+        batch_size, items, others, names = listed(content, 4)
+        found = TensorDict({_key(k): v for k, v in pairs(items)}, batch_size=ints(batch_size), names=_names(names))
+        for key, item in pairs(others):
+            found.set_non_tensor(_key(key), item)
+        return found
 
     def _jagged(self, content: Any) -> torch.Tensor:
-        values, offsets, ragged = content
-        if not 1 <= ragged <= values.dim() or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+        values, offsets, ragged = listed(content, 3)
+        _check_parts(values, offsets)
+        if (
+            not 1 <= of_type(ragged, int) <= values.dim()
+            or offsets.dim() != 1
+            or offsets.dtype not in (torch.int32, torch.int64)
+        ):
             raise ProtocolError("not the parts of a jagged tensor")
         marks = checked_offsets(offsets.numpy(), values.shape[ragged - 1], "a jagged tensor")
         if marks[0] or marks[-1] != values.shape[ragged - 1]:
@@ -271,7 +304,8 @@ class BufferReader:
         return constructed(values, Offsets.of(marks), ragged)
 
     def _strided(self, content: Any) -> torch.Tensor:
-        values, sizes = content
+        values, sizes = listed(content, 2)
+        _check_parts(values, sizes)
         if values.dim() != 1 or sizes.dim() != 2 or sizes.dtype != torch.int64 or bool((sizes < 0).any()):
             raise ProtocolError("not the parts of a strided nested tensor")
         lengths = [math.prod(row) for row in sizes.tolist()]  # numbers of any size
@@ -280,16 +314,46 @@ class BufferReader:
         return strided(values, sizes)
 
     def _stack(self, content: Any) -> NonTensorStack:
-        if not content:
-            raise ProtocolError("a stack of nothing")
-        return NonTensorStack(*[item if isinstance(item, NonTensorStack) else NonTensorData(item) for item in content])
+        parts = [item if isinstance(item, NonTensorStack) else NonTensorData(item) for item in listed(content)]
+        return NonTensorStack(*parts)
+
+
+def _check_parts(*parts: Any) -> None:
+    for part in parts:
+        if of_type(part, torch.Tensor).is_nested:
+            raise ProtocolError("a nested tensor inside of another")
+
+
+def _key(key: Any) -> Any:
+    """A key of a TensorDict: a text, or texts."""
+    if type(key) in (list, tuple):
+        return tuple(of_type(item, str) for item in key)
+    return of_type(key, str)
+
+
+def _names(names: Any) -> list[str | None] | None:
+    """The names of the dimensions of a TensorDict."""
+    return None if names is None else [of_type(name, str, type(None)) for name in listed(names)]
 
 
 def _npscalar(content: Any) -> Any:
-    descr, data = content
-    if descr in ("U", "S"):
-        return (np.str_ if descr == "U" else np.bytes_)(data)
-    return np.frombuffer(data, np.lib.format.descr_to_dtype(descr))[0]
+    descr, data = listed(content, 2)
+    if type(descr) is str and descr in ("U", "S"):
+        return np.str_(of_type(data, str)) if descr == "U" else np.bytes_(of_type(data, bytes))
+    return np.frombuffer(of_type(data, bytes), _np_dtype(descr))[0]
+
+
+def _np_dtype(descr: Any) -> np.dtype[Any]:
+    _check_descr(descr)
+    return np.lib.format.descr_to_dtype(descr)
+
+
+def _check_descr(descr: Any) -> None:
+    if type(descr) in (list, tuple):
+        for item in descr:
+            _check_descr(item)
+    else:
+        of_type(descr, str, int)
 
 
 _LIFTS: dict[int, Callable[[BufferReader, Any], Any]] = {
@@ -297,13 +361,13 @@ _LIFTS: dict[int, Callable[[BufferReader, Any], Any]] = {
     NDARRAY: BufferReader._ndarray,
     NPSCALAR: lambda reader, content: _npscalar(content),
     OBJECT_ARRAY: BufferReader._object_array,
-    DTYPE: lambda reader, content: torch_dtype(content),
-    SIZE: lambda reader, content: torch.Size(content),
+    DTYPE: lambda reader, content: torch_dtype(of_type(content, str)),
+    SIZE: lambda reader, content: torch.Size(ints(content)),
     TENSORDICT: BufferReader._tensordict,
     JAGGED: BufferReader._jagged,
     STACK: BufferReader._stack,
     STRIDED: BufferReader._strided,
-    NP_DTYPE: lambda reader, content: np.lib.format.descr_to_dtype(content),
-    DEVICE: lambda reader, content: torch.device(content),
-    IMAGE: lambda reader, content: images.put_together(content[0], reader._bytes(content[1])),
+    NP_DTYPE: lambda reader, content: _np_dtype(content),
+    DEVICE: lambda reader, content: torch.device(of_type(content, str)),
+    IMAGE: lambda reader, content: images.put_together(listed(content, 2)[0], reader._bytes(content[1])),
 }

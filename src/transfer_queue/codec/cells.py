@@ -15,7 +15,7 @@ import msgspec
 from xxhash import xxh3_128
 
 from transfer_queue.codec.layout import Column
-from transfer_queue.codec.rows import BlockBytes
+from transfer_queue.codec.rows import BlockBytes, step_offsets
 from transfer_queue.errors import ProtocolError
 from transfer_queue.memory.bytes import Bytes, address_of
 from transfer_queue.schema import DENSE, OBJECTS, RAGGED
@@ -92,7 +92,7 @@ def cell_in(block: BlockBytes, column: Column, row: int) -> Cell | None:
     if column.kind == RAGGED and column.ragged == 0:
         step = column.row_nbytes()
         values = block.part(column, 0)
-        first, end = block.offsets(column, 1, len(values) // step if step else 0)[row : row + 2].tolist()
+        first, end = step_offsets(block, column, step)[row : row + 2].tolist()
         return Cell(tensor_tag(column.dtype, (end - first, *column.shape[1:])), [values[first * step : end * step]])
     return None
 

@@ -14,6 +14,7 @@ import torch
 
 from transfer_queue.codec.arrays import Source
 from transfer_queue.codec.layout import Builder, Column, Layout, encode_layout, offsets_of
+from transfer_queue.errors import UnsupportedValue
 from transfer_queue.memory.bytes import Bytes, Ints, address_of
 from transfer_queue.memory.copy import Move, Mover
 from transfer_queue.schema import FieldSchema
@@ -128,10 +129,12 @@ class BlockPlan:
     def add_texts(self, texts: list[str]) -> tuple[tuple[int, int], Ints]:
         """One part with every text as a msgpack "str 32", and their offsets; copied from where the strings lie.
 
-        Raises `UnicodeEncodeError` for lone surrogates.
+        Raises `UnicodeEncodeError` for lone surrogates, `UnsupportedValue` for a text of 4 GiB or more.
         """
         lying = [utf8(text) for text in texts]
         sizes = np.array([nbytes for _, nbytes in lying], np.int64)
+        if sizes.max(initial=0) >= 1 << 32:
+            raise UnsupportedValue("a text of 4 GiB or more cannot be stored: put it in parts")
         offsets = offsets_of(sizes + TEXT_HEADER_NBYTES)
         part = self._place(int(offsets[-1]))
         headers = np.empty((len(texts), TEXT_HEADER_NBYTES), np.uint8)

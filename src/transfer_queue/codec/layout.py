@@ -185,7 +185,7 @@ class Template:
         self.size = 1
         self.width = width
         for column in columns:
-            if column.num_dims < 0 or not 0 <= column.num_parts <= MOST_PARTS:
+            if not 0 <= column.num_dims <= MAX_DIMS or not 0 <= column.num_parts <= MOST_PARTS:
                 raise ProtocolError(f"column {column.name!r}: {column.num_dims} dimensions, {column.num_parts} parts")
             self.places[column.name] = column, self.size
             self.size += column.num_dims + 2 * column.num_parts

@@ -16,11 +16,12 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from transfer_queue.codec.layout import offsets_of
-from transfer_queue.codec.registry import by_base, by_type
+from transfer_queue.codec.registry import registered
 from transfer_queue.errors import UnsupportedValue
 from transfer_queue.memory.bytes import Ints
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT32_INTS = 1 << 24  # all ints up to it are float32, not all beyond
 _FORMATS = {int: ("q", torch.int64), float: ("f", torch.float32), bool: ("?", torch.bool)}
 
 
@@ -39,7 +40,7 @@ def is_exporter(value: Any) -> bool:
     kind = type(value)
     if not hasattr(kind, "__dlpack__") or isinstance(value, (torch.Tensor, np.ndarray)):
         return False
-    return hasattr(kind, "__dlpack_device__") and by_type(kind) is None and by_base(kind) is None
+    return hasattr(kind, "__dlpack_device__") and registered(kind) is None
 
 
 def exchanged(value: Any) -> torch.Tensor:
@@ -81,7 +82,8 @@ def column_of(value: Any) -> Any:
 def numbers(values: Sequence[Any]) -> torch.Tensor | tuple[torch.Tensor, Ints] | None:
     """Numbers as a dense (n,) tensor; lists of numbers as (joined values, offsets); None for anything else.
 
-    int gives int64, bool bool, float float32 (the precision training uses); a mix of int and float is float32.
+    int gives int64, bool bool, float float32 (the precision training uses); a mix of int and float is float32,
+    where that holds the ints.
     """
     kind = type(values[0])
     if kind in _FORMATS:
@@ -138,12 +140,10 @@ def _kind(values: Sequence[Any]) -> type:
 
 
 def _pack(row: Sequence[Any], kind: type) -> tuple[bytearray, torch.dtype] | None:
-    """The numbers of `row` as machine values, or None when one is not of `kind`."""
-    if kind not in _FORMATS:
+    """The numbers of `row` as machine values, or None when one is not of `kind`, or would change."""
+    if kind not in _FORMATS or not _are_of(row, kind):
         return None
     letter, dtype = _FORMATS[kind]
-    if kind is bool and not all(type(item) is bool for item in row):
-        return None  # "?" packs the truth of any object
     out = bytearray(len(row) * dtype.itemsize)
     try:
         struct.pack_into(f"{len(row)}{letter}", out, 0, *row)
@@ -152,6 +152,17 @@ def _pack(row: Sequence[Any], kind: type) -> tuple[bytearray, torch.dtype] | Non
     if kind is float and np.isinf(np.frombuffer(out, np.float32)).any() and any(map(_overflows, row)):
         return None
     return out, dtype
+
+
+def _are_of(row: Sequence[Any], kind: type) -> bool:
+    """Whether all are of exactly this type; ints that a float32 holds are floats, too. `struct` takes whatever can be
+    made such a number: a Decimal, a member of an enum, a tensor."""
+    types = list(map(type, row))
+    if types.count(kind) == len(types):
+        return True
+    if kind is not float or not set(types) <= {int, float}:
+        return False
+    return not any(type(item) is int and abs(item) > FLOAT32_INTS for item in row)
 
 
 def _overflows(number: float) -> bool:

@@ -58,7 +58,8 @@ def widened(rows: list[torch.Tensor], dtype: str, name: str, name_row: Callable[
             found.append(row)
             continue
         found.append(row.to(wide))
-        if not torch.equal(found[-1].to(row.dtype), row):
+        # an infinite float becomes an integer again, the least one
+        if not torch.equal(found[-1].to(row.dtype), row) or not bool(found[-1].isfinite().all()):
             raise SchemaConflict(f"field {name!r}: an integer of {name_row(number)} does not fit into {dtype}")
     return found
 
@@ -67,6 +68,8 @@ def are_tensors(rows: Sequence[Any]) -> bool:
     """Whether the rows, put among other things, are tensors that make one tensor column."""
     if type(rows[0]) is not torch.Tensor or not all(type(row) is torch.Tensor for row in rows):
         return False
+    if any(row.is_nested for row in rows):
+        return False  # strided ones are of that type, too; each is many rows of its own
     return len({(row.dtype, row.dim()) for row in rows}) == 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from transfer_queue.codec.layout import Column, Layout
-from transfer_queue.codec.rows import BlockBytes
+from transfer_queue.codec.rows import BlockBytes, step_offsets
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED
 
@@ -41,9 +41,12 @@ def value_ranges(block: BlockBytes, rows: Ints, fields: Collection[str]) -> Iter
             yield from _at(start, runs * column.row_nbytes())
         elif column.kind == RAGGED and column.ragged:
             yield start, start + nbytes  # the rows lie side by side, not one after the other
+        elif column.kind == RAGGED:
+            step = column.row_nbytes()
+            yield from _at(start, step_offsets(block, column, step)[runs] * step)
         else:
-            step = 1 if column.kind == OBJECTS else column.row_nbytes() if column.kind == RAGGED else column.itemsize
-            yield from _at(start, block.offsets(column, 1, nbytes // max(1, step))[runs] * step)
+            step = 1 if column.kind == OBJECTS else column.itemsize
+            yield from _at(start, block.offsets(column, 1, nbytes // step)[runs] * step)
         if len(column.parts) == 6:
             yield from _heap(block, column, runs)
 

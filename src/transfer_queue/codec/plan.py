@@ -22,6 +22,7 @@ from transfer_queue.codec.dtypes import dtype_name
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.layout import Builder, Column, offsets_of
 from transfer_queue.codec.nested import trimmed
+from transfer_queue.codec.registry import has_functions
 from transfer_queue.codec.values import pack
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED
@@ -101,6 +102,8 @@ def _column_of(name: str, value: Any) -> Any:
     if lists.is_exporter(value):
         with _named(name):
             value = lists.exchanged(value)
+    if has_functions((value,)):
+        return [value]
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             raise InvalidInput(f"field {name!r}: a nested tensor is many rows; kv_put takes one")
@@ -163,6 +166,8 @@ def _column(plan: BlockPlan, name: str, value: Any, numbers: bool) -> Column:
 def _sequence(plan: BlockPlan, name: str, values: list[Any], numbers: bool) -> Column:
     if len(values) != plan.rows:
         raise InvalidInput(f"field {name!r} has {len(values)} rows, expected {plan.rows}")
+    if has_functions(values):
+        return _objects(plan, name, values)
     if values and all(isinstance(value, torch.Tensor) and not value.is_nested for value in values):
         if len({(value.dtype, value.dim()) for value in values}) == 1:
             return _rows(plan, name, values)
@@ -263,7 +268,7 @@ def _nested(plan: BlockPlan, name: str, value: TensorDictBase) -> Column:
 def _objects(plan: BlockPlan, name: str, values: list[Any]) -> Column:
     _check_rows(plan, name, len(values))
     if set(map(type, values)) == {str} and sum(map(len, values)) >= TEXT_CHARS * len(values):
-        with contextlib.suppress(UnicodeEncodeError):  # lone surrogates take the typed path
+        with _named(name), contextlib.suppress(UnicodeEncodeError):  # lone surrogates take the typed path
             part, offsets = plan.add_texts(values)
             return Column(name, OBJECTS, "", 0, (), -1, [part, plan.add(offsets, offsets.nbytes)], [])
     buffers = BufferWriter()

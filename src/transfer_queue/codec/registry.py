@@ -6,10 +6,11 @@ Enums, dataclasses and named tuples travel without being registered (`codec.clas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from transfer_queue.codec.classes import DATACLASS, ENUM, FLAG, NAMEDTUPLE, kind_of, rebuilt
+from transfer_queue.codec.exact import of_type
 from transfer_queue.errors import InvalidInput
 
 
@@ -37,8 +38,9 @@ def register_type(
 
     `to_plain` returns a value the codec can carry and `from_plain` rebuilds the original from it; what a subclass comes
     back as is up to them, unless it is registered as well. Enums, dataclasses and named tuples need no functions, and
-    where their class is imported before reading they need not be registered. `name` defaults to module and qualified
-    name. Usable as a class decorator. Raises `InvalidInput` for a type without functions, or a name taken by another
+    where their class is imported before reading they need not be registered, unless it has special methods of its own:
+    registering it lets a message make values that run them. `name` defaults to module and qualified name. Usable as a
+    class decorator. Raises `InvalidInput` for a type without functions, or a name taken by another
     type.
     """
     name = name or f"{cls.__module__}:{cls.__qualname__}"
@@ -56,25 +58,38 @@ def _from_fields(cls: Any) -> Callable[[Any], Any]:
     kind = kind_of(cls)
     if kind is None:
         raise InvalidInput(f"{cls} is no enum, named tuple or plain dataclass: give to_plain and from_plain")
+    place = f"{cls.__module__}:{cls.__qualname__}"
     if kind == ENUM:
-        return lambda name: cls[name]
-    if kind == NAMEDTUPLE:
-        return lambda plain: cls(*plain)
-    return cls if kind == FLAG else lambda plain: rebuilt(DATACLASS, "", list(plain.items()), cls)
+        return lambda name: rebuilt(ENUM, place, [name], cls)
+    if kind in (NAMEDTUPLE, FLAG):
+        return lambda plain: rebuilt(kind, place, plain, cls)
+    return lambda plain: rebuilt(DATACLASS, place, _fields(plain), cls)
 
 
-def by_type(cls: type) -> Registration | None:
-    """The registration of exactly `cls`."""
-    return _BY_TYPE.get(cls)
+def _fields(plain: Any) -> list[list[Any]]:
+    return [[name, item] for name, item in of_type(plain, dict).items()]
 
 
-def by_base(cls: type) -> Registration | None:
-    """The registration of the nearest base of `cls` that has functions of its own."""
+def registered(cls: type) -> Registration | None:
+    """The registration of exactly `cls`, else that of the nearest base that has functions of its own."""
+    if not _BY_TYPE:
+        return None
+    found = _BY_TYPE.get(cls)
+    if found is not None:
+        return found
     for base in cls.__mro__[1:]:
         found = _BY_TYPE.get(base)
         if found is not None and found.to_plain is not None:
             return found
     return None
+
+
+def has_functions(values: Iterable[Any]) -> bool:
+    """Whether some of them are of types that were registered with functions."""
+    if not _BY_TYPE:
+        return False
+    found = map(registered, set(map(type, values)))
+    return any(one is not None and one.to_plain is not None for one in found)
 
 
 def by_name(name: str) -> Registration | None:

@@ -192,12 +192,12 @@ def row_places(block: BlockBytes, column: Column, rows: Ints) -> tuple[Ints, Int
     if column.kind == DENSE:
         length = column.shape[0] if column.shape else 1
         return start + rows * (length * step), np.full(len(rows), length), step
-    offsets = _step_offsets(block, column, step)
+    offsets = step_offsets(block, column, step)
     first = offsets[rows]
     return start + first * step, offsets[rows + 1] - first, step
 
 
-def _step_offsets(block: BlockBytes, column: Column, step: int) -> Ints:
+def step_offsets(block: BlockBytes, column: Column, step: int) -> Ints:
     """The offsets of a ragged column; `step` bytes along its ragged dimension fill its values."""
     nbytes = column.parts[0][1]
     sizes = math.prod(max(size, 1) for size in column.shape) * column.itemsize
@@ -270,7 +270,7 @@ def _gather_many(runs: Sequence[Run], copier: Copier) -> tuple[Bytes, Ints]:
         else:
             if column.ragged:
                 raise ProtocolError(f"column {column.name!r}: ragged dimension {column.ragged}, expected 0")
-            marks = _step_offsets(block, column, step)[start : start + count + 1].tolist()
+            marks = step_offsets(block, column, step)[start : start + count + 1].tolist()
             first, last = marks[0], marks[-1]
             lengths += [b - a for a, b in itertools.pairwise(marks)]
         sources.append(block.address + column.parts[0][0] + first * step)
@@ -291,7 +291,7 @@ def _steps(run: Run, ragged: int) -> tuple[Bytes, tuple[Ints, int, int]]:
         return steps, (np.arange(count + 1) * length, 0, count)
     if column.ragged != ragged:
         raise ProtocolError(f"column {column.name!r}: ragged dimension {column.ragged}, expected {ragged}")
-    offsets = _step_offsets(block, column, outer * step)
+    offsets = step_offsets(block, column, outer * step)
     first, last = int(offsets[start]), int(offsets[start + count])
     if outer * step:
         return values.reshape(outer, -1, step)[:, first:last], (offsets, start, count)

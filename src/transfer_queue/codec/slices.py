@@ -108,11 +108,12 @@ def _inner(block: BlockBytes, column: Column, rows: Ints, part: Slice) -> tuple[
     addresses, steps, step = row_places(block, column, rows)
     size = column.shape[part.dim]
     inner = math.prod(column.shape[part.dim + 1 :]) * column.itemsize
+    outer = math.prod(column.shape[1 : part.dim])
     base = block.address
     pieces = []
     (first, stop), *more = [(int(a[0]), int(b[0])) for a, b in part.ranges(np.array([size]))]
-    for address, count in zip((addresses - base).tolist(), (steps * step).tolist(), strict=True):
-        row = block.data[address : address + count].reshape(-1, size, inner)
+    for address, length in zip((addresses - base).tolist(), steps.tolist(), strict=True):
+        row = block.data[address : address + length * step].reshape(length * outer, size, inner)
         taken = [row[:, first:stop], *(row[:, a:b] for a, b in more)]
         pieces.append(np.concatenate(taken, axis=1).reshape(-1))
     return np.concatenate(pieces), steps

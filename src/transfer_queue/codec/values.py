@@ -24,9 +24,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from transfer_queue.codec import classes
+from transfer_queue.codec import classes, configs
+from transfer_queue.codec.exact import ints, listed, of_type, pairs
 from transfer_queue.codec.layout import DAMAGED
-from transfer_queue.codec.registry import by_base, by_name, by_type
+from transfer_queue.codec.registry import by_name, registered
 from transfer_queue.errors import ProtocolError, UnsupportedValue
 
 Ext = msgspec.msgpack.Ext
@@ -39,6 +40,7 @@ DICT, SURROGATE, REGISTERED, PICKLE, RANGE, ORDERED, DEQUE = range(14, 21)
 PATH, COUNTER, DEFAULTDICT, CONFIG, CLASS = range(21, 26)
 ARRAY_CODES = range(40, 60)  # tensors, arrays and TensorDicts: codec.arrays
 
+_PATHS = (type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _ATOMS = frozenset((str, int, float, bool, type(None), bytes))
 
 
@@ -76,10 +78,19 @@ def pack(value: Any, buffers: Buffers | None = None, allow_pickle: bool = False)
         pass  # integers beyond 64 bits and lone surrogates take the typed path
     except RecursionError:
         raise UnsupportedValue("the value is nested too deeply") from None
+    except msgspec.EncodeError as error:
+        raise _too_long(error) from None
     try:
         return encode(Lowering(buffers, allow_pickle).lower(value))
     except RecursionError:
         raise UnsupportedValue("the value is nested too deeply") from None
+    except msgspec.EncodeError as error:
+        raise _too_long(error) from None
+
+
+def _too_long(error: Exception) -> UnsupportedValue:
+    """msgpack counts bytes and items in 32 bits."""
+    return UnsupportedValue(f"a text, bytes or a list is too long ({error}): put it in parts, or as a tensor")
 
 
 class Lowering:
@@ -90,19 +101,19 @@ class Lowering:
         self.allow_pickle = allow_pickle
 
     def lower(self, value: Any) -> Any:
-        kind = type(value)
+        kind: Any = type(value)
         rule = _RULES.get(kind)
         if rule is not None:
             return rule(self, value)
         if kind in _ATOMS:
             return value
+        registration = registered(kind)
+        if registration is not None and registration.to_plain is not None:
+            return self.ext(REGISTERED, [registration.name, registration.to_plain(value)])
         if self.buffers is not None:
             found = self.buffers.lower(value, self.lower)
             if found is not NotImplemented:
                 return found
-        registration = by_type(kind) or by_base(kind)
-        if registration is not None and registration.to_plain is not None:
-            return self.ext(REGISTERED, [registration.name, registration.to_plain(value)])
         found = self._of_family(value)
         if found is not NotImplemented:
             return found
@@ -122,26 +133,17 @@ class Lowering:
         raise UnsupportedValue(f"a value of type {name} cannot be stored with its type kept: {advice(value)}")
 
     def _of_family(self, value: Any) -> Any:
-        """Values that are known by a base class; NotImplemented for others."""
-        if isinstance(value, pathlib.PurePath):
+        """Values that are known by a base class; NotImplemented for others. A user's subclass of a path or a config is
+        none of them: its base would come back."""
+        if type(value) in _PATHS:
             concrete = isinstance(value, pathlib.Path)
             return self.ext(PATH, [concrete, isinstance(value, pathlib.PureWindowsPath), str(value)])
         if isinstance(value, BaseException):
             return self.lower("".join(traceback.format_exception_only(value)).rstrip())
         omegaconf = sys.modules.get("omegaconf")
-        if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
-            return self._config(omegaconf, value)
+        if omegaconf is not None and configs.is_config(omegaconf, value):
+            return self.ext(CONFIG, configs.taken_apart(omegaconf, value))
         return NotImplemented
-
-    def _config(self, omegaconf: Any, value: Any) -> Any:
-        """Interpolations stay, but for those of a part: what they name may lie outside of it."""
-        try:
-            resolve = value._get_parent() is not None
-            plain = omegaconf.OmegaConf.to_container(value, resolve=resolve)
-        except omegaconf.errors.OmegaConfBaseException as error:
-            raise UnsupportedValue(f"a config cannot be stored: {error}") from None
-        is_list = isinstance(value, omegaconf.ListConfig)
-        return self.ext(CONFIG, [is_list, plain, dict(value._metadata.flags or {})])
 
     def ext(self, code: int, content: Any) -> Any:
         return Ext(code, encode(self.lower(content)))
@@ -208,7 +210,7 @@ def advice(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return "it is code: store its name"
     if hasattr(value, "state_dict"):
-        return "store its .state_dict()"
+        return "store its .state_dict(), or register it with transfer_queue.register_type"
     if hasattr(value, "fileno") or hasattr(value, "acquire"):
         return "it belongs to this process: store what it holds"
     if hasattr(value, "__next__"):
@@ -301,7 +303,7 @@ class Lifting:
         if type(content) is not list or len(content) != 3 or type(content[1]) is not str:
             raise ProtocolError("a damaged value of a class")
         kind, place, fields = content
-        if kind not in (classes.ENUM, classes.FLAG) and type(fields) is not list:
+        if type(kind) is not str or kind not in (classes.ENUM, classes.FLAG, classes.DATACLASS, classes.NAMEDTUPLE):
             raise ProtocolError(f"a damaged value of {place}")
         registration = by_name(place)
         known = registration.cls if registration is not None and registration.to_plain is None else None
@@ -318,61 +320,55 @@ class Lifting:
 
 
 def _lift_moment(content: Any, cls: Any) -> Any:
-    text, fold, zone = content
-    moment = cls.fromisoformat(text).replace(fold=fold)
-    if zone is True:
-        return moment.replace(tzinfo=datetime.timezone.utc)
-    if zone:
-        offset, name = zone
-        return moment.replace(tzinfo=datetime.timezone(offset) if name is None else datetime.timezone(offset, name))
-    return moment
+    text, fold, zone = listed(content, 3)
+    moment = cls.fromisoformat(of_type(text, str)).replace(fold=of_type(fold, int))
+    if type(zone) is bool:
+        return moment.replace(tzinfo=datetime.timezone.utc) if zone else moment
+    offset, name = listed(zone, 2)
+    of_type(offset, datetime.timedelta)
+    return moment.replace(tzinfo=datetime.timezone(offset) if name is None else datetime.timezone(offset, name))
 
 
 def _lift_path(content: Any) -> Any:
-    concrete, windows, text = content
-    if concrete and windows == isinstance(pathlib.PurePath(), pathlib.PureWindowsPath):
+    concrete, windows, text = listed(content, 3)
+    of_type(text, str)
+    if of_type(concrete, bool) and of_type(windows, bool) == isinstance(pathlib.PurePath(), pathlib.PureWindowsPath):
         return pathlib.Path(text)
-    return pathlib.PureWindowsPath(text) if windows else pathlib.PurePosixPath(text)
+    return pathlib.PureWindowsPath(text) if of_type(windows, bool) else pathlib.PurePosixPath(text)
 
 
 def _lift_default(content: Any) -> Any:
-    name, items = content
-    return defaultdict(None if name is None else FACTORIES[name], dict(items))
+    name, items = listed(content, 2)
+    return defaultdict(None if name is None else FACTORIES[of_type(name, str)], dict(pairs(items)))
 
 
-def _lift_config(content: Any) -> Any:
-    import omegaconf
-
-    is_list, plain, flags = content
-    kind = omegaconf.ListConfig if is_list else omegaconf.DictConfig
-    try:
-        return kind(plain, flags=flags or None)
-    except omegaconf.errors.OmegaConfBaseException as error:
-        raise ValueError(str(error)) from None
+def _lift_deque(content: Any) -> Any:
+    items, most = listed(content, 2)
+    return deque(listed(items), None if most is None else of_type(most, int))
 
 
 _RAW = frozenset((BIGINT, COMPLEX, DATE, DECIMAL, UUID, BYTEARRAY, SURROGATE))  # their bytes are not msgpack
 _LIFTS: dict[int, Callable[[Any], Any]] = {
-    TUPLE: tuple,
-    SET: set,
-    FROZENSET: frozenset,
+    TUPLE: lambda content: tuple(listed(content)),
+    SET: lambda content: set(listed(content)),
+    FROZENSET: lambda content: frozenset(listed(content)),
     BIGINT: lambda data: int(bytes(data).decode(), 16),
     COMPLEX: lambda data: complex(*struct.unpack("<dd", data)),
     DATETIME: lambda content: _lift_moment(content, datetime.datetime),
     DATE: lambda data: datetime.date.fromisoformat(bytes(data).decode()),
     TIME: lambda content: _lift_moment(content, datetime.time),
-    TIMEDELTA: lambda content: datetime.timedelta(*content),
+    TIMEDELTA: lambda content: datetime.timedelta(*ints(content, 3)),
     DECIMAL: lambda data: decimal.Decimal(bytes(data).decode()),
     UUID: lambda data: uuid.UUID(bytes=bytes(data)),
-    FRACTION: lambda content: fractions.Fraction(*content),
+    FRACTION: lambda content: fractions.Fraction(*ints(content, 2)),
     BYTEARRAY: bytearray,
-    DICT: dict,
+    DICT: lambda content: dict(pairs(content)),
     SURROGATE: lambda data: bytes(data).decode("utf-8", "surrogatepass"),
-    RANGE: lambda content: range(*content),
-    ORDERED: OrderedDict,
-    DEQUE: lambda content: deque(*content),
+    RANGE: lambda content: range(*ints(content, 3)),
+    ORDERED: lambda content: OrderedDict(pairs(content)),
+    DEQUE: _lift_deque,
     PATH: _lift_path,
-    COUNTER: lambda content: Counter(dict(content)),
+    COUNTER: lambda content: Counter(dict(pairs(content))),
     DEFAULTDICT: _lift_default,
-    CONFIG: _lift_config,
+    CONFIG: configs.put_together,
 }

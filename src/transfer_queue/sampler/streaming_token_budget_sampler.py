@@ -47,6 +47,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         self._buckets: dict[str, dict[str, dict[int, list[int]]]] = {}
         self._resolved_lengths: dict[str, dict[str, dict[int, float]]] = {}
         self._dummy_rounds: dict[Any, Any] = {}  # for subclasses that pad
+        self._remembered: dict[tuple[str, str], set[int]] = {}  # the rows of all slices, where they were looked up
 
     def sample(
         self,
@@ -62,9 +63,10 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         Raises:
             InvalidInput: a parameter is missing or wrong, `partition` too, or a row's length is not a number.
         """
-        dealt = {row for rows in self._buckets.get(partition_id, {}).get(task_name, {}).values() for row in rows}
+        where = (partition_id, task_name)
         if kwargs.get(BUDGET) is None:
-            free = [row for row in ready_indexes if row not in dealt] if dealt else ready_indexes
+            known_to = self._buckets.get(partition_id, {}).get(task_name)
+            free = self._free(where, ready_indexes) if known_to else ready_indexes
             return super().sample(free, batch_size, task_name, partition_id, **kwargs)
         budget, rank, size = _terms(kwargs)
         batch, partition = kwargs.get("batch_index"), kwargs.get("partition")
@@ -74,7 +76,6 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         if partition is None:
             raise InvalidInput("StreamingTokenBudgetSampler needs the partition, for the lengths of its rows")
         underfill, done = bool(kwargs.get("allow_underfill", True)), bool(kwargs.get("production_done"))
-        where = (partition_id, task_name)
         if batch is None:
             self._deal(where, size, budget, ready_indexes, partition, done)
             rows = self._slice(where, rank, budget, underfill or done)
@@ -110,6 +111,9 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         if batch_index is not None:
             ranks = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
             ranks.setdefault(dp_rank, {})[batch_index] = result
+            held = self._remembered.get((partition_id, task_name))
+            if held is not None:
+                held.update(result[0])
 
     def _bucket(self, where: tuple[str, str], rank: int) -> list[int]:
         partition, task = where
@@ -120,6 +124,18 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         return self._resolved_lengths.setdefault(partition, {}).setdefault(task, {})
 
     # dealing
+
+    def _free(self, where: tuple[str, str], ready_indexes: list[int]) -> list[int]:
+        """The ready rows that are nobody's. A slice that its rank has not fetched is ready still, and no longer in a
+        bucket."""
+        partition, task = where
+        sliced = self._remembered.get(where)
+        if sliced is None:
+            ranks = self._states.get(partition, {}).get(task, {})
+            sliced = {row for batches in ranks.values() for rows, _ in batches.values() for row in rows}
+            self._remembered[where] = sliced
+        dealt = {row for rows in self._buckets.get(partition, {}).get(task, {}).values() for row in rows}
+        return [row for row in ready_indexes if row not in dealt and row not in sliced]
 
     def _deal(
         self,
@@ -132,8 +148,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
     ) -> None:
         """Deal ready rows to the ranks in rounds, until each has a budget's worth or there are no whole groups."""
         buckets = [self._bucket(where, rank) for rank in range(dp_size)]
-        dealt = {row for rows in self._buckets[where[0]][where[1]].values() for row in rows}
-        free = [row for row in ready_indexes if row not in dealt]
+        free = self._free(where, ready_indexes)
         lengths = self._lengths(where)
         while free and any(sum(lengths[row] for row in bucket) < token_budget for bucket in buckets):
             rows = self._whole_groups(free, dp_size * self.balance_unit_multiplier, partition)
@@ -217,6 +232,8 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
     def clear_cache(self, partition_id: str) -> None:
         """Forgets all batches of a partition, and what was dealt of it."""
         super().clear_cache(partition_id)
+        for where in [where for where in self._remembered if where[0] == partition_id]:
+            del self._remembered[where]
         for held in (self._buckets, self._resolved_lengths):
             held.pop(partition_id, None)
         for key in [key for key in self._dummy_rounds if partition_id in (key, *key[:1])]:
@@ -224,6 +241,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
 
     def _forget_of_task(self, partition: str, task: str, indexes: set[int]) -> None:
         super()._forget_of_task(partition, task, indexes)
+        self._remembered.pop((partition, task), None)  # a slice is dropped with all its rows
         self._take_away(partition, task, indexes)
 
     def forget(self, partition: str, indexes: set[int]) -> None:
@@ -251,6 +269,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         """Restores what `save_checkpoint` returned."""
         super().load_checkpoint(state)
         self._buckets, self._resolved_lengths = state["_buckets"], state["_resolved_lengths"]
+        self._remembered = {}
 
 
 def _terms(config: Mapping[str, Any]) -> tuple[int, int, int]:

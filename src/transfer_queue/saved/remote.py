@@ -81,7 +81,7 @@ class RemoteFolder(Folder):
         now = time.time()
         for one in self._names():
             begun = one.removeprefix(PREFIX).partition("-")[0]
-            is_old = one.startswith(PREFIX) and begun.isdigit() and int(begun) / 1e3 < now - ABANDONED_S
+            is_old = one.startswith(PREFIX) and begun.isdecimal() and int(begun) / 1e3 < now - ABANDONED_S
             if one != below and (one == before or is_old):
                 self._delete(one)
 

@@ -44,7 +44,8 @@ def is_numeric(field: FieldSchema) -> bool:
     if field.kind in (OBJECTS, NESTED, MIXED):
         return False
     dtype = torch_dtype(field.dtype)
-    return (field.dtype in TYPES or dtype.is_floating_point) and math.prod(_shape(field)) <= MAX_LIST
+    is_number = field.dtype in TYPES or (dtype.is_floating_point and not field.dtype.startswith("float4"))  # two in one
+    return is_number and math.prod(_shape(field)) <= MAX_LIST
 
 
 def _shape(field: FieldSchema) -> tuple[int, ...]:

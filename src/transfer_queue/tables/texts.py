@@ -89,7 +89,10 @@ def _of_array(value: Any, max_chars: int | None) -> Any:
     if nested or dtype.startswith("complex") or (max_chars is not None and count > MAX_ITEMS):
         return f"<{'tensor' if is_tensor else 'array'} {dtype} {shape}>"
     if is_tensor:
-        return (value.float() if value.dtype.is_floating_point else value).tolist()
+        try:
+            return (value.float() if value.dtype.is_floating_point else value).tolist()
+        except RuntimeError:  # torch makes no numbers of some dtypes
+            return f"<tensor {dtype} {shape}>"
     return value.tolist() if value.dtype.kind in "biufU" else f"<array {dtype} {shape}>"
 
 

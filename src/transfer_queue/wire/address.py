@@ -178,7 +178,7 @@ def parse_address(text: str, token: str = "") -> Address:
     """
     if text.startswith("tcp:"):
         host, colon, port = text[4:].rpartition(":")
-        if not colon or not port.isdigit():
+        if not colon or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
             raise ConfigError(f"address {text!r}: expected tcp:HOST:PORT")
         return Address(host=host.strip("[]"), port=int(port), token=token or token_from_environment())
     path = text.removeprefix("unix:")

@@ -162,7 +162,7 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
         "protocol": "tcp", "global_segment_size": 4 << 30, "device_name": "", "auto_init": True, **settings,
     }  # fmt: skip
     _, _, port = str(found["master_server_address"]).rpartition(":")
-    if not port.isdigit():
+    if not port.isdecimal():
         raise ConfigError(
             f"{SECTION}.master_server_address: expected HOST:PORT, got {found['master_server_address']!r}"
         )

@@ -313,7 +313,7 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     if found["enable_yr_npu_transport"]:
         raise ConfigError(f"{SECTION}.enable_yr_npu_transport: tensors are copied to the host first; expected false")
     for name in ("worker_port", "metastore_port"):
-        if not str(found[name]).isdigit() or int(found[name]) > 65535:
+        if not str(found[name]).isdecimal() or int(found[name]) > 65535:
             raise ConfigError(f"{SECTION}.{name}: expected a port, got {found[name]!r}")
     return found
 

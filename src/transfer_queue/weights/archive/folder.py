@@ -50,7 +50,9 @@ class ArchivedVersion(NamedTuple):
         """The entry with this manifest; None for what is none."""
         begun, _, run = folder.partition("-")
         parts = name.removesuffix(_MANIFEST).split("-")
-        if not name.endswith(_MANIFEST) or len(parts) != 4 or not (begun + parts[0] + parts[2]).isdigit():
+        if not name.endswith(_MANIFEST) or len(parts) != 4:
+            return None
+        if not (begun.isdecimal() and parts[0].isdecimal() and parts[2].isdecimal()):
             return None
         return ArchivedVersion(int(begun), unquote(run), int(parts[0]), parts[1], int(parts[2]), parts[3])
 

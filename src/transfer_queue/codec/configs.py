@@ -1,0 +1,97 @@
+"""Configs of OmegaConf as plain data: what they hold, with their interpolations, and the flags of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from transfer_queue.codec.exact import listed, of_type
+from transfer_queue.errors import UnsupportedValue
+
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+
+
+def is_config(omegaconf: Any, value: Any) -> bool:
+    """Whether it is a config, and none of a user's own class."""
+    return type(value) in (omegaconf.DictConfig, omegaconf.ListConfig)
+
+
+def taken_apart(omegaconf: Any, config: Any) -> list[Any]:
+    """[whether it is a list, its content, its flags]. Interpolations stay, but for those of a part: what they name may
+    lie outside of it. Raises `UnsupportedValue` for what a config made of these would not have."""
+    _check(omegaconf, config)
+    part = config._get_parent() is not None
+    try:
+        plain = omegaconf.OmegaConf.to_container(config, resolve=part)
+    except omegaconf.errors.OmegaConfBaseException as error:
+        raise UnsupportedValue(f"a config cannot be stored: {error}") from None
+    is_list = isinstance(config, omegaconf.ListConfig)
+    return [is_list, _escaped(plain) if part else plain, dict(config._metadata.flags or {})]
+
+
+def _check(omegaconf: Any, config: Any) -> None:
+    for node in _nodes(config):
+        about = node._metadata
+        kinds = {about.object_type, getattr(about, "element_type", Any), getattr(about, "key_type", Any)}
+        if isinstance(node, omegaconf.ValueNode):
+            kinds = {Any} if type(node) is omegaconf.AnyNode else {type(node)}
+        typed = kinds - {Any, None, dict, list} - ({int} if isinstance(node, omegaconf.ListConfig) else set())
+        if typed:
+            name = getattr(next(iter(typed)), "__name__", "")
+            raise UnsupportedValue(
+                f"a config of types ({name}) would come back without them: put OmegaConf.create("
+                f"OmegaConf.to_container(config)), and merge it into the types where it is read"
+            )
+        if node is not config and about.flags:
+            raise UnsupportedValue(
+                f"a config with flags {dict(about.flags)} of its part {node._get_full_key(None)!r} would lose them: "
+                f"set flags on the whole config"
+            )
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """It and all that it holds."""
+    yield node
+    content = getattr(node, "_content", None)
+    for child in content.values() if type(content) is dict else content if type(content) is list else ():
+        yield from _nodes(child)
+
+
+def _escaped(plain: Any) -> Any:
+    """A content that was resolved, so that its texts are not resolved once more."""
+    if type(plain) is dict:
+        return {key: _escaped(item) for key, item in plain.items()}
+    if type(plain) is list:
+        return [_escaped(item) for item in plain]
+    return _INTERPOLATION.sub(r"\1\1\\${", plain) if type(plain) is str else plain
+
+
+def put_together(content: Any) -> Any:
+    """The config. Raises ValueError and TypeError for what is none."""
+    import omegaconf
+
+    is_list, plain, flags = listed(content, 3)
+    kind = omegaconf.ListConfig if of_type(is_list, bool) else omegaconf.DictConfig
+    if flags is not None and set(map(type, of_type(flags, dict).values())) - {bool, type(None)}:
+        raise TypeError("a flag of a config is true or false")
+    _check_config(plain, flags is not None and flags.get("allow_objects") is True)
+    try:
+        return kind(plain, flags=flags or None)
+    except omegaconf.errors.OmegaConfBaseException as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_config(plain: Any, objects: bool) -> None:
+    """What a config is made of: OmegaConf would look into a dataclass, of which it has none."""
+    if type(plain) is list:
+        for item in plain:
+            _check_config(item, objects)
+    elif type(plain) is dict:
+        for item in (*plain, *plain.values()):
+            _check_config(item, objects)
+    elif not isinstance(type(plain), enum.EnumMeta) and (not objects or dataclasses.is_dataclass(type(plain))):
+        of_type(plain, str, int, float, bool, bytes, type(None), type(pathlib.Path()))
