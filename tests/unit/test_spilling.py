@@ -179,6 +179,21 @@ def test_a_block_that_somebody_began_to_read_stays(rig: Rig, monkeypatch: pytest
     assert rig.unit.num_spilled == 3, "others went in its place"
 
 
+def test_a_copy_is_not_offered_to_the_controller_before_it_took_it(rig: Rig) -> None:
+    """A unit that joins again meanwhile would be told that no row lies there, and the rows would move to nowhere."""
+    offered: list[int] = []
+    moved = rig.moved
+
+    async def look(block: int, target: int, rows: Ints) -> bool:
+        offered.extend(one for one in rig.unit.published() if one == target)
+        return await moved(block, target, rows)
+
+    rig.spiller._moved = look
+    rig.run()
+    assert rig.spiller.num_moved == 3
+    assert offered == []
+
+
 def test_rows_that_are_cleared_meanwhile_leave_nothing(rig: Rig) -> None:
     rig.meanwhile = lambda block: rig.ask(m.Clear(200 + block, "p", None, None))
     rig.run()

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from transfer_queue.errors import TransferQueueError
 from transfer_queue.memory import memfd
 from transfer_queue.memory.bytes import Bytes, Ints
+from transfer_queue.server.copies import take_place
 from transfer_queue.server.service import Service
 from transfer_queue.storage.blocks import Block
 
@@ -158,18 +158,12 @@ class Spiller:
         if block.dropped or block.pins > 1:
             unit.drop(target.number)
             return
-        unit.publish(target.number, block.layout, digest)
-        try:
-            taken = await self._moved(block.number, target.number, AS_THEY_ARE)
-        except TransferQueueError as error:
-            log.warning("block %d: %s", block.number, error)
-            self._service.pending.doubt(target.number)
-            return
-        block.stays = True  # no rows lie in it any more, and it is gone in a moment
-        if taken:
-            self.num_moved += 1
-        else:
-            unit.drop(target.number)
+        target.digest = digest
+        moved = self._moved(block.number, target.number, AS_THEY_ARE)
+        is_taken = await take_place(self._service, target, block.layout, moved)
+        if is_taken is not None:
+            block.stays = True  # no rows lie in it any more, and it is gone in a moment
+            self.num_moved += is_taken
 
 
 def _written(fd: int, target: Block, data: Bytes) -> int:

@@ -218,7 +218,8 @@ class RecordingCommits(PendingCommits):
         self._recorder = recorder
 
     def hold(self, ticket: Hashable, asked: Asked, blocks: Sequence[Filled]) -> None:
-        self._recorder.note(r.CommitHeld(*asked, [(block.number, layout) for block, layout in blocks]))
+        held = [(block.number, layout, block.digest) for block, layout in blocks]
+        self._recorder.note(r.CommitHeld(*asked, held))
         super().hold(ticket, asked, blocks)
 
     def release(self, asked: Asked) -> list[HeldBlock]:
