@@ -33,11 +33,11 @@ class FileSystem:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def write_whole(self, path: str, data: bytes) -> None:
-        """Nobody reads a half of it, on file systems either."""
-        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.files.pipe_file(path + ".part", data)
-        self.files.mv(path + ".part", path)
+    def write_whole(self, path: str, data: bytes, draft: str) -> None:
+        """Nobody reads a half of it, on file systems either. It is `draft` before, which only one writes at a time."""
+        self.files.makedirs(draft.rpartition("/")[0], exist_ok=True)
+        self.files.pipe_file(draft, data)
+        self.files.mv(draft, path)
 
     def timed(self, what: str, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
         """`DeadlineExceeded` when it takes longer; `StoreFull`; `ServiceUnavailable` for whatever else a store raises,
