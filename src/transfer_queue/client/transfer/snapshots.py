@@ -79,7 +79,7 @@ class PinnedSnapshot:
         self.layouts += taken.layouts
 
     def blocks(self) -> Iterator[tuple[m.Piece, Iterator[memoryview]]]:
-        """Every block and its bytes in chunks; each chunk is there until the next is asked for, and a block's chunks must
+        """Every block and its bytes in chunks; each is there until the next is asked for, and a block's chunks must
         be consumed before the next block."""
         found = list(self.pinned)
         with contextlib.closing(self._chunks(found)) as chunks:
