@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from conftest import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer_queue.client.engine import EngineAccess
 from transfer_queue.errors import ServiceUnavailable, StoreFull
+from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines import BlocksMissing, ReadSpan, Room, StorageEngine, deadline, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
 
@@ -41,7 +44,7 @@ class Slow(StorageEngine):
 
     def reserve(self, key: str, nbytes: int) -> Room:
         self._do(f"reserve {key}")
-        return SlowRoom(self)
+        return SlowRoom(self, nbytes)
 
     def read(self, spans: Sequence[ReadSpan]) -> None:
         self._do("read")
@@ -54,8 +57,8 @@ class Slow(StorageEngine):
 
 
 class SlowRoom(Room):
-    def __init__(self, engine: Slow) -> None:
-        self.memory = np.zeros(8, np.uint8)
+    def __init__(self, engine: Slow, nbytes: int) -> None:
+        self.memory = np.zeros(nbytes, np.uint8)
         self._engine = engine
 
     def seal(self) -> None:
@@ -78,6 +81,25 @@ def test_a_call_that_is_late_is_an_error_with_the_engine_and_the_time(engine: Gu
     Slow.gate.clear()
     with pytest.raises(ServiceUnavailable, match=r"Slow at the corner did not answer within 0\.01 s"):
         engine.read([], 0.01)
+
+
+def test_a_block_is_filled_once_however_often_there_is_no_place_for_it(
+    engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come from a file, which is read once."""
+    source, stored = iter([7, 8]), list[int]()
+
+    def full_once(room: SlowRoom) -> None:
+        monkeypatch.setattr(SlowRoom, "seal", lambda room: stored.extend(room.memory[:8].tolist()))
+        raise StoreFull("no room just now")
+
+    def fill(into: Any) -> None:
+        into[:] = next(source)
+
+    monkeypatch.setattr(SlowRoom, "seal", full_once)
+    access = EngineAccess({"name": "Slow", "settings": {}}, b"service", Pool(0))
+    access.write(1, 8, fill, time.monotonic() + 60.0)
+    assert stored == 8 * [7]
 
 
 def test_room_that_comes_too_late_is_abandoned(engine: GuardedEngine) -> None:
