@@ -222,6 +222,30 @@ def test_an_error_of_the_disk_tells_nobody_anything(on_disk: Callable[..., None]
     on_disk(work)
 
 
+def test_an_error_as_space_is_reserved_is_one_of_the_disk(
+    on_disk: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(fd: int, start: int, nbytes: int) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def work(disk: Disk) -> None:
+        disk.stop()
+        disk.log.append(b"x" * (3 << 20))
+        disk.answer("one")
+        await asyncio.sleep(0)
+        monkeypatch.setattr(memfd, "reserve_ahead", fails)
+        disk.go_on()
+        await passes(lambda: bool(disk.errors))
+        assert disk.told == ["one"], "it is on the disk"
+        disk.log.append(b"two")
+        disk.answer("two")
+        await asyncio.sleep(0.02)
+        assert disk.told == ["one"]
+        assert [error.errno for error in disk.errors] == [errno.EIO]
+
+    on_disk(work)
+
+
 def test_an_entry_is_synced_before_its_write_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     pwrite, sync = os.pwrite, os.fdatasync
