@@ -207,6 +207,29 @@ def test_a_load_in_the_middle_of_a_swap_waits_for_its_end(client: tq.TransferQue
     assert version() == 2
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_next(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_NBYTES", 1)
+    for value in (1, 2):
+        client.put({"x": torch.full((1, 1000), value)}, partition_id=f"p{value}")
+    tq.save_checkpoint(tmp_path / "ck")
+    read = checkpoint._read_blocks
+
+    def replaced_first(*given: Any) -> None:
+        monkeypatch.setattr(checkpoint, "_read_blocks", read)
+        client.put({"x": torch.full((1, 1000), 3)}, partition_id="p3")
+        client.clear_partition("p1")
+        tq.save_checkpoint(tmp_path / "ck")
+        read(*given)
+
+    monkeypatch.setattr(checkpoint, "_read_blocks", replaced_first)
+    with pytest.raises(CheckpointMissing):
+        tq.load_checkpoint(tmp_path / "ck")
+    assert sorted(client.get_partition_list()) == ["p2", "p3"]
+    tq.load_checkpoint(tmp_path / "ck")
+
+
 def test_a_server_that_ends_during_a_save_fails_it(service: Service, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     client = service(client={"timeout_s": 5.0})
