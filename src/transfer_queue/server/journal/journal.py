@@ -79,6 +79,9 @@ class DiskJournal:
         self._kept.hold_blocks(False)
         self._kept.start()
         self._forget_facts()
+        if self._run.is_on:  # the server's, of which this process was forked
+            self._run.log.close_files()
+            self._run.payloads.close()
         self._run = _Run(self._position, self._fail, self._kept.loads)
         self._run.is_on = True
         try:

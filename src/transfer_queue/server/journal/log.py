@@ -212,6 +212,10 @@ class DiskLog:
         """Nothing more is written, whatever the event loop has yet to call."""
         self._is_closed = True
         self._thread.shutdown()
+        self.close_files()
+
+    def close_files(self) -> None:
+        """All that is to be done in a fork, which has no such thread."""
         for file in (self._file, *(file for _, file in self._later)):
             if file is not None:
                 os.close(file.fd)
