@@ -300,6 +300,30 @@ def test_a_store_that_does_not_answer_is_given_up(
     tq.load_checkpoint(url)
 
 
+def test_files_on_a_disk_are_there_before_those_of_the_checkpoint_before_are_gone(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may lose its power at any time."""
+    url, synced, deleted = f"file://{tmp_path}/ck", set[str](), list[set[str]]()
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url)
+    fsync, delete = os.fsync, remote.RemoteFolder._delete
+
+    def sync(fd: int) -> None:
+        fsync(fd)
+        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+
+    def remove(*given: Any) -> None:
+        deleted.append(set(synced))
+        delete(*given)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(remote.RemoteFolder, "_delete", remove)
+    tq.save_checkpoint(url)
+    assert len(deleted) == 1
+    assert deleted[0] >= {"metadata.json", "controller.msgpack", "blocks.msgpack", "blocks-00000.bin", "ck"}
+
+
 def test_a_killed_writer_leaves_the_checkpoint_before(
     client: tq.TransferQueueClient, child: Callable[[str], Child], tmp_path: Path
 ) -> None:

@@ -156,6 +156,7 @@ class _RemoteNewFile(_RemoteFile):
 
     def finish(self) -> None:
         self._timed("writing", self._file.close)
+        self._timed("writing", self._system.sync, self._path)
 
     def discard(self) -> None:
         """Files that are never closed are never there, or are deleted with their folder."""
