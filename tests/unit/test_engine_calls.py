@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from transfer_queue.errors import ServiceUnavailable, StoreFull
 from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines import BlocksMissing, ReadSpan, Room, StorageEngine, deadline, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
+from transfer_queue.storage.engines.files import Files
 
 
 class Slow(StorageEngine):
@@ -175,3 +177,17 @@ def test_grains_cover_the_ranges_and_no_more_than_their_grains(nbytes: int, pair
     covered = [grain for first, last in found for grain in range(first // sealed.GRAIN, sealed.num_grains(last))]
     assert covered == sorted(wanted)
     assert all(0 <= first < last <= nbytes for first, last in found)
+
+
+def test_what_a_killed_writer_left_of_a_file_goes_with_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files({"url": f"file://{tmp_path}"}, True)
+    room = files.reserve("tq/life/7", 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(files._files, "mv", lambda *_: pytest.exit("as a kill: nothing cleans up"))
+        with pytest.raises(pytest.exit.Exception):
+            room.seal()
+    assert len(list(tmp_path.iterdir())) == 1
+    files.drop(["tq/life/7"])
+    assert list(tmp_path.iterdir()) == []
