@@ -20,6 +20,8 @@ from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines import BlocksMissing, ReadSpan, Room, StorageEngine, deadline, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
 from transfer_queue.storage.engines.files import Files
+from transfer_queue.storage.transports import guarded
+from transfer_queue.storage.transports.guarded import GuardedTransport
 
 
 class Slow(StorageEngine):
@@ -33,6 +35,8 @@ class Slow(StorageEngine):
     def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:
         if "missing" in settings:
             raise ImportError("No module named 'slow'")
+        if "waits" in settings:
+            self._do("open")
 
     @property
     def where(self) -> str:
@@ -56,6 +60,9 @@ class Slow(StorageEngine):
 
     def drop(self, keys: Sequence[str]) -> None:
         self.log.append(f"drop {keys[0]}")
+
+    def close(self) -> None:
+        self.log.append("close")
 
 
 class SlowRoom(Room):
@@ -102,6 +109,32 @@ def test_a_block_is_filled_once_however_often_there_is_no_place_for_it(
     access = EngineAccess({"name": "Slow", "settings": {}}, b"service", Pool(0))
     access.write(1, 8, fill, time.monotonic() + 60.0)
     assert stored == 8 * [7]
+
+
+def test_an_engine_that_opens_too_late_is_closed(engine: GuardedEngine) -> None:
+    Slow.gate.clear()
+    with pytest.raises(ServiceUnavailable):
+        GuardedEngine("Slow", {"waits": True}, False, 0.01)
+    Slow.gate.set()
+    until(lambda: Slow.log == ["open", "close"], "the engine closed")
+
+
+def test_a_transport_that_opens_too_late_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, log = threading.Event(), list[str]()
+
+    class Late:
+        def __init__(self, settings: Mapping[str, Any], host: str) -> None:
+            gate.wait()
+            log.append("open")
+
+        def close(self) -> None:
+            log.append("close")
+
+    monkeypatch.setattr(guarded, "transport_class", lambda name: Late)
+    with pytest.raises(ServiceUnavailable):
+        GuardedTransport("Late", {}, "host", 0.01)
+    gate.set()
+    until(lambda: log == ["open", "close"], "the transport closed")
 
 
 def test_room_that_comes_too_late_is_abandoned(engine: GuardedEngine) -> None:
