@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from transfer_queue.errors import CheckpointMissing, InvalidInput
-from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.memory.memfd import make_directory, sync_directory
 from transfer_queue.saved.folder import Draft, Folder
 
 log = logging.getLogger("transfer_queue")
@@ -174,7 +174,7 @@ def _drafted(target: Path) -> Iterator[Path]:
     path = _beside(target)
     held: list[io.BufferedWriter] = []
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         _lock(path, held)
         _empty(path)
         yield path
