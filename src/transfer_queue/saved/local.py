@@ -93,10 +93,16 @@ class LocalFolder(Folder):
         target, old = self._target, _old(self._target)
         if target.exists() or not old.exists():
             return
-        with contextlib.suppress(OSError), open(_beside(target) / LOCK, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # somebody may be in the middle of it: between two renames
-        if not target.exists() and old.exists():
-            os.rename(old, target)
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # somebody may be in the middle of it: between two renames
+                fcntl.flock(held.enter_context(open(_beside(target) / LOCK, "rb")), fcntl.LOCK_EX)
+            if target.exists() or not old.exists():
+                return
+            try:
+                os.rename(old, target)
+            except OSError:  # no lock is to be had where there is no draft
+                if not target.exists():
+                    raise
 
 
 class _LocalOpenFile:
