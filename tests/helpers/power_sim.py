@@ -206,8 +206,8 @@ class PowerSimulation(Simulation):
 
     def _settled(self) -> None:
         self.journal.settle()
-        self.states[self.journal._log.position] = exported(self._controller.state)
-        self.units_then[self.journal._log.position] = {one.number for one in self.service.members.members()}
+        self.states[self.journal._run.log.position] = exported(self._controller.state)
+        self.units_then[self.journal._run.log.position] = {one.number for one in self.service.members.members()}
         for block in self._kept.lasting():
             if block.number not in self.contents:
                 self.contents[block.number] = bytes(memoryview(self._kept.memory(block)))  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ class PowerSimulation(Simulation):
         return answer
 
     def _tell_when_kept(self) -> None:
-        position = self.journal._log.position
+        position = self.journal._run.log.position
 
         def told() -> None:
             self.promised = max(self.promised, position)
@@ -342,11 +342,11 @@ async def let_go(journal: DiskJournal, tasks: set[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    journal._is_on = False
-    await journal._log.flush()
-    journal._log.close()
-    journal._payloads.close()
-    for written in journal._snapshots.values():
+    journal._run.is_on = False
+    await journal._run.log.flush()
+    journal._run.log.close()
+    journal._run.payloads.close()
+    for written in journal._run.snapshots.values():
         asyncio.get_running_loop().remove_reader(written.watch)
         os.waitpid(written.pid, 0)
         os.close(written.watch)

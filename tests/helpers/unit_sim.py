@@ -63,6 +63,7 @@ class Controller:
         self.needed: set[int] = set()
         self.outcomes: dict[tuple[bytes, int], tuple[int, bool]] = {}
         self.refused: set[int] = set()
+        self.taken: set[int] = set()  # copies
 
     def carry_out(self, session: bytes, message: m.Commit, succeeds: bool) -> m.Reply:
         known = self.outcomes.get((session, message.rid))
@@ -117,6 +118,7 @@ class Simulation:
         self._links: dict[bytes, list[Link]] = {}
         self._allocated: dict[bytes, list[int]] = {}
         self.moments: list[Any] = []
+        self._copies: list[Any] = []  # block, copy and ticket of those that the controller has not answered
         self.sent: dict[tuple[bytes, int], int] = {}  # the block of each commit, as its client names it
 
     @property
@@ -127,7 +129,7 @@ class Simulation:
     def run(self, events: int) -> None:
         kinds = [
             self._attach, self._detach, self._allocate, *3 * [self._commit], *3 * [self._answer],
-            self._clear, self._read, self._tell, self._move, self._resolve,
+            self._clear, self._read, self._tell, self._move, self._switch, self._resolve,
         ]  # fmt: skip
         for _ in range(events):
             self._random.choice(kinds if self._links else [self._attach])()
@@ -235,20 +237,37 @@ class Simulation:
             self.service.notify(m.Unpin(pins[0][0], list(pins[0][1])), session)
 
     def _move(self) -> None:
-        """Compaction and spilling: the controller takes a copy in the place of a block."""
+        """Compaction and spilling: the controller is asked to take a copy in the place of a block."""
         unit = self.service.unit
-        held = self.service.pending.blocks()
-        blocks = [one for one in sorted(self.controller.needed) if one in unit._blocks and one not in held]
+        busy = self.service.pending.blocks() | {number for number, *_ in self._copies}
+        blocks = [one for one in sorted(self.controller.needed) if one in unit._blocks and one not in busy]
         if not blocks:
             return
         spills = self._random.random() < 0.5
         number, target = self._random.choice(blocks), unit.place(70_000 if spills else 100, b"mover", spills)
         if target is None:
             return
-        unit.publish(target.number, b"moved", 4711 * spills)
+        target.digest = 4711 * spills
+        self._copies.append((number, target.number, self.service.pending.hold_copy(target, b"moved")))
         self._recorder.settle()
-        self.controller.needed ^= {number, target.number}
-        self.line.freed.append(number)
+
+    def _switch(self) -> None:
+        """It takes the copy, or finds nothing of the block left; its answer comes, late perhaps, or is lost."""
+        if not self._copies:
+            return
+        number, copy, ticket = one = self._random.choice(self._copies)
+        if number in self.controller.needed:
+            self.controller.needed ^= {number, copy}
+            self.controller.taken.add(copy)
+            self.line.freed.append(number)
+            self.service.apply_outcomes()
+            if self._random.random() < 0.3:
+                return  # its answer is on its way
+        self._copies.remove(one)
+        if self._random.random() < 0.2:
+            self.service.pending.leave_in_doubt(ticket)
+        else:
+            self.service.pending.answered(ticket, copy in self.controller.taken)
         self.service.apply_outcomes()
 
     def _resolve(self) -> None:

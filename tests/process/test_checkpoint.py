@@ -23,7 +23,7 @@ from transfer_queue import checkpoint
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer import snapshots
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, NotInitialized, UnsupportedValue
-from transfer_queue.saved import reading
+from transfer_queue.saved import local, reading
 from transfer_queue.wire.address import Address
 
 Service = Callable[..., tq.TransferQueueClient]
@@ -205,6 +205,26 @@ def test_saving_again_replaces_the_checkpoint(client: tq.TransferQueueClient, tm
     tq.kv_clear("a", "p")
     tq.load_checkpoint(tmp_path / "deep" / "ck")
     assert cell("a", "p", "x").tolist() == [2]
+
+
+def test_what_is_saved_while_somebody_writes_into_it_can_be_loaded(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who allocated a block may write there after its commit: readers see that, and a checkpoint is of some moment."""
+    room = client.allocate({"x": ((4, 100_000), torch.float32)})
+    x = room["x"].zero_()
+    room.commit("p", keys=list("abcd"))
+    write = local._LocalNewFile.write
+
+    def write_and_change(file: Any, data: bytes | memoryview) -> None:
+        write(file, data)
+        x.add_(1.0)
+
+    monkeypatch.setattr(local._LocalNewFile, "write", write_and_change)
+    tq.save_checkpoint(tmp_path / "ck")
+    monkeypatch.undo()
+    tq.load_checkpoint(tmp_path / "ck")
+    assert len(cell("a", "p", "x")) == 100_000
 
 
 def test_an_empty_service_and_a_link_to_a_directory(client: tq.TransferQueueClient, tmp_path: Path) -> None:

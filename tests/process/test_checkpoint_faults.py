@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import json
 import os
@@ -30,6 +32,7 @@ from transfer_queue.errors import (
     StoreFull,
 )
 from transfer_queue.saved import files
+from transfer_queue.saved.places import folder_at
 
 Service = Callable[..., tq.TransferQueueClient]
 
@@ -205,6 +208,57 @@ def test_a_load_in_the_middle_of_a_swap_waits_for_its_end(client: tq.TransferQue
     saver.end(kill=False)
     loading.join()
     assert version() == 2
+
+
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_two_that_find_an_interrupted_swap_put_it_right_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_draft: bool
+) -> None:
+    """With the lock, where there is one to be had."""
+    (tmp_path / "ck.old").mkdir()
+    (tmp_path / "ck.old" / "metadata.json").touch()
+    if has_draft:
+        (tmp_path / "ck.tmp").mkdir()
+        (tmp_path / "ck.tmp" / ".lock").touch()
+    rename, is_locked = os.rename, []
+
+    def behind_another(*given: Any) -> None:
+        rename(*given)
+        if has_draft:
+            with open(tmp_path / "ck.tmp" / ".lock", "rb") as lock, contextlib.suppress(BlockingIOError):
+                is_locked.append(False)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            is_locked[:] = [True]
+        rename(*given)
+
+    monkeypatch.setattr(os, "rename", behind_another)
+    folder_at(tmp_path / "ck").repair()
+    assert (tmp_path / "ck" / "metadata.json").exists()
+    assert is_locked == [True] * has_draft
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_next(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_NBYTES", 1)
+    for value in (1, 2):
+        client.put({"x": torch.full((1, 1000), value)}, partition_id=f"p{value}")
+    tq.save_checkpoint(tmp_path / "ck")
+    read = checkpoint._read_blocks
+
+    def replaced_first(*given: Any) -> None:
+        monkeypatch.setattr(checkpoint, "_read_blocks", read)
+        client.put({"x": torch.full((1, 1000), 3)}, partition_id="p3")
+        client.clear_partition("p1")
+        tq.save_checkpoint(tmp_path / "ck")
+        read(*given)
+
+    monkeypatch.setattr(checkpoint, "_read_blocks", replaced_first)
+    with pytest.raises(CheckpointMissing):
+        tq.load_checkpoint(tmp_path / "ck")
+    assert sorted(client.get_partition_list()) == ["p2", "p3"]
+    tq.load_checkpoint(tmp_path / "ck")
 
 
 def test_a_server_that_ends_during_a_save_fails_it(service: Service, tmp_path: Path,

@@ -123,14 +123,14 @@ def test_the_files_of_the_checkpoint_before_are_deleted_once_they_are_replaced(
     tq.load_checkpoint(url)
 
 
-@pytest.mark.parametrize("call", ["_listed", "write_whole"])
+@pytest.mark.parametrize("call", ["_listed", "write_whole", "mv"])
 def test_of_two_that_save_at_the_same_time_the_last_is_there_whole(
     client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The second saves all of its own just before the first makes `call`."""
     client.put(ROWS, partition_id="p")
     tq.save_checkpoint(url, metadata={"by": "nobody"})
-    owner = remote.RemoteFolder if call == "_listed" else remote.FileSystem
+    owner = {"_listed": remote.RemoteFolder, "write_whole": remote.FileSystem, "mv": files[0]}[call]
     original = getattr(owner, call)
 
     def beside(*args: Any) -> Any:
@@ -146,7 +146,20 @@ def test_of_two_that_save_at_the_same_time_the_last_is_there_whole(
     assert json.loads(system.cat_file(f"{root}/metadata.json"))["user_metadata"] == {"by": "first"}
     assert tq.get_client().get_partition("p")["rows"] == 4
     left = len(names(files)) - 2
-    assert left == (call == "write_whole")  # files of the second, which go after a day
+    assert left == (call != "_listed")  # files of the second, which go after a day
+
+
+def test_a_first_list_that_did_not_get_its_name_is_in_nobody_s_way(
+    client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill: what may be seen is not deleted."""
+    client.put(ROWS, partition_id="p")
+    with monkeypatch.context() as patch:
+        patch.setattr(files[0], "mv", lambda *_, **__: 1 / 0)
+        with pytest.raises(ServiceUnavailable):
+            tq.save_checkpoint(url)
+    tq.save_checkpoint(url)
+    tq.load_checkpoint(url)
 
 
 def test_what_another_may_be_writing_stays_for_a_day(
@@ -285,6 +298,30 @@ def test_a_store_that_does_not_answer_is_given_up(
             tq.save_checkpoint(url)
         goes_on.set()
     tq.load_checkpoint(url)
+
+
+def test_files_on_a_disk_are_there_before_those_of_the_checkpoint_before_are_gone(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may lose its power at any time."""
+    url, synced, deleted = f"file://{tmp_path}/ck", set[str](), list[set[str]]()
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url)
+    fsync, delete = os.fsync, remote.RemoteFolder._delete
+
+    def sync(fd: int) -> None:
+        fsync(fd)
+        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+
+    def remove(*given: Any) -> None:
+        deleted.append(set(synced))
+        delete(*given)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(remote.RemoteFolder, "_delete", remove)
+    tq.save_checkpoint(url)
+    assert len(deleted) == 1
+    assert deleted[0] >= {"metadata.json", "controller.msgpack", "blocks.msgpack", "blocks-00000.bin", "ck"}
 
 
 def test_a_killed_writer_leaves_the_checkpoint_before(

@@ -332,6 +332,18 @@ def test_connections_of_servers_that_were_killed_hold_no_descriptors(client: tq.
         other.close()
 
 
+def test_an_event_loop_that_is_gone_holds_few_descriptors(client: tq.TransferQueueClient) -> None:
+    """Three: what it would write to when a signal comes, and what it would give up when there are no others left."""
+
+    def descriptors() -> int:
+        replaced(client)
+        standby_of(client)
+        return len(os.listdir(f"/proc/{server_of(client)}/fd"))
+
+    first = descriptors()
+    assert [descriptors() for _ in range(4)][-1] <= first + 4 * 3 + 2
+
+
 def test_without_server_and_standby_the_service_is_gone(client: tq.TransferQueueClient) -> None:
     server = server_of(client)
     kill(standby_of(client))

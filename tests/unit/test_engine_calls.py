@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,14 @@ from conftest import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer_queue.client.engine import EngineAccess
 from transfer_queue.errors import ServiceUnavailable, StoreFull
+from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines import BlocksMissing, ReadSpan, Room, StorageEngine, deadline, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
+from transfer_queue.storage.engines.files import Files
+from transfer_queue.storage.transports import guarded
+from transfer_queue.storage.transports.guarded import GuardedTransport
 
 
 class Slow(StorageEngine):
@@ -28,6 +35,8 @@ class Slow(StorageEngine):
     def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:
         if "missing" in settings:
             raise ImportError("No module named 'slow'")
+        if "waits" in settings:
+            self._do("open")
 
     @property
     def where(self) -> str:
@@ -41,7 +50,7 @@ class Slow(StorageEngine):
 
     def reserve(self, key: str, nbytes: int) -> Room:
         self._do(f"reserve {key}")
-        return SlowRoom(self)
+        return SlowRoom(self, nbytes)
 
     def read(self, spans: Sequence[ReadSpan]) -> None:
         self._do("read")
@@ -52,10 +61,13 @@ class Slow(StorageEngine):
     def drop(self, keys: Sequence[str]) -> None:
         self.log.append(f"drop {keys[0]}")
 
+    def close(self) -> None:
+        self.log.append("close")
+
 
 class SlowRoom(Room):
-    def __init__(self, engine: Slow) -> None:
-        self.memory = np.zeros(8, np.uint8)
+    def __init__(self, engine: Slow, nbytes: int) -> None:
+        self.memory = np.zeros(nbytes, np.uint8)
         self._engine = engine
 
     def seal(self) -> None:
@@ -78,6 +90,51 @@ def test_a_call_that_is_late_is_an_error_with_the_engine_and_the_time(engine: Gu
     Slow.gate.clear()
     with pytest.raises(ServiceUnavailable, match=r"Slow at the corner did not answer within 0\.01 s"):
         engine.read([], 0.01)
+
+
+def test_a_block_is_filled_once_however_often_there_is_no_place_for_it(
+    engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come from a file, which is read once."""
+    source, stored = iter([7, 8]), list[int]()
+
+    def full_once(room: SlowRoom) -> None:
+        monkeypatch.setattr(SlowRoom, "seal", lambda room: stored.extend(room.memory[:8].tolist()))
+        raise StoreFull("no room just now")
+
+    def fill(into: Any) -> None:
+        into[:] = next(source)
+
+    monkeypatch.setattr(SlowRoom, "seal", full_once)
+    access = EngineAccess({"name": "Slow", "settings": {}}, b"service", Pool(0))
+    access.write(1, 8, fill, time.monotonic() + 60.0)
+    assert stored == 8 * [7]
+
+
+def test_an_engine_that_opens_too_late_is_closed(engine: GuardedEngine) -> None:
+    Slow.gate.clear()
+    with pytest.raises(ServiceUnavailable):
+        GuardedEngine("Slow", {"waits": True}, False, 0.01)
+    Slow.gate.set()
+    until(lambda: Slow.log == ["open", "close"], "the engine closed")
+
+
+def test_a_transport_that_opens_too_late_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, log = threading.Event(), list[str]()
+
+    class Late:
+        def __init__(self, settings: Mapping[str, Any], host: str) -> None:
+            gate.wait()
+            log.append("open")
+
+        def close(self) -> None:
+            log.append("close")
+
+    monkeypatch.setattr(guarded, "transport_class", lambda name: Late)
+    with pytest.raises(ServiceUnavailable):
+        GuardedTransport("Late", {}, "host", 0.01)
+    gate.set()
+    until(lambda: log == ["open", "close"], "the transport closed")
 
 
 def test_room_that_comes_too_late_is_abandoned(engine: GuardedEngine) -> None:
@@ -153,3 +210,17 @@ def test_grains_cover_the_ranges_and_no_more_than_their_grains(nbytes: int, pair
     covered = [grain for first, last in found for grain in range(first // sealed.GRAIN, sealed.num_grains(last))]
     assert covered == sorted(wanted)
     assert all(0 <= first < last <= nbytes for first, last in found)
+
+
+def test_what_a_killed_writer_left_of_a_file_goes_with_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files({"url": f"file://{tmp_path}"}, True)
+    room = files.reserve("tq/life/7", 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(files._files, "mv", lambda *_: pytest.exit("as a kill: nothing cleans up"))
+        with pytest.raises(pytest.exit.Exception):
+            room.seal()
+    assert len(list(tmp_path.iterdir())) == 1
+    files.drop(["tq/life/7"])
+    assert list(tmp_path.iterdir()) == []

@@ -137,6 +137,20 @@ def test_a_directory_has_one_journal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     os.close(claim(tmp_path / "new" / "journal"))
 
 
+def test_the_names_of_new_directories_above_a_journal_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, synced = os.fsync, set[str]()
+
+    def sync(fd: int) -> None:
+        fsync(fd)
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    os.close(claim(tmp_path / "run" / "7" / "journal"))
+    assert synced == {str(tmp_path), f"{tmp_path}/run", f"{tmp_path}/run/7"}
+
+
 def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"server\.journal_dir"):

@@ -6,16 +6,29 @@ import asyncio
 import errno
 import os
 import threading
+import warnings
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from power_sim import let_go
+from standby_sim import recorded
 
+from transfer_queue.controller import Controller
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.memory import memfd
+from transfer_queue.sampler import SequentialSampler
+from transfer_queue.server.journal import journal as journal_module
 from transfer_queue.server.journal import log as log_module
 from transfer_queue.server.journal.files import FrameFile
+from transfer_queue.server.journal.journal import DiskJournal
+from transfer_queue.server.journal.kept_state import KeptService
+from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.log import DiskLog, LogFile
+from transfer_queue.server.journal.payloads import Payloads
+from transfer_queue.server.standby.recording import Recorder
+from transfer_queue.storage.shm import SMALL_NBYTES
 
 
 class Disk:
@@ -209,6 +222,30 @@ def test_an_error_of_the_disk_tells_nobody_anything(on_disk: Callable[..., None]
     on_disk(work)
 
 
+def test_an_error_as_space_is_reserved_is_one_of_the_disk(
+    on_disk: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(fd: int, start: int, nbytes: int) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def work(disk: Disk) -> None:
+        disk.stop()
+        disk.log.append(b"x" * (3 << 20))
+        disk.answer("one")
+        await asyncio.sleep(0)
+        monkeypatch.setattr(memfd, "reserve_ahead", fails)
+        disk.go_on()
+        await passes(lambda: bool(disk.errors))
+        assert disk.told == ["one"], "it is on the disk"
+        disk.log.append(b"two")
+        disk.answer("two")
+        await asyncio.sleep(0.02)
+        assert disk.told == ["one"]
+        assert [error.errno for error in disk.errors] == [errno.EIO]
+
+    on_disk(work)
+
+
 def test_an_entry_is_synced_before_its_write_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     pwrite, sync = os.pwrite, os.fdatasync
@@ -218,3 +255,54 @@ def test_an_entry_is_synced_before_its_write_returns(tmp_path: Path, monkeypatch
     file.write(0, [b"entry"])
     os.close(file.fd)
     assert done == ["write", "sync", "write", "sync"]
+
+
+def test_who_takes_over_does_not_wait_for_a_block_that_the_server_before_was_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that wrote it is not in the fork."""
+    monkeypatch.setattr(journal_module, "CLOSE_S", 3.0)
+    service = recorded(SequentialSampler(), Recorder(), ledger=Ledger(), kind=KeptUnit)
+    controller, unit = service.controller, service.unit
+    assert isinstance(controller, Controller)
+    assert isinstance(unit, KeptUnit)
+    journal = DiskJournal(str(tmp_path / "journal"), KeptService(controller, service.members), unit, lambda: None)
+    begun, goes_on = threading.Event(), threading.Event()
+    write = Payloads.write
+
+    def late(*given: Any) -> int:
+        begun.set()
+        assert goes_on.wait(20)
+        return write(*given)
+
+    async def take_over() -> None:
+        await journal.start()
+        await journal.complete()
+        await journal.close()
+
+    async def main() -> int:
+        unit.shm.open()
+        await journal.start()
+        await journal.complete()
+        block = unit.place(SMALL_NBYTES + 1, None)
+        assert block is not None
+        monkeypatch.setattr(Payloads, "write", late)
+        keeping = asyncio.create_task(journal.keep(block))
+        await asyncio.to_thread(begun.wait, 20)
+        monkeypatch.setattr(Payloads, "write", write)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads
+            child = os.fork()
+        if not child:
+            taking = threading.Thread(target=lambda: asyncio.run(take_over()))
+            taking.start()
+            taking.join()
+            os._exit(0)
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        goes_on.set()
+        await keeping
+        await let_go(journal, set())
+        return status
+
+    assert asyncio.run(main()) == 0
+    unit.close()

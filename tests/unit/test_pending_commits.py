@@ -97,6 +97,30 @@ def test_a_withdrawn_one_is_its_client_s_again(shell: Shell, pending: PendingCom
     assert shell.unit.used_nbytes == 0
 
 
+def test_a_copy_is_not_published_before_it_is_taken(shell: Shell, pending: PendingCommits) -> None:
+    number = shell.allocate(100, b"mover")
+    assert number is not None
+    copy = block_of(shell, number)
+    copy.digest = 4711
+    ticket = pending.hold_copy(copy, b"layout")
+    pending.join_again()
+    assert shell.unit.published() == []
+    pending.answered(ticket, committed=True)
+    assert shell.unit.published() == [number]
+    assert copy.digest == 4711
+    assert pending.in_doubt == [number], "its rows may have been cleared with nobody there to be told"
+    assert not pending.done, "nobody asks for a copy again"
+
+
+def test_a_copy_whose_process_was_killed_is_in_doubt(shell: Shell, pending: PendingCommits) -> None:
+    number = shell.allocate(100, b"mover")
+    assert number is not None
+    pending.hold_copy(block_of(shell, number), b"layout")
+    pending.lose_connections(were_passed_on=True)
+    assert pending.in_doubt == [number]
+    assert list(pending.held) == [ASKED]
+
+
 def test_an_orphan_is_asked_again_with_the_block_it_had(shell: Shell, pending: PendingCommits) -> None:
     number = number_of(pending)
     pending.lose_connections(were_passed_on=True)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from services import FIELD
 from units import Shell
+from xxhash import xxh3_64_intdigest
 
 from transfer_queue.client.spilled import SpilledBlocks
 from transfer_queue.codec.plan import plan_batch
@@ -20,7 +21,6 @@ from transfer_queue.controller import Controller
 from transfer_queue.errors import DataLost, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.sampler import SequentialSampler
-from transfer_queue.server import spilling
 from transfer_queue.server.service import Service
 from transfer_queue.server.spilling import Spiller
 from transfer_queue.storage.blocks import SpillSpace, Unit
@@ -179,6 +179,37 @@ def test_a_block_that_somebody_began_to_read_stays(rig: Rig, monkeypatch: pytest
     assert rig.unit.num_spilled == 3, "others went in its place"
 
 
+def test_moved_rows_into_which_somebody_writes_meanwhile_can_be_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who filled a block may write there after its commit."""
+    written, memories = os.pwrite, {number: rig.unit.memory(block) for number, block in rig.unit._blocks.items()}
+
+    def write_and_change(fd: int, data: Any, offset: int) -> int:
+        count = written(fd, data, offset)
+        for memory in memories.values():
+            memory[:] += 1
+        return count
+
+    monkeypatch.setattr(os, "pwrite", write_and_change)
+    rig.run()
+    moved = [block for block in rig.unit._blocks.values() if rig.unit.is_spilled(block)]
+    assert len([rig.unit.content(block) for block in moved]) == 3
+
+
+def test_a_copy_is_not_offered_to_the_controller_before_it_took_it(rig: Rig) -> None:
+    """A unit that joins again meanwhile would be told that no row lies there, and the rows would move to nowhere."""
+    offered: list[int] = []
+    moved = rig.moved
+
+    async def look(block: int, target: int, rows: Ints) -> bool:
+        offered.extend(one for one in rig.unit.published() if one == target)
+        return await moved(block, target, rows)
+
+    rig.spiller._moved = look
+    rig.run()
+    assert rig.spiller.num_moved == 3
+    assert offered == []
+
+
 def test_rows_that_are_cleared_meanwhile_leave_nothing(rig: Rig) -> None:
     rig.meanwhile = lambda block: rig.ask(m.Clear(200 + block, "p", None, None))
     rig.run()
@@ -325,7 +356,7 @@ def test_bytes_of_a_disk_are_compared_once(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "arena", os.O_RDWR | os.O_CREAT)
     os.pwrite(fd, b"x" * NBYTES, 4096)
     blocks = SpilledBlocks(OneFile(fd))  # type: ignore[arg-type]
-    where = m.InArena(3, 4096, spilling.xxh3_64_intdigest(b"x" * NBYTES))
+    where = m.InArena(3, 4096, xxh3_64_intdigest(b"x" * NBYTES))
     blocks.check(7, where, NBYTES)
     os.pwrite(fd, b"y", 5000)
     blocks.check(7, where, NBYTES)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
+from transfer_queue.controller import Controller
+from transfer_queue.errors import ProtocolError
+from transfer_queue.sampler import SequentialSampler
+from transfer_queue.schema import FieldSchema
 from transfer_queue.server.standby import records as r
 from transfer_queue.server.standby.journal import Journal, JournalUseless, Succession
-from transfer_queue.server.standby.recording import Recorder
+from transfer_queue.server.standby.recording import Recorder, RecordingController, RecordingRegistry, RecordingUnit
+from transfer_queue.wire import messages as m
 
 
 def test_what_is_not_settled_did_not_happen() -> None:
@@ -73,3 +81,32 @@ def test_one_standby_is_appointed_at_a_time() -> None:
     succession.appoint(1)
     succession.appoint(2)
     assert succession.current == 2
+
+
+def _refused_by_the_unit(recorder: Recorder) -> None:
+    RecordingUnit(1 << 20, None, recorder).drop(7)
+
+
+def _refused_by_the_registry(recorder: Recorder) -> None:
+    RecordingRegistry(recorder).join(m.Join(1, b"one", "host:1", b"odd"), "host:1", None)  # type: ignore[arg-type]
+
+
+def _refused_by_the_controller(recorder: Recorder) -> None:
+    controller = RecordingController(SequentialSampler(), reserved_rows=0)
+    controller.record_to(recorder)
+    field = FieldSchema("x", "dense", "int64", ())
+    put = m.Commit(1, "p", 1, None, None, [field], 9, b"layout", None, 0.0)
+    Controller.handle(controller, put, "ticket", b"s", 0.0)
+    controller.relocate(9, 9, np.empty(0, np.int64))
+
+
+@pytest.mark.parametrize("ask", [_refused_by_the_unit, _refused_by_the_registry, _refused_by_the_controller])
+def test_what_was_refused_is_not_in_it(ask: Callable[[Recorder], Any]) -> None:
+    """The standby could not carry it out either, and would be of no use."""
+    recorder, journal = Recorder(), Journal(size=1 << 20)
+    recorder.begin(journal)
+    with pytest.raises((KeyError, ProtocolError)):
+        ask(recorder)
+    recorder.settle()
+    assert list(journal.records()) == []
+    recorder.begin(None)

@@ -88,15 +88,16 @@ class EngineAccess:
             _left_behind.append(self._opened)
 
     def write(self, block: int, nbytes: int, fill: Callable[[Bytes], None], deadline: float) -> None:
-        """Store a block that `fill` writes. Waits for room until `deadline`, then raises `StoreFull`."""
+        """Store a block that `fill` writes, once. Waits for room until `deadline`, then raises `StoreFull`."""
         engine = self._open(left_until(deadline))
         size = sealed.sealed_nbytes(nbytes)
         if engine.max_nbytes is not None and size > engine.max_nbytes:
             raise InvalidInput(f"{nbytes} bytes in one put: {engine.name} takes {engine.max_nbytes} at most")
         full: StoreFull | None = None
+        filled: list[Bytes] = []
         while full is None or time.monotonic() + PAUSE_S < deadline:
             try:
-                self._write(engine, block, nbytes, fill, deadline)
+                self._write(engine, block, nbytes, fill, filled, deadline)
                 return
             except StoreFull as error:
                 full = error
@@ -107,13 +108,22 @@ class EngineAccess:
         raise StoreFull(f"{engine.name}: {full}") from full
 
     def _write(
-        self, engine: GuardedEngine, block: int, nbytes: int, fill: Callable[[Bytes], None], deadline: float
-    ) -> None:
+        self, engine: GuardedEngine, block: int, nbytes: int, fill: Callable[[Bytes], None], filled: list[Bytes],
+        deadline: float,
+    ) -> None:  # fmt: skip
+        """`filled` has what lay in the room of an attempt for which there was no place after all."""
         room = engine.reserve(self._key(block), sealed.sealed_nbytes(nbytes), left_until(deadline))
         try:
-            fill(room.memory[:nbytes])
-            sealed.seal(room.memory, nbytes, block)
-            engine.seal(room, self._key(block), left_until(deadline))
+            if filled:
+                room.memory[:] = filled[0]
+            else:
+                fill(room.memory[:nbytes])
+                sealed.seal(room.memory, nbytes, block)
+            try:
+                engine.seal(room, self._key(block), left_until(deadline))
+            except StoreFull:
+                filled[:] = [room.memory.copy()]  # who fills it may read a file, which is at its end now
+                raise
         except BaseException:
             engine.abandon(room, CLOSE_S)
             raise

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -116,6 +117,14 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_directory(directory: Path, mode: int = 0o777) -> None:
+    """Make a directory, with those above it, where there is none; all of their names are on the disk then."""
+    new = [one for one in (directory, *directory.parents) if not one.exists()]
+    directory.mkdir(mode=mode, parents=True, exist_ok=True)
+    for one in new:
+        sync_directory(one.parent)
 
 
 def seal(fd: int) -> None:

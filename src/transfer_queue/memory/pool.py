@@ -10,6 +10,7 @@ import ctypes
 import functools
 import mmap
 import threading
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,9 @@ class Pool:
         self.lends_idle = lends_idle and _has_huge_pages()
         self.idle_nbytes = 0
         self._idle: list[mmap.mmap] = []
-        self._lock = threading.RLock()  # re-entered when a collection runs inside allocate
+        self._returned: deque[mmap.mmap] = deque()  # not sorted in yet
+        self._lock = threading.RLock()
+        self._is_busy = False  # a collection may run wherever something is made, and enter this again
 
     def allocate(self, nbytes: int) -> Bytes:
         """Uninitialised memory of exactly `nbytes`."""
@@ -44,6 +47,7 @@ class Pool:
 
     def clear(self) -> None:
         with self._lock:
+            self._returned.clear()
             self._idle.clear()
             self.idle_nbytes = 0
 
@@ -55,24 +59,45 @@ class Pool:
 
     def _take(self, size: int) -> mmap.mmap | None:
         with self._lock:
-            fits = [m for m in self._idle if size <= len(m) - HUGE_NBYTES <= 2 * size]
-            if not fits:
+            if self._is_busy:
                 return None
-            best = min(fits, key=len)
-            self._idle.remove(best)
-            self.idle_nbytes -= len(best)
-            return best
+            self._is_busy = True
+            try:
+                self._sort_in()
+                fits = [m for m in self._idle if size <= len(m) - HUGE_NBYTES <= 2 * size]
+                if not fits:
+                    return None
+                best = min(fits, key=len)
+                self._idle.remove(best)
+                self.idle_nbytes -= len(best)
+                return best
+            finally:
+                self._is_busy = False
 
     def _give_back(self, memory: mmap.mmap) -> None:
+        """Also where a collection runs amid `_take`: then the next one sorts it in."""
         if len(memory) > self.keep_nbytes:
             return
         if self.lends_idle:
             memory.madvise(mmap.MADV_FREE)
-        with self._lock:
+        self._returned.append(memory)
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._is_busy:
+                self._is_busy = True
+                self._sort_in()
+                self._is_busy = False
+        finally:
+            self._lock.release()
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            memory = self._returned.popleft()
             self._idle.append(memory)
             self.idle_nbytes += len(memory)
-            while self.idle_nbytes > self.keep_nbytes:  # the oldest go: sizes that nobody asks for any more
-                self.idle_nbytes -= len(self._idle.pop(0))
+        while self.idle_nbytes > self.keep_nbytes:  # the oldest go: sizes that nobody asks for any more
+            self.idle_nbytes -= len(self._idle.pop(0))
 
 
 @functools.cache

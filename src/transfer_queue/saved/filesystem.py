@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import ConfigError, DeadlineExceeded, ServiceUnavailable, StoreFull, TransferQueueError
+from transfer_queue.memory.memfd import sync_directory
 
 T = TypeVar("T")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, of a share of it, of a file system's largest file
@@ -18,12 +20,14 @@ class FileSystem:
 
     def __init__(self, url: str, **options: Any) -> None:
         from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
 
         self.url = url
         try:
             self.files, self.root = url_to_fs(url, **options)
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"{url!r} cannot be opened: {error}") from error
+        self._is_disk = isinstance(self.files, LocalFileSystem)
 
     def names(self, path: str) -> list[str]:
         """What lies there, without folders before it; nothing where there is no such folder."""
@@ -33,11 +37,22 @@ class FileSystem:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def write_whole(self, path: str, data: bytes) -> None:
-        """Nobody reads a half of it, on file systems either."""
-        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.files.pipe_file(path + ".part", data)
-        self.files.mv(path + ".part", path)
+    def write_whole(self, path: str, data: bytes, draft: str) -> None:
+        """Nobody reads a half of it, on file systems either. It is `draft` before, which only one writes at a time."""
+        self.files.makedirs(draft.rpartition("/")[0], exist_ok=True)
+        self.files.pipe_file(draft, data)
+        self.sync(draft)
+        self.files.mv(draft, path)
+        self.sync(path)
+
+    def sync(self, path: str) -> None:
+        """Blocks until a file and its name are on the disk, where it lies on one of this machine. A store has what it
+        was given."""
+        if not self._is_disk:
+            return
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        sync_directory(os.path.dirname(path))
 
     def timed(self, what: str, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
         """`DeadlineExceeded` when it takes longer; `StoreFull`; `ServiceUnavailable` for whatever else a store raises,

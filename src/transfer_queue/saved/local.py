@@ -7,20 +7,23 @@ is lost: a lock is held by a file object, which ends then.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import logging
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 from transfer_queue.errors import CheckpointMissing, InvalidInput
-from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.memory.memfd import make_directory, sync_directory
 from transfer_queue.saved.folder import Draft, Folder
 
 log = logging.getLogger("transfer_queue")
 BUFFER_NBYTES = 1 << 20
+GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 LOCK = ".lock"  # in a draft; whoever writes there holds it
 
 
@@ -28,6 +31,7 @@ class LocalFolder(Folder):
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._given = Path(directory)
         self._target = Path(os.path.realpath(directory))
+        self._held: int | None = None
 
     def __str__(self) -> str:
         return str(self._given)
@@ -36,13 +40,29 @@ class LocalFolder(Folder):
         return self._target.is_dir()
 
     def has(self, name: str) -> bool:
-        return (self._target / name).exists()
+        try:
+            os.stat(self._target / name if self._held is None else name, dir_fd=self._held)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            return False
+        return True
 
     def open(self, name: str) -> _LocalOpenFile:
+        """Of the directory that was here when the first file was opened: another may have taken its place since."""
         try:
-            return _LocalOpenFile(io.FileIO(self._target / name))
-        except (FileNotFoundError, NotADirectoryError):
+            held = self._hold()
+            return _LocalOpenFile(io.FileIO(name, opener=lambda path, flags: os.open(path, flags, dir_fd=held)))
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             raise CheckpointMissing(f"{self.path(name)} is missing") from None
+
+    def _hold(self) -> int:
+        if self._held is None:
+            self._held = os.open(self._target, os.O_PATH | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, self._held)
+        return self._held
 
     def refuse_other(self, name: str) -> None:
         target = self._target
@@ -73,10 +93,16 @@ class LocalFolder(Folder):
         target, old = self._target, _old(self._target)
         if target.exists() or not old.exists():
             return
-        with contextlib.suppress(OSError), open(_beside(target) / LOCK, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # somebody may be in the middle of it: between two renames
-        if not target.exists() and old.exists():
-            os.rename(old, target)
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # somebody may be in the middle of it: between two renames
+                fcntl.flock(held.enter_context(open(_beside(target) / LOCK, "rb")), fcntl.LOCK_EX)
+            if target.exists() or not old.exists():
+                return
+            try:
+                os.rename(old, target)
+            except OSError:  # no lock is to be had where there is no draft
+                if not target.exists():
+                    raise
 
 
 class _LocalOpenFile:
@@ -154,7 +180,7 @@ def _drafted(target: Path) -> Iterator[Path]:
     path = _beside(target)
     held: list[io.BufferedWriter] = []
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         _lock(path, held)
         _empty(path)
         yield path

@@ -3,8 +3,8 @@
     metadata.json                                the list; it says below which name its files lie
     files-1764093000000-5f0c9a21/blocks.msgpack  they do, by when they were begun (milliseconds since 1970)
 
-Stores have no renames: files come first, and the list last, in one step. Files that no list names are deleted by the
-next one that is written, those that somebody else may be writing once they are a day old.
+Stores have no renames: files come first, and the list last, in one step. Its draft lies with the files. Files that no
+list names are deleted by the next one that is written, those that somebody else may be writing once they are a day old.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class RemoteFolder(Folder):
             yield draft
             before = self._listed(name)
             draft.is_seen = True  # perhaps, from here on
-            self._timed("writing the list of files", self._system.write_whole, self._at(name), draft.list)
+            own = self._at(f"{below}/{name}")
+            self._timed("writing the list of files", self._system.write_whole, self._at(name), draft.list, own)
         except BaseException:
             if not draft.is_seen:
                 self._delete(below)
@@ -155,6 +156,7 @@ class _RemoteNewFile(_RemoteFile):
 
     def finish(self) -> None:
         self._timed("writing", self._file.close)
+        self._timed("writing", self._system.sync, self._path)
 
     def discard(self) -> None:
         """Files that are never closed are never there, or are deleted with their folder."""

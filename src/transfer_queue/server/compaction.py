@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from transfer_queue.codec.layout import decode_layout, encode_layout
 from transfer_queue.codec.select import selected
 from transfer_queue.controller import Controller
-from transfer_queue.errors import DataLost, ProtocolError, TransferQueueError
+from transfer_queue.errors import DataLost, ProtocolError
 from transfer_queue.memory.bytes import Ints
+from transfer_queue.server.copies import take_place
 from transfer_queue.server.service import Service
 from transfer_queue.server.unit_registry import UnitRegistry, unit_of
 from transfer_queue.wire import messages as m
@@ -60,16 +61,8 @@ class Compactor:
             if target is None:
                 return  # no room for the copy now; the block stays as it is
             await asyncio.to_thread(fill, unit.memory(target))
-            unit.publish(target.number, encode_layout(smaller))
-            try:
-                taken = await self._moved(number, target.number, rows)
-            except TransferQueueError:
-                self._service.pending.doubt(target.number)
-                return
-            if not taken:
-                unit.drop(target.number)
-                return
-            self.num_moved += 1
+            moved = self._moved(number, target.number, rows)
+            self.num_moved += bool(await take_place(self._service, target, encode_layout(smaller), moved))
         except DataLost as error:
             log.error("block %d stays as it is: %s", number, error)
         except ProtocolError as error:

@@ -6,21 +6,24 @@ import contextlib
 import os
 import stat
 
+# Of processes that were watched, and of event loops. Not the pipes of those: libuv writes there in handlers of signals.
+UNUSED = {f"anon_inode:[{kind}]" for kind in ("pidfd", "eventpoll", "eventfd", "io_uring")}
+
 
 def disconnect(kept: set[int]) -> list[int]:
     """Every other descriptor above standard error leads to /dev/null: peers see that the server is gone when it is, and
     no number is free to be closed by its former owner when it is somebody else's. Returns those that were connections,
-    or watched a process: their owners are never taken apart (`gc.freeze`), so they may be closed once the server is
-    gone."""
+    or `UNUSED`: their owners are never taken apart (`gc.freeze`), so they may be closed once the server is gone."""
     lost = []
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         if number > 2 and number not in kept and number != nowhere:
             with contextlib.suppress(OSError):  # that of the listing itself
-                kind, is_watch = os.fstat(number).st_mode, "[pidfd]" in os.readlink(f"/proc/self/fd/{name}")
+                kind, is_unused = os.fstat(number).st_mode, os.readlink(f"/proc/self/fd/{name}") in UNUSED
                 if not stat.S_ISCHR(kind):
                     os.dup2(nowhere, number, inheritable=False)
-                if stat.S_ISSOCK(kind) or is_watch:
+                if stat.S_ISSOCK(kind) or is_unused:
                     lost.append(number)
+    os.close(nowhere)
     return lost

@@ -20,8 +20,9 @@ from transfer_queue.codec.layout import encode_layout, sizes_of, template_of
 from transfer_queue.codec.lone_rows import LoneRows
 from transfer_queue.controller import Controller
 from transfer_queue.controller.lone_blocks import MIN_ROWS
-from transfer_queue.errors import ProtocolError, TransferQueueError
+from transfer_queue.errors import ProtocolError
 from transfer_queue.memory.bytes import Ints
+from transfer_queue.server.copies import take_place
 from transfer_queue.server.service import Service
 from transfer_queue.server.unit_registry import UnitRegistry, unit_of
 from transfer_queue.storage.blocks import Block
@@ -143,16 +144,9 @@ class Gatherer:
             return
         for _ in join.write(unit.memory(target)):
             await self._breathe()
-        unit.publish(target.number, encode_layout(join.layout()))
-        try:
-            taken = await self._gathered(target.number, part.numbers, part.rows)
-        except TransferQueueError:
-            service.pending.doubt(target.number)
-            return
-        if taken:
+        gathered = self._gathered(target.number, part.numbers, part.rows)
+        if await take_place(service, target, encode_layout(join.layout()), gathered):
             self.num_rows += len(part.rows)
-        else:
-            unit.drop(target.number)
 
     async def _breathe(self) -> None:
         """Let others go first when this step has taken its time."""

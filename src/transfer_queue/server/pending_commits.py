@@ -8,6 +8,8 @@ A commit that was passed on to another host outlives the connection over which i
 on: it is an *orphan* then, known by its session and request id alone, until it is asked again or its session ends. One
 that was carried out, or may have been, can be asked again as well, by a client that did not hear what came of it: the
 controller has the answer.
+
+The copy that is to take the place of a block is held in the same way, by this process alone: nobody asks for it again.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import NamedTuple, TypeAlias
 from transfer_queue.storage.blocks import Block, Unit
 
 REMEMBERED = 4096  # commits that were carried out, perhaps
+COPIES = b"copies"  # in the place of a session: no session is called so
 
 Asked: TypeAlias = tuple[bytes, int]  # session and rid
 Filled: TypeAlias = tuple[Block, bytes]  # with its layout
@@ -53,6 +56,13 @@ class PendingCommits:
             self._unit.hand_over(block, None)
             block.layout = layout
 
+    def hold_copy(self, copy: Block, layout: bytes) -> Hashable:
+        """Until `answered` or `leave_in_doubt` with the ticket. A controller that the unit joins again meanwhile is not
+        told of the copy: it would say that no row lies there, shortly before it is asked to take it."""
+        asked = (COPIES, copy.number)
+        self.hold(asked, asked, [(copy, layout)])
+        return asked
+
     def join_again(self) -> None:
         """The unit is about to join the controller again, which does not hear of these blocks then. Those that it has
         committed may have been cleared meanwhile, with nobody there to be told: they will be in doubt."""
@@ -68,13 +78,15 @@ class PendingCommits:
             self._remember_first(asked)
         for block, _ in self.release(asked):
             if committed:
-                self._unit.publish(block.number, block.layout)
+                self._unit.publish(block.number, block.layout, block.digest)
                 if asked in self._since_before:
                     self.doubt(block.number)
             else:
                 self._unit.drop(block.number)
 
     def _remember_first(self, asked: Asked) -> None:
+        if asked[0] == COPIES:
+            return
         blocks = self.held[asked]
         self.remember(asked, blocks[0].block.number if blocks else 0)
 
@@ -97,7 +109,7 @@ class PendingCommits:
     def _doubt_all(self, asked: Asked) -> None:
         self._remember_first(asked)
         for block, _ in self.release(asked):
-            self._unit.publish(block.number, block.layout)
+            self._unit.publish(block.number, block.layout, block.digest)
             self.doubt(block.number)
 
     def doubt(self, number: int) -> None:
@@ -137,11 +149,13 @@ class PendingCommits:
 
     def lose_connections(self, were_passed_on: bool) -> None:
         """Everybody's: every commit that was passed on is an orphan, the others will not be carried out."""
-        for ticket in list(self._asked):
-            if were_passed_on:
-                self.lose_ticket(ticket)
-            else:
+        for ticket, asked in list(self._asked.items()):
+            if not were_passed_on:
                 self.withdraw(ticket)
+            elif asked[0] == COPIES:
+                self.leave_in_doubt(ticket)
+            else:
+                self.lose_ticket(ticket)
 
     def resume(self, ticket: Hashable, asked: Asked) -> list[Block]:
         """The blocks of an orphan that is asked again, and pending again with it; none where there is no such one."""

@@ -14,17 +14,18 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
-from transfer_queue.errors import TransferQueueError
 from transfer_queue.memory import memfd
 from transfer_queue.memory.bytes import Bytes, Ints
+from transfer_queue.server.copies import take_place
 from transfer_queue.server.service import Service
 from transfer_queue.storage.blocks import Block
 
 log = logging.getLogger("transfer_queue.server")
 
 BATCH_NBYTES, BATCH_BLOCKS = 128 << 20, 256  # moved together at most: memory is given free in such steps
+CHUNK_NBYTES = 1 << 20
 STEP_S = 0.001
 AGAIN_S = 1.0  # after the disk was full or failed
 OWNER = b"spilling"
@@ -158,23 +159,20 @@ class Spiller:
         if block.dropped or block.pins > 1:
             unit.drop(target.number)
             return
-        unit.publish(target.number, block.layout, digest)
-        try:
-            taken = await self._moved(block.number, target.number, AS_THEY_ARE)
-        except TransferQueueError as error:
-            log.warning("block %d: %s", block.number, error)
-            self._service.pending.doubt(target.number)
-            return
-        block.stays = True  # no rows lie in it any more, and it is gone in a moment
-        if taken:
-            self.num_moved += 1
-        else:
-            unit.drop(target.number)
+        target.digest = digest
+        moved = self._moved(block.number, target.number, AS_THEY_ARE)
+        is_taken = await take_place(self._service, target, block.layout, moved)
+        if is_taken is not None:
+            block.stays = True  # no rows lie in it any more, and it is gone in a moment
+            self.num_moved += is_taken
 
 
 def _written(fd: int, target: Block, data: Bytes) -> int:
     """Write a block, and return its digest. Raises `OSError`."""
-    view = memoryview(data)  # type: ignore[arg-type]
-    memfd.write_file(fd, target.offset, view)
+    view, digest = memoryview(data), xxh3_64()  # type: ignore[arg-type]
+    for at in range(0, len(view), CHUNK_NBYTES):
+        part = bytes(view[at : at + CHUNK_NBYTES])  # whoever maps it may write into it, and then neither fits
+        memfd.write_file(fd, target.offset + at, part)
+        digest.update(part)
     memfd.start_writing(fd, target.offset, len(view))
-    return xxh3_64_intdigest(view)
+    return digest.intdigest()

@@ -78,6 +78,7 @@ class UnitRegistry:
 
     def join(self, message: m.Join, address: str, line: UnitConnection) -> m.Joined:
         """Take a unit in, or back; the reply says which of its blocks are not needed."""
+        has = numbers_of(message.blocks).tolist()
         member = next((one for one in self._members.values() if one.incarnation == message.incarnation), None)
         if member is None:
             self._replace(address)
@@ -91,7 +92,6 @@ class UnitRegistry:
         if before != (member.address, member.away_s, member.lasts):
             self.joined(member)
         self.show(member.number)
-        has = numbers_of(message.blocks).tolist()
         needed = {block for block in self.known() if unit_of(block) == member.number}
         return m.Joined(message.rid, member.number, numbers([block for block in has if block not in needed]))
 

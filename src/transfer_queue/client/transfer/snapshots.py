@@ -64,7 +64,8 @@ class PinnedSnapshot:
         self.layouts += taken.layouts
 
     def blocks(self) -> Iterator[tuple[m.Piece, Iterator[memoryview]]]:
-        """Every block and its bytes in chunks; a block's chunks must be consumed before the next block."""
+        """Every block and its bytes in chunks; each is there until the next is asked for, and a block's chunks must
+        be consumed before the next block."""
         found = list(self.pinned)
         with contextlib.closing(self._chunks(found)) as chunks:
             for piece, _, _ in found:
@@ -92,6 +93,7 @@ class PinnedSnapshot:
 
     def _chunks(self, found: Sequence[Pinned]) -> Generator[memoryview, None, None]:
         wanted = ((one, at) for one in found for at in range(0, one.piece.nbytes, CHUNK_NBYTES))
+        own = np.empty(CHUNK_NBYTES, np.uint8)
         with ThreadPoolExecutor(READERS, thread_name_prefix="tq-checkpoint") as readers:
             asked: deque[Future[memoryview]] = deque()
             for (piece, to, _), at in wanted:
@@ -99,10 +101,11 @@ class PinnedSnapshot:
                     if lies.digest and not at:
                         self._session.spilled.check(piece.block, lies, piece.nbytes)
                     start, nbytes = lies.offset + at, min(CHUNK_NBYTES, piece.nbytes - at)
-                    mapped = self._session.arenas[lies.arena].shared[start : start + nbytes]
                     while asked:
                         yield asked.popleft().result()
-                    yield memoryview(mapped)  # type: ignore[arg-type]
+                    # Who filled the block may still write there: all that is made of a chunk is made of the same bytes.
+                    own[:nbytes] = self._session.arenas[lies.arena].shared[start : start + nbytes]
+                    yield memoryview(own[:nbytes])  # type: ignore[arg-type]
                     continue
                 read = self._read_from_engine if isinstance(piece.location, m.InEngine) else self._read
                 asked.append(readers.submit(read, piece, at, to))

@@ -20,7 +20,7 @@ import msgspec
 from xxhash import xxh3_64
 
 from transfer_queue.errors import ConfigError, JournalCorrupt, JournalInUse, JournalUnsupported
-from transfer_queue.memory.memfd import sync_directory, write_file
+from transfer_queue.memory.memfd import make_directory, write_file
 from transfer_queue.structs import decodable
 
 log = logging.getLogger("transfer_queue.server")
@@ -189,9 +189,7 @@ def claim(directory: Path) -> int:
     Raises `JournalInUse` where another server holds it, `ConfigError` where there can be none.
     """
     try:
-        if not directory.exists():
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sync_directory(directory.parent)
+        make_directory(directory, 0o700)
         held = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"server.journal_dir: {error}") from error

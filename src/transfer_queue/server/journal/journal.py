@@ -35,6 +35,29 @@ CLOSE_S = 8.0  # how long a disk may take for what is left at the end
 SHRINK_EVERY_S = 0.1
 
 
+class _Run:
+    """What a process has of a journal from `start` on. One that takes over makes its own: what the one before was
+    doing when it was forked is done by nobody there."""
+
+    def __init__(self, position: int, fail: Callable[[OSError], None], loads: int) -> None:
+        self.is_on = False
+        self.log = DiskLog(None, position, fail)
+        self.payloads: Payloads
+        self.number = -1  # of the log and of its snapshot
+        self.loads = loads  # how many checkpoints had been loaded when the log began
+        self.is_adrift = False  # a checkpoint was loaded, and there is no log yet that could follow it
+        self.snapshots: dict[int, snapshots.SnapshotProcess] = {}
+        self.awaited = -1  # the snapshot without which the log does not count
+        self.useless: list[int] = []  # logs that count only with a snapshot that failed
+        self.snapshot_nbytes = 0
+        self.why = ""  # the last attempt failed
+        self.next_s = 0.0  # no earlier (time.monotonic()) does a long log end
+        self.waits_for_first = False  # nobody is served yet
+        self.num_writing = 0  # blocks
+        self.complete = asyncio.Event()  # nothing is awaited
+        self.freed: deque[tuple[int, Place]] = deque()  # ranges, and the event after which they are
+
+
 class DiskJournal:
     """The journal in a directory, of a state and of a unit. `broken()` is called when the disk fails; it does not
     return. After that nothing is promised any more."""
@@ -48,22 +71,7 @@ class DiskJournal:
         self._unit = unit
         self._broken = broken
         self._position = recover(self.directory, kept, unit).position
-        self._number = -1
-        self._log: DiskLog
-        self._payloads: Payloads
-        self._is_on = False
-        self._loads = kept.loads
-        self._is_adrift = False  # a checkpoint was loaded, and there is no log yet that could follow it
-        self._snapshots: dict[int, snapshots.SnapshotProcess] = {}
-        self._awaited = -1  # the snapshot without which the log does not count
-        self._useless: list[int] = []  # logs that count only with a snapshot that failed
-        self._snapshot_nbytes = 0
-        self._why = ""  # the last attempt failed
-        self._next_s = 0.0  # no earlier (time.monotonic()) does a long log end
-        self._waits_for_first = False  # nobody is served yet
-        self._num_writing = 0  # blocks
-        self._complete = asyncio.Event()  # nothing is awaited
-        self._freed: deque[tuple[int, Place]] = deque()  # ranges, and the event after which they are
+        self._run = _Run(self._position, self._fail, kept.loads)
         unit.given_up = self._given_up
 
     async def start(self) -> None:
@@ -71,14 +79,14 @@ class DiskJournal:
         self._kept.hold_blocks(False)
         self._kept.start()
         self._forget_facts()
-        self._freed.clear()
-        self._snapshots.clear()
-        self._complete = asyncio.Event()
-        self._log = DiskLog(None, self._position, self._fail)
-        self._is_on = True
+        if self._run.is_on:  # the server's, of which this process was forked
+            self._run.log.close_files()
+            self._run.payloads.close()
+        self._run = _Run(self._position, self._fail, self._kept.loads)
+        self._run.is_on = True
         try:
-            self._payloads = Payloads(self.directory, set(self._unit.places.values()))
-            self._number = last_number(self.directory)
+            self._run.payloads = Payloads(self.directory, set(self._unit.places.values()))
+            self._run.number = last_number(self.directory)
         except (FileNotFoundError, JournalCorrupt) as error:
             self._give_up(error)
             return
@@ -88,50 +96,51 @@ class DiskJournal:
         """The standby took over, and somebody removed the journal: rows can be read, and saved as a checkpoint."""
         log.critical("%s: nothing can be promised any more, answers wait: %s", self.directory, error)
         self.directory.mkdir(exist_ok=True)
-        self._payloads = Payloads(self.directory, ())
-        self._is_adrift = True
-        self._log.shut(before=True)
+        self._run.payloads = Payloads(self.directory, ())
+        self._run.is_adrift = True
+        self._run.log.shut(before=True)
 
     async def complete(self) -> None:
         """Wait until all that was promised is on the disk without the log before. Raises `StoreFull` where that could
         not be written."""
-        self._waits_for_first = True
-        if not self._is_adrift:
-            await self._complete.wait()
-        self._waits_for_first = False
-        if self._awaited >= 0 or self._is_adrift:
+        self._run.waits_for_first = True
+        if not self._run.is_adrift:
+            await self._run.complete.wait()
+        self._run.waits_for_first = False
+        if self._run.awaited >= 0 or self._run.is_adrift:
             free = os.statvfs(self.directory)
-            text = f"{self._why or 'see the log of the server'}; {free.f_bavail * free.f_frsize} bytes are free"
+            text = f"{self._run.why or 'see the log of the server'}; {free.f_bavail * free.f_frsize} bytes are free"
             raise StoreFull(f"server.journal_dir: no snapshot could be written to {self.directory}: {text}")
 
     def settle(self) -> None:
         """An event is over: what came of it is written down before anybody is told."""
-        if not self._is_on:
+        run = self._run
+        if not run.is_on:
             return
-        if self._kept.loads != self._loads:
+        if self._kept.loads != run.loads:
             self._begin(follows=False)  # a checkpoint was loaded: nothing of before lasts
-        if self._is_adrift:
+        if run.is_adrift:
             self._forget_facts()
             return
         facts: list[JournalFact] = [*self._unit.take_facts(), *self._kept.take_facts()]
         if facts:
-            self._log.append(encoded(facts))
-            if self._is_long() and not self._snapshots and time.monotonic() >= self._next_s:
+            run.log.append(encoded(facts))
+            if self._is_long() and not run.snapshots and time.monotonic() >= run.next_s:
                 self._begin(follows=True)
         self._give_back()
 
     def _is_long(self) -> bool:
-        return self._log.nbytes > max(LOG_NBYTES, min(self._snapshot_nbytes, MAX_LOG_NBYTES))
+        return self._run.log.nbytes > max(LOG_NBYTES, min(self._run.snapshot_nbytes, MAX_LOG_NBYTES))
 
     def hold(self, send: Callable[[], None]) -> bool:
         """Whether `send` is kept until all that happened so far is on the disk; else it is there."""
-        return self._is_on and self._kept.holds_answers and self._log.hold(send)
+        return self._run.is_on and self._kept.holds_answers and self._run.log.hold(send)
 
     def check_room(self) -> None:
         """`StoreFull` where the disk has no space for more than was promised."""
-        if self._is_on:
-            self._log.look_again()
-        if self._is_on and self._log.is_full:
+        if self._run.is_on:
+            self._run.log.look_again()
+        if self._run.is_on and self._run.log.is_full:
             raise StoreFull(f"the disk of the journal, {self.directory}, is full, or the journal was removed from it")
 
     # blocks
@@ -156,19 +165,20 @@ class DiskJournal:
         """Everything that happened so far is on the disk."""
         self.settle()
         kept = asyncio.Event()
-        if self._log.hold(kept.set):
+        if self._run.log.hold(kept.set):
             await kept.wait()
 
     async def _keep_bytes(self, block: Block, wait_s: float) -> None:
         if self._unit.is_kept(block) or self._unit.block(block.number) is not block:
             return
+        run = self._run
         self._unit.pin(block.number, OWNER)
-        self._num_writing += 1
+        run.num_writing += 1
         place: Place | None = None
         try:
-            await self._complete.wait()  # what is free in memory may still be in the snapshot before
+            await run.complete.wait()  # what is free in memory may still be in the snapshot before
             place = await self._room(block.nbytes, time.monotonic() + wait_s)
-            digest = await asyncio.to_thread(self._payloads.write, place, self._unit.memory(block))
+            digest = await asyncio.to_thread(run.payloads.write, place, self._unit.memory(block))
             if not block.dropped and block.number not in self._unit.places:
                 self._unit.stored(block.number, place._replace(digest=digest))
                 place = None
@@ -178,8 +188,8 @@ class DiskJournal:
             self._fail(error)
         finally:
             if place is not None:
-                self._payloads.give(place)
-            self._num_writing -= 1
+                run.payloads.give(place)
+            run.num_writing -= 1
             self._unit.unpin(block.number, OWNER)
 
     def copied(self, block: int, copy: int) -> None:
@@ -189,64 +199,64 @@ class DiskJournal:
     async def _room(self, nbytes: int, until: float) -> Place:
         while True:
             self._give_back()
-            if self._freed and self._freed[0][0] > self._log.position:
-                self._log.append(encoded([]))  # nothing else may happen that says it
+            if self._run.freed and self._run.freed[0][0] > self._run.log.position:
+                self._run.log.append(encoded([]))  # nothing else may happen that says it
             try:
-                return self._payloads.take(nbytes)
+                return self._run.payloads.take(nbytes)
             except StoreFull:
                 if time.monotonic() >= until:
                     raise
             await asyncio.sleep(LOOK_S)
 
     def _give_back(self) -> None:
-        while self._freed and self._freed[0][0] <= self._log.kept:
-            self._payloads.give(self._freed.popleft()[1])
+        while self._run.freed and self._run.freed[0][0] <= self._run.log.kept:
+            self._run.payloads.give(self._run.freed.popleft()[1])
 
     def _given_up(self, place: Place) -> None:
         """The range is free once it is on the disk that its block is gone, which the event says that is going on."""
-        if self._is_on:
-            self._freed.append((self._log.position + 1, place))
+        if self._run.is_on:
+            self._run.freed.append((self._run.log.position + 1, place))
 
     # logs and snapshots
 
     def _begin(self, follows: bool) -> None:
         """A new log, with a snapshot of now. Where it does not follow the one before, it counts only with that."""
-        if not self._is_on:
+        if not self._run.is_on:
             return
-        self._loads = self._kept.loads
+        self._run.loads = self._kept.loads
         try:
-            number = self._number + 1
-            file = LogFile(self.directory, number, self._log.position, follows)
+            number = self._run.number + 1
+            file = LogFile(self.directory, number, self._run.log.position, follows)
         except OSError as error:
-            self._is_adrift |= not follows
+            self._run.is_adrift |= not follows
             self._retry(follows, error)
             return
-        self._number = number
-        self._log.go_on_in(file)
+        self._run.number = number
+        self._run.log.go_on_in(file)
         if follows:
             self._fork(follows)
             return
-        for failed in self._useless:  # nobody was told of what is in them
+        for failed in self._run.useless:  # nobody was told of what is in them
             (self.directory / name_of("log", failed)).unlink(missing_ok=True)
-        self._useless.clear()
+        self._run.useless.clear()
         self._await_snapshot()
 
     def _retry(self, follows: bool, error: object) -> None:
         log.error("%s: no new log, the next attempt is in %g s: %s", self.directory, AGAIN_S, error)
-        self._why = str(error)
-        self._next_s = time.monotonic() + AGAIN_S
+        self._run.why = str(error)
+        self._run.next_s = time.monotonic() + AGAIN_S
         if not follows:
-            self._log.shut(self._is_adrift)
-            self._complete.clear()
+            self._run.log.shut(self._run.is_adrift)
+            self._run.complete.clear()
             asyncio.get_running_loop().call_later(AGAIN_S, self._begin, follows)
 
     def _await_snapshot(self) -> None:
-        self._log.shut()
-        self._complete.clear()
-        self._is_adrift = False
+        self._run.log.shut()
+        self._run.complete.clear()
+        self._run.is_adrift = False
         self._forget_facts()
-        self._awaited = self._number
-        self._log.append(encoded([]))  # whoever is answered from here on waits for the snapshot
+        self._run.awaited = self._run.number
+        self._run.log.append(encoded([]))  # whoever is answered from here on waits for the snapshot
         self._fork(False)
 
     def _forget_facts(self) -> None:
@@ -256,49 +266,49 @@ class DiskJournal:
 
     def _fork(self, follows: bool) -> None:
         self._kept.hold_blocks(True)
-        position = self._log.position if follows else self._log.position - 1
+        position = self._run.log.position if follows else self._run.log.position - 1
         try:
-            written = snapshots.fork(self.directory, self._number, position, self._kept, self._unit)
+            written = snapshots.fork(self.directory, self._run.number, position, self._kept, self._unit)
         except OSError as error:
-            if not self._snapshots:
+            if not self._run.snapshots:
                 self._kept.hold_blocks(False)
             self._retry(follows, error)
             return
-        self._snapshots[written.number] = written
+        self._run.snapshots[written.number] = written
         asyncio.get_running_loop().add_reader(written.watch, self._ended, written)
 
     def _ended(self, written: snapshots.SnapshotProcess) -> None:
         asyncio.get_running_loop().remove_reader(written.watch)
         os.close(written.watch)
         _, status = os.waitpid(written.pid, 0)
-        del self._snapshots[written.number]
-        if not self._snapshots:
+        del self._run.snapshots[written.number]
+        if not self._run.snapshots:
             self._kept.hold_blocks(False)
         path = self.directory / name_of("snapshot", written.number)
         if status:
             log.error("%s was not written; see above", path)
             path.with_suffix(DRAFT).unlink(missing_ok=True)
-            self._next_s = time.monotonic() + AGAIN_S
-            if self._waits_for_first:
-                self._complete.set()
-            elif written.number == self._awaited:
-                self._useless.append(written.number)
+            self._run.next_s = time.monotonic() + AGAIN_S
+            if self._run.waits_for_first:
+                self._run.complete.set()
+            elif written.number == self._run.awaited:
+                self._run.useless.append(written.number)
                 asyncio.get_running_loop().call_later(AGAIN_S, self._begin, False)
             return
         if not path.exists():
             return  # a later one was quicker, and replaced it
-        self._snapshot_nbytes = path.stat().st_size
+        self._run.snapshot_nbytes = path.stat().st_size
         self._shrink()
         self._remove_before(written.number)
-        if written.number == self._awaited:
-            self._awaited = -1
-            self._complete.set()
-            self._log.append(encoded([SnapshotComplete(written.number)]))
-            self._log.open()
+        if written.number == self._run.awaited:
+            self._run.awaited = -1
+            self._run.complete.set()
+            self._run.log.append(encoded([SnapshotComplete(written.number)]))
+            self._run.log.open()
 
     def _shrink(self) -> None:
         """Give the system what the blocks files do not need any more, a part at a time."""
-        if self._is_on and self._payloads.shrink():
+        if self._run.is_on and self._run.payloads.shrink():
             asyncio.get_running_loop().call_later(SHRINK_EVERY_S, self._shrink)
 
     def _remove_before(self, number: int) -> None:
@@ -316,24 +326,24 @@ class DiskJournal:
         self._broken()
 
     def statistics(self) -> dict[str, Any]:
-        if not self._is_on:
+        if not self._run.is_on:
             return {}
         return {
             "journal_dir": str(self.directory),
-            "journal_nbytes": self._log.nbytes + self._snapshot_nbytes,
-            "journal_blocks_nbytes": self._payloads.used_nbytes,
-            "journal_lag_s": self._log.lag_s,
+            "journal_nbytes": self._run.log.nbytes + self._run.snapshot_nbytes,
+            "journal_blocks_nbytes": self._run.payloads.used_nbytes,
+            "journal_lag_s": self._run.log.lag_s,
         }
 
     async def _finished(self) -> None:
-        await self._complete.wait()
-        await self._log.flush()
-        while self._num_writing:  # by threads, whose files are about to be closed
+        await self._run.complete.wait()
+        await self._run.log.flush()
+        while self._run.num_writing:  # by threads, whose files are about to be closed
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         """Everything is on the disk."""
-        if not self._is_on:
+        if not self._run.is_on:
             return
         self.settle()
         try:
@@ -341,12 +351,12 @@ class DiskJournal:
         except TimeoutError:
             log.error("%s: the disk does not take what was not promised yet; it is left out", self.directory)
             os._exit(1)
-        self._is_on = False
-        for written in self._snapshots.values():
+        self._run.is_on = False
+        for written in self._run.snapshots.values():
             asyncio.get_running_loop().remove_reader(written.watch)
             os.kill(written.pid, signal.SIGKILL)  # another one is written at the next start
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(written.pid, 0)
             os.close(written.watch)
-        self._log.close()
-        self._payloads.close()
+        self._run.log.close()
+        self._run.payloads.close()

@@ -101,7 +101,10 @@ class DiskLog:
 
     def _look(self) -> None:
         newest = self._later[-1][1] if self._later else self._file
-        self.is_full = newest is None or not newest.reserve(self.pending_nbytes)
+        try:
+            self.is_full = newest is None or not newest.reserve(self.pending_nbytes)
+        except OSError as error:
+            self._failed(error)
 
     @property
     def lag_s(self) -> float:
@@ -169,11 +172,8 @@ class DiskLog:
         if self._is_closed:
             return
         error = done.exception()
-        if isinstance(error, OSError) and error.errno in memfd.NO_SPACE:
-            self._wait(error)
-            return
         if error is not None:
-            self._broken(error if isinstance(error, OSError) else OSError(str(error)))
+            self._failed(error if isinstance(error, OSError) else OSError(str(error)))
             return
         for _ in range(count):
             self.pending_nbytes -= len(self._events.popleft())
@@ -182,6 +182,16 @@ class DiskLog:
         self._look()
         self._write()
         self._release()
+
+    def _failed(self, error: OSError) -> None:
+        """The log could not be written, or what comes next could not: that may go by, or nothing is written any more.
+        What is on the disk is told all the same."""
+        if error.errno in memfd.NO_SPACE:
+            self._wait(error)
+            return
+        self._is_closed = True
+        self._release()
+        self._broken(error)
 
     def _wait(self, error: OSError) -> None:
         """Try again later; nobody is told anything meanwhile."""
@@ -202,6 +212,10 @@ class DiskLog:
         """Nothing more is written, whatever the event loop has yet to call."""
         self._is_closed = True
         self._thread.shutdown()
+        self.close_files()
+
+    def close_files(self) -> None:
+        """All that is to be done in a fork, which has no such thread."""
         for file in (self._file, *(file for _, file in self._later)):
             if file is not None:
                 os.close(file.fd)

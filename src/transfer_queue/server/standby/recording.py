@@ -1,4 +1,8 @@
-"""The state machines of a server with a standby: each says what happens to it, and is otherwise what it was."""
+"""The state machines of a server with a standby: each says what happens to it, and is otherwise what it was.
+
+What may be refused is noted once it was not: a record that cannot be carried out makes the standby useless. Requests of
+clients are noted before, with what they lead to behind them; they are refused there as they were here.
+"""
 
 from __future__ import annotations
 
@@ -126,12 +130,14 @@ class RecordingController(Controller):
         super().tidy()
 
     def relocate(self, block: int, target: int, rows: Slots) -> bool:
+        is_taken = super().relocate(block, target, rows)
         self.recorder.note(r.Relocated(block, target, rows_bytes(rows)))
-        return super().relocate(block, target, rows)
+        return is_taken
 
     def gather(self, target: int, blocks: Slots, rows: Slots) -> bool:
+        is_taken = super().gather(target, blocks, rows)
         self.recorder.note(r.RowsGathered(target, rows_bytes(blocks), rows_bytes(rows)))
-        return super().gather(target, blocks, rows)
+        return is_taken
 
     def hide(self, unit: int) -> None:
         self.recorder.note(r.UnitHidden(unit))
@@ -177,27 +183,27 @@ class RecordingUnit(Unit):
         return allocated
 
     def publish(self, number: int, layout: bytes, digest: int = 0) -> None:
-        self.recorder.note(r.Published(number, layout, digest))
         super().publish(number, layout, digest)
+        self.recorder.note(r.Published(number, layout, digest))
 
     def drop(self, number: int) -> None:
+        super().drop(number)
         if not self._vacating:
             self.recorder.note(r.Dropped(number))
-        super().drop(number)
 
     def pin(self, number: int, session: bytes, rid: int = 0) -> None:
-        self.recorder.note(r.BlockPinned(number, session, rid))
         super().pin(number, session, rid)
+        self.recorder.note(r.BlockPinned(number, session, rid))
 
     def unpin(self, number: int, session: bytes, rid: int = 0) -> None:
-        self.recorder.note(r.BlockUnpinned(number, session, rid))
         super().unpin(number, session, rid)
+        self.recorder.note(r.BlockUnpinned(number, session, rid))
 
     def forget(self, session: bytes) -> None:
-        self.recorder.note(r.Vacated(session))
         self._vacating = True
         super().forget(session)
         self._vacating = False
+        self.recorder.note(r.Vacated(session))
 
 
 class RecordingSessions(Sessions):
@@ -220,20 +226,22 @@ class RecordingCommits(PendingCommits):
         self._recorder = recorder
 
     def hold(self, ticket: Hashable, asked: Asked, blocks: Sequence[Filled]) -> None:
-        self._recorder.note(r.CommitHeld(*asked, [(block.number, layout) for block, layout in blocks]))
         super().hold(ticket, asked, blocks)
+        held = [(block.number, layout, block.digest) for block, layout in blocks]
+        self._recorder.note(r.CommitHeld(*asked, held))
 
     def release(self, asked: Asked) -> list[HeldBlock]:
+        here = super().release(asked)
         self._recorder.note(r.CommitReleased(*asked))
-        return super().release(asked)
+        return here
 
     def remember(self, asked: Asked, block: int) -> None:
-        self._recorder.note(r.CommitDone(*asked, block))
         super().remember(asked, block)
+        self._recorder.note(r.CommitDone(*asked, block))
 
     def doubt(self, number: int) -> None:
-        self._recorder.note(r.Doubted(number))
         super().doubt(number)
+        self._recorder.note(r.Doubted(number))
 
 
 class RecordingProxy(ControllerProxy):
@@ -258,12 +266,14 @@ class RecordingRegistry(UnitRegistry):
         self._recorder = recorder
 
     def join(self, message: m.Join, address: str, line: UnitConnection) -> m.Joined:
+        joined = super().join(message, address, line)
         self._recorder.note(r.UnitJoined(message, address))
-        return super().join(message, address, line)
+        return joined
 
     def resolve(self, message: m.ResolveCommits, unit: int) -> m.Blocks:
+        resolved = super().resolve(message, unit)
         self._recorder.note(r.CommitsResolved(message, unit))
-        return super().resolve(message, unit)
+        return resolved
 
 
 def recording_parts(unit: Unit, recorder: Recorder) -> dict[str, Any]:

@@ -163,11 +163,12 @@ class Vacated(_Record, tag=19):
 
 
 class CommitHeld(_Record, tag=24):
-    """`blocks`: with their layouts. Where the controller is on another host, the commit is passed on to it now."""
+    """`blocks`: with their layouts and digests. Where the controller is on another host, the commit is passed on to it
+    now."""
 
     session: bytes
     rid: int
-    blocks: list[tuple[int, bytes]]
+    blocks: list[tuple[int, bytes, int]]
 
 
 class CommitReleased(_Record, tag=25):

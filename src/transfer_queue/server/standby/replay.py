@@ -144,10 +144,13 @@ class UnitReplay:
     # commits that wait
 
     def _held(self, record: r.CommitHeld) -> None:
-        blocks = [(self._unit.block(number), layout) for number, layout in record.blocks]
-        held = [(block, layout) for block, layout in blocks if block is not None]
-        if len(held) < len(blocks):
-            raise JournalUseless("a commit of a block that is not there")
+        held = []
+        for number, layout, digest in record.blocks:
+            block = self._unit.block(number)
+            if block is None:
+                raise JournalUseless("a commit of a block that is not there")
+            block.digest = digest
+            held.append((block, layout))
         ticket = (Ticket(record.session), record.rid)
         self._service.pending.hold(ticket, (record.session, record.rid), held)
 

@@ -20,7 +20,7 @@ class GuardedEngine:
         self.where = ""
         kind = self._within(timeout_s, lambda: engine_class(name))
         self.max_nbytes = kind.max_nbytes
-        self.engine = self._within(timeout_s, lambda: kind(settings, serves))
+        self.engine = self._within(timeout_s, lambda: kind(settings, serves), lambda engine: engine.close())
         self.where = f" at {self.engine.where}" if self.engine.where else ""
 
     def reserve(self, key: str, nbytes: int, timeout_s: float) -> Room:

@@ -6,7 +6,6 @@ The slowest engine, which needs no server of its own and loses nothing when one 
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from transfer_queue.saved.filesystem import FileSystem
 from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
 
 NO_SPACE = 28  # errno.ENOSPC
+PART = ".part"
 
 
 class Files(StorageEngine):
@@ -73,9 +73,10 @@ class Files(StorageEngine):
         return {key for key in keys if not self._files.exists(self._path(key))}
 
     def drop(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            with contextlib.suppress(FileNotFoundError):
-                self._files.rm_file(self._path(key))
+        for path in map(self._path, keys):
+            for name in (path, path + PART):  # a writer that was killed may have left the one or the other
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.rm_file(name)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key.replace('/', '-')}"
@@ -89,7 +90,7 @@ class _FileRoom(Room):
         self._files, self._path = files, path
 
     def seal(self) -> None:
-        part = f"{self._path}.{secrets.token_hex(4)}.part"
+        part = self._path + PART  # a key has one writer
         try:
             with self._files.open(part, "wb") as file:
                 file.write(memoryview(self.memory))  # type: ignore[arg-type]

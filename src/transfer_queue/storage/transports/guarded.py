@@ -19,7 +19,9 @@ class GuardedTransport:
 
     def __init__(self, name: str, settings: Mapping[str, Any], host: str, timeout_s: float) -> None:
         self.name = name
-        self.transport: Transport = self._within(timeout_s, lambda: transport_class(name)(settings, host))
+        self.transport: Transport = self._within(
+            timeout_s, lambda: transport_class(name)(settings, host), lambda transport: transport.close()
+        )
         self.endpoint = self.transport.endpoint
 
     def register(self, memory: Bytes, timeout_s: float) -> None:

@@ -103,7 +103,8 @@ class Archive:
             data = bucket.numpy().tobytes()
             self._system.timed("writing a bucket", deadline.left(), self._write, f"{entry.stem}.{index:05}", data)
         path = f"{self._root}/{entry.stem}{_MANIFEST}"
-        self._system.timed("writing a manifest", deadline.left(), self._system.write_whole, path, manifest.encode())
+        whole = self._system.write_whole
+        self._system.timed("writing a manifest", deadline.left(), whole, path, manifest.encode(), path + ".part")
         return entry
 
     def retain(self, keep: int, *, timeout_s: float) -> None:
