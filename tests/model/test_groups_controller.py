@@ -209,6 +209,35 @@ def test_a_lease_that_is_over_gives_its_groups_back_and_is_refused() -> None:
             box.ask(kind, first.lease, **more)
 
 
+def test_a_lease_begins_when_the_groups_come_not_when_they_were_asked_for() -> None:
+    box = GroupBox()
+    box.open("x")
+    box.claim()
+    assert box.select(lease_s=4.0, wait_s=60.0, asker="trainer") is None
+    box.now = 6.0
+    box.put_results(("x", 0, 0, 1))
+    box.now = 9.0
+    box.ask(m.AckGroups, box.told()["trainer"].lease, None, False)
+    assert box.report()["sources"][""]["consumed"] == 1
+
+
+@pytest.mark.parametrize("looks", [(m.DescribePool, {"partition": "p"}), (m.DescribeService, {"most": 9})])
+def test_who_looks_moves_no_time_that_a_standby_does_not_know(looks: Any) -> None:
+    kind, values = looks
+    terms = []
+    for is_watched in (False, True):
+        box = GroupBox()
+        box.made("x")
+        box.select(session=b"gone", lease_s=90.0)
+        assert box.select(lease_s=10.0, wait_s=90.0, asker="trainer") is None
+        if is_watched:
+            box.now = 50.0
+            box.handle(kind(7, **values))
+        box.end_session(b"gone")
+        terms.append([one.left_s for one in box.controller.groups.leases()])
+    assert terms[0] == terms[1]
+
+
 def test_groups_are_acknowledged_one_by_one_or_all_together() -> None:
     box = GroupBox()
     rows = box.made("x") + box.made("y") + box.made("z")
@@ -471,6 +500,22 @@ def test_a_source_that_nobody_uses_starves_visibly() -> None:
     sources = box.report()["sources"]
     assert (sources["math"]["starved_s"], sources["code"]["starved_s"]) == (10.0, 40.0)
     assert (sources["math"]["consumed"], sources["code"]["consumed"]) == (1, 0)
+
+
+def test_after_a_recovery_nobody_knows_for_how_long_a_source_has_starved() -> None:
+    box = GroupBox(ledger=(ledger := Ledger()))
+    box.made("x", source="math")
+    box.ask(m.AckGroups, box.select().lease, None, False)
+    state, blocks = exported(Controller(SequentialSampler(), None, 0, ledger=Ledger()).state)
+    heir = Recovery(GroupBox(None, Ledger()).controller, state, blocks, 0)
+    for fact in ledger.take():
+        heir.apply(fact)
+    heir.finish()
+    box.controller, box.now = heir._controller, 1e6
+    assert box.report()["sources"]["math"]["starved_s"] is None
+    box.made("y", source="math")
+    box.now += 3.0
+    assert box.report()["sources"]["math"]["starved_s"] == 3.0
 
 
 def test_a_loaded_pool_goes_on_with_what_nobody_had() -> None:

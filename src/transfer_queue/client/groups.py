@@ -369,7 +369,8 @@ class GroupOperations:
 
     def status(self) -> Operation[dict[str, Any]]:
         """Groups by state, the version, who waits, and for each source the totals of `SourceCounters` with `starved_s`,
-        the seconds since one of its groups was consumed."""
+        the seconds since one of its groups was consumed, or else since its first one was opened (None: neither, in this
+        life of the service)."""
         return (yield _call(self, m.DescribePool))[0].values
 
 

@@ -129,7 +129,8 @@ class Controller:
         return reply
 
     def _handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
-        self._leases.now = now
+        self.state.asked_at = now
+        self._leases.now = self._leases.now if type(message) in m.READS else now
         self.lineage.check(message)
         kind = type(message)
         if kind in self._rules:

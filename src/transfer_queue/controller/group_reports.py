@@ -23,10 +23,14 @@ def summary(partition: str, pool: PoolCore) -> str:
     )
 
 
-def described(pool: PoolCore, starved_s: Mapping[str, float], waiting: int) -> dict[str, Any]:
-    """`GroupPool.status`. `starved_s`: by source; `waiting`: requests."""
+def described(pool: PoolCore, used_at: Mapping[str, float | None], waiting: int, now: float) -> dict[str, Any]:
+    """`GroupPool.status`. `used_at`: when a group of each source was consumed last, or opened first (None: not in this
+    life of the service); `waiting`: requests."""
     sources = {
-        name: {**{field: getattr(one, field) for field in one.__struct_fields__}, "starved_s": starved_s[name]}
+        name: {
+            **{field: getattr(one, field) for field in one.__struct_fields__},
+            "starved_s": _since(used_at[name], now),
+        }
         for name, one in pool.state.sources.items()
     }
     return {
@@ -35,6 +39,10 @@ def described(pool: PoolCore, starved_s: Mapping[str, float], waiting: int) -> d
         "waiting": waiting, "ended": pool.state.ended, "sampled": pool.state.sampled,
         "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
     }  # fmt: skip
+
+
+def _since(then: float | None, now: float) -> float | None:
+    return None if then is None else max(0.0, now - then)
 
 
 def lent_group(pool: PoolCore, group: SiblingGroup, probability: float, held: list[int]) -> m.LentGroup:

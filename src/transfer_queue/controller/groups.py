@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.controller.deadlines import Deadlines
+from transfer_queue.controller.deadlines import NO_TIME, Deadlines
 from transfer_queue.controller.group_checks import MAX_VERSION, check_pool, check_unused, check_versions, check_waiting
 from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
 from transfer_queue.controller.group_reports import described, has_fields, leased, lent_group, rows_of, summary
@@ -47,7 +47,7 @@ OUTCOMES = (m.IssueTickets, m.StartSlots, m.LendGroups, m.UnlendGroups, m.Consum
 
 class GroupPools:
     """All pools of a service. Answers to parked requests go to `outbox`. `deadlines`: when leases end. `clear`
-    removes rows of a partition. `rules` carry out what lasts."""
+    removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class GroupPools:
         outbox: list[tuple[Hashable, m.Reply]],
         unreceived: Unreceived,
         versions: Callable[[], WeightVersions],
+        now: Callable[[], float],
     ) -> None:
         self.pools: dict[str, PoolCore] = {}
         self.used = UsedNumbers()
@@ -71,7 +72,7 @@ class GroupPools:
         self._numbers = itertools.count(1)
         self._holdings: dict[bytes, SessionHoldings] = {}
         self._consumed_at: dict[tuple[str, str], float] = {}
-        self._now = 0.0
+        self._now = now
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
             m.OpenPool: self._open_pool, m.OpenGroup: self._open, m.StartSlots: self._start,
             m.FinishSlots: self._finish, m.FailSlots: self._fail, m.FilterGroups: self._filter,
@@ -84,7 +85,6 @@ class GroupPools:
 
     def handle(self, message: Any, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         """The answer, or None after parking."""
-        self._now = now
         if isinstance(message, OUTCOMES):
             raise InvalidInput(f"{type(message).__name__} is what the service makes of other requests")
         if type(message) in self.rules:
@@ -102,7 +102,7 @@ class GroupPools:
                 lease, names = self._part(number, names)
                 self._release(lease, names)
             case m.DescribePool(partition=partition):
-                return m.Report(message.rid, self._description(partition))
+                return m.Report(message.rid, self._description(partition, now))
             case _:
                 return self._wait(Waiter(ticket, session, message, now + message.timeout_s, now))
         return m.Done(message.rid)
@@ -170,6 +170,7 @@ class GroupPools:
             message.group, message.size, message.min_size, message.source, message.prompt, message.start,
             message.ticket, message.refills, message.priority,
         )  # fmt: skip
+        self._note_use(message.partition, message.source, only_first=True)
         self._changed(message.partition)
         return m.Done(message.rid)
 
@@ -246,10 +247,15 @@ class GroupPools:
         for name in message.groups:
             group = pool.groups.get(name)
             if group is not None:
-                self._consumed_at[message.partition, group.source] = self._now
+                self._note_use(message.partition, group.source)
         pool.consume(message.groups, message.clears)
         self._changed(message.partition)
         return m.Done(message.rid)
+
+    def _note_use(self, partition: str, source: str, only_first: bool = False) -> None:
+        """A group of this source is consumed, or the first one is opened. What is recovered has no time."""
+        if self._now() > NO_TIME and not (only_first and (partition, source) in self._consumed_at):
+            self._consumed_at[partition, source] = self._now()
 
     def _issue(self, message: m.IssueTickets) -> m.Reply:
         self._pool(message.partition).issue(message.tickets)
@@ -372,7 +378,7 @@ class GroupPools:
         groups, num_sealed = [group for group, _ in found], pool.num_sealed
         kept = [pool.withheld(group) for group in groups]
         names = [group.name for group in groups]
-        lease = GroupLease(next(self._numbers), message.partition, names, session, self._now + message.lease_s)
+        lease = GroupLease(next(self._numbers), message.partition, names, session, self._now() + message.lease_s)
         if groups:
             self.rules[m.LendGroups](m.LendGroups(0, message.partition, names))
             self._leases[lease.number] = lease
@@ -443,7 +449,7 @@ class GroupPools:
 
     def _live(self, number: int) -> GroupLease:
         lease = self._leases.get(number)
-        if lease is None or lease.deadline <= self._now:
+        if lease is None or lease.deadline <= self._now():
             raise LeaseExpired(f"lease {number} of groups is over: what it had not acknowledged is offered to others")
         return lease
 
@@ -508,7 +514,6 @@ class GroupPools:
 
     def expire(self, now: float) -> None:
         """End the leases and answer the requests whose time is up; tell others what they wait for."""
-        self._now = now
         while (first := self.deadlines.first()) is not None and first[0] <= now:
             lease = self._leases[first[1]]
             self._release(lease, list(lease.names))
@@ -526,17 +531,14 @@ class GroupPools:
     def reason(self, message: Any) -> str:
         return summary(message.partition, self._pool(message.partition))
 
-    def _description(self, partition: str) -> dict[str, Any]:
+    def _description(self, partition: str, now: float) -> dict[str, Any]:
         pool = self._pool(partition)
-        starved = {
-            name: self._now - self._consumed_at.setdefault((partition, name), self._now) for name in pool.state.sources
-        }
-        waiting = sum(one.message.partition == partition for one in self.parked)
-        return described(pool, starved, waiting)
+        used_at = {name: self._consumed_at.get((partition, name)) for name in pool.state.sources}
+        return described(pool, used_at, sum(one.message.partition == partition for one in self.parked), now)
 
-    def descriptions(self) -> dict[str, dict[str, Any]]:
+    def descriptions(self, now: float) -> dict[str, dict[str, Any]]:
         """Every pool, as `status` of one says it."""
-        return {partition: self._description(partition) for partition in self.pools}
+        return {partition: self._description(partition, now) for partition in self.pools}
 
     def group_of(self, partition: str, row: int) -> str | None:
         """The group that a row belongs to."""
@@ -567,6 +569,7 @@ class GroupPools:
         self._leases.clear()
         self.deadlines.clear()
         self._holdings.clear()
+        self._consumed_at.clear()
         self.pools = pools
         self.used.retire(used.tickets, used.attempts)
         for pool in pools.values():

@@ -273,3 +273,9 @@ MUTATING = frozenset((
     RetargetGroup, AdvancePool, EndPool, SelectGroups, AckGroups, ReleaseGroups, TakeRefills,
     OpenPartition, FinishPartition, PrioritizeGroups, RemovePool,
 ))  # fmt: skip
+
+# They change nothing, so no standby hears of them, and what they are asked at is no time of an event.
+READS = frozenset((
+    Get, Scan, NameRows, ListKeys, Consumption, Production, ListPartitions, GetPartition, DescribePartition,
+    ListDeadLetters, GetStep, DescribePool, DescribeSeries, WatchKeys, DescribeService, MapCells, InspectRow,
+))  # fmt: skip
