@@ -253,6 +253,24 @@ def test_groups_are_acknowledged_one_by_one_or_all_together() -> None:
         box.finish("x")
 
 
+def test_a_group_that_a_request_names_twice_counts_once() -> None:
+    box = GroupBox(GroupPolicy(order="weighted", max_times_sampled=2))
+    box.made("x"), box.made("y"), box.made("z")
+    box.ask(m.FilterGroups, ["x", "y", "x"])
+    assert len(box.rows()) == 1
+    box.ask(m.AckGroups, box.select().lease, ["z", "z"], False)
+    assert names(box.select()) == ["z"], "it was acknowledged once of twice"
+
+
+def test_attempts_are_said_to_have_failed_all_or_none() -> None:
+    box = GroupBox()
+    box.open("x", 2)
+    box.claim()
+    with pytest.raises(InvalidInput, match="slot 9"):
+        box.ask(m.FailSlots, [m.Attempt("x", 0, 0), m.Attempt("x", 9, 0)], "infra")
+    assert box.claim(group="x") == []
+
+
 def test_an_announced_version_judges_every_pool_and_opens_its_gate() -> None:
     box = GroupBox(GroupPolicy(serve="window", window=0, stale="evict", gate=0, groups_per_version=2))
     tickets = [one.number for one in box.ask(m.TakeTickets, 2, 0.0).tickets]

@@ -23,6 +23,11 @@ def summary(partition: str, pool: PoolCore) -> str:
     )
 
 
+def by_state(pool: PoolCore) -> dict[str, int]:
+    """How many groups there are of each state."""
+    return {"open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent}
+
+
 def described(pool: PoolCore, used_at: Mapping[str, float | None], waiting: int, now: float) -> dict[str, Any]:
     """`GroupPool.status`. `used_at`: when a group of each source was consumed last, or opened first (None: not in this
     life of the service); `waiting`: requests."""
@@ -34,8 +39,8 @@ def described(pool: PoolCore, used_at: Mapping[str, float | None], waiting: int,
         for name, one in pool.state.sources.items()
     }
     return {
-        "version": pool.version, "open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent,
-        "eligible": len(pool.eligible()), "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
+        "version": pool.version, **by_state(pool), "eligible": len(pool.eligible()),
+        "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
         "waiting": waiting, "ended": pool.state.ended, "sampled": pool.state.sampled,
         "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
     }  # fmt: skip

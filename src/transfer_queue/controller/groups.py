@@ -15,10 +15,26 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller.deadlines import NO_TIME, Deadlines
-from transfer_queue.controller.group_checks import MAX_VERSION, check_pool, check_unused, check_versions, check_waiting
+from transfer_queue.controller.group_checks import (
+    MAX_VERSION,
+    check_pool,
+    check_slots,
+    check_unused,
+    check_versions,
+    check_waiting,
+)
 from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
-from transfer_queue.controller.group_reports import described, has_fields, leased, lent_group, rows_of, summary
+from transfer_queue.controller.group_reports import (
+    by_state,
+    described,
+    has_fields,
+    leased,
+    lent_group,
+    rows_of,
+    summary,
+)
 from transfer_queue.controller.group_results import SortedResults, enter, finish_named, sort_results
+from transfer_queue.controller.group_waits import place_of
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.notices import answer_waiting, too_late
 from transfer_queue.controller.readiness import Slots
@@ -203,17 +219,14 @@ class GroupPools:
 
     def _fail(self, message: m.FailSlots) -> m.Reply:
         pool = self._pool(message.partition)
+        check_slots(pool, message.attempts)
         for one in message.attempts:
             pool.fail(one.group, one.slot, one.attempt, message.kind)
         self._changed(message.partition)
         return m.Done(message.rid)
 
     def _filter(self, message: m.FilterGroups) -> m.Reply:
-        pool = self._pool(message.partition)
-        for name in message.groups:
-            pool.group(name)
-        for name in message.groups:
-            pool.mark_filtered(name)
+        self._pool(message.partition).filter(message.groups)
         self._changed(message.partition)
         return m.Done(message.rid)
 
@@ -307,7 +320,7 @@ class GroupPools:
         newer = getattr(message, "version", None)
         if newer is not None and newer > self.pools[message.partition].version:  # of a selection: it judges first
             self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, newer))
-        place = self._place(parked)
+        place = place_of(parked)
         reply = None if self._lines.has(message.partition, place) else self._attempt(parked)
         if reply is not None and self._lets_in(message):
             self._changed(message.partition)
@@ -319,18 +332,6 @@ class GroupPools:
             if getattr(message, "fields", None):
                 self.fields_awaited.add(message.partition)
         return reply
-
-    def _place(self, parked: Waiter[Any]) -> Hashable:
-        """What it waits for: who waits for the same is answered in order of arrival."""
-        message = parked.message
-        match message:
-            case m.ClaimSlots(group=group):
-                return type(message), group
-            case m.SelectGroups(fields=fields):
-                return type(message), *fields
-            case m.AwaitGroups():
-                return parked.ticket  # it takes nothing, so nobody waits behind it
-        return (type(message),)
 
     def _attempt(self, parked: Waiter[Any]) -> m.Reply | None:
         """The answer, if there is one now."""
@@ -459,7 +460,7 @@ class GroupPools:
         other = set(names or ()) - set(lease.names)
         if other:
             raise InvalidInput(f"lease {number} does not have group {min(other)!r}")
-        return lease, list(lease.names) if names is None else names
+        return lease, list(lease.names) if names is None else list(dict.fromkeys(names))
 
     def _shrink(self, lease: GroupLease, names: Iterable[str]) -> None:
         gone = set(names)
@@ -552,10 +553,7 @@ class GroupPools:
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """How many groups every pool has, by state."""
-        return {
-            partition: {"open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent}
-            for partition, pool in self.pools.items()
-        }
+        return {partition: by_state(pool) for partition, pool in self.pools.items()}
 
     # saving
 

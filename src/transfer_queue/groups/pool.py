@@ -272,11 +272,12 @@ class PoolCore:
             self.groups[name].priority = float(priorities[name])
             self._offer(self.groups[name])
 
-    def mark_filtered(self, name: str) -> None:
-        """Its user does not want this group: it is evicted, once it is sealed."""
-        group = self.group(name)
-        group.filtered = True
-        self._judge(group)
+    def filter(self, names: Iterable[str]) -> None:
+        """Their user does not want these groups: they are evicted, once they are sealed. Raises as `group`, before
+        anything is changed."""
+        for group in [self.group(name) for name in dict.fromkeys(names)]:
+            group.filtered = True
+            self._judge(group)
 
     def retarget(self, name: str, target: int) -> None:
         """A group takes the place of one that its version lacks; another may be started in its own place.
