@@ -253,6 +253,17 @@ def test_groups_are_acknowledged_one_by_one_or_all_together() -> None:
         box.finish("x")
 
 
+def test_who_waits_for_fields_is_answered_when_the_host_that_has_them_is_back() -> None:
+    box = GroupBox()
+    box.unit = 1
+    box.made("x")
+    box.put(box.rows(), ("advantage",))
+    box.controller.hide(1)
+    assert box.select(wait_s=60.0, asker="trainer", fields=["advantage"]) is None
+    box.controller.show(1)
+    assert names(box.told()["trainer"]) == ["x"]
+
+
 def test_a_group_that_a_request_names_twice_counts_once() -> None:
     box = GroupBox(GroupPolicy(order="weighted", max_times_sampled=2))
     box.made("x"), box.made("y"), box.made("z")
