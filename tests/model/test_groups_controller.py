@@ -334,6 +334,33 @@ def test_who_waits_hears_that_no_more_will_come() -> None:
         box.open("z")
 
 
+def test_a_ticket_that_nobody_used_does_not_hold_up_the_end() -> None:
+    box = GroupBox(GroupPolicy.ready_first(0, 2))
+    tickets = [one.number for one in box.ask(m.TakeTickets, 2, 0.0).tickets]
+    box.made("x", ticket=tickets[0])
+    assert box.claim(1, timeout_s=60.0, asker="worker") is None
+    assert box.select(2, 2, 60.0, asker="trainer") is None
+    box.ask(m.EndPool)
+    told = box.told()
+    assert (names(told["trainer"]), told["trainer"].ended, told["worker"].ended) == (["x"], True, True)
+    box.ask(m.ReturnTickets, [tickets[1]])
+    box.ask(m.AckGroups, told["trainer"].lease, None, False)
+    assert box.select().ended
+
+
+def test_who_waits_to_open_groups_hears_that_no_more_are_opened() -> None:
+    box = GroupBox(GroupPolicy.ready_first(0, 1))
+    box.ask(m.TakeTickets, 1, 0.0)
+    assert box.ask(m.TakeTickets, 1, 60.0, asker="producer") is None
+    assert box.ask(m.TakeRefills, 1, 60.0, asker="refiller") is None
+    box.ask(m.EndPool)
+    told = box.told()
+    assert told["producer"].code == told["refiller"].code == InvalidInput.code
+    for kind in (m.TakeTickets, m.TakeRefills):
+        with pytest.raises(InvalidInput, match="no more groups would be opened"):
+            box.ask(kind, 1, 60.0)
+
+
 def test_who_selects_hears_that_a_group_was_given_up_for_good() -> None:
     box = GroupBox(GroupPolicy(max_attempts=1))
     box.open("x")
@@ -646,7 +673,9 @@ class History:
 
     def _rare(self, session: bytes) -> None:
         choose, box = self.random, self.box
-        match choose.randrange(8):
+        match choose.randrange(9):
+            case 8:
+                box.ask(m.EndPool)
             case 6 | 7:
                 box.ask(m.RemovePool, choose.random() < 0.5)
                 box.ask(m.OpenPool, choose.choice(POLICIES), choose.choice([None, 3]))

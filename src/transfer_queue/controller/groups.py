@@ -251,7 +251,7 @@ class GroupPools:
         return m.Done(message.rid)
 
     def _end(self, message: m.EndPool) -> m.Reply:
-        self._pool(message.partition).state.ended = True
+        self._pool(message.partition).end()
         self._changed(message.partition)
         return m.Done(message.rid)
 
@@ -393,6 +393,7 @@ class GroupPools:
 
     def _give_refills(self, pool: PoolCore, message: m.TakeRefills, session: bytes) -> m.Reply | None:
         held = sum(one.refills.get(message.partition, 0) for one in self._holdings.values())
+        pool.check_opens()
         count = min(message.most, pool.state.owed - held)
         if count < 1:
             return None

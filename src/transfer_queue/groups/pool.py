@@ -61,10 +61,22 @@ class PoolCore:
             raise GroupEnded(f"group {name!r} has ended: it was {self.state.fates[name]}")
         raise InvalidInput(f"nobody opened group {name!r}")
 
+    def end(self) -> None:
+        """No more groups will be opened: whoever has a ticket can do nothing with it."""
+        self.state.ended = True
+        self.state.reserved.clear()
+
+    def check_opens(self) -> None:
+        """`InvalidInput` where no more groups are opened."""
+        if self.state.ended:
+            raise InvalidInput("the pool has ended: it was said that no more groups would be opened")
+
     # tickets
 
     def tickets(self, count: int) -> list[int] | None:
-        """The next tickets, lowest first; None while the gate is closed for one of them, or the rate for so many."""
+        """The next tickets, lowest first; None while the gate is closed for one of them, or the rate for so many.
+        Raises as `check_opens`."""
+        self.check_opens()
         coming = self.num_open + len(self.state.reserved)
         size, inserted = len(self.groups) + len(self.state.reserved), self.num_inserted + coming
         if not self.rate.may_insert(count, size, inserted, self.state.sampled):
@@ -436,7 +448,7 @@ class PoolCore:
     @property
     def nothing_comes(self) -> bool:
         """Whether no group will be sealed any more."""
-        return self.state.ended and not self.num_open and not self.state.reserved
+        return self.state.ended and not self.num_open
 
     @property
     def num_lent(self) -> int:
