@@ -184,6 +184,29 @@ def test_an_answer_that_reached_nobody_gives_everything_back() -> None:
     assert (report["tickets_out"], report["lent"], report["sealed"]) == (0, 0, 1)
 
 
+def test_a_claim_whose_answer_reached_nobody_is_no_failed_attempt() -> None:
+    box = GroupBox(GroupPolicy(retry="group", max_attempts=2), ledger := Ledger())
+    box.open("x", 2)
+    box.claim(1)
+    rows = box.finish("x", 0)
+    for number in range(3):
+        box.handle(m.ClaimSlots(number, "p", 1, None, 0.0), None, b"worker")
+        if number < 2:
+            box.controller.take_back(b"worker", number)
+    box.end_session(b"worker")
+    assert box.rows() == rows, "its sibling need not be made again"
+    assert box.report()["sources"][""]["failed_attempts"] == {}
+    assert box.claim() == [("x", 1, 3)], "a late result of the claims before does not count for this one"
+    with pytest.raises(StaleAttempt):
+        box.finish("x", 1, 2)
+    state, blocks = exported(Controller(SequentialSampler(), None, 0, ledger=Ledger()).state)
+    heir = Recovery(GroupBox(None, Ledger()).controller, state, blocks, 0)
+    for fact in ledger.take():
+        heir.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(fact), type=type(fact)))
+    heir.finish()
+    assert settled(heir._controller) == settled(box.controller)
+
+
 def test_a_consumer_that_dies_gives_its_groups_back() -> None:
     box = GroupBox()
     box.made("x"), box.made("y")

@@ -22,6 +22,7 @@
      ├─ admission               how many rows producers may start
      ├─ weight_versions         versions of the weights, as they were announced
      ├─ groups                  groups of siblings: who waits for them, works on them, has them
+     │   ├─ group_changes       what requests change in a pool alone
      │   ├─ group_checks        what requests may ask for
      │   ├─ group_holdings      what a session has of them
      │   ├─ group_reports       what is told of them

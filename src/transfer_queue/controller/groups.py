@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller.deadlines import NO_TIME, Deadlines
+from transfer_queue.controller.group_changes import CHANGES
 from transfer_queue.controller.group_checks import (
     MAX_VERSION,
     check_pool,
-    check_slots,
     check_unused,
     check_versions,
     check_waiting,
@@ -56,9 +56,11 @@ REQUESTS = (
     m.OpenPool, m.TakeTickets, m.ReturnTickets, m.OpenGroup, m.ClaimSlots, m.StartSlots, m.FinishSlots, m.FailSlots,
     m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.EndPool, m.SelectGroups, m.RenewGroups, m.AckGroups,
     m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool, m.PrioritizeGroups,
-    m.IssueTickets, m.LendGroups, m.UnlendGroups, m.RemovePool,
+    m.IssueTickets, m.LendGroups, m.UnlendGroups, m.RemovePool, m.UnstartSlots,
 )  # fmt: skip
-OUTCOMES = (m.IssueTickets, m.StartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups)  # nobody asks for them
+OUTCOMES = (  # nobody asks for them
+    m.IssueTickets, m.StartSlots, m.UnstartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups,
+)  # fmt: skip
 
 
 class GroupPools:
@@ -90,13 +92,10 @@ class GroupPools:
         self._consumed_at: dict[tuple[str, str], float] = {}
         self._now = now
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
-            m.OpenPool: self._open_pool, m.OpenGroup: self._open, m.StartSlots: self._start,
-            m.FinishSlots: self._finish, m.FailSlots: self._fail, m.FilterGroups: self._filter,
-            m.RetargetGroup: self._retarget, m.AdvancePool: self._advance,
-            m.EndPool: self._end, m.ConsumeGroups: self._consume,
-            m.IssueTickets: self._issue, m.ReturnTickets: self._return, m.LendGroups: self._lend,
-            m.UnlendGroups: self._unlend, m.PrioritizeGroups: self._prioritize,
-            m.RemovePool: self._remove,
+            m.OpenPool: self._open_pool, m.RemovePool: self._remove, m.AdvancePool: self._advance,
+            m.OpenGroup: self._open, m.StartSlots: self._start, m.FinishSlots: self._finish,
+            m.ConsumeGroups: self._consume, m.IssueTickets: self._issue, m.LendGroups: self._lend,
+            **{kind: partial(self._change, change) for kind, change in CHANGES.items()},
         }  # fmt: skip
 
     def handle(self, message: Any, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
@@ -217,28 +216,8 @@ class GroupPools:
         enter(self._pool(partition), results.news, rows)
         self._changed(partition)
 
-    def _fail(self, message: m.FailSlots) -> m.Reply:
-        pool = self._pool(message.partition)
-        check_slots(pool, message.attempts)
-        for one in message.attempts:
-            pool.fail(one.group, one.slot, one.attempt, message.kind)
-        self._changed(message.partition)
-        return m.Done(message.rid)
-
-    def _filter(self, message: m.FilterGroups) -> m.Reply:
-        self._pool(message.partition).filter(message.groups)
-        self._changed(message.partition)
-        return m.Done(message.rid)
-
-    def _prioritize(self, message: m.PrioritizeGroups) -> m.Reply:
-        if len(message.groups) != len(message.priorities):
-            raise InvalidInput(f"{len(message.groups)} groups and {len(message.priorities)} priorities")
-        self._pool(message.partition).prioritize(dict(zip(message.groups, message.priorities, strict=True)))
-        self._changed(message.partition)
-        return m.Done(message.rid)
-
-    def _retarget(self, message: m.RetargetGroup) -> m.Reply:
-        self._pool(message.partition).retarget(message.group, message.target)
+    def _change(self, change: Callable[[PoolCore, Any], None], message: Any) -> m.Reply:
+        change(self._pool(message.partition), message)
         self._changed(message.partition)
         return m.Done(message.rid)
 
@@ -248,11 +227,6 @@ class GroupPools:
         if message.version > pool.version:
             pool.advance(message.version)
             self._changed(message.partition)
-        return m.Done(message.rid)
-
-    def _end(self, message: m.EndPool) -> m.Reply:
-        self._pool(message.partition).end()
-        self._changed(message.partition)
         return m.Done(message.rid)
 
     def _consume(self, message: m.ConsumeGroups) -> m.Reply:
@@ -274,19 +248,9 @@ class GroupPools:
         self._pool(message.partition).issue(message.tickets)
         return m.Done(message.rid)
 
-    def _return(self, message: m.ReturnTickets) -> m.Reply:
-        self._pool(message.partition).give_back(message.tickets)
-        self._changed(message.partition)
-        return m.Done(message.rid)
-
     def _lend(self, message: m.LendGroups) -> m.Reply:
         pool = self._pool(message.partition)
         pool.lend([pool.group(name) for name in message.groups])
-        return m.Done(message.rid)
-
-    def _unlend(self, message: m.UnlendGroups) -> m.Reply:
-        self._pool(message.partition).release(message.groups)
-        self._changed(message.partition)
         return m.Done(message.rid)
 
     def announced(self, reply: m.Reply) -> m.Reply:
@@ -486,19 +450,25 @@ class GroupPools:
             self.rules[m.ReturnTickets](m.ReturnTickets(0, grant.partition, list(grant.tickets)))
         if grant.attempts:
             held.attempts.get(grant.partition, set()).difference_update(grant.attempts)
-            self._give_up(grant.partition, grant.attempts)
+            self._give_up(m.UnstartSlots, grant.partition, grant.attempts)
         if grant.refills:
             held.refills[grant.partition] = max(0, held.refills.get(grant.partition, 0) - grant.refills)
             self._changed(grant.partition)
         if grant.lease in self._leases:
             self._release(self._leases[grant.lease], list(self._leases[grant.lease].names))
 
-    def _give_up(self, partition: str, attempts: Iterable[tuple[str, int, int]]) -> None:
-        """Whoever made these attempts is gone."""
+    def _give_up(
+        self,
+        outcome: Callable[[int, str, list[m.Attempt]], m.Request],
+        partition: str,
+        attempts: Iterable[tuple[str, int, int]],
+    ) -> None:
+        """Nobody makes these attempts any more: they failed, or were never made."""
         groups = self.pools[partition].groups
         left = [m.Attempt(*one) for one in sorted(attempts) if one[0] in groups]
         if left:
-            self.rules[m.FailSlots](m.FailSlots(0, partition, left, "infra"))
+            message = outcome(0, partition, left)
+            self.rules[type(message)](message)
 
     def end_session(self, session: bytes) -> None:
         """What this session has returns."""
@@ -511,7 +481,7 @@ class GroupPools:
             tickets = sorted(held.tickets.get(partition, set()) & self.pools[partition].state.reserved)
             if tickets:
                 self.rules[m.ReturnTickets](m.ReturnTickets(0, partition, tickets))
-            self._give_up(partition, held.attempts.get(partition, ()))
+            self._give_up(partial(m.FailSlots, kind="infra"), partition, held.attempts.get(partition, ()))
             self._changed(partition)
 
     # time

@@ -74,6 +74,15 @@ class SiblingGroup(msgspec.Struct):
         slot.state, slot.attempts = "running", max(slot.attempts, first) + 1
         return slot.attempts - 1
 
+    def unbegin(self, number: int, attempt: int) -> bool:
+        """Whether this attempt is under way, which nobody makes: the slot is idle again, and nothing has failed. No
+        other attempt has its number."""
+        slot = self.slot(number)
+        if slot.state != "running" or attempt != slot.attempts - 1:
+            return False
+        slot.state = "idle"
+        return True
+
     def finish(self, number: int, result: Result) -> None:
         """The last attempt has its result, which `check` says is news."""
         slot = self.slots[number]

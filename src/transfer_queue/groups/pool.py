@@ -215,6 +215,12 @@ class PoolCore:
         self.state.next_attempt = max(self.state.next_attempt, *(one + 1 for one in numbers))
         return numbers
 
+    def unstart(self, name: str, slot: int, attempt: int) -> None:
+        """Nobody makes this attempt: others may claim its slot."""
+        group = self.groups.get(name)
+        if group is not None and group.unbegin(slot, attempt):
+            self._list_work(group)
+
     def done(self, name: str, slot: int, attempt: int, result: Result) -> bool:
         """An attempt has its result; the last one seals the group. Whether it was news. Raises as `check`."""
         if not self.check(name, slot, attempt, result):
