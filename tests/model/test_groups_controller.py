@@ -357,6 +357,39 @@ def test_who_waits_hears_that_no_more_will_come() -> None:
         box.open("z")
 
 
+def test_a_batch_without_groups_says_that_it_is_the_last() -> None:
+    box = GroupBox(GroupPolicy(order="weighted"))
+    box.made("x"), box.made("never drawn", priority=0.0)
+    box.ask(m.EndPool)
+    first = box.select()
+    assert (names(first), first.ended) == (["x"], True)
+    box.ask(m.AckGroups, first.lease, None, False)
+    assert box.select().ended
+
+
+def test_after_the_end_who_selects_waits_for_the_version_that_groups_are_for() -> None:
+    box = GroupBox(GroupPolicy.in_order(1, 1))
+    for one in box.ask(m.TakeTickets, 2, 0.0).tickets:
+        box.made(f"g{one.number}", ticket=one.number)
+    box.ask(m.EndPool)
+    first = box.select()
+    assert (names(first), first.ended) == (["g0"], False)
+    box.ask(m.AckGroups, first.lease, None, False)
+    assert box.select(wait_s=60.0, asker="trainer") is None
+    box.ask(m.AdvancePool, 1)
+    told = box.told()["trainer"]
+    assert (names(told), told.ended) == (["g1"], True)
+
+
+def test_after_the_end_the_last_groups_need_not_be_so_many() -> None:
+    box = GroupBox(GroupPolicy(min_size_to_sample=4))
+    box.made("x")
+    assert box.select(wait_s=60.0, asker="trainer") is None
+    box.ask(m.EndPool)
+    told = box.told()["trainer"]
+    assert (names(told), told.ended) == (["x"], True)
+
+
 def test_a_ticket_that_nobody_used_does_not_hold_up_the_end() -> None:
     box = GroupBox(GroupPolicy.ready_first(0, 2))
     tickets = [one.number for one in box.ask(m.TakeTickets, 2, 0.0).tickets]

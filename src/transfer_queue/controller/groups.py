@@ -339,7 +339,7 @@ class GroupPools:
         needed = pool.needed(message.least)
         accepts = partial(has_fields, self._tables.get(message.partition), message.fields) if message.fields else None
         found, refused = pool.offered(needed, message.most, accepts)
-        over = pool.nothing_comes and not refused and (bool(found) or not pool.num_lent)
+        over = pool.nothing_comes and not refused and (bool(found) or pool.ends_with([]))
         if len(found) < needed and not over:
             return None
         groups, num_sealed = [group for group, _ in found], pool.num_sealed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput
-from transfer_queue.groups.choice import eligible, is_eligible, is_stale, withheld
+from transfer_queue.groups.choice import eligible, is_eligible, is_stale, may_serve, withheld
 from transfer_queue.groups.counters import SourceCounters
 from transfer_queue.groups.group import MAX_SIZE, Result, SiblingGroup, Slot
 from transfer_queue.groups.policy import MAX_PRIORITY, GroupPolicy
@@ -388,7 +389,7 @@ class PoolCore:
 
     def eligible(self) -> list[SiblingGroup]:
         """Those that may be handed out now; best first, unless the order is by priority."""
-        if len(self.groups) - self.num_open < self.policy.min_size_to_sample:
+        if self._size < self.policy.min_size_to_sample:
             return []
         return eligible(self.policy, self.version, self.groups.values())
 
@@ -407,15 +408,24 @@ class PoolCore:
         return found if enough else [], bool(refused)
 
     def ends_with(self, groups: Sequence[SiblingGroup]) -> bool:
-        """Whether nobody gets a group after these, which are lent."""
+        """Whether nobody gets a group after these, which are lent: none will be sealed or given back, and none that is
+        there can become eligible."""
         if not self.nothing_comes or self.num_lent > len(groups):
             return False
         uses = self.policy.max_times_sampled
-        come_back = any(uses is None or group.times_sampled < uses for group in groups)
-        return self._samples_left() < 1 or not (self.num_sealed or come_back)
+        sealed = (group for group in self.groups.values() if group.state == "sealed")
+        come_back = (group for group in groups if uses is None or group.times_sampled < uses)
+        left = itertools.chain(come_back, sealed)
+        return self._samples_left() < 1 or not any(may_serve(self.policy, self.version, one) for one in left)
 
     def _samples_left(self) -> float:
-        return self.rate.samples_left(len(self.groups) - self.num_open, self.num_inserted, self.state.sampled)
+        return self.rate.samples_left(self._size, self.num_inserted, self.state.sampled)
+
+    @property
+    def _size(self) -> int:
+        """How many groups there are to select from, with those that somebody has. The last ones count as enough."""
+        there = len(self.groups) - self.num_open
+        return max(there, self.policy.min_size_to_sample) if self.nothing_comes else there
 
     def _pick(
         self, most: int, accepts: Callable[[SiblingGroup], bool] | None, refused: list[str]
