@@ -195,6 +195,7 @@ def test_a_rate_keeps_its_bounds_and_somebody_can_always_go_on(
         {"max_times_sampled": 0}, {"min_size_to_sample": 0}, {"capacity": 2, "min_size_to_sample": 3},
         {"priority_exponent": math.nan}, {"priority_exponent": 11.0}, {"priority_exponent": -1.0},
         {"error_buffer": 3.0}, {"samples_per_insert": 0.0}, {"samples_per_insert": math.inf},
+        {"samples_per_insert": 1.5}, {"samples_per_insert": 3.0, "max_times_sampled": 2},
         {"samples_per_insert": 1.0, "gate": 1}, {"samples_per_insert": 4.0, "error_buffer": 3.0},
         {"samples_per_insert": 4.0, "error_buffer": math.nan}, {"seed": -1}, {"order": "random"},
     ],

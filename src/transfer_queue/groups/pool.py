@@ -80,7 +80,7 @@ class PoolCore:
         self.check_opens()
         coming = self.num_open + len(self.state.reserved)
         size, inserted = len(self.groups) + len(self.state.reserved), self.num_inserted + coming
-        if not self.rate.may_insert(count, size, inserted, self.state.sampled):
+        if not self.rate.may_insert(count, size, inserted, self._num_sampled):
             return None
         again = sorted(self.state.returned)[:count]
         found = again + list(range(self.state.next_ticket, self.state.next_ticket + count - len(again)))
@@ -361,6 +361,8 @@ class PoolCore:
         self.state.owed += reasons != ["surplus"]  # a newer one has its place already
         self.source(group.source).evict(reasons, sum(result.tokens for result in group.results))
         self._end(group)
+        if group.state != "open" and reasons != ["surplus"]:
+            self._settle(group)
         self._forget_rows(group.rows)
         self.state.remember(group.name, "evicted")
 
@@ -419,7 +421,18 @@ class PoolCore:
         return self._samples_left() < 1 or not any(may_serve(self.policy, self.version, one) for one in left)
 
     def _samples_left(self) -> float:
-        return self.rate.samples_left(self._size, self.num_inserted, self.state.sampled)
+        return self.rate.samples_left(self._size, self.num_inserted, self._num_sampled)
+
+    @property
+    def _num_sampled(self) -> float:
+        return self.state.sampled + self.state.forgiven
+
+    def _settle(self, group: SiblingGroup) -> None:
+        """A group that was sealed has ended: what a rate owes of it may be owed no more."""
+        rate, size = self.rate, len(self.groups) - self.num_open
+        if rate.per_insert is not None:
+            owed = rate.per_insert * self.num_inserted - self._num_sampled
+            self.state.forgiven += rate.forgiven(owed, size, not group.times_sampled)
 
     @property
     def _size(self) -> int:
@@ -520,6 +533,7 @@ class PoolCore:
                 continue
             self.source(group.source).consumed += 1
             self._end(group)
+            self._settle(group)
             self._disown(group.rows)
             self.discarded += group.rows if clears else []
             self.state.remember(name, "consumed")
@@ -568,6 +582,7 @@ class PoolCore:
             and all(group.number < state.next_number for group in live)
             and self.num_inserted == sum(one.sealed for one in state.sources.values())
             and sum(group.times_sampled for group in live) <= state.sampled
+            and state.forgiven >= 0.0
             and {group.number for group in live if group.state == "open" and group.idle()} <= self._listed
         )
 
