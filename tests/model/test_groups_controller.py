@@ -357,6 +357,35 @@ def test_who_waits_hears_that_no_more_will_come() -> None:
         box.open("z")
 
 
+def shrinking(lead: int, size: int) -> GroupBox:
+    """Every version that may be started has all its groups, g0, g1, ..., which are finished."""
+    box = GroupBox(GroupPolicy.in_order(lead, size, shrink=True, floor=0.25))
+    for one in box.ask(m.TakeTickets, size * (lead + 1), 0.0).tickets:
+        box.made(f"g{one.number}", ticket=one.number)
+    return box
+
+
+def test_a_version_that_is_smaller_is_taken_in_parts_to_its_last_group() -> None:
+    box = shrinking(1, 4)
+    box.ask(m.FilterGroups, ["g1"])
+    first, last = box.select(2, 2), box.select(2, 2)
+    assert names(first) + names(last) == ["g0", "g2", "g3"]
+    assert box.select(2, 2, 60.0, asker="ahead") is None, "this version has no more"
+    box.ask(m.ReleaseGroups, first.lease, None)
+    assert names(box.told()["ahead"]) == ["g0", "g2"]
+    assert box.select(2, 2, 60.0, asker="ahead") is None
+    box.ask(m.AdvancePool, 1)
+    assert names(box.told()["ahead"]) == ["g4", "g5"]
+
+
+def test_a_version_is_smaller_without_a_group_that_took_the_place_of_another() -> None:
+    box = shrinking(1, 4)
+    box.ask(m.FilterGroups, ["g0"])
+    box.ask(m.RetargetGroup, "g7", 0)
+    box.ask(m.FilterGroups, ["g7"])
+    assert names(box.select(4, 4)) == ["g1", "g2", "g3"]
+
+
 def test_a_batch_without_groups_says_that_it_is_the_last() -> None:
     box = GroupBox(GroupPolicy(order="weighted"))
     box.made("x"), box.made("never drawn", priority=0.0)

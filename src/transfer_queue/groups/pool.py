@@ -353,8 +353,7 @@ class PoolCore:
 
     def _evict(self, group: SiblingGroup, reasons: list[str]) -> None:
         """Nobody gets the group. Its ticket goes back, or its version is smaller."""
-        if group.ticket is not None and self._shrinks(group):
-            assert group.target is not None
+        if group.target is not None and self._shrinks(group):  # also where it took the place of one that was excused
             self.state.excused[group.target] = self.state.excused.get(group.target, 0) + 1
         elif group.ticket is not None:
             self._return(group.ticket)
@@ -462,7 +461,8 @@ class PoolCore:
         return [(self.groups[one.name], one.probability) for one in picked]
 
     def needed(self, least: int) -> int:
-        """How many groups are enough for who asks for `least`: a version may be smaller. Raises `GroupsShort`."""
+        """How many groups are enough for who asks for `least`: a version may be smaller, and a part of it be taken.
+        Raises `GroupsShort`."""
         excused = self.state.excused.get(self.version, 0)
         if not excused:
             return least
@@ -472,7 +472,17 @@ class PoolCore:
                 f"version {self.version} has {left} groups left of {self.policy.groups_per_version}, "
                 f"its floor is {self.policy.least}"
             )
-        return min(least, left)
+        return min(least, max(1, self._to_come(self.version))) if left else 0
+
+    def _to_come(self, target: int) -> int:
+        """How many groups of a version nobody has or had: those that are there, and those that may be opened."""
+        state, size = self.state, self.policy.groups_per_version
+        there = sum(group.target == target and group.state != "lent" for group in self.groups.values())
+        if state.ended:
+            return there
+        first = (target - state.base) * size
+        given = sum(self.target_of(ticket) == target for ticket in (*state.returned, *state.reserved))
+        return there + given + min(size, max(0, first + size - state.next_ticket))
 
     @property
     def nothing_comes(self) -> bool:
