@@ -287,6 +287,8 @@ class TestTail:
         assert json.loads(following.stdout.readline()) == {"what": "new", "key": "a", "tags": {"n": 1}}
         transfer_queue.kv_put("a", "followed", tag={"n": 2})
         assert json.loads(following.stdout.readline()) == {"what": "tags", "key": "a", "tags": {"n": 2}}
+        transfer_queue.kv_put("b", "followed", {"x": torch.ones(1)})
+        assert json.loads(following.stdout.readline()) == {"what": "new", "key": "b", "tags": {}}
         transfer_queue.kv_clear("a", "followed")
         assert json.loads(following.stdout.readline())["what"] == "gone"
 
