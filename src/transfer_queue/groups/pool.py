@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections import Counter
@@ -17,6 +16,7 @@ from transfer_queue.groups.policy import MAX_PRIORITY, GroupPolicy
 from transfer_queue.groups.priorities import HighestFirst, PriorityIndex, Weighted
 from transfer_queue.groups.rate import SampleRate
 from transfer_queue.groups.state import PoolState
+from transfer_queue.groups.work import OpenWork
 
 
 class PoolCore:
@@ -31,11 +31,9 @@ class PoolCore:
         self.num_inserted = sum(one.sealed for one in state.sources.values())
         self.rate = SampleRate(state.policy)
         self._index = _index_of(state.policy)
-        self._work: list[tuple[int, str]] = []  # a heap of open groups that may have idle slots, by arrival
-        self._listed: set[int] = set()  # the numbers in it
+        self._work = OpenWork(state.groups)
         for group in state.groups.values():
             self._offer(group)
-            self._list_work(group)
 
     @property
     def policy(self) -> GroupPolicy:
@@ -172,7 +170,7 @@ class PoolCore:
         )  # fmt: skip
         self.state.next_number += 1
         self.groups[name] = group
-        self._list_work(group)
+        self._work.add(group)
         self.num_open += 1
         self.source(source).opened += 1
         return group
@@ -182,26 +180,7 @@ class PoolCore:
         if name is not None:
             group = self.group(name)
             return [(name, slot) for slot in group.idle()][:count] if group.state == "open" else []
-        found: list[tuple[str, int]] = []
-        looked: list[tuple[int, str]] = []
-        while self._work and len(found) < count:
-            number, name = heapq.heappop(self._work)
-            known = self.groups.get(name)
-            slots = known.idle() if known is not None and known.state == "open" else []
-            if not slots:
-                self._listed.discard(number)
-                continue
-            looked.append((number, name))
-            found += [(name, slot) for slot in slots]
-        for one in looked:
-            heapq.heappush(self._work, one)
-        return found[:count]
-
-    def _list_work(self, group: SiblingGroup) -> None:
-        """It may have idle slots: to claim one costs the groups that have, not all that there are."""
-        if group.state == "open" and group.number not in self._listed:
-            self._listed.add(group.number)
-            heapq.heappush(self._work, (group.number, group.name))
+        return self._work.idle(count)
 
     def is_running(self, name: str, slot: int, attempt: int) -> bool:
         """Whether this attempt is under way."""
@@ -220,7 +199,7 @@ class PoolCore:
         """Nobody makes this attempt: others may claim its slot."""
         group = self.groups.get(name)
         if group is not None and group.unbegin(slot, attempt):
-            self._list_work(group)
+            self._work.add(group)
 
     def done(self, name: str, slot: int, attempt: int, result: Result) -> bool:
         """An attempt has its result; the last one seals the group. Whether it was news. Raises as `check`."""
@@ -254,9 +233,9 @@ class PoolCore:
             self._evict(group, ["failed"])
         elif self.policy.retry == "group" and group.slot(slot).state == "idle":
             self._forget_rows(group.start_over())
-            self._list_work(group)
+            self._work.add(group)
         else:
-            self._list_work(group)
+            self._work.add(group)
             self._seal(group)
 
     def _seal(self, group: SiblingGroup) -> None:
@@ -570,7 +549,7 @@ class PoolCore:
         for group in self.groups.values():
             for slot in group.slots:
                 slot.state = "idle" if slot.state == "running" else slot.state
-            self._list_work(group)
+            self._work.add(group)
         self.release(list(self.groups))
 
     def is_consistent(self) -> bool:
@@ -593,7 +572,7 @@ class PoolCore:
             and self.num_inserted == sum(one.sealed for one in state.sources.values())
             and sum(group.times_sampled for group in live) <= state.sampled
             and state.forgiven >= 0.0
-            and {group.number for group in live if group.state == "open" and group.idle()} <= self._listed
+            and self._work.has(live)
         )
 
 
