@@ -40,7 +40,8 @@ class Slot(msgspec.Struct):
 class SiblingGroup(msgspec.Struct):
     """`number`: of its arrival. `start`: the version of the weights when it was opened. `target`: the only version that
     may use it. `ticket`: the one it was opened with. `filtered`: its user does not want it. `times_sampled`: how often
-    it was selected, without the times that it was given back."""
+    it was selected, without the times that it was given back. `is_surplus`: newer ones took its place while somebody
+    had it, so it goes when it comes back."""
 
     name: str
     source: str
@@ -55,6 +56,7 @@ class SiblingGroup(msgspec.Struct):
     filtered: bool = False
     priority: float = 1.0
     times_sampled: int = 0
+    is_surplus: bool = False
 
     def slot(self, number: int) -> Slot:
         """`InvalidInput` when there is none."""

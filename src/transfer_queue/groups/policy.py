@@ -37,7 +37,7 @@ class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     A group is used up by its acknowledgement number `max_times_sampled`; before that it is offered again at once. None:
     never, so a `capacity` or a window has to bound how many there are. `capacity`: where there are more finished groups
-    than this, the oldest one that nobody has is evicted.
+    than this, the oldest one is evicted, and where somebody has it, as soon as it comes back.
 
     `gate`: groups may be started for so many versions ahead, at `groups_per_version` each; None: as many as you like.
     `samples_per_insert`, instead of a gate, keeps `samples_per_insert * sealed - selected` (both in total) within

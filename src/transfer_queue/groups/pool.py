@@ -28,6 +28,7 @@ class PoolCore:
         self.owners = {row: group.name for group in state.groups.values() for row in group.rows}
         self.num_sealed = sum(group.state == "sealed" for group in state.groups.values())
         self.num_open = sum(group.state == "open" for group in state.groups.values())
+        self._num_surplus = sum(group.is_surplus for group in state.groups.values())
         self.num_inserted = sum(one.sealed for one in state.sources.values())
         self.rate = SampleRate(state.policy)
         self._index = _index_of(state.policy)
@@ -249,10 +250,16 @@ class PoolCore:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Where more groups are there than the policy keeps, the oldest goes that nobody has."""
+        """Where more groups are there than the policy keeps, the oldest goes; when it comes back, if it is lent."""
         capacity = math.inf if self.policy.capacity is None else self.policy.capacity
-        if self.num_sealed and self.num_sealed + self.num_lent > capacity:
-            self._evict(next(group for group in self.groups.values() if group.state == "sealed"), ["surplus"])
+        if self.num_sealed + self.num_lent - self._num_surplus > capacity:
+            kept = (group for group in self.groups.values() if group.state != "open" and not group.is_surplus)
+            oldest = next(kept)
+            if oldest.state == "lent":
+                oldest.is_surplus = True
+                self._num_surplus += 1
+            else:
+                self._evict(oldest, ["surplus"])
 
     def _offer(self, group: SiblingGroup) -> None:
         """A sealed group may be picked by its priority."""
@@ -350,6 +357,7 @@ class PoolCore:
     def _end(self, group: SiblingGroup) -> None:
         self.num_open -= group.state == "open"
         self.num_sealed -= group.state == "sealed"
+        self._num_surplus -= group.is_surplus
         self._withdraw(group)
         del self.groups[group.name]
 
@@ -507,7 +515,10 @@ class PoolCore:
         group.state = "sealed"
         self.num_sealed += 1
         self._offer(group)
-        self._judge(group)
+        if group.is_surplus:
+            self._evict(group, ["surplus"])
+        else:
+            self._judge(group)
 
     def consume(self, names: Iterable[str], clears: bool) -> None:
         """These were used; those that are used up end, and their rows stay unless `clears`."""
@@ -573,6 +584,7 @@ class PoolCore:
             and sum(group.times_sampled for group in live) <= state.sampled
             and state.forgiven >= 0.0
             and self._work.has(live)
+            and all(group.state == "lent" or not group.is_surplus for group in live)
         )
 
 
