@@ -136,8 +136,10 @@ def picture(service: Service) -> dict[str, Any]:
             {session: copy.deepcopy((one.tickets, one.attempts, one.refills))
              for session, one in controller.groups._holdings.items()},
             {name: sorted(pool.state.reserved) for name, pool in controller.groups.pools.items()},
+            dict(controller.groups._consumed_at),
         ),
         "waiting": controller.num_waiting,
+        "now": leases.now,
         "stale": dict(controller.staleness.num_stale),
         "unfinished": controller.unfinished,
         "sessions": {
@@ -341,6 +343,7 @@ class Simulation:
             (2, lambda: m.Lock(rid, partition, keys[:2], 0.5, wait_s, {})),
             (1, lambda: m.Unlock(rid, 8 + below(6))),
             (1, lambda: m.Scan(rid, partition, ["x"])),
+            (2, lambda: pick([m.DescribePool(rid, partition), m.DescribeService(rid, 8)])),
             *self._of_groups(rid, partition, count, wait_s),
         ]  # fmt: skip
         (maker,) = self._random.choices([made for _, made in makers], [weight for weight, _ in makers])

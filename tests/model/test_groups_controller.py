@@ -184,6 +184,29 @@ def test_an_answer_that_reached_nobody_gives_everything_back() -> None:
     assert (report["tickets_out"], report["lent"], report["sealed"]) == (0, 0, 1)
 
 
+def test_a_claim_whose_answer_reached_nobody_is_no_failed_attempt() -> None:
+    box = GroupBox(GroupPolicy(retry="group", max_attempts=2), ledger := Ledger())
+    box.open("x", 2)
+    box.claim(1)
+    rows = box.finish("x", 0)
+    for number in range(3):
+        box.handle(m.ClaimSlots(number, "p", 1, None, 0.0), None, b"worker")
+        if number < 2:
+            box.controller.take_back(b"worker", number)
+    box.end_session(b"worker")
+    assert box.rows() == rows, "its sibling need not be made again"
+    assert box.report()["sources"][""]["failed_attempts"] == {}
+    assert box.claim() == [("x", 1, 3)], "a late result of the claims before does not count for this one"
+    with pytest.raises(StaleAttempt):
+        box.finish("x", 1, 2)
+    state, blocks = exported(Controller(SequentialSampler(), None, 0, ledger=Ledger()).state)
+    heir = Recovery(GroupBox(None, Ledger()).controller, state, blocks, 0)
+    for fact in ledger.take():
+        heir.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(fact), type=type(fact)))
+    heir.finish()
+    assert settled(heir._controller) == settled(box.controller)
+
+
 def test_a_consumer_that_dies_gives_its_groups_back() -> None:
     box = GroupBox()
     box.made("x"), box.made("y")
@@ -209,6 +232,35 @@ def test_a_lease_that_is_over_gives_its_groups_back_and_is_refused() -> None:
             box.ask(kind, first.lease, **more)
 
 
+def test_a_lease_begins_when_the_groups_come_not_when_they_were_asked_for() -> None:
+    box = GroupBox()
+    box.open("x")
+    box.claim()
+    assert box.select(lease_s=4.0, wait_s=60.0, asker="trainer") is None
+    box.now = 6.0
+    box.put_results(("x", 0, 0, 1))
+    box.now = 9.0
+    box.ask(m.AckGroups, box.told()["trainer"].lease, None, False)
+    assert box.report()["sources"][""]["consumed"] == 1
+
+
+@pytest.mark.parametrize("looks", [(m.DescribePool, {"partition": "p"}), (m.DescribeService, {"most": 9})])
+def test_who_looks_moves_no_time_that_a_standby_does_not_know(looks: Any) -> None:
+    kind, values = looks
+    terms = []
+    for is_watched in (False, True):
+        box = GroupBox()
+        box.made("x")
+        box.select(session=b"gone", lease_s=90.0)
+        assert box.select(lease_s=10.0, wait_s=90.0, asker="trainer") is None
+        if is_watched:
+            box.now = 50.0
+            box.handle(kind(7, **values))
+        box.end_session(b"gone")
+        terms.append([one.left_s for one in box.controller.groups.leases()])
+    assert terms[0] == terms[1]
+
+
 def test_groups_are_acknowledged_one_by_one_or_all_together() -> None:
     box = GroupBox()
     rows = box.made("x") + box.made("y") + box.made("z")
@@ -222,6 +274,35 @@ def test_groups_are_acknowledged_one_by_one_or_all_together() -> None:
     assert names(box.select()) == ["z"]
     with pytest.raises(GroupEnded, match="'x' has ended: it was consumed"):
         box.finish("x")
+
+
+def test_who_waits_for_fields_is_answered_when_the_host_that_has_them_is_back() -> None:
+    box = GroupBox()
+    box.unit = 1
+    box.made("x")
+    box.put(box.rows(), ("advantage",))
+    box.controller.hide(1)
+    assert box.select(wait_s=60.0, asker="trainer", fields=["advantage"]) is None
+    box.controller.show(1)
+    assert names(box.told()["trainer"]) == ["x"]
+
+
+def test_a_group_that_a_request_names_twice_counts_once() -> None:
+    box = GroupBox(GroupPolicy(order="weighted", max_times_sampled=2))
+    box.made("x"), box.made("y"), box.made("z")
+    box.ask(m.FilterGroups, ["x", "y", "x"])
+    assert len(box.rows()) == 1
+    box.ask(m.AckGroups, box.select().lease, ["z", "z"], False)
+    assert names(box.select()) == ["z"], "it was acknowledged once of twice"
+
+
+def test_attempts_are_said_to_have_failed_all_or_none() -> None:
+    box = GroupBox()
+    box.open("x", 2)
+    box.claim()
+    with pytest.raises(InvalidInput, match="slot 9"):
+        box.ask(m.FailSlots, [m.Attempt("x", 0, 0), m.Attempt("x", 9, 0)], "infra")
+    assert box.claim(group="x") == []
 
 
 def test_an_announced_version_judges_every_pool_and_opens_its_gate() -> None:
@@ -274,6 +355,95 @@ def test_who_waits_hears_that_no_more_will_come() -> None:
     assert told["worker"].ended
     with pytest.raises(InvalidInput, match="no more would be opened"):
         box.open("z")
+
+
+def shrinking(lead: int, size: int) -> GroupBox:
+    """Every version that may be started has all its groups, g0, g1, ..., which are finished."""
+    box = GroupBox(GroupPolicy.in_order(lead, size, shrink=True, floor=0.25))
+    for one in box.ask(m.TakeTickets, size * (lead + 1), 0.0).tickets:
+        box.made(f"g{one.number}", ticket=one.number)
+    return box
+
+
+def test_a_version_that_is_smaller_is_taken_in_parts_to_its_last_group() -> None:
+    box = shrinking(1, 4)
+    box.ask(m.FilterGroups, ["g1"])
+    first, last = box.select(2, 2), box.select(2, 2)
+    assert names(first) + names(last) == ["g0", "g2", "g3"]
+    assert box.select(2, 2, 60.0, asker="ahead") is None, "this version has no more"
+    box.ask(m.ReleaseGroups, first.lease, None)
+    assert names(box.told()["ahead"]) == ["g0", "g2"]
+    assert box.select(2, 2, 60.0, asker="ahead") is None
+    box.ask(m.AdvancePool, 1)
+    assert names(box.told()["ahead"]) == ["g4", "g5"]
+
+
+def test_a_version_is_smaller_without_a_group_that_took_the_place_of_another() -> None:
+    box = shrinking(1, 4)
+    box.ask(m.FilterGroups, ["g0"])
+    box.ask(m.RetargetGroup, "g7", 0)
+    box.ask(m.FilterGroups, ["g7"])
+    assert names(box.select(4, 4)) == ["g1", "g2", "g3"]
+
+
+def test_a_batch_without_groups_says_that_it_is_the_last() -> None:
+    box = GroupBox(GroupPolicy(order="weighted"))
+    box.made("x"), box.made("never drawn", priority=0.0)
+    box.ask(m.EndPool)
+    first = box.select()
+    assert (names(first), first.ended) == (["x"], True)
+    box.ask(m.AckGroups, first.lease, None, False)
+    assert box.select().ended
+
+
+def test_after_the_end_who_selects_waits_for_the_version_that_groups_are_for() -> None:
+    box = GroupBox(GroupPolicy.in_order(1, 1))
+    for one in box.ask(m.TakeTickets, 2, 0.0).tickets:
+        box.made(f"g{one.number}", ticket=one.number)
+    box.ask(m.EndPool)
+    first = box.select()
+    assert (names(first), first.ended) == (["g0"], False)
+    box.ask(m.AckGroups, first.lease, None, False)
+    assert box.select(wait_s=60.0, asker="trainer") is None
+    box.ask(m.AdvancePool, 1)
+    told = box.told()["trainer"]
+    assert (names(told), told.ended) == (["g1"], True)
+
+
+def test_after_the_end_the_last_groups_need_not_be_so_many() -> None:
+    box = GroupBox(GroupPolicy(min_size_to_sample=4))
+    box.made("x")
+    assert box.select(wait_s=60.0, asker="trainer") is None
+    box.ask(m.EndPool)
+    told = box.told()["trainer"]
+    assert (names(told), told.ended) == (["x"], True)
+
+
+def test_a_ticket_that_nobody_used_does_not_hold_up_the_end() -> None:
+    box = GroupBox(GroupPolicy.ready_first(0, 2))
+    tickets = [one.number for one in box.ask(m.TakeTickets, 2, 0.0).tickets]
+    box.made("x", ticket=tickets[0])
+    assert box.claim(1, timeout_s=60.0, asker="worker") is None
+    assert box.select(2, 2, 60.0, asker="trainer") is None
+    box.ask(m.EndPool)
+    told = box.told()
+    assert (names(told["trainer"]), told["trainer"].ended, told["worker"].ended) == (["x"], True, True)
+    box.ask(m.ReturnTickets, [tickets[1]])
+    box.ask(m.AckGroups, told["trainer"].lease, None, False)
+    assert box.select().ended
+
+
+def test_who_waits_to_open_groups_hears_that_no_more_are_opened() -> None:
+    box = GroupBox(GroupPolicy.ready_first(0, 1))
+    box.ask(m.TakeTickets, 1, 0.0)
+    assert box.ask(m.TakeTickets, 1, 60.0, asker="producer") is None
+    assert box.ask(m.TakeRefills, 1, 60.0, asker="refiller") is None
+    box.ask(m.EndPool)
+    told = box.told()
+    assert told["producer"].code == told["refiller"].code == InvalidInput.code
+    for kind in (m.TakeTickets, m.TakeRefills):
+        with pytest.raises(InvalidInput, match="no more groups would be opened"):
+            box.ask(kind, 1, 60.0)
 
 
 def test_who_selects_hears_that_a_group_was_given_up_for_good() -> None:
@@ -473,6 +643,22 @@ def test_a_source_that_nobody_uses_starves_visibly() -> None:
     assert (sources["math"]["consumed"], sources["code"]["consumed"]) == (1, 0)
 
 
+def test_after_a_recovery_nobody_knows_for_how_long_a_source_has_starved() -> None:
+    box = GroupBox(ledger=(ledger := Ledger()))
+    box.made("x", source="math")
+    box.ask(m.AckGroups, box.select().lease, None, False)
+    state, blocks = exported(Controller(SequentialSampler(), None, 0, ledger=Ledger()).state)
+    heir = Recovery(GroupBox(None, Ledger()).controller, state, blocks, 0)
+    for fact in ledger.take():
+        heir.apply(fact)
+    heir.finish()
+    box.controller, box.now = heir._controller, 1e6
+    assert box.report()["sources"]["math"]["starved_s"] is None
+    box.made("y", source="math")
+    box.now += 3.0
+    assert box.report()["sources"]["math"]["starved_s"] == 3.0
+
+
 def test_a_loaded_pool_goes_on_with_what_nobody_had() -> None:
     box = GroupBox()
     rows = box.made("x", 2)
@@ -572,7 +758,9 @@ class History:
 
     def _rare(self, session: bytes) -> None:
         choose, box = self.random, self.box
-        match choose.randrange(8):
+        match choose.randrange(9):
+            case 8:
+                box.ask(m.EndPool)
             case 6 | 7:
                 box.ask(m.RemovePool, choose.random() < 0.5)
                 box.ask(m.OpenPool, choose.choice(POLICIES), choose.choice([None, 3]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 from test_groups_controller import GroupBox, names
 
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.wire import messages as m
 
@@ -53,3 +54,52 @@ def test_priorities_are_set_for_all_groups_or_for_none() -> None:
         with pytest.raises(InvalidInput):
             box.ask(m.PrioritizeGroups, names_, priorities)
     assert names(box.select(1, 1)) == ["x"]  # both had 1: in order of arrival
+
+
+def made_with_tickets(box: GroupBox, rounds: int, count: int = 4) -> list[str]:
+    found = [f"g{rounds}.{one.number}" for one in box.ask(m.TakeTickets, count, 0.0, session=b"worker").tickets]
+    for name in found:
+        box.made(name, ticket=int(name.partition(".")[2]))
+    return found
+
+
+@pytest.mark.parametrize("goes", ["filtered", "stale", "cleared"])
+def test_groups_that_nobody_used_do_not_hold_up_their_producers(goes: str) -> None:
+    policy = {"serve": "window", "window": 0, "stale": "evict"} if goes == "stale" else {}
+    box = GroupBox(GroupPolicy(samples_per_insert=1.0, error_buffer=16.0, **policy))  # type: ignore[arg-type]
+    for rounds in range(30):
+        made = made_with_tickets(box, rounds)
+        if goes == "filtered":
+            box.ask(m.FilterGroups, made[:2])
+        elif goes == "cleared":
+            box.clear(box.rows()[-2:])
+        box.ask(m.AckGroups, box.select(2, 2).lease, None, True)
+        box.ask(m.AdvancePool, rounds + 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_a_rate_somebody_can_always_go_on(seed: int) -> None:
+    choose = random.Random(seed)
+    uses = choose.choice([None, 2, 4])
+    box = GroupBox(
+        GroupPolicy.prioritized(
+            choose.choice([4, 64]),
+            samples_per_insert=choose.choice([0.5, 2.0]),
+            max_times_sampled=uses,
+            seed=seed,
+            min_size_to_sample=choose.randint(1, 3),
+            error_buffer=choose.choice([8.0, 16.0]),
+        )
+    )
+    for rounds in range(300):
+        pool = box.controller.groups.pools["p"]
+        try:
+            match choose.randrange(4):
+                case 0 | 1:
+                    made_with_tickets(box, rounds, choose.randint(1, 3))
+                case 2:
+                    box.ask(m.AckGroups, box.select(1, 3).lease, None, True)
+                case 3 if pool.groups:
+                    box.ask(m.FilterGroups, choose.sample(sorted(pool.groups), choose.randint(1, len(pool.groups))))
+        except TransferQueueError:
+            assert pool.tickets(1) is not None or pool.offered(1, 1, None)[0]

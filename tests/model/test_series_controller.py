@@ -71,6 +71,23 @@ def test_a_partition_that_does_not_clear_itself_holds_its_place_until_somebody_d
     assert told(box) == [1]
 
 
+def test_two_producers_may_wait_to_open_the_same_partition() -> None:
+    box = Box()
+    opened(box, 0)
+    message = m.OpenPartition(1, "p1", "train", 0, ["t"], True, 60.0)
+    assert [box.handle(message, asker) for asker in ("one", "two")] == [None, None]
+    other = m.OpenPartition(2, "p1", "other", 0, ["t"], True, 60.0)
+    box.handle(m.OpenPartition(3, "q", "other", 0, ["t"], True, 60.0))
+    assert box.handle(other, "of another series") is None
+    assert not opened(box, 4, max_open=2)
+    finish(box, 0)
+    answers = dict(box.controller.outbox)
+    assert [type(answers[asker]) for asker in ("one", "two")] == [m.Done, m.Done]
+    assert answers["of another series"].code == InvalidInput.code
+    assert 4 in answers, "and whoever came behind them has a turn"
+    assert not box.controller.series.parked
+
+
 def test_producers_of_a_series_come_in_their_order_and_series_do_not_wait_for_each_other() -> None:
     box = Box()
     opened(box, 0)

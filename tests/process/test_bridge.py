@@ -14,7 +14,7 @@ from hosts import Host
 from rollouts import SCHEMA, N, rollout
 
 import transfer_queue as tq
-from transfer_queue.bridge import Fetched, Numbers, Objects, Ragged, RolloutBridge, RolloutSchema, Schedule
+from transfer_queue.bridge import Fetched, Inferred, Numbers, Objects, Ragged, RolloutBridge, RolloutSchema, Schedule
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, RowCleared, SchemaViolation, StoreFull
 
 
@@ -102,6 +102,38 @@ def test_a_list_of_arrays_is_one_ragged_column_of_what_is_stored(bridge: Rollout
     stored = bridge.client.get_data(meta)
     assert stored["experts"].is_nested
     assert (stored["experts"].dtype, stored["tokens"].dtype) == (torch.uint8, torch.int32)
+
+
+@pytest.mark.parametrize("column", [
+    (Numbers(dtype="bool"), np.array([0, 2])), (Numbers(dtype="float64"), [(1 << 53) + 1, 0]),
+    (Numbers(dtype="float16"), [2049, 0.5]), (Ragged(dtype="int64", stored="bool"), [np.array([0, 2]), [1]]),
+    (Ragged(dtype="bool"), [[0, 2], [1]]), (Ragged(dtype="float16"), [[2049, 0.5], [1]]),
+    (Ragged(dtype="float64"), [np.array([(1 << 63) - 1]), np.array([0])]),
+    (Ragged(dtype="float64"), [np.array([(1 << 64) - 1], np.uint64), np.array([0])]),
+    (Ragged(dtype="float32", shape=(1,)), [[[(1 << 24) + 1], [0.5]], [[1.0]]]),
+    (Ragged(dtype="uint64"), [np.array([-1]), np.array([0])]),
+], ids=str)  # fmt: skip
+def test_a_number_that_would_come_back_as_another_is_refused(shared: tq.TransferQueueClient, column: Any) -> None:
+    kind, values = column
+    with pytest.raises(SchemaViolation, match="field 'x'"):
+        RolloutBridge(shared, RolloutSchema({"x": kind})).put("refused", {"x": values})
+    assert "refused" not in shared.get_partition_list()
+
+
+@pytest.mark.parametrize("column", [
+    (Numbers(dtype="bool"), np.array([0, 1])), (Numbers(dtype="float64"), [1 << 60, 0.1]),
+    (Ragged(dtype="float32"), [[float("inf"), 1 << 30, 0.5], np.array([1 << 40])]),
+    (Ragged(dtype="int64", stored="bool"), [np.array([0, 1]), [True]]),
+    (Ragged(dtype="float64"), [np.array([-(1 << 63), 1 << 62]), np.array([1 << 63], np.uint64)]),
+    (Inferred(), [(1 << 53) + 1, 0.5]), (Inferred(), [[(1 << 53) + 1], [0.5]]), (Inferred(), [1 << 53, 0.5]),
+], ids=str)  # fmt: skip
+def test_numbers_come_back_as_they_were(bridge: RolloutBridge, step: str, column: Any) -> None:
+    kind, values = column
+    bridge = RolloutBridge(bridge.client, RolloutSchema({"x": kind}))
+    bridge.put(step, {"x": values})
+    found = bridge.fetch(step, "actor", 0, timeout_s=5)["x"]
+    for got, was in zip(found, values, strict=True):
+        assert np.asarray(got).tolist() == np.asarray(was).tolist()
 
 
 def test_derived_columns_reach_who_waits_for_them(bridge: RolloutBridge, step: str) -> None:
@@ -233,6 +265,11 @@ VIOLATIONS: dict[str, tuple[dict[str, Any], int | None, str | None]] = {
     "a float beyond float32 in a list": (changed("log_probs", 4, [0.0, -1e39]), 4, "log_probs"),
     "a float beyond float32 in an array": (changed("log_probs", 4, np.array([0.0, 1e39])), 4, "log_probs"),
     "a number for a truth": (changed("done", 1, 5), 1, "done"),
+    "a float among tokens, though it is whole": (changed("tokens", 4, np.array([1.0])), 4, "tokens"),
+    "an int that float32 rounds": (changed("rewards", 8, (1 << 24) + 1), 8, "rewards"),
+    "an int that float32 rounds in a list": (changed("log_probs", 4, [0.5, (1 << 24) + 1]), 4, "log_probs"),
+    "an int that float32 rounds in an array": (changed("log_probs", 4, np.array([0, (1 << 24) + 1])), 4, "log_probs"),
+    "a tensor without rows": ({**rollout(), "rewards": torch.tensor(1.0)}, None, "rewards"),
     "a column that is missing": ({name: c for name, c in rollout().items() if name != "tokens"}, None, None),
     "a column that nobody declared": ({**rollout(), "extra": [1] * N}, None, None),
     "a number for a column": ({**rollout(), "rewards": 1.0}, None, "rewards"),
@@ -263,6 +300,7 @@ BAD_SCHEDULES = {
     "another number of micro-batches": Schedule(
         partitions=[[0], [1, 2]], micro_batch_indices=[[[0]], [[0], [1]]], num_microbatches=[1]
     ),
+    "more micro-batches for one rank": Schedule(partitions=[[0], [1, 2]], micro_batch_indices=[[[0]], [[0], [1]]]),
     "global batches of other sizes": Schedule(partitions=[[0, 1, 2]], global_batch_sizes=[2]),
 }
 
@@ -302,7 +340,8 @@ def test_write_back_takes_one_item_for_each_fetched_row(bridge: RolloutBridge, s
 
 @pytest.mark.parametrize("columns", [
     {}, {"x": int}, {"__x": Numbers()}, {"x": Numbers(dtype="text")}, {"x": Ragged(dtype="complex64")},
-    {"x": Ragged(shape=(0,))},
+    {"x": Ragged(shape=(0,))}, {"x": Ragged(dtype="int8", stored="int64")},
+    {"x": Ragged(dtype="float64", stored="int64")}, {"x": Ragged(dtype="int64", stored="float32")},
 ], ids=str)  # fmt: skip
 def test_a_schema_of_what_is_no_column_is_refused(columns: Any) -> None:
     with pytest.raises(InvalidInput):

@@ -287,6 +287,8 @@ class TestTail:
         assert json.loads(following.stdout.readline()) == {"what": "new", "key": "a", "tags": {"n": 1}}
         transfer_queue.kv_put("a", "followed", tag={"n": 2})
         assert json.loads(following.stdout.readline()) == {"what": "tags", "key": "a", "tags": {"n": 2}}
+        transfer_queue.kv_put("b", "followed", {"x": torch.ones(1)})
+        assert json.loads(following.stdout.readline()) == {"what": "new", "key": "b", "tags": {}}
         transfer_queue.kv_clear("a", "followed")
         assert json.loads(following.stdout.readline())["what"] == "gone"
 
@@ -333,6 +335,7 @@ def test_long_work_has_a_bar_on_a_terminal(filled: transfer_queue.TransferQueueC
     [
         (("ls", "no\x1b[2J"), "tq: partition 'no\\x1b[2J' does not exist: `tq ls` shows those that do"),
         (("inspect", "train", "none"), "tq: row 'none' is not in partition 'train'"),
+        (("inspect", "train", "--row", str(1 << 70)), "tq: InspectRow: "),
         (("replay", "1", "--task", "actor"), "tq: "),
         (("checkpoint", "load", "/nowhere", "--replace"), "tq: /nowhere: no such directory"),
         (("checkpoint", "save", "/proc/1/no"), "tq: "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.page import beside
+from transfer_queue.page.access import Access
 from transfer_queue.page.printable import ident
 from transfer_queue.weights.fleet import ReplicaStatus
 
@@ -281,6 +283,30 @@ def test_with_a_token_every_request_needs_it(guarded: RunningPage) -> None:
         with guarded.look(Cookie=cookie.partition(";")[0]) as viewer:
             text = json.dumps(viewer.next("look"))
         assert TOKEN not in text
+
+
+@pytest.mark.parametrize(
+    ("path", "host"),
+    [
+        ("/events", "x/login?"), ("/events", "x/login#"), ("/row", "127.0.0.1:80/static/page.css?"),
+        ("/lo\tgin", "x"), ("/static/page.c\nss", "x"),  # a parser of URLs leaves these characters out
+    ],
+)  # fmt: skip
+def test_the_path_that_is_asked_for_decides_whether_a_token_is_needed(path: str, host: str) -> None:
+    reached, sent = [], []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "GET", "path": path, "query_string": b"", "scheme": "http",
+        "server": ("127.0.0.1", 80), "headers": [(b"host", host.encode())],
+    }  # fmt: skip
+    asyncio.run(Access(application, TOKEN, False, 80)(scope, None, send))  # type: ignore[arg-type]
+    assert (reached, sent[0]["status"]) == ([], 401)
 
 
 def test_without_a_token_it_listens_on_loopback_only(client: tq.TransferQueueClient) -> None:

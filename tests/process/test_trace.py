@@ -204,6 +204,11 @@ def test_the_writing_thread_imports_nothing_that_a_fork_could_cut_off(
     assert len(joined(folder).named("put")) == 1
 
 
+def test_a_timeline_has_a_name(folder: Path) -> None:
+    folder.mkdir()
+    assert "tq: / is no file" in str(command(str(folder), "-o", "/"))
+
+
 def test_a_folder_that_cannot_be_written_is_one_warning(folder: Path, child: Start) -> None:
     folder.write_text("a file")
     (folder.parent / "trace.d").write_text("a file, too")

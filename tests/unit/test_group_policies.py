@@ -124,7 +124,7 @@ def test_tickets_come_back_with_groups_that_were_given_up() -> None:
     assert take(pool, 1) is None
     for number, ticket in enumerate(taken[:4]):
         opened(pool, f"g{number}", ticket=ticket)
-        pool.mark_filtered(f"g{number}")
+        pool.filter([f"g{number}"])
         sealed(pool, f"g{number}", [number])
     assert take(pool, 4) == taken[:4]
     assert take(pool, 1) is None
@@ -173,7 +173,7 @@ def test_a_group_of_a_later_version_takes_the_place_of_one_that_is_lacking() -> 
         opened(pool, name)
     sealed(pool, "b", [1])
     sealed(pool, "c", [2])
-    pool.mark_filtered("a")
+    pool.filter(["a"])
     sealed(pool, "a", [0])
     assert served(pool) == "b"
     pool.retarget("c", 0)
@@ -251,7 +251,7 @@ def test_a_group_with_enough_siblings_goes_on_without_one_that_failed_for_good()
 def test_a_group_that_is_stale_and_filtered_is_evicted_once() -> None:
     pool = pool_of(GroupPolicy.windowed(1))
     opened(pool, "x", 0)
-    pool.mark_filtered("x")
+    pool.filter(["x"])
     pool.state.version = 9  # between its seal and this no version was announced
     sealed(pool, "x", [1])
     source = pool.state.sources[""]

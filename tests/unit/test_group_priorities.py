@@ -112,14 +112,26 @@ def test_a_group_is_used_up_by_its_last_acknowledgement() -> None:
 def test_the_oldest_finished_group_makes_room_and_nobody_is_asked_for_another() -> None:
     pool = pool_of(GroupPolicy.prioritized(2))
     made(pool, "w")
-    assert lent(pool) == ["w"]  # somebody has it: it stays
+    assert lent(pool) == ["w"]  # somebody has it: it stays until it comes back
     for name in "xyz":
         made(pool, name)
-    assert pool.state.fates == {"x": "evicted", "y": "evicted"}
+    assert pool.state.fates == {"x": "evicted"}
+    pool.consume(["w"], clears=False)
     assert pool.source("").evicted_for == {"surplus": 2}
     assert pool.state.owed == 0
-    pool.consume(["w"], clears=False)
-    assert set(pool.groups) == {"w", "z"}
+    assert set(pool.groups) == {"y", "z"}
+
+
+def test_what_is_made_while_all_groups_are_lent_takes_their_place() -> None:
+    pool = pool_of(GroupPolicy.prioritized(4))
+    for name in "abcd":
+        made(pool, name)
+    taken = lent(pool, 4)
+    for name in "efgh":
+        made(pool, name)
+    pool.release(taken[:1])
+    pool.consume(taken[1:], clears=False)
+    assert set(pool.groups) == set("efgh")
 
 
 def test_an_ended_pool_says_so_when_nothing_can_be_sampled_any_more() -> None:
@@ -195,6 +207,7 @@ def test_a_rate_keeps_its_bounds_and_somebody_can_always_go_on(
         {"max_times_sampled": 0}, {"min_size_to_sample": 0}, {"capacity": 2, "min_size_to_sample": 3},
         {"priority_exponent": math.nan}, {"priority_exponent": 11.0}, {"priority_exponent": -1.0},
         {"error_buffer": 3.0}, {"samples_per_insert": 0.0}, {"samples_per_insert": math.inf},
+        {"samples_per_insert": 1.5}, {"samples_per_insert": 3.0, "max_times_sampled": 2},
         {"samples_per_insert": 1.0, "gate": 1}, {"samples_per_insert": 4.0, "error_buffer": 3.0},
         {"samples_per_insert": 4.0, "error_buffer": math.nan}, {"seed": -1}, {"order": "random"},
     ],

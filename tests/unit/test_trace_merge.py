@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,11 @@ def test_a_timeline_of_nothing_is_one(folder: Path) -> None:
     write(folder, header())
     assert joined(folder).slices == []
     assert joined(folder, since_s=0.0).slices == []
+
+
+def test_the_last_seconds_of_a_job_may_be_all_of_it(folder: Path) -> None:
+    write(folder, header(), span("put", 0, 10))
+    assert len(joined(folder, since_s=math.inf).slices) == len(joined(folder).slices) == 1
 
 
 def test_each_event_is_a_line_of_its_own(folder: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack
 
-from transfer_queue.bridge.schema import Inferred, Numbers, Objects, Ragged, RolloutColumn, RolloutSchema
+from transfer_queue.bridge.schema import Inferred, Numbers, Objects, Ragged, RolloutColumn, RolloutSchema, has_all_of
 from transfer_queue.codec.layout import offsets_of
 from transfer_queue.codec.nested import Offsets, jagged, trimmed
 from transfer_queue.errors import SchemaViolation
@@ -34,7 +34,10 @@ def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:
     unknown = [name for name in batch if schema.column(name) is None]
     if missing or unknown:
         raise SchemaViolation(f"columns {missing} are missing, and {unknown} are not in the schema {list(schema)}")
-    single = [name for name, column in batch.items() if column is not None and not hasattr(column, "__len__")]
+    single = [
+        name for name, column in batch.items()
+        if column is not None and not (hasattr(column, "__len__") and getattr(column, "ndim", 1) != 0)
+    ]  # fmt: skip
     if single:
         raise SchemaViolation(f"columns {single} have no rows: a column has one item for each", None, single[0])
     sizes = {name: len(column) for name, column in batch.items() if column is not None}
@@ -67,24 +70,33 @@ def _stored(name: str, values: Any, column: RolloutColumn, rows: Sequence[int]) 
 def _inferred(values: list[Any]) -> RolloutColumn:
     """What these rows are."""
     if all(isinstance(value, (bool, int, float, np.generic)) for value in values):
-        return Numbers(dtype=_dtype_of(values))
+        return _inferred_numbers(values)
     if all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values):
         arrays = [_as_array(value) for value in values]
         kinds = {(array.dtype.name, array.shape[1:]) for array in arrays if array.ndim}
         if len(kinds) == 1 and all(array.ndim for array in arrays) and arrays[0].dtype.kind in "biuf":
             dtype, shape = kinds.pop()
             return Ragged(dtype=dtype, shape=shape) if all(shape) else Objects()
-        return Numbers(dtype=_dtype_of(arrays)) if not any(array.ndim for array in arrays) else Objects()
+        return _inferred_numbers(arrays) if not any(array.ndim for array in arrays) else Objects()
     if all(type(value) is list for value in values):
         kinds_of_items = {type(item) for value in values for item in value}
         if kinds_of_items and kinds_of_items <= {int, float}:
+            if len(kinds_of_items) == 2 and _is_rounded(list(itertools.chain.from_iterable(values))):
+                return Objects()
             return Ragged(dtype="float64" if float in kinds_of_items else "int64")
     return Objects()
 
 
-def _dtype_of(numbers: list[Any]) -> str:
-    kind = np.array(numbers).dtype
-    return {"b": "bool", "i": "int64", "u": "int64", "f": "float64"}.get(kind.kind, "float64")
+def _inferred_numbers(numbers: list[Any]) -> RolloutColumn:
+    kind = np.array(numbers).dtype.kind
+    if kind == "f" and _is_rounded(numbers):
+        return Objects()
+    return Numbers(dtype={"b": "bool", "i": "int64", "u": "int64", "f": "float64"}.get(kind, "float64"))
+
+
+def _is_rounded(numbers: list[Any]) -> bool:
+    """Whether one of them is an int that float64 does not have."""
+    return bool(_changed(np.array(numbers, np.float64), numbers).size)
 
 
 def _numbers(name: str, values: Any, wanted: np.dtype[Any], rows: Sequence[int]) -> NDArray[Any]:
@@ -98,7 +110,7 @@ def _numbers(name: str, values: Any, wanted: np.dtype[Any], rows: Sequence[int])
     with contextlib.suppress(struct.error, OverflowError):
         if letter is not None:
             found = np.frombuffer(bytearray(struct.pack(f"{len(items)}{letter}", *items)), wanted)
-            _check_finite(name, found, [items], rows, np.arange(len(rows)))
+            _check_floats(name, found, [items], rows, np.arange(len(rows)))
             return found
     return _numbers_one_by_one(name, items, wanted, rows)
 
@@ -117,7 +129,7 @@ def _numbers_one_by_one(name: str, items: list[Any], wanted: np.dtype[Any], rows
         except (struct.error, OverflowError) as error:
             raise SchemaViolation(f"row {row}, field {name!r}: {item!r} as {wanted}: {error}", row, name) from None
         found[place] = item
-        _check_finite(name, found[place : place + 1], [[item]], [row], np.zeros(1, np.int64))
+        _check_floats(name, found[place : place + 1], [[item]], [row], np.zeros(1, np.int64))
     return found
 
 
@@ -147,29 +159,51 @@ def _packed(name: str, values: Any, column: Ragged, wanted: np.dtype[Any], rows:
         except (struct.error, OverflowError, ValueError, TypeError) as error:
             raise SchemaViolation(f"row {row}, field {name!r}: not numbers of {wanted}: {error}", row, name) from None
     flat = np.frombuffer(data, wanted)
-    _check_finite(name, flat, (values[row] for row in rows), rows, np.repeat(np.arange(len(rows)), np.diff(offsets)))
+    _check_floats(name, flat, (values[row] for row in rows), rows, np.repeat(np.arange(len(rows)), np.diff(offsets)))
     return jagged(torch.from_numpy(flat), Offsets.of(offsets), 1)
 
 
-def _check_finite(
+def _check_floats(
     name: str, found: NDArray[Any], given: Iterable[Any], rows: Sequence[int], row_of: NDArray[np.int64]
 ) -> None:
-    """`struct` packs what is beyond float32 as infinity. `row_of`: of which row each number is."""
-    if found.dtype.kind != "f" or not (infinite := np.flatnonzero(np.isinf(found))).size:
+    """Refuses finite numbers that became infinite, and ints that were rounded. `row_of`: of which row each number
+    is."""
+    if found.dtype.kind != "f" or not (np.abs(found) >= _least_rounded(found.dtype)).any():
         return
     numbers = list(itertools.chain.from_iterable(given))
-    for place in infinite.tolist():
-        if math.isfinite(numbers[place]):
-            row = rows[int(row_of[place])]
-            text = f"row {row}, field {name!r}: {numbers[place]!r} is beyond {found.dtype}"
-            raise SchemaViolation(text, row, name)
+    for place in _changed(found, numbers)[:1].tolist():
+        row = rows[int(row_of[place])]
+        text = f"row {row}, field {name!r}: {numbers[place]!r} is beyond {found.dtype}, or rounded by it"
+        raise SchemaViolation(text, row, name)
+
+
+def _least_rounded(dtype: np.dtype[Any]) -> float:
+    """A floating dtype has all whole numbers below this one."""
+    return float(2 << np.finfo(dtype).nmant)
+
+
+def _changed(found: NDArray[Any], given: Sequence[Any]) -> NDArray[np.int64]:
+    """Where floats are not the numbers that they were made of: ints that were rounded, finite ones that became
+    infinite. Only the largest can be."""
+    large = np.flatnonzero(np.abs(found) >= _least_rounded(found.dtype))
+    return large[[not _is_kept(given[place], float(found[place])) for place in large.tolist()]] if large.size else large
+
+
+def _is_kept(number: Any, found: float) -> bool:
+    number = number.item() if isinstance(number, (torch.Tensor, np.ndarray, np.generic)) else number
+    return number == found if isinstance(number, int) else math.isfinite(found) or not math.isfinite(number)
 
 
 def _from_list(name: str, value: Any, row: int, wanted: np.dtype[Any]) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value
     try:
-        return np.array(value)
+        array = np.array(value)
+        if array.dtype.kind == wanted.kind == "f" and (np.abs(array) >= _least_rounded(wanted)).any():
+            given = np.array(value, object).ravel().tolist()  # before NumPy made floats of ints
+            with np.errstate(over="ignore"):
+                _check_floats(name, array.astype(wanted).ravel(), [given], [row], np.zeros(len(given), np.int64))
+        return array
     except (ValueError, TypeError, OverflowError) as error:
         raise SchemaViolation(f"row {row}, field {name!r}: not an array of {wanted}: {error}", row, name) from None
 
@@ -199,22 +233,34 @@ def _as_array(value: Any) -> NDArray[Any]:
 
 
 def _narrowed(name: str, array: NDArray[Any], wanted: np.dtype[Any], row: int | None) -> NDArray[Any]:
-    """`array` in the dtype that is stored; what that does not hold is refused."""
-    if array.dtype == wanted:
-        return array
+    """`array` in the dtype that is stored. What that does not hold is refused: whole numbers and truth values come back
+    as they were, and floats are rounded to what floats are stored as."""
+    if has_all_of(wanted, array.dtype):
+        return array.astype(wanted, copy=False)
     where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
     if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and wanted.kind != "f"):
         raise SchemaViolation(f"{where}: {array.dtype} where {wanted} is stored", row, name)
-    if wanted.kind in "iu" and array.size and not np.can_cast(array.dtype, wanted):
-        limits = np.iinfo(wanted)
+    if wanted.kind != "f" and array.size:
+        least, most = (0, 1) if wanted.kind == "b" else (np.iinfo(wanted).min, np.iinfo(wanted).max)
         low, high = int(array.min()), int(array.max())
-        if low < limits.min or high > limits.max:
+        if low < least or high > most:
             raise SchemaViolation(f"{where}: numbers from {low} to {high}, {wanted} is stored", row, name)
     with np.errstate(over="ignore"):
         found = array.astype(wanted)
-    if wanted.kind == "f" and bool((np.isinf(found) & np.isfinite(array)).any()):
-        raise SchemaViolation(f"{where}: numbers beyond {wanted}", row, name)
+    if wanted.kind == "f" and not _came_over(array, found):
+        raise SchemaViolation(f"{where}: numbers beyond {wanted}, or whole ones that it rounds", row, name)
     return found
+
+
+def _came_over(array: NDArray[Any], found: NDArray[Any]) -> bool:
+    """Whether finite numbers stayed finite as these floats, and whole ones are what they were."""
+    if array.dtype.kind == "f":
+        return not bool((np.isinf(found) & np.isfinite(array)).any())
+    if not array.size or max(-int(array.min()), int(array.max())) < _least_rounded(found.dtype):
+        return True
+    with np.errstate(invalid="ignore"):  # those beyond the dtype are none of its numbers: they are looked at first
+        back, beyond = found.astype(array.dtype), float(np.iinfo(array.dtype).max) + 1.0
+    return bool((np.isfinite(found) & (found < beyond) & (back == array)).all())
 
 
 # back

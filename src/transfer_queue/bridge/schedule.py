@@ -16,8 +16,9 @@ class Schedule:
     their number, and their collectives then hang.
 
     `partitions`: the row numbers of each rank, in the order in which it trains on them; every row is one rank's.
-    `micro_batch_indices`: for each rank, positions in its part for each micro-batch. `num_microbatches`: of each
-    training step, the same for all ranks. `global_batch_sizes`: rows of each training step over all ranks.
+    `micro_batch_indices`: for each rank, positions in its part for each micro-batch, as many as for any other rank.
+    `num_microbatches`: of each training step, the same for all ranks. `global_batch_sizes`: rows of each training step
+    over all ranks.
     `extra`: plain data that is sent along.
     """
 
@@ -50,6 +51,8 @@ class Schedule:
             return
         if len(self.micro_batch_indices) != len(parts):
             raise InvalidInput(f"micro-batches of {len(self.micro_batch_indices)} ranks, there are {len(parts)}")
+        if len(numbers := {len(batches) for batches in self.micro_batch_indices}) > 1:
+            raise InvalidInput(f"ranks have {sorted(numbers)} micro-batches: their collectives would hang")
         for rank, (part, batches) in enumerate(zip(parts, self.micro_batch_indices, strict=True)):
             if sorted(place for batch in batches for place in batch) != list(range(len(part))):
                 raise InvalidInput(f"rank {rank}: the micro-batches do not have each of its {len(part)} rows once")

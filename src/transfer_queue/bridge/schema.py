@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,8 @@ class Ragged(RolloutColumn):
     """An array (length, *`shape`) for each row, of any length: a list of numbers, a tensor or an array.
 
     Ranks get `dtype`. `stored` is what is stored and moved (None: `dtype`): a narrower one makes each row smaller, and
-    refuses rows with numbers that it does not have. Names are NumPy's.
+    refuses rows with numbers that it does not have. Names are NumPy's. Whole numbers come back as they were put, or are
+    refused; floats are rounded to the narrower of the two.
     """
 
     dtype: str = "int64"
@@ -51,8 +53,15 @@ class Objects(RolloutColumn):
 
 @dataclass(frozen=True, kw_only=True)
 class Inferred(RolloutColumn):
-    """What the rows of a put look like: numbers become int64, float64 or bool, arrays of one dtype and rank a ragged
+    """What the rows of a put look like: numbers become int64, float64 or bool (objects, where float64
+    would round an int), arrays of one dtype and rank a ragged
     column, and everything else objects."""
+
+
+def has_all_of(dtype: np.dtype[Any], other: np.dtype[Any]) -> bool:
+    """Whether every number of `other` is one of `dtype`. NumPy calls it safe, too, to round integers of 64 bits."""
+    is_rounded = dtype.kind == "f" and other.kind in "iu" and other.itemsize == 8
+    return bool(np.can_cast(other, dtype)) and not is_rounded
 
 
 class RolloutSchema:
@@ -71,6 +80,8 @@ class RolloutSchema:
                 raise InvalidInput(f"column {name!r}: expected Numbers, Ragged, Objects or Inferred, got {column!r}")
             for dtype in _dtypes(column):
                 _check_dtype(name, dtype)
+            if isinstance(column, Ragged) and not has_all_of(np.dtype(column.dtype), np.dtype(column.narrow)):
+                raise InvalidInput(f"column {name!r}: {column.dtype} does not have all numbers of {column.narrow}")
             if isinstance(column, Ragged) and not all(type(size) is int and size > 0 for size in column.shape):
                 raise InvalidInput(f"column {name!r}: shape {column.shape} of a row's steps")
 

@@ -137,10 +137,11 @@ class FollowedKeys:
             self._keys.pop(key, None)
             yield KeyChange("gone", key, {})
         for key, tags in new.items():
+            known = before.get(key)  # `before` may be what it is written to
             self._keys[key] = tags
-            if key not in before:
+            if known is None:
                 yield KeyChange("new", key, tags)
-            elif not changes.full or before[key] != tags:
+            elif not changes.full or known != tags:
                 yield KeyChange("tags", key, tags)
 
 

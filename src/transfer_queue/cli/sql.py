@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from transfer_queue.cli.attaching import Address, attached
-from transfer_queue.cli.tables import printable
+from transfer_queue.cli.tables import aligned, harmless, printable
 
 MAX_SHOWN = 1000  # rows of a table on a terminal
 STEP = 4096  # rows that become Python objects at once
@@ -93,14 +93,19 @@ def _text(value: Any) -> str:
 
 
 def _print_table(found: Any) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    rows = [["" if value is None else _text(value) for value in row] for row in _rows(found.slice(0, MAX_SHOWN))]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
 
-    shown = Table()
-    for name in found.schema.names:
-        shown.add_column(printable(name))
-    for row in _rows(found.slice(0, MAX_SHOWN)):
-        shown.add_row(*("" if value is None else printable(_text(value)) for value in row))
-    Console().print(shown)
+        shown = Table()
+        for name in found.schema.names:
+            shown.add_column(printable(name))
+        for row in rows:
+            shown.add_row(*map(printable, row))
+        Console().print(shown)
+    else:
+        lines = [[harmless(text) for text in row] for row in [found.schema.names, *rows]]
+        print("\n".join(aligned(lines, [False] * len(found.schema.names))))
     if found.num_rows > MAX_SHOWN:
         print(f"{found.num_rows - MAX_SHOWN} more rows: --csv and --json print all", file=sys.stderr)

@@ -31,6 +31,8 @@ def trace(
 
     if max_flows < 0 or (since is not None and not since >= 0):
         raise InvalidInput("--since and --max-flows are numbers from 0")
+    if not output.name:
+        raise InvalidInput(f"{output} is no file")
     processes, remarks = read_folder(recorded)
     for remark in remarks:
         print(harmless(remark), file=sys.stderr)

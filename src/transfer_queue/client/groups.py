@@ -157,7 +157,7 @@ class GroupOperations:
         (default: the configured one). An announced version and a group that was given up let others in; with a rate, a
         group that is selected does. A ticket that no group was
         opened with returns when this process ends. Raises `DeadlineExceeded`, and `InvalidInput` for more than the gate
-        ever lets through.
+        ever lets through, or where `end` was said.
         """
         wait_s = yield from _taking(self, timeout_s)
         reply = (yield _call(self, m.TakeTickets, count, wait_s, wait_s=wait_s))[0]
@@ -267,13 +267,14 @@ class GroupOperations:
         """How many groups to open in place of evicted ones, `max_groups` at most. Waits until there is one.
 
         Each is paid by opening a group with `refills=True`; what was not paid when this process ends is offered to
-        others. Raises `DeadlineExceeded`.
+        others. Raises `DeadlineExceeded`, and `InvalidInput` where `end` was said.
         """
         wait_s = yield from _taking(self, timeout_s)
         return (yield _call(self, m.TakeRefills, max_groups, wait_s, wait_s=wait_s))[0].count
 
     def end(self) -> Operation[None]:
-        """No more groups will be opened: whoever waits for more than can come hears of it."""
+        """No more groups will be opened: whoever waits for more than can come, or to open more, hears of it. Tickets
+        that no group was opened with mean nothing any more."""
         yield _call(self, m.EndPool)
 
     def remove(self, discard: bool = False) -> Operation[None]:
@@ -368,7 +369,8 @@ class GroupOperations:
 
     def status(self) -> Operation[dict[str, Any]]:
         """Groups by state, the version, who waits, and for each source the totals of `SourceCounters` with `starved_s`,
-        the seconds since one of its groups was consumed."""
+        the seconds since one of its groups was consumed, or else since its first one was opened (None: neither, in this
+        life of the service)."""
         return (yield _call(self, m.DescribePool))[0].values
 
 

@@ -22,9 +22,11 @@
      ├─ admission               how many rows producers may start
      ├─ weight_versions         versions of the weights, as they were announced
      ├─ groups                  groups of siblings: who waits for them, works on them, has them
+     │   ├─ group_changes       what requests change in a pool alone
      │   ├─ group_checks        what requests may ask for
      │   ├─ group_holdings      what a session has of them
      │   ├─ group_reports       what is told of them
+     │   ├─ group_waits         what requests wait for
      │   ├─ group_results       results of attempts, several at a time: which are wanted, and which rows are theirs
      │   └─ wait_lines          who waits for the same, one behind the other
      ├─ series                  partitions of which only so many may be open

@@ -129,7 +129,8 @@ class Controller:
         return reply
 
     def _handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
-        self._leases.now = now
+        self.state.asked_at = now
+        self._leases.now = self._leases.now if type(message) in m.READS else now
         self.lineage.check(message)
         kind = type(message)
         if kind in self._rules:
@@ -326,8 +327,7 @@ class Controller:
             if self.state.units_away:
                 table.withhold(slots)
             self._fetching.written(table, slots, [field.name for field in fields])
-            if table.name in self.groups.fields_awaited:
-                self.groups.written(table.name)
+            self.groups.readable(table.name)
         rows = rows_bytes(table.index[slots])
         if results is not None:
             self.groups.finish(message.partition, results, table.index[slots])
@@ -575,6 +575,7 @@ class Controller:
             self.state.units_away.discard(unit)
             for table in list(self.tables.values()):
                 self._fetching.shown(table, table.rows_on(unit))
+                self.groups.readable(table.name)
 
     def lose(self, unit: int) -> None:
         """The blocks of a storage unit are gone: their cells are not ready any more, and asking for them says so."""

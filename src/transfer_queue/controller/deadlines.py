@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from typing import Protocol
+
+NO_TIME = -math.inf  # before the first event, while what lasts is carried out anew
 
 
 class Term(Protocol):

@@ -57,6 +57,13 @@ def check_pool(pool: PoolCore, leases: Iterable[GroupLease], tickets: Set[int], 
     assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))
 
 
+def check_slots(pool: PoolCore, attempts: Iterable[m.Attempt]) -> None:
+    """`InvalidInput` for a slot that its group does not have; groups that have ended are not looked at."""
+    for one in attempts:
+        if one.group in pool.groups:
+            pool.groups[one.group].slot(one.slot)
+
+
 def check_unused(partition: str, pool: PoolCore, what: str = "is in use") -> None:
     """`InvalidInput` for a pool that has what somebody may still want."""
     if pool.in_use:

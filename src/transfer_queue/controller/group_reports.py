@@ -23,18 +23,31 @@ def summary(partition: str, pool: PoolCore) -> str:
     )
 
 
-def described(pool: PoolCore, starved_s: Mapping[str, float], waiting: int) -> dict[str, Any]:
-    """`GroupPool.status`. `starved_s`: by source; `waiting`: requests."""
+def by_state(pool: PoolCore) -> dict[str, int]:
+    """How many groups there are of each state."""
+    return {"open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent}
+
+
+def described(pool: PoolCore, used_at: Mapping[str, float | None], waiting: int, now: float) -> dict[str, Any]:
+    """`GroupPool.status`. `used_at`: when a group of each source was consumed last, or opened first (None: not in this
+    life of the service); `waiting`: requests."""
     sources = {
-        name: {**{field: getattr(one, field) for field in one.__struct_fields__}, "starved_s": starved_s[name]}
+        name: {
+            **{field: getattr(one, field) for field in one.__struct_fields__},
+            "starved_s": _since(used_at[name], now),
+        }
         for name, one in pool.state.sources.items()
     }
     return {
-        "version": pool.version, "open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent,
-        "eligible": len(pool.eligible()), "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
+        "version": pool.version, **by_state(pool), "eligible": len(pool.eligible()),
+        "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
         "waiting": waiting, "ended": pool.state.ended, "sampled": pool.state.sampled,
         "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
     }  # fmt: skip
+
+
+def _since(then: float | None, now: float) -> float | None:
+    return None if then is None else max(0.0, now - then)
 
 
 def lent_group(pool: PoolCore, group: SiblingGroup, probability: float, held: list[int]) -> m.LentGroup:

@@ -14,11 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.controller.deadlines import Deadlines
-from transfer_queue.controller.group_checks import MAX_VERSION, check_pool, check_unused, check_versions, check_waiting
+from transfer_queue.controller.deadlines import NO_TIME, Deadlines
+from transfer_queue.controller.group_changes import CHANGES
+from transfer_queue.controller.group_checks import (
+    MAX_VERSION,
+    check_pool,
+    check_unused,
+    check_versions,
+    check_waiting,
+)
 from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
-from transfer_queue.controller.group_reports import described, has_fields, leased, lent_group, rows_of, summary
+from transfer_queue.controller.group_reports import (
+    by_state,
+    described,
+    has_fields,
+    leased,
+    lent_group,
+    rows_of,
+    summary,
+)
 from transfer_queue.controller.group_results import SortedResults, enter, finish_named, sort_results
+from transfer_queue.controller.group_waits import place_of
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.notices import answer_waiting, too_late
 from transfer_queue.controller.readiness import Slots
@@ -40,14 +56,16 @@ REQUESTS = (
     m.OpenPool, m.TakeTickets, m.ReturnTickets, m.OpenGroup, m.ClaimSlots, m.StartSlots, m.FinishSlots, m.FailSlots,
     m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.EndPool, m.SelectGroups, m.RenewGroups, m.AckGroups,
     m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool, m.PrioritizeGroups,
-    m.IssueTickets, m.LendGroups, m.UnlendGroups, m.RemovePool,
+    m.IssueTickets, m.LendGroups, m.UnlendGroups, m.RemovePool, m.UnstartSlots,
 )  # fmt: skip
-OUTCOMES = (m.IssueTickets, m.StartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups)  # nobody asks for them
+OUTCOMES = (  # nobody asks for them
+    m.IssueTickets, m.StartSlots, m.UnstartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups,
+)  # fmt: skip
 
 
 class GroupPools:
     """All pools of a service. Answers to parked requests go to `outbox`. `deadlines`: when leases end. `clear`
-    removes rows of a partition. `rules` carry out what lasts."""
+    removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled."""
 
     def __init__(
         self,
@@ -55,6 +73,7 @@ class GroupPools:
         outbox: list[tuple[Hashable, m.Reply]],
         unreceived: Unreceived,
         versions: Callable[[], WeightVersions],
+        now: Callable[[], float],
     ) -> None:
         self.pools: dict[str, PoolCore] = {}
         self.used = UsedNumbers()
@@ -71,20 +90,16 @@ class GroupPools:
         self._numbers = itertools.count(1)
         self._holdings: dict[bytes, SessionHoldings] = {}
         self._consumed_at: dict[tuple[str, str], float] = {}
-        self._now = 0.0
+        self._now = now
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
-            m.OpenPool: self._open_pool, m.OpenGroup: self._open, m.StartSlots: self._start,
-            m.FinishSlots: self._finish, m.FailSlots: self._fail, m.FilterGroups: self._filter,
-            m.RetargetGroup: self._retarget, m.AdvancePool: self._advance,
-            m.EndPool: self._end, m.ConsumeGroups: self._consume,
-            m.IssueTickets: self._issue, m.ReturnTickets: self._return, m.LendGroups: self._lend,
-            m.UnlendGroups: self._unlend, m.PrioritizeGroups: self._prioritize,
-            m.RemovePool: self._remove,
+            m.OpenPool: self._open_pool, m.RemovePool: self._remove, m.AdvancePool: self._advance,
+            m.OpenGroup: self._open, m.StartSlots: self._start, m.FinishSlots: self._finish,
+            m.ConsumeGroups: self._consume, m.IssueTickets: self._issue, m.LendGroups: self._lend,
+            **{kind: partial(self._change, change) for kind, change in CHANGES.items()},
         }  # fmt: skip
 
     def handle(self, message: Any, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         """The answer, or None after parking."""
-        self._now = now
         if isinstance(message, OUTCOMES):
             raise InvalidInput(f"{type(message).__name__} is what the service makes of other requests")
         if type(message) in self.rules:
@@ -102,7 +117,7 @@ class GroupPools:
                 lease, names = self._part(number, names)
                 self._release(lease, names)
             case m.DescribePool(partition=partition):
-                return m.Report(message.rid, self._description(partition))
+                return m.Report(message.rid, self._description(partition, now))
             case _:
                 return self._wait(Waiter(ticket, session, message, now + message.timeout_s, now))
         return m.Done(message.rid)
@@ -170,6 +185,7 @@ class GroupPools:
             message.group, message.size, message.min_size, message.source, message.prompt, message.start,
             message.ticket, message.refills, message.priority,
         )  # fmt: skip
+        self._note_use(message.partition, message.source, only_first=True)
         self._changed(message.partition)
         return m.Done(message.rid)
 
@@ -200,31 +216,8 @@ class GroupPools:
         enter(self._pool(partition), results.news, rows)
         self._changed(partition)
 
-    def _fail(self, message: m.FailSlots) -> m.Reply:
-        pool = self._pool(message.partition)
-        for one in message.attempts:
-            pool.fail(one.group, one.slot, one.attempt, message.kind)
-        self._changed(message.partition)
-        return m.Done(message.rid)
-
-    def _filter(self, message: m.FilterGroups) -> m.Reply:
-        pool = self._pool(message.partition)
-        for name in message.groups:
-            pool.group(name)
-        for name in message.groups:
-            pool.mark_filtered(name)
-        self._changed(message.partition)
-        return m.Done(message.rid)
-
-    def _prioritize(self, message: m.PrioritizeGroups) -> m.Reply:
-        if len(message.groups) != len(message.priorities):
-            raise InvalidInput(f"{len(message.groups)} groups and {len(message.priorities)} priorities")
-        self._pool(message.partition).prioritize(dict(zip(message.groups, message.priorities, strict=True)))
-        self._changed(message.partition)
-        return m.Done(message.rid)
-
-    def _retarget(self, message: m.RetargetGroup) -> m.Reply:
-        self._pool(message.partition).retarget(message.group, message.target)
+    def _change(self, change: Callable[[PoolCore, Any], None], message: Any) -> m.Reply:
+        change(self._pool(message.partition), message)
         self._changed(message.partition)
         return m.Done(message.rid)
 
@@ -236,38 +229,28 @@ class GroupPools:
             self._changed(message.partition)
         return m.Done(message.rid)
 
-    def _end(self, message: m.EndPool) -> m.Reply:
-        self._pool(message.partition).state.ended = True
-        self._changed(message.partition)
-        return m.Done(message.rid)
-
     def _consume(self, message: m.ConsumeGroups) -> m.Reply:
         pool = self._pool(message.partition)
         for name in message.groups:
             group = pool.groups.get(name)
             if group is not None:
-                self._consumed_at[message.partition, group.source] = self._now
+                self._note_use(message.partition, group.source)
         pool.consume(message.groups, message.clears)
         self._changed(message.partition)
         return m.Done(message.rid)
+
+    def _note_use(self, partition: str, source: str, only_first: bool = False) -> None:
+        """A group of this source is consumed, or the first one is opened. What is recovered has no time."""
+        if self._now() > NO_TIME and not (only_first and (partition, source) in self._consumed_at):
+            self._consumed_at[partition, source] = self._now()
 
     def _issue(self, message: m.IssueTickets) -> m.Reply:
         self._pool(message.partition).issue(message.tickets)
         return m.Done(message.rid)
 
-    def _return(self, message: m.ReturnTickets) -> m.Reply:
-        self._pool(message.partition).give_back(message.tickets)
-        self._changed(message.partition)
-        return m.Done(message.rid)
-
     def _lend(self, message: m.LendGroups) -> m.Reply:
         pool = self._pool(message.partition)
         pool.lend([pool.group(name) for name in message.groups])
-        return m.Done(message.rid)
-
-    def _unlend(self, message: m.UnlendGroups) -> m.Reply:
-        self._pool(message.partition).release(message.groups)
-        self._changed(message.partition)
         return m.Done(message.rid)
 
     def announced(self, reply: m.Reply) -> m.Reply:
@@ -279,8 +262,10 @@ class GroupPools:
                 self._changed(partition)
         return reply
 
-    def written(self, partition: str) -> None:
-        """Fields were written in a partition of `fields_awaited`: groups may have all that somebody waits for."""
+    def readable(self, partition: str) -> None:
+        """Fields were written in a partition, or can be read again: groups may have all that somebody waits for."""
+        if partition not in self.fields_awaited:
+            return
         waiting = (one.message for one in self.parked)
         if not any(one.partition == partition and getattr(one, "fields", None) for one in waiting):
             self.fields_awaited.discard(partition)
@@ -301,7 +286,7 @@ class GroupPools:
         newer = getattr(message, "version", None)
         if newer is not None and newer > self.pools[message.partition].version:  # of a selection: it judges first
             self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, newer))
-        place = self._place(parked)
+        place = place_of(parked)
         reply = None if self._lines.has(message.partition, place) else self._attempt(parked)
         if reply is not None and self._lets_in(message):
             self._changed(message.partition)
@@ -313,18 +298,6 @@ class GroupPools:
             if getattr(message, "fields", None):
                 self.fields_awaited.add(message.partition)
         return reply
-
-    def _place(self, parked: Waiter[Any]) -> Hashable:
-        """What it waits for: who waits for the same is answered in order of arrival."""
-        message = parked.message
-        match message:
-            case m.ClaimSlots(group=group):
-                return type(message), group
-            case m.SelectGroups(fields=fields):
-                return type(message), *fields
-            case m.AwaitGroups():
-                return parked.ticket  # it takes nothing, so nobody waits behind it
-        return (type(message),)
 
     def _attempt(self, parked: Waiter[Any]) -> m.Reply | None:
         """The answer, if there is one now."""
@@ -366,13 +339,13 @@ class GroupPools:
         needed = pool.needed(message.least)
         accepts = partial(has_fields, self._tables.get(message.partition), message.fields) if message.fields else None
         found, refused = pool.offered(needed, message.most, accepts)
-        over = pool.nothing_comes and not refused and (bool(found) or not pool.num_lent)
+        over = pool.nothing_comes and not refused and (bool(found) or pool.ends_with([]))
         if len(found) < needed and not over:
             return None
         groups, num_sealed = [group for group, _ in found], pool.num_sealed
         kept = [pool.withheld(group) for group in groups]
         names = [group.name for group in groups]
-        lease = GroupLease(next(self._numbers), message.partition, names, session, self._now + message.lease_s)
+        lease = GroupLease(next(self._numbers), message.partition, names, session, self._now() + message.lease_s)
         if groups:
             self.rules[m.LendGroups](m.LendGroups(0, message.partition, names))
             self._leases[lease.number] = lease
@@ -384,6 +357,7 @@ class GroupPools:
 
     def _give_refills(self, pool: PoolCore, message: m.TakeRefills, session: bytes) -> m.Reply | None:
         held = sum(one.refills.get(message.partition, 0) for one in self._holdings.values())
+        pool.check_opens()
         count = min(message.most, pool.state.owed - held)
         if count < 1:
             return None
@@ -443,7 +417,7 @@ class GroupPools:
 
     def _live(self, number: int) -> GroupLease:
         lease = self._leases.get(number)
-        if lease is None or lease.deadline <= self._now:
+        if lease is None or lease.deadline <= self._now():
             raise LeaseExpired(f"lease {number} of groups is over: what it had not acknowledged is offered to others")
         return lease
 
@@ -453,7 +427,7 @@ class GroupPools:
         other = set(names or ()) - set(lease.names)
         if other:
             raise InvalidInput(f"lease {number} does not have group {min(other)!r}")
-        return lease, list(lease.names) if names is None else names
+        return lease, list(lease.names) if names is None else list(dict.fromkeys(names))
 
     def _shrink(self, lease: GroupLease, names: Iterable[str]) -> None:
         gone = set(names)
@@ -476,19 +450,25 @@ class GroupPools:
             self.rules[m.ReturnTickets](m.ReturnTickets(0, grant.partition, list(grant.tickets)))
         if grant.attempts:
             held.attempts.get(grant.partition, set()).difference_update(grant.attempts)
-            self._give_up(grant.partition, grant.attempts)
+            self._give_up(m.UnstartSlots, grant.partition, grant.attempts)
         if grant.refills:
             held.refills[grant.partition] = max(0, held.refills.get(grant.partition, 0) - grant.refills)
             self._changed(grant.partition)
         if grant.lease in self._leases:
             self._release(self._leases[grant.lease], list(self._leases[grant.lease].names))
 
-    def _give_up(self, partition: str, attempts: Iterable[tuple[str, int, int]]) -> None:
-        """Whoever made these attempts is gone."""
+    def _give_up(
+        self,
+        outcome: Callable[[int, str, list[m.Attempt]], m.Request],
+        partition: str,
+        attempts: Iterable[tuple[str, int, int]],
+    ) -> None:
+        """Nobody makes these attempts any more: they failed, or were never made."""
         groups = self.pools[partition].groups
         left = [m.Attempt(*one) for one in sorted(attempts) if one[0] in groups]
         if left:
-            self.rules[m.FailSlots](m.FailSlots(0, partition, left, "infra"))
+            message = outcome(0, partition, left)
+            self.rules[type(message)](message)
 
     def end_session(self, session: bytes) -> None:
         """What this session has returns."""
@@ -501,14 +481,13 @@ class GroupPools:
             tickets = sorted(held.tickets.get(partition, set()) & self.pools[partition].state.reserved)
             if tickets:
                 self.rules[m.ReturnTickets](m.ReturnTickets(0, partition, tickets))
-            self._give_up(partition, held.attempts.get(partition, ()))
+            self._give_up(partial(m.FailSlots, kind="infra"), partition, held.attempts.get(partition, ()))
             self._changed(partition)
 
     # time
 
     def expire(self, now: float) -> None:
         """End the leases and answer the requests whose time is up; tell others what they wait for."""
-        self._now = now
         while (first := self.deadlines.first()) is not None and first[0] <= now:
             lease = self._leases[first[1]]
             self._release(lease, list(lease.names))
@@ -526,17 +505,14 @@ class GroupPools:
     def reason(self, message: Any) -> str:
         return summary(message.partition, self._pool(message.partition))
 
-    def _description(self, partition: str) -> dict[str, Any]:
+    def _description(self, partition: str, now: float) -> dict[str, Any]:
         pool = self._pool(partition)
-        starved = {
-            name: self._now - self._consumed_at.setdefault((partition, name), self._now) for name in pool.state.sources
-        }
-        waiting = sum(one.message.partition == partition for one in self.parked)
-        return described(pool, starved, waiting)
+        used_at = {name: self._consumed_at.get((partition, name)) for name in pool.state.sources}
+        return described(pool, used_at, sum(one.message.partition == partition for one in self.parked), now)
 
-    def descriptions(self) -> dict[str, dict[str, Any]]:
+    def descriptions(self, now: float) -> dict[str, dict[str, Any]]:
         """Every pool, as `status` of one says it."""
-        return {partition: self._description(partition) for partition in self.pools}
+        return {partition: self._description(partition, now) for partition in self.pools}
 
     def group_of(self, partition: str, row: int) -> str | None:
         """The group that a row belongs to."""
@@ -550,10 +526,7 @@ class GroupPools:
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """How many groups every pool has, by state."""
-        return {
-            partition: {"open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent}
-            for partition, pool in self.pools.items()
-        }
+        return {partition: by_state(pool) for partition, pool in self.pools.items()}
 
     # saving
 
@@ -567,6 +540,7 @@ class GroupPools:
         self._leases.clear()
         self.deadlines.clear()
         self._holdings.clear()
+        self._consumed_at.clear()
         self.pools = pools
         self.used.retire(used.tickets, used.attempts)
         for pool in pools.values():

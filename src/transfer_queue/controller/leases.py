@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from transfer_queue.controller.deadlines import Deadlines
+from transfer_queue.controller.deadlines import NO_TIME, Deadlines
 from transfer_queue.controller.readiness import NO_LEASES, Slots, Task
 from transfer_queue.controller.recent import Happened, RecentEvents
 from transfer_queue.controller.table import Table
@@ -74,7 +74,7 @@ class Leases:
         came_back: Callable[[Table, str, Slots, FailedAttempt, float], None],
         recent: RecentEvents,
     ) -> None:
-        self.now = 0.0  # of the event being handled
+        self.now = NO_TIME  # of the event being handled, or of the last one: what a standby repeats has it, too
         self._tables = tables
         self._offered = offered
         self._rows_consumed = rows_consumed

@@ -75,7 +75,7 @@ class Overviews:
 
     @property
     def _now(self) -> float:
-        return self._state.fetching.leases.now
+        return self._state.asked_at
 
     # the whole service
 
@@ -94,7 +94,7 @@ class Overviews:
             len(waits),
             [self._lease(one) for one in leases[: message.most]],
             len(leases),
-            state.groups.descriptions(),
+            state.groups.descriptions(self._now),
             state.series.descriptions(),
             versions.newest,
             versions.count,

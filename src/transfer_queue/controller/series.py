@@ -79,6 +79,23 @@ class SeriesBook:
     def _admit(self, message: m.OpenPartition) -> m.Reply:
         entering = m.EnterSeries(0, message.partition, message.series, message.consumers, message.clears)
         self.rules[m.EnterSeries](entering)
+        self._answer_opened()
+        return m.Done(message.rid)
+
+    def _answer_opened(self) -> None:
+        """Nobody waits to open what is open: whoever asked for it, too, hears so, and others get their turn."""
+        gone = [parked for parked in self.parked if parked.message.partition in self.members]
+        for parked in gone:
+            self.parked.remove(parked)
+            self._outbox.append((parked.ticket, self._opened_before(parked.message)))
+        for series in dict.fromkeys(parked.message.series for parked in gone):
+            self._serve(series)
+
+    def _opened_before(self, message: m.OpenPartition) -> m.Reply:
+        try:
+            self._is_member(message)
+        except InvalidInput as error:
+            return m.Failed(message.rid, error.code, str(error))
         return m.Done(message.rid)
 
     def _enter(self, message: m.EnterSeries) -> m.Reply:
@@ -109,7 +126,7 @@ class SeriesBook:
 
     def _serve(self, series: str) -> None:
         for parked in self.parked:
-            if parked.message.series == series:
+            if parked.message.series == series and self.parked.holds(parked):
                 if not self._fits(parked.message):
                     return
                 self.parked.remove(parked)
@@ -118,7 +135,8 @@ class SeriesBook:
     def restore(self, members: dict[str, SeriesMember]) -> None:
         """Go on from a saved state; requests that wait are judged by it."""
         self.members = members
-        for series in {one.message.series for one in self.parked}:
+        self._answer_opened()
+        for series in dict.fromkeys(one.message.series for one in self.parked):
             self._serve(series)
 
     def expire(self, now: float) -> None:

@@ -27,7 +27,7 @@ class ControllerState:
     their requests for a snapshot whose blocks are yet to be pinned. `max_rows`: over all partitions (None: no bound).
     The next new row gets a number of at least `next_index`. `units_away`: storage units that cannot be read now, which
     a checkpoint says nothing of. `ledger`: where it is written down what lasts (None:
-    nowhere).
+    nowhere). `asked_at`: when somebody asked last, even if only to look.
     """
 
     def __init__(self, sampler: BaseSampler, max_rows: int | None, ledger: Ledger | None = None) -> None:
@@ -47,8 +47,10 @@ class ControllerState:
         self.fetching = Fetching(sampler, self.outbox, self.tables, ledger, self.recent)
         self.staleness = self.fetching.staleness
         self.groups = GroupPools(
-            self.tables, self.outbox, self.fetching.unreceived, lambda: self.staleness.admissions.versions
-        )
+            self.tables, self.outbox, self.fetching.unreceived, lambda: self.staleness.admissions.versions,
+            lambda: self.fetching.leases.now,
+        )  # fmt: skip
+        self.asked_at = 0.0
         self.series = SeriesBook(self.outbox, self.tables)
         self.max_rows = max_rows
         self.next_index = 0

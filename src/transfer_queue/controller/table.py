@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.content_index import ContentIndex
+from transfer_queue.controller.deadlines import NO_TIME
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
 from transfer_queue.controller.row_versions import RowVersions
@@ -64,8 +65,8 @@ class Arrivals:
         self._times: list[float] = []
 
     def note(self, first: int, now: float) -> None:
-        """Rows from this index on come now."""
-        if self._times and now - self._times[-1] < MARK_EVERY_S:
+        """Rows from this index on come now; where it is not known when they came, nothing is noted."""
+        if now == NO_TIME or (self._times and now - self._times[-1] < MARK_EVERY_S):
             return
         self._rows.append(first)
         self._times.append(now)

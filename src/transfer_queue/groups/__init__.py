@@ -4,6 +4,7 @@
     group       one group: its slots, the attempts at each, what came of them
     counters    what became of the groups of each data source
     pool        all groups of one partition: tickets, attempts, sealing, judging, what is lent
+    work        which open groups may have idle slots
     choice      which sealed groups are eligible now, in which order
     priorities  sealed groups by priority, or drawn by their weights
     rate        how often groups may be selected for each that is made

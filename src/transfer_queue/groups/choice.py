@@ -39,6 +39,20 @@ def is_eligible(policy: GroupPolicy, version: int, group: SiblingGroup) -> bool:
     return oldest <= group.judged_by(policy.judge) <= newest
 
 
+def may_serve(policy: GroupPolicy, version: int, group: SiblingGroup) -> bool:
+    """Whether a sealed group is eligible now, or may be at a later version."""
+    if policy.order == "weighted" and not group.priority:
+        return False
+    match policy.serve:
+        case "target":
+            return group.target is not None and group.target >= version
+        case "cohort":
+            return group.judged_by(policy.judge) >= version - _window(policy)
+        case "window":
+            return group.judged_by(policy.judge) >= _bounds(policy, version)[0]
+    return True
+
+
 def is_stale(policy: GroupPolicy, version: int, group: SiblingGroup) -> bool:
     """Whether no later version may use it. With `withhold`: whether none of its members may be used."""
     if policy.serve == "target":

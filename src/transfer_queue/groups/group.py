@@ -40,7 +40,8 @@ class Slot(msgspec.Struct):
 class SiblingGroup(msgspec.Struct):
     """`number`: of its arrival. `start`: the version of the weights when it was opened. `target`: the only version that
     may use it. `ticket`: the one it was opened with. `filtered`: its user does not want it. `times_sampled`: how often
-    it was selected, without the times that it was given back."""
+    it was selected, without the times that it was given back. `is_surplus`: newer ones took its place while somebody
+    had it, so it goes when it comes back."""
 
     name: str
     source: str
@@ -55,6 +56,7 @@ class SiblingGroup(msgspec.Struct):
     filtered: bool = False
     priority: float = 1.0
     times_sampled: int = 0
+    is_surplus: bool = False
 
     def slot(self, number: int) -> Slot:
         """`InvalidInput` when there is none."""
@@ -73,6 +75,15 @@ class SiblingGroup(msgspec.Struct):
             raise InvalidInput(f"slot {number} of group {self.name!r} is {slot.state}")
         slot.state, slot.attempts = "running", max(slot.attempts, first) + 1
         return slot.attempts - 1
+
+    def unbegin(self, number: int, attempt: int) -> bool:
+        """Whether this attempt is under way, which nobody makes: the slot is idle again, and nothing has failed. No
+        other attempt has its number."""
+        slot = self.slot(number)
+        if slot.state != "running" or attempt != slot.attempts - 1:
+            return False
+        slot.state = "idle"
+        return True
 
     def finish(self, number: int, result: Result) -> None:
         """The last attempt has its result, which `check` says is news."""

@@ -37,12 +37,13 @@ class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     A group is used up by its acknowledgement number `max_times_sampled`; before that it is offered again at once. None:
     never, so a `capacity` or a window has to bound how many there are. `capacity`: where there are more finished groups
-    than this, the oldest one that nobody has is evicted.
+    than this, the oldest one is evicted, and where somebody has it, as soon as it comes back.
 
     `gate`: groups may be started for so many versions ahead, at `groups_per_version` each; None: as many as you like.
     `samples_per_insert`, instead of a gate, keeps `samples_per_insert * sealed - selected` (both in total) within
     `error_buffer` (default: `samples_per_insert * min_size_to_sample`) of `samples_per_insert * min_size_to_sample`:
-    producers wait for tickets above, consumers wait below. Nobody selects while there are fewer groups than
+    producers wait for tickets above, consumers wait below. What was owed to groups that were evicted is forgiven
+    (docs/groups.md). It is at most `max_times_sampled`. Nobody selects while there are fewer groups than
     `min_size_to_sample`.
     `shortfall`, where a group of a "target" was given up: another one may "replace" it, or the version "shrink"s, down
     to `floor` (a share of `groups_per_version`).
@@ -180,6 +181,10 @@ def _check_replay(policy: GroupPolicy) -> None:
         raise InvalidInput("a policy has a gate by versions, or one by samples_per_insert")
     if not 0.0 < rate <= MAX_COUNT:
         raise InvalidInput(f"samples_per_insert {rate}: expected a number above 0")
+    if policy.max_times_sampled is not None and rate > policy.max_times_sampled:
+        raise InvalidInput(
+            f"samples_per_insert {rate} is more than max_times_sampled {policy.max_times_sampled} ever allows"
+        )
     if policy.error_buffer is not None and not max(1.0, rate) <= policy.error_buffer <= MAX_COUNT:
         raise InvalidInput(f"error_buffer {policy.error_buffer}: expected {max(1.0, rate):g} or more")
 

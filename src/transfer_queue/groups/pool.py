@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput
-from transfer_queue.groups.choice import eligible, is_eligible, is_stale, withheld
+from transfer_queue.groups.choice import eligible, is_eligible, is_stale, may_serve, withheld
 from transfer_queue.groups.counters import SourceCounters
 from transfer_queue.groups.group import MAX_SIZE, Result, SiblingGroup, Slot
 from transfer_queue.groups.policy import MAX_PRIORITY, GroupPolicy
 from transfer_queue.groups.priorities import HighestFirst, PriorityIndex, Weighted
 from transfer_queue.groups.rate import SampleRate
 from transfer_queue.groups.state import PoolState
+from transfer_queue.groups.work import OpenWork
 
 
 class PoolCore:
@@ -27,14 +28,13 @@ class PoolCore:
         self.owners = {row: group.name for group in state.groups.values() for row in group.rows}
         self.num_sealed = sum(group.state == "sealed" for group in state.groups.values())
         self.num_open = sum(group.state == "open" for group in state.groups.values())
+        self._num_surplus = sum(group.is_surplus for group in state.groups.values())
         self.num_inserted = sum(one.sealed for one in state.sources.values())
         self.rate = SampleRate(state.policy)
         self._index = _index_of(state.policy)
-        self._work: list[tuple[int, str]] = []  # a heap of open groups that may have idle slots, by arrival
-        self._listed: set[int] = set()  # the numbers in it
+        self._work = OpenWork(state.groups)
         for group in state.groups.values():
             self._offer(group)
-            self._list_work(group)
 
     @property
     def policy(self) -> GroupPolicy:
@@ -61,13 +61,25 @@ class PoolCore:
             raise GroupEnded(f"group {name!r} has ended: it was {self.state.fates[name]}")
         raise InvalidInput(f"nobody opened group {name!r}")
 
+    def end(self) -> None:
+        """No more groups will be opened: whoever has a ticket can do nothing with it."""
+        self.state.ended = True
+        self.state.reserved.clear()
+
+    def check_opens(self) -> None:
+        """`InvalidInput` where no more groups are opened."""
+        if self.state.ended:
+            raise InvalidInput("the pool has ended: it was said that no more groups would be opened")
+
     # tickets
 
     def tickets(self, count: int) -> list[int] | None:
-        """The next tickets, lowest first; None while the gate is closed for one of them, or the rate for so many."""
+        """The next tickets, lowest first; None while the gate is closed for one of them, or the rate for so many.
+        Raises as `check_opens`."""
+        self.check_opens()
         coming = self.num_open + len(self.state.reserved)
         size, inserted = len(self.groups) + len(self.state.reserved), self.num_inserted + coming
-        if not self.rate.may_insert(count, size, inserted, self.state.sampled):
+        if not self.rate.may_insert(count, size, inserted, self._num_sampled):
             return None
         again = sorted(self.state.returned)[:count]
         found = again + list(range(self.state.next_ticket, self.state.next_ticket + count - len(again)))
@@ -159,7 +171,7 @@ class PoolCore:
         )  # fmt: skip
         self.state.next_number += 1
         self.groups[name] = group
-        self._list_work(group)
+        self._work.add(group)
         self.num_open += 1
         self.source(source).opened += 1
         return group
@@ -169,26 +181,7 @@ class PoolCore:
         if name is not None:
             group = self.group(name)
             return [(name, slot) for slot in group.idle()][:count] if group.state == "open" else []
-        found: list[tuple[str, int]] = []
-        looked: list[tuple[int, str]] = []
-        while self._work and len(found) < count:
-            number, name = heapq.heappop(self._work)
-            known = self.groups.get(name)
-            slots = known.idle() if known is not None and known.state == "open" else []
-            if not slots:
-                self._listed.discard(number)
-                continue
-            looked.append((number, name))
-            found += [(name, slot) for slot in slots]
-        for one in looked:
-            heapq.heappush(self._work, one)
-        return found[:count]
-
-    def _list_work(self, group: SiblingGroup) -> None:
-        """It may have idle slots: to claim one costs the groups that have, not all that there are."""
-        if group.state == "open" and group.number not in self._listed:
-            self._listed.add(group.number)
-            heapq.heappush(self._work, (group.number, group.name))
+        return self._work.idle(count)
 
     def is_running(self, name: str, slot: int, attempt: int) -> bool:
         """Whether this attempt is under way."""
@@ -202,6 +195,12 @@ class PoolCore:
         numbers = [self.group(name).begin(number, self.state.first_attempt) for name, number in slots]
         self.state.next_attempt = max(self.state.next_attempt, *(one + 1 for one in numbers))
         return numbers
+
+    def unstart(self, name: str, slot: int, attempt: int) -> None:
+        """Nobody makes this attempt: others may claim its slot."""
+        group = self.groups.get(name)
+        if group is not None and group.unbegin(slot, attempt):
+            self._work.add(group)
 
     def done(self, name: str, slot: int, attempt: int, result: Result) -> bool:
         """An attempt has its result; the last one seals the group. Whether it was news. Raises as `check`."""
@@ -235,9 +234,9 @@ class PoolCore:
             self._evict(group, ["failed"])
         elif self.policy.retry == "group" and group.slot(slot).state == "idle":
             self._forget_rows(group.start_over())
-            self._list_work(group)
+            self._work.add(group)
         else:
-            self._list_work(group)
+            self._work.add(group)
             self._seal(group)
 
     def _seal(self, group: SiblingGroup) -> None:
@@ -251,10 +250,16 @@ class PoolCore:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Where more groups are there than the policy keeps, the oldest goes that nobody has."""
+        """Where more groups are there than the policy keeps, the oldest goes; when it comes back, if it is lent."""
         capacity = math.inf if self.policy.capacity is None else self.policy.capacity
-        if self.num_sealed and self.num_sealed + self.num_lent > capacity:
-            self._evict(next(group for group in self.groups.values() if group.state == "sealed"), ["surplus"])
+        if self.num_sealed + self.num_lent - self._num_surplus > capacity:
+            kept = (group for group in self.groups.values() if group.state != "open" and not group.is_surplus)
+            oldest = next(kept)
+            if oldest.state == "lent":
+                oldest.is_surplus = True
+                self._num_surplus += 1
+            else:
+                self._evict(oldest, ["surplus"])
 
     def _offer(self, group: SiblingGroup) -> None:
         """A sealed group may be picked by its priority."""
@@ -272,11 +277,12 @@ class PoolCore:
             self.groups[name].priority = float(priorities[name])
             self._offer(self.groups[name])
 
-    def mark_filtered(self, name: str) -> None:
-        """Its user does not want this group: it is evicted, once it is sealed."""
-        group = self.group(name)
-        group.filtered = True
-        self._judge(group)
+    def filter(self, names: Iterable[str]) -> None:
+        """Their user does not want these groups: they are evicted, once they are sealed. Raises as `group`, before
+        anything is changed."""
+        for group in [self.group(name) for name in dict.fromkeys(names)]:
+            group.filtered = True
+            self._judge(group)
 
     def retarget(self, name: str, target: int) -> None:
         """A group takes the place of one that its version lacks; another may be started in its own place.
@@ -333,14 +339,15 @@ class PoolCore:
 
     def _evict(self, group: SiblingGroup, reasons: list[str]) -> None:
         """Nobody gets the group. Its ticket goes back, or its version is smaller."""
-        if group.ticket is not None and self._shrinks(group):
-            assert group.target is not None
+        if group.target is not None and self._shrinks(group):  # also where it took the place of one that was excused
             self.state.excused[group.target] = self.state.excused.get(group.target, 0) + 1
         elif group.ticket is not None:
             self._return(group.ticket)
         self.state.owed += reasons != ["surplus"]  # a newer one has its place already
         self.source(group.source).evict(reasons, sum(result.tokens for result in group.results))
         self._end(group)
+        if group.state != "open" and reasons != ["surplus"]:
+            self._settle(group)
         self._forget_rows(group.rows)
         self.state.remember(group.name, "evicted")
 
@@ -350,6 +357,7 @@ class PoolCore:
     def _end(self, group: SiblingGroup) -> None:
         self.num_open -= group.state == "open"
         self.num_sealed -= group.state == "sealed"
+        self._num_surplus -= group.is_surplus
         self._withdraw(group)
         del self.groups[group.name]
 
@@ -369,7 +377,7 @@ class PoolCore:
 
     def eligible(self) -> list[SiblingGroup]:
         """Those that may be handed out now; best first, unless the order is by priority."""
-        if len(self.groups) - self.num_open < self.policy.min_size_to_sample:
+        if self._size < self.policy.min_size_to_sample:
             return []
         return eligible(self.policy, self.version, self.groups.values())
 
@@ -388,15 +396,35 @@ class PoolCore:
         return found if enough else [], bool(refused)
 
     def ends_with(self, groups: Sequence[SiblingGroup]) -> bool:
-        """Whether nobody gets a group after these, which are lent."""
+        """Whether nobody gets a group after these, which are lent: none will be sealed or given back, and none that is
+        there can become eligible."""
         if not self.nothing_comes or self.num_lent > len(groups):
             return False
         uses = self.policy.max_times_sampled
-        come_back = any(uses is None or group.times_sampled < uses for group in groups)
-        return self._samples_left() < 1 or not (self.num_sealed or come_back)
+        sealed = (group for group in self.groups.values() if group.state == "sealed")
+        come_back = (group for group in groups if uses is None or group.times_sampled < uses)
+        left = itertools.chain(come_back, sealed)
+        return self._samples_left() < 1 or not any(may_serve(self.policy, self.version, one) for one in left)
 
     def _samples_left(self) -> float:
-        return self.rate.samples_left(len(self.groups) - self.num_open, self.num_inserted, self.state.sampled)
+        return self.rate.samples_left(self._size, self.num_inserted, self._num_sampled)
+
+    @property
+    def _num_sampled(self) -> float:
+        return self.state.sampled + self.state.forgiven
+
+    def _settle(self, group: SiblingGroup) -> None:
+        """A group that was sealed has ended: what a rate owes of it may be owed no more."""
+        rate, size = self.rate, len(self.groups) - self.num_open
+        if rate.per_insert is not None:
+            owed = rate.per_insert * self.num_inserted - self._num_sampled
+            self.state.forgiven += rate.forgiven(owed, size, not group.times_sampled)
+
+    @property
+    def _size(self) -> int:
+        """How many groups there are to select from, with those that somebody has. The last ones count as enough."""
+        there = len(self.groups) - self.num_open
+        return max(there, self.policy.min_size_to_sample) if self.nothing_comes else there
 
     def _pick(
         self, most: int, accepts: Callable[[SiblingGroup], bool] | None, refused: list[str]
@@ -420,7 +448,8 @@ class PoolCore:
         return [(self.groups[one.name], one.probability) for one in picked]
 
     def needed(self, least: int) -> int:
-        """How many groups are enough for who asks for `least`: a version may be smaller. Raises `GroupsShort`."""
+        """How many groups are enough for who asks for `least`: a version may be smaller, and a part of it be taken.
+        Raises `GroupsShort`."""
         excused = self.state.excused.get(self.version, 0)
         if not excused:
             return least
@@ -430,12 +459,22 @@ class PoolCore:
                 f"version {self.version} has {left} groups left of {self.policy.groups_per_version}, "
                 f"its floor is {self.policy.least}"
             )
-        return min(least, left)
+        return min(least, max(1, self._to_come(self.version))) if left else 0
+
+    def _to_come(self, target: int) -> int:
+        """How many groups of a version nobody has or had: those that are there, and those that may be opened."""
+        state, size = self.state, self.policy.groups_per_version
+        there = sum(group.target == target and group.state != "lent" for group in self.groups.values())
+        if state.ended:
+            return there
+        first = (target - state.base) * size
+        given = sum(self.target_of(ticket) == target for ticket in (*state.returned, *state.reserved))
+        return there + given + min(size, max(0, first + size - state.next_ticket))
 
     @property
     def nothing_comes(self) -> bool:
         """Whether no group will be sealed any more."""
-        return self.state.ended and not self.num_open and not self.state.reserved
+        return self.state.ended and not self.num_open
 
     @property
     def num_lent(self) -> int:
@@ -476,7 +515,10 @@ class PoolCore:
         group.state = "sealed"
         self.num_sealed += 1
         self._offer(group)
-        self._judge(group)
+        if group.is_surplus:
+            self._evict(group, ["surplus"])
+        else:
+            self._judge(group)
 
     def consume(self, names: Iterable[str], clears: bool) -> None:
         """These were used; those that are used up end, and their rows stay unless `clears`."""
@@ -491,6 +533,7 @@ class PoolCore:
                 continue
             self.source(group.source).consumed += 1
             self._end(group)
+            self._settle(group)
             self._disown(group.rows)
             self.discarded += group.rows if clears else []
             self.state.remember(name, "consumed")
@@ -517,7 +560,7 @@ class PoolCore:
         for group in self.groups.values():
             for slot in group.slots:
                 slot.state = "idle" if slot.state == "running" else slot.state
-            self._list_work(group)
+            self._work.add(group)
         self.release(list(self.groups))
 
     def is_consistent(self) -> bool:
@@ -539,7 +582,9 @@ class PoolCore:
             and all(group.number < state.next_number for group in live)
             and self.num_inserted == sum(one.sealed for one in state.sources.values())
             and sum(group.times_sampled for group in live) <= state.sampled
-            and {group.number for group in live if group.state == "open" and group.idle()} <= self._listed
+            and state.forgiven >= 0.0
+            and self._work.has(live)
+            and all(group.state == "lent" or not group.is_surplus for group in live)
         )
 
 

@@ -10,7 +10,8 @@ from transfer_queue.groups.policy import GroupPolicy
 class SampleRate:
     """The bounds of `samples_per_insert * inserted - sampled` that a policy sets; without a rate there are none.
 
-    `inserted`: groups that were sealed, in total; `sampled`: groups that were selected, less those given back.
+    `inserted`: groups that were sealed, in total; `sampled`: groups that were selected, less those given back, and what
+    was forgiven. The difference is how many samples are owed.
     """
 
     def __init__(self, policy: GroupPolicy) -> None:
@@ -32,14 +33,23 @@ class SampleRate:
             return math.inf
         return max(self.least_size, (self.highest - self.lowest - 1) / self.per_insert)
 
-    def may_insert(self, count: int, size: int, inserted: int, sampled: int) -> bool:
+    def may_insert(self, count: int, size: int, inserted: int, sampled: float) -> bool:
         """Whether `count` more may be made. `size`: groups that are there or may come, of those that count as
         `inserted` already."""
         if self.per_insert is None or size + count <= self.least_size:
             return True
         return (inserted + count) * self.per_insert - sampled <= self.highest
 
-    def samples_left(self, size: int, inserted: int, sampled: int) -> float:
+    def forgiven(self, owed: float, size: int, was_unused: bool) -> float:
+        """How many of the samples that are owed nobody owes any more when a group has ended, and `size` are left. One
+        that was never used takes all of its own along. What others would still have had is owed by those that are left,
+        but no more than if none of these had been selected yet: samples of what is gone let nobody wait."""
+        if self.per_insert is None:
+            return 0.0
+        own = self.per_insert if was_unused else 0.0
+        return own + max(0.0, owed - own - self.per_insert * size)
+
+    def samples_left(self, size: int, inserted: int, sampled: float) -> float:
         """How many groups may be selected now. `size`: those that are sealed, or that somebody has."""
         if size < self.least_size:
             return 0.0

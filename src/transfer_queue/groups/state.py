@@ -18,7 +18,7 @@ class PoolState(msgspec.Struct):
     with the number `first_attempt`; none has had `next_attempt` or more. `owed`: evicted groups that were not refilled.
     `excused`: groups by which a version is smaller. `ended`: no more groups will be opened. `fates`: of groups that
     have ended, the latest. `sampled`: groups that were selected in total, less those that were given back. `draws`:
-    random numbers that were used."""
+    random numbers that were used. `forgiven`: samples that a rate owed to groups that have ended, and nobody owes."""
 
     policy: GroupPolicy
     base: int
@@ -37,6 +37,7 @@ class PoolState(msgspec.Struct):
     sources: dict[str, SourceCounters] = {}
     sampled: int = 0
     draws: int = 0
+    forgiven: float = 0.0
 
     def remember(self, name: str, fate: Fate) -> None:
         self.fates[name] = fate

@@ -76,7 +76,7 @@ class Access:
 
     async def _login(self, request: Request) -> Response | None:
         """None where the request may go on."""
-        path = request.url.path
+        path = request.scope["path"]  # what is routed by; a URL is made of the Host header, too
         if not self._token:
             return RedirectResponse(".", 303) if path == "/login" else None
         if path == "/login" and request.method == "POST":

@@ -94,7 +94,7 @@ class Page:
                 if look.number != number:
                     number = look.number
                     yield _event("look", look.encoded(partition_id))
-                    newest, encoded = self.watch.encoded_map(partition_id)
+                    newest, encoded = look.encoded_map(partition_id)
                     if newest != map_number:
                         map_number = newest
                         yield _event("map", encoded) if encoded else _event("map", b"null")

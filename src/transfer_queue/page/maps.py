@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from transfer_queue.client.operations.overview import PartitionMap
 from transfer_queue.wire.messages.overview import PartitionOverview
 
 MAX_RUNS = 512
@@ -13,9 +12,9 @@ LATEST_S = 10.0  # rows may be cleared and others come while all counts stay
 
 
 class MapSeen(NamedTuple):
-    """A map, how long it took, when it came, and what its partition looked like. `number`: of the look."""
+    """A map as JSON, how long it took, when it came, and what its partition looked like. `number`: of the look."""
 
-    map: PartitionMap
+    encoded: bytes
     took_s: float
     at: float
     state: object

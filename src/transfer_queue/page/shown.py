@@ -226,7 +226,7 @@ def _pool(name: str, pool: Mapping[str, Any]) -> Values:
 
 
 def _number(value: Any) -> Any:
-    return value if type(value) in (int, float, bool) else printable(str(value))
+    return value if value is None or type(value) in (int, float, bool) else printable(str(value))
 
 
 def _series(name: str, one: Mapping[str, Any]) -> Values:

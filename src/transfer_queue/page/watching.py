@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,10 +26,19 @@ IDLE_S = 5.0  # so long the page stays attached when nobody looks any more
 
 
 class Look:
-    """What was seen of the service at one moment, and, where it did not answer, why. Encoded once for all viewers."""
+    """What was seen of the service at one moment, and, where it did not answer, why. Encoded once for all viewers, in
+    the thread that serves them; the maps were encoded by whoever asked for them."""
 
-    def __init__(self, number: int, overview: ServiceOverview | None, trouble: str, rates: RateWindow) -> None:
+    def __init__(
+        self,
+        number: int,
+        overview: ServiceOverview | None,
+        trouble: str,
+        rates: RateWindow,
+        maps: Mapping[str, MapSeen] = MappingProxyType({}),
+    ) -> None:
         self.number = number
+        self.maps = maps  # by hash, the newest of each partition that somebody looks at
         self.overview = overview
         self.trouble = trouble
         self.partitions = {} if overview is None else {ident(one.name): one for one in overview.partitions}
@@ -46,6 +56,11 @@ class Look:
             found = self._encoded[partition_id] = msgspec.json.encode(values)
         return found
 
+    def encoded_map(self, partition_id: str) -> tuple[int, bytes]:
+        """(number of its look, JSON) of the newest map; (0, b"") where there is none."""
+        seen = self.maps.get(partition_id)
+        return (0, b"") if seen is None else (seen.number, seen.encoded)
+
 
 NOTHING = Look(0, None, "", RateWindow())
 
@@ -59,8 +74,7 @@ class ServiceWatch:
 
     def __init__(self, attach: Callable[[], TransferQueueClient], told: Callable[[], None]) -> None:
         self.latest = NOTHING
-        self.maps: dict[str, MapSeen] = {}
-        self._encoded_maps: dict[str, tuple[int, bytes]] = {}
+        self._maps: dict[str, MapSeen] = {}  # of the thread's own; a look has those of its time
         self._attach = attach
         self._told = told
         self._viewers: Counter[str] = Counter()
@@ -110,17 +124,6 @@ class ServiceWatch:
             return found.name
         return next((name for name in client.get_partition_list() if ident(name) == partition_id), None)
 
-    def encoded_map(self, partition_id: str) -> tuple[int, bytes]:
-        """(number of its look, JSON) of the newest map; (0, b"") where there is none."""
-        seen = self.maps.get(partition_id)
-        if seen is None:
-            return 0, b""
-        number, encoded = self._encoded_maps.get(partition_id, (0, b""))
-        if number != seen.number:
-            encoded = msgspec.json.encode({"id": partition_id, **shown.map_of(seen.map)})
-            self._encoded_maps[partition_id] = (seen.number, encoded)
-        return seen.number, encoded
-
     def close(self) -> None:
         """End, and detach. Waits a moment for a call that is under way."""
         with self._changed:
@@ -135,7 +138,7 @@ class ServiceWatch:
             self._asked_at = began
             overview, trouble = self._looked()
             self._asked_at = None
-            self.latest = Look(self.latest.number + 1, overview, trouble, self._rates)
+            self.latest = Look(self.latest.number + 1, overview, trouble, self._rates, self._maps)
             self._told()
             with self._changed:
                 if not self._closed:
@@ -168,7 +171,7 @@ class ServiceWatch:
     def _map(self, client: TransferQueueClient, overview: ServiceOverview) -> None:
         """Of the partitions that somebody looks at, each as often as its cost allows."""
         wanted = {one: found for one in list(self._viewers) if (found := _named(overview, one)) is not None}
-        maps = {one: seen for one, seen in self.maps.items() if one in wanted}
+        maps = {one: seen for one, seen in self._maps.items() if one in wanted}
         for one, partition in wanted.items():
             began = time.monotonic()
             if not is_due(maps.get(one), partition, began):
@@ -178,12 +181,12 @@ class ServiceWatch:
             if made is None:
                 maps.pop(one, None)
             else:
-                maps[one] = MapSeen(made, now - began, now, state_of(partition), self.latest.number + 1)
-        self.maps = maps
-        self._encoded_maps = {one: kept for one, kept in self._encoded_maps.items() if one in maps}
+                encoded = msgspec.json.encode({"id": one, **shown.map_of(made)})
+                maps[one] = MapSeen(encoded, now - began, now, state_of(partition), self.latest.number + 1)
+        self._maps = maps
 
     def _forget(self) -> None:
-        self.maps, self._encoded_maps = {}, {}
+        self._maps = {}
         self._rates.forget()
 
     def _detach(self) -> None:

@@ -59,7 +59,7 @@ def write_timeline(
     slices, names = _laid_out(processes)
     if since_s is not None:
         last = max((one.end_ns for one in slices.values()), default=0)
-        slices = {place: one for place, one in slices.items() if one.end_ns >= last - int(since_s * 1e9)}
+        slices = {place: one for place, one in slices.items() if last - one.end_ns <= since_s * 1e9}
     first = min((one.start_ns for one in slices.values()), default=0)
     spans = [(one.start_ns, place, one.span) for place, one in slices.items()]
     ways = [("row", *way) for way in row_flows(spans, max_flows)]

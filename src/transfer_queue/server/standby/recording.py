@@ -24,12 +24,6 @@ from transfer_queue.storage.shm import Arena, SharedMemory
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 
-READS = frozenset({
-    m.Get, m.Scan, m.NameRows, m.ListKeys, m.Consumption, m.Production, m.ListPartitions, m.GetPartition,
-    m.DescribePartition, m.ListDeadLetters, m.GetStep, m.DescribePool, m.DescribeSeries,
-    m.WatchKeys, m.DescribeService, m.MapCells, m.InspectRow,
-})  # fmt: skip
-
 
 class Recorder:
     """Where what happens is written: to the journal of the standby that there is, or nowhere.
@@ -99,7 +93,7 @@ class RecordingController(Controller):
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
         if type(message) is m.Restore:
             self.recorder.leave_out()  # its payload is the whole state: there is a new standby when it is loaded
-        elif type(message) not in READS:
+        elif type(message) not in m.READS:
             self.recorder.note(r.Requested(session, now, message))  # type: ignore[arg-type]  # what clients ask for
         return super().handle(message, ticket, session, now)
 

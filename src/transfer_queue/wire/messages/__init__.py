@@ -100,6 +100,7 @@ from transfer_queue.wire.messages.groups import TakeRefills as TakeRefills
 from transfer_queue.wire.messages.groups import TakeTickets as TakeTickets
 from transfer_queue.wire.messages.groups import Tickets as Tickets
 from transfer_queue.wire.messages.groups import UnlendGroups as UnlendGroups
+from transfer_queue.wire.messages.groups import UnstartSlots as UnstartSlots
 from transfer_queue.wire.messages.leases import Ack as Ack
 from transfer_queue.wire.messages.leases import Lent as Lent
 from transfer_queue.wire.messages.leases import ListDeadLetters as ListDeadLetters
@@ -223,7 +224,7 @@ ClientMessage: TypeAlias = (
     | FilterGroups | RetargetGroup | AdvancePool | EndPool | SelectGroups | RenewGroups | AckGroups | ReleaseGroups
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
     | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
-    | DescribeService | MapCells | InspectRow | ReportReplicas | RemovePool
+    | DescribeService | MapCells | InspectRow | ReportReplicas | RemovePool | UnstartSlots
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
@@ -272,4 +273,10 @@ MUTATING = frozenset((
     OpenPool, TakeTickets, ReturnTickets, OpenGroup, ClaimSlots, FinishSlots, FailSlots, FilterGroups,
     RetargetGroup, AdvancePool, EndPool, SelectGroups, AckGroups, ReleaseGroups, TakeRefills,
     OpenPartition, FinishPartition, PrioritizeGroups, RemovePool,
+))  # fmt: skip
+
+# They change nothing, so no standby hears of them, and what they are asked at is no time of an event.
+READS = frozenset((
+    Get, Scan, NameRows, ListKeys, Consumption, Production, ListPartitions, GetPartition, DescribePartition,
+    ListDeadLetters, GetStep, DescribePool, DescribeSeries, WatchKeys, DescribeService, MapCells, InspectRow,
 ))  # fmt: skip

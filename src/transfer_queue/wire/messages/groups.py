@@ -84,6 +84,13 @@ class StartSlots(Request):
     slots: list[tuple[str, int]]
 
 
+class UnstartSlots(Request):
+    """Nobody makes these attempts: what a `ClaimSlots` came to whose answer reached nobody."""
+
+    partition: str
+    attempts: list[Attempt]
+
+
 class FinishSlots(Request):
     """Attempts have their results (`SlotsFinished`): `rows` are in the partition, or those with these `keys`. A result
     is refused, and its rows are cleared, where another attempt took its place or the group has ended; it is refused,
