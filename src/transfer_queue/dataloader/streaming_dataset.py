@@ -127,7 +127,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._first = 0
         self._stride = 1
         self._used: list[int] = []  # rows of the batch being worked on, or started next, that were used
-        self.links: Links | None = None  # set by a loader with workers
+        self.links: Links | None = None  # set by a loader while it starts workers
         self._detach()
 
     def _detach(self) -> None:
