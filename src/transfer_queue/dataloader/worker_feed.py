@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
@@ -101,6 +102,7 @@ class Links:
     """The loader's end and the workers' ends, for one set of workers. Travels to them only when they are started."""
 
     def __init__(self, context: BaseContext, num_workers: int) -> None:
+        self.pid = os.getpid()  # the loader's
         self.num_workers = num_workers
         self.turn = Turn(context, num_workers)
         pipes = [context.Pipe(duplex=False) for _ in range(num_workers)]  # no locks, as a queue has
