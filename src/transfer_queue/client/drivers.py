@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation, Together
+from transfer_queue.client.effects import Attempt, Call, Effect, Notify, Offload, Operation, Together
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
@@ -105,6 +105,11 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
     if type(effect) is Together:
         given += effect.calls
         return session.call_together(effect.calls)
+    if type(effect) is Attempt:
+        with given_back(session) as attempted:
+            result = _carry_out(session, effect.operation, attempted, note)
+            given += attempted
+        return result
     assert type(effect) is Notify
     return session.notify(effect.message, effect.to)
 
@@ -123,8 +128,7 @@ async def run_async(session: Session, operation: Operation[T], note: OperationNo
     except BaseException as error:
         if note is not None:
             note.ended(None, error)
-        for call in given:
-            session.notify_on_loop(m.Cancel(call.request.rid), call.to)
+        _cancel_on_loop(session, given)
         raise
 
 
@@ -160,8 +164,26 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
     if type(effect) is Together:
         given += effect.calls
         return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
+    if type(effect) is Attempt:
+        return await _attempt_async(session, effect, given, note)
     assert type(effect) is Notify
     return session.notify_on_loop(effect.message, effect.to)
+
+
+async def _attempt_async(session: Session, attempt: Attempt, given: Given, note: OperationNote | None) -> Any:
+    attempted: Given = []
+    try:
+        result = await _carry_out_async(session, attempt.operation, attempted, note)
+    except BaseException:
+        _cancel_on_loop(session, attempted)
+        raise
+    given += attempted
+    return result
+
+
+def _cancel_on_loop(session: Session, given: Given) -> None:
+    for call in given:
+        session.notify_on_loop(m.Cancel(call.request.rid), call.to)
 
 
 async def _finish(work: asyncio.Future[T]) -> T:

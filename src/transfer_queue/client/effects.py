@@ -46,6 +46,15 @@ class Together:
         self.calls = calls
 
 
+class Attempt:
+    """Carry out an operation whose asker goes on when it raises: what it was given is given back then, at once."""
+
+    __slots__ = ("operation",)
+
+    def __init__(self, operation: Operation[Any]) -> None:
+        self.operation = operation
+
+
 class Notify:
     """Send a one-way message, to another server with `to`."""
 
@@ -66,5 +75,5 @@ class Offload:
         self.nbytes = nbytes
 
 
-Effect: TypeAlias = Call | Together | Notify | Offload
+Effect: TypeAlias = Call | Together | Notify | Offload | Attempt
 Operation: TypeAlias = Generator[Effect, Any, T]
