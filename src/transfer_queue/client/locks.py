@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.effects import Call, Operation, seconds
 from transfer_queue.client.session import Session
 from transfer_queue.errors import DeadlineExceeded, LockLostError, ServiceRestarted, TransferQueueError
 from transfer_queue.wire import messages as m
@@ -83,7 +83,7 @@ def taking(
     """Lock all `keys` together, in order of arrival. Waits in the service, for ever when `timeout_s` is None; raises
     `DeadlineExceeded`. A cancelled or interrupted call takes nothing."""
     session.pin_connection()
-    until = None if timeout_s is None else time.monotonic() + timeout_s
+    until = None if timeout_s is None else time.monotonic() + seconds(timeout_s)
     while True:
         asked = time.monotonic()
         wait_s = ASK_AGAIN_S if until is None else max(0.0, until - asked)
