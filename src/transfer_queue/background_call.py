@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from transfer_queue.errors import kept
+from transfer_queue.errors import Aborted, kept
 
 T = TypeVar("T")
 BEGIN_S = 0.2  # an interrupt may strike as a thread is started: then it begins at once, or never
@@ -62,9 +62,11 @@ class BackgroundCall(Generic[T]):
             undo(found)
 
     def outcome(self) -> T:
-        """What it returned, or raised: it has ended."""
+        """What it returned, or raised: it has ended. Raises `Aborted` where an interrupt kept it from beginning."""
         error = self._error
         if error is None:
+            if not self._result:
+                raise Aborted(f"{self._thread.name} was interrupted before it began")
             return self._result[0]
         self._error = kept(error)
         try:

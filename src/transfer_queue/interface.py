@@ -7,13 +7,16 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from transfer_queue import bundles, checkpoint, dump
 from transfer_queue import config as settings
 from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.connection import Connection
 from transfer_queue.client.drivers import run, run_async, show_as_public
 from transfer_queue.client.effects import Operation
 from transfer_queue.client.groups import GroupPool, open_pool
@@ -28,6 +31,7 @@ from transfer_queue.launch.launcher import Launcher, RunningService
 from transfer_queue.tables import extras
 from transfer_queue.trace import switch
 from transfer_queue.wire.address import Address, parse_address
+from transfer_queue.wire.handshake import Life
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,6 +46,15 @@ _announced = ""  # what this process wrote into TQ_ADDRESS
 _announced_pickle: tuple[str, str | None] | None = None  # and into TQ_ALLOW_PICKLE, with what stood there before
 
 
+def _leave_to_parent() -> None:
+    """In a forked child nobody has the lock, whichever thread of the parent had it and is not here."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def init(conf: Any = None) -> Any:
     """Attach this process to the service, starting one when there is none. Idempotent, also from many processes.
 
@@ -50,7 +63,8 @@ def init(conf: Any = None) -> Any:
     Slurm step, ranks, a program and the processes it started. `conf` is a DictConfig or mapping merged over
     config.yaml. Returns the merged DictConfig when it started the service, which then ends with this process (that of
     a job: with the job), and `conf` itself when it attached. Tells which on the logger "transfer_queue", at level INFO;
-    warns with `ConfigMismatch` where the running service has other settings. `client.allow_pickle` is about this
+    warns with `ConfigMismatch` where the running service has other settings, and where `conf` names another service
+    than the one this process is attached to already. `client.allow_pickle` is about this
     process alone: the service's does not count, and a later call may change it. In a process whose service died it
     attaches to the one that took its place, or starts one. Raises `ConfigError`, `ServiceUnavailable`.
     """
@@ -80,7 +94,9 @@ def init(conf: Any = None) -> Any:
                     _say("started", _TQ_CLIENT.session)
                     return full
         else:
-            pickling = settings.pickling(settings.merged(conf)) if conf else None
+            full = settings.merged(conf) if conf else None
+            pickling = settings.pickling(full) if full is not None else None
+            _warn_of_another_service(full, _TQ_CLIENT.session)
         _choose_pickling(pickling)
         settings.warn_of_differences(conf, get_client().session.config)
         return conf
@@ -100,6 +116,30 @@ def _still_attached(client: TransferQueueClient) -> bool:
             return False
         return True
     return False
+
+
+def _warn_of_another_service(full: Any, session: Session) -> None:
+    """Warn with `ConfigMismatch` where `full` names a service that is not the one this process is attached to. Where
+    nobody answers at a path, it may be that of another host."""
+    for name in ("address", "run_dir"):
+        wanted = None if full is None else full[name]
+        if wanted and not _leads_to(session, parse_address(str(wanted))):
+            text = (
+                f"this process stays attached to {session.address} until close(); {name} is another service: {wanted}"
+            )
+            warnings.warn(text, settings.ConfigMismatch, stacklevel=3)
+
+
+def _leads_to(session: Session, address: Address) -> bool:
+    if address == session.address:
+        return True
+    try:
+        Connection(address, secrets.token_bytes(16), CHECK_S, life=Life(session.service_id)).close()
+    except ServiceRestarted:
+        return False
+    except (ServiceUnavailable, DeadlineExceeded, AccessDenied):
+        return address.is_local
+    return True
 
 
 def _leave_the_dead() -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from transfer_queue import interface
 from transfer_queue.client.drivers import run, run_async
+from transfer_queue.client.effects import seconds
 from transfer_queue.client.local_locks import LoopWaiter, ThreadWaiter, local
 from transfer_queue.client.locks import GlobalLease, keeper, listing, taking
 from transfer_queue.client.recording import noting
@@ -94,7 +95,7 @@ def kv_local_lock(keys: Keys, partition_id: str, timeout: float | None = None) -
     _refuse_loop("kv_local_lock")
     names = [(partition_id, key) for key in _checked("kv_local_lock", keys, partition_id)]
     mark = _Inside()
-    waiter: ThreadWaiter = local.take(names, timeout)
+    waiter: ThreadWaiter = local.take(names, None if timeout is None else seconds(timeout))
     try:
         _inside["kv_local_lock"].set(mark)
         yield
@@ -112,7 +113,7 @@ async def async_kv_local_lock(keys: Keys, partition_id: str, timeout: float | No
     """As `kv_local_lock`, for tasks; a cancelled task takes nothing."""
     names = [(partition_id, key) for key in _checked("kv_local_lock", keys, partition_id)]
     mark = _Inside()
-    waiter: LoopWaiter = await local.take_on_loop(names, timeout)
+    waiter: LoopWaiter = await local.take_on_loop(names, None if timeout is None else seconds(timeout))
     try:
         _inside["kv_local_lock"].set(mark)
         yield
@@ -187,7 +188,7 @@ async def async_kv_global_lock(
 
 
 def _checked_global(keys: Keys, partition_id: str, lease_s: float) -> list[str]:
-    if not lease_s > 0:
+    if not seconds(lease_s, "lease_s") > 0:
         raise InvalidInput(f"lease_s must be above 0, got {lease_s}")
     return _checked("kv_global_lock", keys, partition_id)
 

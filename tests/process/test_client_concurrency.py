@@ -107,6 +107,23 @@ def test_a_refused_commit_can_be_corrected(client: tq.TransferQueueClient) -> No
     assert tq.kv_batch_get(["a", "b"], "p")["x"].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("by", ["service", "codec"])
+def test_an_allocation_whose_commit_was_refused_is_given_up(client: tq.TransferQueueClient, by: str) -> None:
+    repeated = client.put({"x": torch.zeros(2, 50_000)}, partition_id="p").select_samples([0, 0])
+    bad: dict[str, Any] = {"metadata": repeated} if by == "service" else {"partition_id": "p", "keys": ["a", "\ud800"]}
+    room = client.allocate({"x": ((2, 50_000), torch.float32)})
+    room["x"].fill_(3)
+    with pytest.raises(InvalidInput):
+        room.commit(**bad)
+    with pytest.raises(InvalidInput, match="given up, allocate another one: its commit failed"):
+        room.commit("p", keys=["a", "b"])
+    client.put({"x": torch.zeros(2, 50_000)}, partition_id="p")
+    assert bool((room["x"] == 3).all())
+    client.clear_partition("p")
+    del room
+    until(lambda: used(client) == 0, "the end of the block")
+
+
 def test_a_commit_that_conflicts_gives_the_memory_back(client: tq.TransferQueueClient) -> None:
     tq.kv_put("a", "p", {"x": torch.zeros(3)})
     before = used(client)

@@ -17,12 +17,16 @@ from hosts import LARGE, TOKEN, Host, firsts, rows
 import transfer_queue as tq
 from transfer_queue import StreamingDataset, checkpoint
 from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.drivers import run, run_async
+from transfer_queue.client.effects import Call
+from transfer_queue.client.operations import kv, partitions
 from transfer_queue.client.session import Session
 from transfer_queue.errors import (
     AccessDenied,
     NotReady,
     StorageKeyNotFoundError,
 )
+from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 
 
@@ -209,6 +213,61 @@ def test_readers_elsewhere_find_rows_that_move_while_they_look(cluster: list[Hos
         for _ in range(20):
             assert firsts(cluster[2].kv_get(keys[-2:], "moving")) == [turn, turn]
     cluster[0].client.clear_partition("moving")
+
+
+@pytest.mark.parametrize("way", ["kv_get", "async_kv_get"])
+def test_a_read_that_looks_again_leaves_nothing_pinned_of_its_first_look(
+    cluster: list[Host], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A row of one host is written anew once the other has pinned its own."""
+    reader, one, other = cluster
+    before = [host.used() for host in cluster]
+    one.kv_put(["a"], "again", rows(1, 1, LARGE))
+    other.kv_put(["b"], "again", rows(2, 1, LARGE))
+    session = reader.client.session
+    call, call_async = session.call, session.call_async
+    to_change = ["a"]
+
+    def change(effect: Call) -> None:
+        if isinstance(effect.request, m.Take) and effect.to == one.server.tcp and to_change:
+            one.kv_put([to_change.pop()], "again", rows(3, 1, LARGE))
+
+    def blocking(effect: Call) -> Any:
+        change(effect)
+        return call(effect)
+
+    async def awaited(effect: Call) -> Any:
+        await asyncio.to_thread(change, effect)
+        return await call_async(effect)
+
+    monkeypatch.setattr(session, "call", blocking)
+    monkeypatch.setattr(session, "call_async", awaited)
+    if way == "kv_get":
+        data = reader.kv_get(["a", "b"], "again")
+    else:
+        data = asyncio.run(run_async(session, kv.kv_batch_get(session, ["a", "b"], "again")))
+    assert (firsts(data), to_change) == ([3, 2], [])
+    del data
+    reader.client.clear_partition("again")
+    until(lambda: [host.used() for host in cluster] == before, "the end of the rows", 10)
+
+
+def test_a_snapshot_without_shapes_leaves_nothing_pinned(cluster: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, other, _ = cluster
+    for host, length in ((reader, LARGE), (other, LARGE + 1)):
+        host.kv_put([str(length)], "shapes", {"x": torch.zeros(1, length)})
+    before = sum(reader.client.stats()["pinned_nbytes"].values())
+
+    def cleared(calls: Any) -> Any:
+        raise StorageKeyNotFoundError("cleared meanwhile")
+
+    session = reader.client.session
+    monkeypatch.setattr(session, "call_together", cleared)
+    found = run(session, partitions.partition_snapshot(session, "shapes"))
+    assert found is not None
+    assert not found.field_metadata["x"].per_sample_shapes
+    assert sum(reader.client.stats()["pinned_nbytes"].values()) == before
+    reader.client.clear_partition("shapes")
 
 
 def test_cleared_rows_are_reported_as_cleared_on_every_host(cluster: list[Host]) -> None:

@@ -22,7 +22,7 @@ from weights import Net, copy_of, root
 import transfer_queue as tq
 from transfer_queue.background_call import BackgroundCall
 from transfer_queue.client.local_locks import LocalLocks, ThreadWaiter, local
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import Aborted, InvalidInput
 from transfer_queue.weights import ModuleSource
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
@@ -267,6 +267,20 @@ def test_the_next_update_of_weights_is_taken(engine: str, anchor_every: int, chi
         trainer.shutdown()
     server.finish()
     assert num_places > 10
+
+
+def test_a_call_in_a_thread_that_never_began_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    known: list[Any] = []
+    with monkeypatch.context() as starting:
+        starting.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            BackgroundCall("tq-test", int, known=known)
+    assert known[0].ended(5)
+    with pytest.raises(Aborted, match="before it began"):
+        known[0].outcome()
 
 
 def test_a_call_in_a_thread_is_known_wherever_its_start_was_struck() -> None:

@@ -20,8 +20,10 @@ from conftest import _children, freeze, until
 from zygote import CHILDREN
 
 import transfer_queue as tq
+from transfer_queue import config
 from transfer_queue.config import ConfigMismatch
 from transfer_queue.errors import ConfigError, DeadlineExceeded, NotInitialized, ServiceUnavailable
+from transfer_queue.launch import local
 
 Service = Callable[..., tq.TransferQueueClient]
 Spawn = Callable[[str], Any]
@@ -104,6 +106,69 @@ def test_attaching_with_other_settings_warns_of_those_that_differ(service: Servi
     assert "<string>:1: ConfigMismatch: the running service keeps its settings: controller.polling_mode is False" in (
         attached.stderr
     )
+
+
+@pytest.mark.parametrize("name", ["address", "run_dir"])
+def test_init_with_another_service_than_that_of_this_process_warns(service: Service, name: str) -> None:
+    first = service()
+    other = local.start(config.server_config(config.merged({}), "", os.getpid()))
+    try:
+        with pytest.warns(ConfigMismatch, match=f"stays attached.*{name} is another service"):
+            tq.init({name: str(Path(other.address.removeprefix("unix:")).parent)})
+    finally:
+        other.stop()
+    assert tq.get_client() is first
+    tq.init({name: str(run_dir())})
+    assert tq.get_client() is first
+
+
+def test_an_interrupted_init_leaves_no_server(
+    service: Service, monkeypatch: pytest.MonkeyPatch, runtime_dir: Path
+) -> None:
+    def interrupted(*args: Any) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as waiting:
+        waiting.setattr(local, "_first_line", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            service()
+    until(lambda: not _children(), "the end of the server")
+    assert not list(runtime_dir.rglob("*.sock"))
+    tq.init({"client": {"timeout_s": 7.0}})
+    assert tq.get_client().session.timeout_s == 7.0
+
+
+def test_a_child_that_is_forked_while_another_thread_attaches_can_attach(
+    client: tq.TransferQueueClient, child: Spawn
+) -> None:
+    forking = child(
+        """
+        import os, signal, threading
+        import transfer_queue as tq
+        from transfer_queue import interface
+        entered, go, attach = threading.Event(), threading.Event(), interface._attach
+
+        def wait_and_attach(*args):
+            entered.set()
+            go.wait()
+            return attach(*args)
+
+        interface._attach = wait_and_attach
+        thread = threading.Thread(target=tq.init)
+        thread.start()
+        entered.wait()
+        pid = os.fork()
+        if not pid:
+            signal.alarm(20)
+            interface._attach = attach
+            tq.init()
+            os._exit(not tq.address())
+        print(os.waitpid(pid, 0)[1])
+        go.set()
+        thread.join()
+        """
+    )
+    assert forking.finish() == "0"
 
 
 def test_attach_by_address(client: tq.TransferQueueClient, child: Spawn) -> None:

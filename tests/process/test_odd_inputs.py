@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from conftest import until
 from PIL import Image
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from transfer_queue.errors import InvalidInput, UnsupportedValue
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, UnsupportedValue
 
 
 @pytest.fixture
@@ -162,6 +163,65 @@ def test_a_name_that_utf_8_does_not_have_is_refused_and_nothing_is_stored(part: 
     with pytest.raises(InvalidInput, match="lone surrogate"):
         call(part)
     assert part not in tq.kv_list(part)
+
+
+BAD_S, HUGE = (float("nan"), "1", True), 1 << 70
+
+
+def locked(lock: Any, **terms: Any) -> None:
+    with lock("a", "odd", **terms):
+        pass
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(lambda client, bad=bad: client.get_meta(["x"], 1, "odd", task_name="t", timeout_s=bad) for bad in BAD_S),
+        *(lambda client, bad=bad: tq.kv_watch("odd", tq.kv_watch("odd"), timeout_s=bad) for bad in BAD_S),
+        *(lambda client, bad=bad: locked(tq.kv_global_lock, timeout=bad) for bad in BAD_S),
+        *(lambda client, bad=bad: locked(tq.kv_local_lock, timeout=bad) for bad in BAD_S),
+        lambda client: locked(tq.kv_global_lock, lease_s="3"),
+        lambda client: client.get_meta(["x"], HUGE, "odd", task_name="t", timeout_s=0),
+        lambda client: asyncio.run(client.async_get_meta(["x"], HUGE, "odd", task_name="t", timeout_s=0)),
+        lambda client: client.admit("t", HUGE, max_staleness=1, rows_per_version=4, timeout_s=0),
+        lambda client: tq.set_weight_version(HUGE),
+        lambda client: client.kv_retrieve_keys([HUGE], "odd"),
+        lambda client: client.allocate({"x": ((True,), torch.int64)}),
+        lambda client: client.allocate({"x": ((2.5,), torch.int64)}),
+    ],
+)  # fmt: skip
+def test_a_number_that_cannot_be_meant_is_refused(shared: tq.TransferQueueClient, call: Any) -> None:
+    with pytest.raises(InvalidInput):
+        call(shared)
+    assert shared.stats()["rows"] == 0
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300, 10**400], ids=["inf", "1e300", "10**400"])
+def test_a_time_out_without_end_waits_as_long_as_it_takes(
+    shared: tq.TransferQueueClient, part: str, timeout_s: float
+) -> None:
+    found: list[int] = []
+
+    def wait() -> None:
+        found.append(shared.get_meta(["x"], 1, part, task_name="t", timeout_s=timeout_s).size)
+        asyncio.run(later())
+
+    async def later() -> None:
+        asked = shared.async_get_meta(["x"], 1, part, task_name="u", timeout_s=timeout_s)
+        found.append((await asked).size)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until(lambda: shared.stats()["waiting_requests"] == 1, "a parked request")
+    tq.kv_put("a", part, {"x": 1.0})
+    waiting.join(30)
+    assert found == [1, 1]
+
+
+@pytest.mark.parametrize("timeout_s", [-1, -1e9, float("-inf")])
+def test_a_time_out_below_zero_is_none_at_all(shared: tq.TransferQueueClient, part: str, timeout_s: float) -> None:
+    with pytest.raises(DeadlineExceeded, match="within 0 s"):
+        shared.get_meta(["x"], 1, part, task_name="t", timeout_s=timeout_s)
 
 
 def test_a_call_that_cannot_be_sent_leaves_the_event_loop_as_it_was(part: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
@@ -17,6 +20,9 @@ from streams import dataset, numbers, put, used
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
+from transfer_queue.dataloader import streaming_dataloader
+from transfer_queue.dataloader.worker_feed import LoaderPlan, Turn
+from transfer_queue.errors import DeadlineExceeded
 
 Client = tq.TransferQueueClient
 Loader = tq.StreamingDataLoader
@@ -81,6 +87,89 @@ def test_persistent_workers_follow_a_step(client: Client) -> None:
         break
     assert numbers(loader) == EIGHT, "the one in hand was not acknowledged"
     del loader
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("place", ["LeaseOwner.__init__", "Links.begin"])
+def test_an_iteration_that_could_not_begin_does_not_disturb_the_next(
+    client: Client, monkeypatch: pytest.MonkeyPatch, place: str, persistent: bool
+) -> None:
+    put(client, 8)
+    loader = Loader(dataset(), num_workers=2, multiprocessing_context="fork", persistent_workers=persistent)
+    kind, method = place.split(".")
+    once(monkeypatch, getattr(streaming_dataloader, kind), method, DeadlineExceeded("no answer"))
+    with pytest.raises(DeadlineExceeded):
+        iter(loader)
+    gc.collect()  # the workers of that one, where it had any
+    assert numbers(loader) == EIGHT
+    assert numbers(loader) == []
+
+
+def once(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, error: Exception) -> None:
+    """The next call of `method` raises."""
+    real, errors = getattr(kind, method), [error]
+
+    def call(*args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return real(*args)
+
+    monkeypatch.setattr(kind, method, call)
+
+
+def test_persistent_workers_go_on_after_an_iteration_that_ended_before_they_had_begun(client: Client) -> None:
+    put(client, 8)
+    context = torch.multiprocessing.get_context("fork")
+    go = context.Semaphore(0)
+    loader = Loader(
+        dataset(), 2, worker_init_fn=lambda worker: go.acquire(), multiprocessing_context=context,
+        persistent_workers=True,
+    )  # fmt: skip
+    iter(loader).close()
+    go.release(), go.release()
+    assert numbers(loader) == EIGHT
+
+
+def test_a_worker_that_is_killed_at_its_turn_keeps_nobody_waiting() -> None:
+    """Wherever in `is_mine`, `pass_on` or `end` that is."""
+    context = torch.multiprocessing.get_context("fork")
+    places = 0
+    while True:
+        turn = Turn(context, 2)
+        plan = LoaderPlan(turn.begin(0, False), "p", 0, frozenset(), b"", False)
+        turn.grant(0)
+        worker = context.Process(target=die_at, args=(places, turn, plan))
+        worker.start()
+        worker.join()
+        parent = threading.Thread(target=go_on, args=(turn,), daemon=True)
+        parent.start()
+        parent.join(10)
+        assert not parent.is_alive(), places
+        if worker.exitcode == 0:
+            break
+        places += 1
+    assert places > 10
+
+
+def go_on(turn: Turn) -> None:
+    """What the parent does."""
+    turn.grant(1)
+    turn.begin(0)
+
+
+def die_at(place: int, turn: Turn, plan: LoaderPlan) -> None:
+    """kill -9 of this process at the place of that number."""
+    passed = itertools.count()
+
+    def look(frame: Any, event: str, function: Any) -> None:
+        if next(passed) == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(look)
+    assert turn.is_mine(plan, 0)
+    turn.pass_on(plan, 0)
+    turn.end(plan, 0)
+    os._exit(0)
 
 
 def test_values_survive_the_way_from_a_worker(client: Client) -> None:

@@ -18,6 +18,8 @@ from streams import dataset, numbers, put, used
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
+from transfer_queue.dataloader.acks import Acks
+from transfer_queue.dataloader.feed import Feed
 from transfer_queue.dataloader.streaming_dataset import chunk_batch_fn, default_fetch_batch_fn
 from transfer_queue.errors import DeadlineExceeded
 from transfer_queue.metadata import BatchMeta
@@ -227,6 +229,25 @@ def test_a_collected_dataset_leaves_nothing_behind(client: Client) -> None:
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name == "tq-prefetch"]
     assert client.get_meta(["x"], 8, "p", task_name="t", timeout_s=5).size == 8
+
+
+def test_interrupts_as_a_loop_is_left_do_not_keep_its_leases_alive(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(client, 8)
+    running = iter(dataset(lease_s=0.3))
+    next(running), next(running)
+    for kind, method in ((Acks, "confirm_pending"), (Feed, "close")):
+        monkeypatch.setattr(kind, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        running.close()
+    del running
+    until(lambda: "tq-prefetch" not in [thread.name for thread in threading.enumerate()], "the end of its thread", 10)
+    assert client.get_meta(["x"], 6, "p", task_name="t", timeout_s=5).size == 6
+
+
+def interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 # functions of the user

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,37 @@ def test_a_loop_gets_every_row_and_ends(client: Client, workers: int) -> None:
     assert xs(stream) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert used(client) == 10
     assert xs(stream) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("way", ["sys.exit(0)", "next(rows)", "stream.close()", "next(iter(stream))"])
+def test_a_forked_child_that_leaves_its_parents_loop_leaves_the_rows_to_it(
+    client: Client, child: Callable[[str], Any], workers: int, way: str
+) -> None:
+    put(client, 16)
+    client.set_partition("p", size=16)
+    parent = child(f"""
+        import os, sys
+        import transfer_queue as tq
+        stream = tq.stream("p", ["x"], task="t", batch_size=4, micro_batch_size=2, num_workers={workers})
+        rows, seen = iter(stream), []
+        seen += next(rows)["x"].tolist()
+        seen += next(rows)["x"].tolist()
+        if not os.fork():
+            try:
+                {way}
+            except tq.errors.InvalidInput as error:
+                assert "forked" in str(error)
+            del rows
+            sys.exit(0)
+        status = os.wait()[1]
+        seen += [x for data in rows for x in data["x"].tolist()]
+        print(status, seen)
+    """)
+    status, _, seen = parent.finish().partition(" ")
+    assert status == "0"
+    assert sorted(json.loads(seen)) == list(range(16))
+    assert used(client) == 16
 
 
 @pytest.mark.parametrize("dp_size", [None, 1])

@@ -362,6 +362,8 @@ class Operations:
         indexes = [global_indexes] if isinstance(global_indexes, int) else list(global_indexes)
         if not all(isinstance(index, (int, np.integer)) for index in indexes):
             raise UnsupportedValue(f"global_indexes are integers, got {indexes[:8]}")
+        if any(not -(2**63) <= index < 2**63 for index in indexes):
+            raise InvalidInput("global_indexes beyond 64 bits: no row has such a number")
         request = m.NameRows(self.session.next_rid(), partition_id, np.array(indexes, np.int64).tobytes())
         return (yield Call(request))[0].names
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from transfer_queue.client.effects import Call, Effect, HoldSession, Notify, Offload, Operation, Together
+from transfer_queue.client.effects import Attempt, Call, Effect, HoldSession, Notify, Offload, Operation, Together
 from transfer_queue.client.holding import Given
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
@@ -115,8 +115,22 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
         return session.call_together(effect.calls)
     if type(effect) is HoldSession:
         return session.hold()
+    if type(effect) is Attempt:
+        return _attempt(session, effect, given, note)
     assert type(effect) is Notify
     return session.notify(effect.message, effect.to)
+
+
+def _attempt(session: Session, attempt: Attempt, given: Given, note: OperationNote | None) -> Any:
+    attempted = Given()
+    try:
+        result = _carry_out(session, attempt.operation, attempted, note)
+        given += attempted
+        return result
+    except BaseException as error:
+        session.given_up.append((attempted, error.__class__))
+        session.settle(not isinstance(error, UNANSWERED))
+        raise
 
 
 async def run_async(session: Session, operation: Operation[T], note: OperationNote | None = None) -> T:
@@ -134,8 +148,7 @@ async def run_async(session: Session, operation: Operation[T], note: OperationNo
     except BaseException as error:
         if note is not None:
             note.ended(None, error)
-        for call in given:
-            session.notify_on_loop(m.Cancel(call.request.rid), call.to)
+        _cancel_on_loop(session, given)
         raise
     finally:
         session.uses.end(given)
@@ -175,8 +188,26 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
         return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
     if type(effect) is HoldSession:
         return await session.hold_async()
+    if type(effect) is Attempt:
+        return await _attempt_async(session, effect, given, note)
     assert type(effect) is Notify
     return session.notify_on_loop(effect.message, effect.to)
+
+
+async def _attempt_async(session: Session, attempt: Attempt, given: Given, note: OperationNote | None) -> Any:
+    attempted = Given()
+    try:
+        result = await _carry_out_async(session, attempt.operation, attempted, note)
+    except BaseException:
+        _cancel_on_loop(session, attempted)
+        raise
+    given += attempted
+    return result
+
+
+def _cancel_on_loop(session: Session, given: Given) -> None:
+    for call in given:
+        session.notify_on_loop(m.Cancel(call.request.rid), call.to)
 
 
 async def _finish(work: asyncio.Future[T]) -> T:

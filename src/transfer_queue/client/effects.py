@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from numbers import Real
 from typing import Any, TypeAlias, TypeVar
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.wire.messages import Message, Request
 
 T = TypeVar("T")
+LONGEST_S = 1e9  # thirty years: what clocks, sockets and timers take without a look at it
+
+
+def seconds(value: Any, name: str = "a time-out") -> float:
+    """`value` as the wire has it: 0 for less than that, `LONGEST_S` for more, such as infinity. Raises `InvalidInput`
+    for what is no number."""
+    number: Any = None if isinstance(value, bool) or not isinstance(value, Real) or value != value else value
+    if number is None:
+        raise InvalidInput(f"{name}: expected a number of seconds, got {value!r}")
+    return float(min(max(number, 0.0), LONGEST_S))
 
 
 class Call:
     """Send a request; the driver answers with (reply, payload) or raises the error the server reported.
 
-    `wait_s` is how long the server may park it. `to` is the server ("host:port") where it is not this process's own.
-    The payload of the answer is received straight into `into`.
+    `wait_s` is how long the server may park it (see `seconds`; the request's own `timeout_s` follows it). `to` is the
+    server ("host:port") where it is not this process's own. The payload of the answer is received straight into `into`.
     """
 
     __slots__ = ("into", "payload", "request", "to", "wait_s")
@@ -28,8 +39,10 @@ class Call:
         to: str = "",
         into: memoryview | None = None,
     ) -> None:
-        if wait_s != wait_s:
-            raise InvalidInput("a time-out that is no number")
+        if wait_s and not (type(wait_s) is float and 0.0 < wait_s <= LONGEST_S):
+            asked, wait_s = wait_s, seconds(wait_s)
+            if getattr(request, "timeout_s", None) == asked:
+                request.timeout_s = wait_s  # type: ignore[attr-defined]
         self.request = request
         self.payload = payload
         self.wait_s = wait_s
@@ -44,6 +57,15 @@ class Together:
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = calls
+
+
+class Attempt:
+    """Carry out an operation whose asker goes on when it raises: what it was given is given back then, at once."""
+
+    __slots__ = ("operation",)
+
+    def __init__(self, operation: Operation[Any]) -> None:
+        self.operation = operation
 
 
 class Notify:
@@ -73,5 +95,5 @@ class Offload:
         self.nbytes = nbytes
 
 
-Effect: TypeAlias = Call | Together | Notify | Offload | HoldSession
+Effect: TypeAlias = Attempt | Call | HoldSession | Notify | Offload | Together
 Operation: TypeAlias = Generator[Effect, Any, T]

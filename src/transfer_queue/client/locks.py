@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from transfer_queue.client.effects import Call, HoldSession, Operation
+from transfer_queue.client.effects import Call, HoldSession, Operation, seconds
 from transfer_queue.client.session import Session
 from transfer_queue.errors import DeadlineExceeded, LockLostError, ServiceRestarted, TransferQueueError
 from transfer_queue.wire import messages as m
@@ -84,7 +84,7 @@ def taking(
     `DeadlineExceeded`. A cancelled or interrupted call takes nothing."""
     if not session.is_held:
         yield HoldSession()
-    until = None if timeout_s is None else time.monotonic() + timeout_s
+    until = None if timeout_s is None else time.monotonic() + seconds(timeout_s)
     while True:
         asked = time.monotonic()
         wait_s = ASK_AGAIN_S if until is None else max(0.0, until - asked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,9 @@ def plan_objects(name: str, values: list[Any], allow_pickle: bool = False) -> Bl
 
 def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> BlockPlan:
     """Dense columns of given (shape with rows first, dtype), to be filled in place."""
+    sizes: list[Any] = [size for shape, _ in specs.values() for size in shape]
+    if any(isinstance(size, bool) or not isinstance(size, Integral) for size in sizes):
+        raise InvalidInput(f"shapes are of ints, got {[shape for shape, _ in specs.values()]}")
     if not specs or any(not shape or min(shape) < 0 or shape[0] < 1 for shape, _ in specs.values()):
         raise InvalidInput("name at least one field, each with a shape whose first dimension is the rows")
     rows = {shape[0] for shape, _ in specs.values()}

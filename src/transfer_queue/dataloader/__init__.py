@@ -6,6 +6,7 @@ streaming_dataloader              torch's DataLoader; with workers, the parent a
  └─ streaming_dataset             batches, split into micro-batches; knows what is in the consumer's hands
      ├─ feed                      fetches ahead in one thread and keeps leases alive
      │   └─ lease_owner           the session that holds the leases: they end with it
+     ├─ work                      what one process has of a stream: in a forked child it is still the parent's
      ├─ chunking                  a batch and its metadata as micro-batches
      └─ acks                      which rows are used once a micro-batch is
 ranks                             which data-parallel rank a stream is for

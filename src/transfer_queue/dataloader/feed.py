@@ -196,6 +196,10 @@ class Feed:
         if isinstance(found, tuple):
             give_back(self._client, found[1])
 
+    def stop(self) -> None:
+        """The thread renews nothing any more, and ends by itself. Waits for nothing."""
+        self._closed = True
+
     def close(self) -> None:
         """End the thread and give back what nobody took."""
         if self._pid != os.getpid():
@@ -283,5 +287,7 @@ class Calling:
     def expect(self, key: Key) -> None: ...
 
     def give_back(self) -> None: ...
+
+    def stop(self) -> None: ...
 
     def close(self) -> None: ...

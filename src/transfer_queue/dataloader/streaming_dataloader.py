@@ -4,6 +4,8 @@ the rows."""
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
+import os
 import threading
 import weakref
 from collections import deque
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 from transfer_queue.dataloader.acks import Receipt, acknowledge
 from transfer_queue.dataloader.lease_owner import LeaseOwner
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
+from transfer_queue.dataloader.work import check_process
 from transfer_queue.dataloader.worker_feed import Links
 from transfer_queue.errors import ServiceError
 
@@ -78,9 +81,7 @@ class StreamingDataLoader(DataLoader[Any]):
             **device,
         )
         self.stream = dataset
-        if num_workers:
-            context: BaseContext = self.multiprocessing_context or torch.multiprocessing.get_context()
-            dataset.links = Links(context, num_workers)
+        self._links: Links | None = None  # to workers that go on from one iteration to the next
 
     def __repr__(self) -> str:
         return f"StreamingDataLoader({self.stream!r}, num_workers={self.num_workers})"
@@ -101,7 +102,14 @@ class StreamingDataLoader(DataLoader[Any]):
         if not self.num_workers:
             return super().__iter__()
         self._end()
-        deliveries = _Deliveries(self.stream, super().__iter__)
+        links, self._links = self._links, None
+        if links is None or links.pid != os.getpid():  # also where an iteration could not begin: workers wait for it
+            self._iterator = None
+            context: BaseContext = self.multiprocessing_context or torch.multiprocessing.get_context()
+            links = Links(context, self.num_workers)
+        deliveries = _Deliveries(self.stream, links, super().__iter__)
+        if self.persistent_workers:
+            self._links = links
         self._deliveries = weakref.ref(deliveries)
         return deliveries
 
@@ -144,29 +152,62 @@ class StreamingDataLoader(DataLoader[Any]):
         self.stream.load_state_dict(state)
 
 
+_RUNNING: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators over workers
+_OF_PARENTS: list[Any] = []
+
+
+def _leave_to_parent() -> None:
+    """A forked child ends no worker of its parent: neither torch's iterators do that, which are collected never there,
+    nor does multiprocessing at the child's exit."""
+    _OF_PARENTS.extend(_RUNNING)
+    for batches in _OF_PARENTS:
+        multiprocessing.process._children.difference_update(batches._workers)  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class _Deliveries(Iterator[Any]):
     """The parent's side of one iteration with workers. Its holder has all leases, also of what workers fetch ahead."""
 
-    def __init__(self, dataset: StreamingDataset, start: Callable[[], Any]) -> None:
-        assert dataset.links is not None
+    def __init__(self, dataset: StreamingDataset, links: Links, start: Callable[[], Any]) -> None:
+        """`start` gives torch's iterator over the workers, which are started for it or wait for a plan."""
+        self._pid = os.getpid()
         self._dataset = dataset
         self._client = dataset.client()
-        self._links = dataset.links
+        self._links = links
         self._items: deque[tuple[Any, Receipt]] = deque()
         self._in_hand: Receipt | None = None
         self._closed = threading.Event()
-        self._ended = False
-        self._batches = start()
-        holder = self._holder = LeaseOwner(self._client)  # after the workers were forked
-        terms = (holder, dataset.lease_s or LEASE_S, self._closed)
-        self._renewer = threading.Thread(target=_renew, args=terms, name="tq-renew", daemon=True)
-        self._renewer.start()
+        self._ended = self._told = False
+        self._batches: Any = None
+        self._renewer: threading.Thread | None = None
         place = dataset.state_dict()
         self._following: int = place["batch_index"]
-        skip = frozenset(place["used_rows"])
-        self._links.begin(place["partition_id"], self._following, skip, holder.ident, dataset.prefetch)
+        self._holder = LeaseOwner(self._client)  # what can fail comes before there are workers; forks leave it alone
+        try:
+            self._begin(start, place["partition_id"], frozenset(place["used_rows"]))
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, start: Callable[[], Any], partition: str, skip: frozenset[int]) -> None:
+        dataset = self._dataset
+        dataset.links = self._links  # for workers that are started now
+        try:
+            self._batches = start()
+            _RUNNING.add(self._batches)
+        finally:
+            dataset.links = None
+        terms = (self._holder, dataset.lease_s or LEASE_S, self._closed)
+        renewer = threading.Thread(target=_renew, args=terms, name="tq-renew", daemon=True)  # after the forks
+        renewer.start()
+        self._renewer = renewer
+        self._links.begin(partition, self._following, skip, self._holder.ident, dataset.prefetch)
+        self._told = True
 
     def __next__(self) -> Any:
+        check_process(self._pid)
         if self._closed.is_set():
             raise StopIteration
         try:
@@ -190,7 +231,7 @@ class _Deliveries(Iterator[Any]):
     def confirm_pending(self) -> None:
         """The micro-batch that was delivered last was used. Raises `LeaseExpired`."""
         receipt, self._in_hand = self._in_hand, None
-        if receipt is not None:
+        if receipt is not None and self._pid == os.getpid():
             acknowledge(self._client, receipt)
             if receipt.is_last:
                 self._dataset.begin(receipt.batch_index + 1)
@@ -201,20 +242,24 @@ class _Deliveries(Iterator[Any]):
     def close(self) -> None:
         """End: the holder goes first, so that workers that wait for rows do so no longer.
 
-        Where a signal handler raised in the midst of it, the next call does all of it again.
+        Where a signal handler raised in the midst of it, the next call does all of it again. In a forked child it is
+        the parent's, and goes on.
         """
-        if self._ended:
+        if self._ended or self._pid != os.getpid():
             return
         self._closed.set()
-        if self._renewer is not threading.current_thread():
+        if self._renewer is not None and self._renewer is not threading.current_thread():
             self._renewer.join()
         self._holder.close()
-        self._links.turn.begin(0)
+        if self._told:
+            self._links.turn.begin(0)
+        else:
+            self._links.let_go()
         self._batches = None
         self._ended = True
 
     def __del__(self) -> None:
-        if hasattr(self, "_renewer"):
+        if hasattr(self, "_holder"):
             self.close()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.context
-import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -14,12 +12,13 @@ from tensordict import TensorDict
 from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client.client import TransferQueueClient
-from transfer_queue.dataloader.acks import Acks, Receipt, split
+from transfer_queue.dataloader.acks import Receipt, split
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
 from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for
 from transfer_queue.dataloader.parent import end_with_parent
 from transfer_queue.dataloader.ranks import rank_of
+from transfer_queue.dataloader.work import Work
 from transfer_queue.dataloader.worker_feed import GrantedFeed, Links, LoaderPlan, WorkerFeed, batches
 from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
 from transfer_queue.metadata import BatchMeta
@@ -127,49 +126,45 @@ class StreamingDataset(IterableDataset[Any]):
         self._first = 0
         self._stride = 1
         self._used: list[int] = []  # rows of the batch being worked on, or started next, that were used
-        self.links: Links | None = None  # set by a loader with workers
-        self._detach()
-
-    def _detach(self) -> None:
-        """Without what belongs to one process."""
-        self._pid = 0
-        self._client: TransferQueueClient | None = None
-        self._holder: LeaseOwner | None = None
-        self._feed: Feed | Calling | None = None
-        self._running: weakref.ref[Generator[Any, None, None]] | None = None  # the iterator of `_feed`
-        self._items: Iterator[tuple[Any, Receipt]] | None = None
-        self._acks: Acks | None = None
-        self._in_hand: Receipt | None = None  # of the micro-batch the consumer works on, since `_handed_at`
-        self._handed_at = 0.0
+        self.links: Links | None = None  # set by a loader while it starts workers
+        self._work: Work | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         kept = dict(vars(self))
         if multiprocessing.context.get_spawning_popen() is None:
             kept["links"] = None  # these reach other processes only when they are started
-        for name in ("_client", "_holder", "_feed", "_running", "_items", "_acks", "_in_hand"):
-            kept[name] = None
-        return {**kept, "_pid": 0, "buffer": []}
+        return {**kept, "_work": None, "buffer": [], "_first": self.batch_index}
 
     def client(self) -> TransferQueueClient:
         """The client of this process; a forked copy leaves what its parent works on alone."""
-        if self._client is None or self._pid != os.getpid():
-            self._detach()
-            self._client = client_for(self.config, self)
-            self._pid = os.getpid()
-        return self._client
+        return self._begin_work().client
+
+    def _begin_work(self) -> Work:
+        work = self._own_work()
+        if work is None:
+            work = self._work = Work(client_for(self.config, self))
+        return work
+
+    def _own_work(self) -> Work | None:
+        """What this process has of the stream. A forked copy has nothing at first: its parent works on the rows."""
+        work = self._work
+        if work is not None and not work.is_mine:
+            work.end_acks()
+            self._work, self.buffer, self._first = None, [], self.batch_index
+        return self._work
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         if worker is not None:
             end_with_parent()
-        client = self.client()
+        work = self._begin_work()
         if worker is not None and self.links is not None:
-            return self._worker_batches(client, worker.id, self.links)
+            return self._worker_batches(work.client, worker.id, self.links)
         if worker is not None and self._stride == 1:  # a plain DataLoader: workers share the batches between them
             self._stride = worker.num_workers
             self._first = self.batch_index = self.batch_index + worker.id
-        running = self._stream(client)
-        self._running = weakref.ref(running)
+        running = self._stream(work)
+        work.running = weakref.ref(running)
         return running
 
     def _worker_batches(self, client: TransferQueueClient, worker: int, links: Links) -> Iterator[Any]:
@@ -189,28 +184,25 @@ class StreamingDataset(IterableDataset[Any]):
                 size = min(self.micro_batch_size, max(1, len(batch[1])))
                 yield index, list(split(client, self.process_batch_fn, batch, size, index))
 
-    def _stream(self, client: TransferQueueClient) -> Generator[Any, None, None]:
-        feed = self._feed = self._open(client)
+    def _stream(self, work: Work) -> Generator[Any, None, None]:
+        feed = work.feed = self._open(work)
         try:
-            while (found := self._next(client, feed)) is not None:
+            while (found := self._next(work, feed)) is not None:
                 yield found[0]
+                work.check_mine()
         except ServiceError:
-            self._holder = None  # it may be gone, with what it held
+            work.holder = None  # it may be gone, with what it held
             raise
         finally:
-            with contextlib.suppress(ServiceError):  # the loop ends: its last rows are offered again
-                self._end_acks()
-            feed.close()
-            if self._feed is feed:
-                self._feed = None
+            work.leave(feed)
 
-    def _open(self, client: TransferQueueClient) -> Feed | Calling:
+    def _open(self, work: Work) -> Feed | Calling:
         if self.fetch_batch_fn is not default_fetch_batch_fn:
-            return self._calling(client)
-        if self._holder is None:
-            self._holder = LeaseOwner(client)
-        holder, terms = self._holder, self._terms(self._holder.ident)
-        return Feed(client, terms, lambda: holder.renew(terms.lease_s))
+            return self._calling(work.client)
+        if work.holder is None:
+            work.holder = LeaseOwner(work.client)
+        holder, terms = work.holder, self._terms(work.holder.ident)
+        return Feed(work.client, terms, lambda: holder.renew(terms.lease_s))
 
     def _terms(self, holder: bytes) -> Terms:
         return Terms(
@@ -244,23 +236,23 @@ class StreamingDataset(IterableDataset[Any]):
 
         return Calling(fetch, done)
 
-    def _next(self, client: TransferQueueClient, feed: Feed | Calling) -> tuple[Any, Receipt] | None:
+    def _next(self, work: Work, feed: Feed | Calling) -> tuple[Any, Receipt] | None:
         """The next micro-batch; the one before was used. None at the end."""
-        self._confirm_pending(client)
+        self._confirm_pending(work)
         while True:
-            if self._items is not None:
-                for found in self._items:
-                    self._in_hand, self._handed_at = found[1], time.monotonic()
+            if work.items is not None:
+                for found in work.items:
+                    work.in_hand, work.handed_at = found[1], time.monotonic()
                     return found
-                self._items = None
+                work.items = None
                 self._used = []
                 self.batch_index += self._stride
-            batch = self._started(client, feed)
+            batch = self._started(work.client, feed)
             if isinstance(batch, End):
-                self._end_acks()
+                work.end_acks()
                 return None
             size = min(self.micro_batch_size, max(1, len(batch[1])))  # fewer rows: the rest of a batch or partition
-            self._items = split(client, self.process_batch_fn, batch, size, self.batch_index)
+            work.items = split(work.client, self.process_batch_fn, batch, size, self.batch_index)
 
     def _started(self, client: TransferQueueClient, feed: Feed | Calling) -> Batch | End:
         """The batch `batch_index`, from the buffer or the service."""
@@ -289,30 +281,19 @@ class StreamingDataset(IterableDataset[Any]):
             meta.lease = 0
         return True
 
-    def _confirm_pending(self, client: TransferQueueClient) -> None:
+    def _confirm_pending(self, work: Work) -> None:
         """The micro-batch in the consumer's hands was used."""
-        receipt, self._in_hand = self._in_hand, None
+        receipt, work.in_hand = work.in_hand, None
         if receipt is None:
             return
-        if self._acks is None:
-            self._acks = Acks(client.session)
         try:
-            self._acks.send(receipt)
-            if time.monotonic() - self._handed_at > (self.lease_s or LEASE_S) / 3:
-                self._acks.confirm_pending()  # after so long it may be refused: know before going on
+            work.acks().send(receipt)
+            if time.monotonic() - work.handed_at > (self.lease_s or LEASE_S) / 3:
+                work.confirm_pending()  # after so long it may be refused: know before going on
         except LeaseExpired:
-            self._items = iter(())  # the rest of the batch is lost as well
+            work.items = iter(())  # the rest of the batch is lost as well
             raise
         self.note_used(receipt)
-
-    def _end_acks(self) -> None:
-        """Everything that was used is acknowledged. Raises `LeaseExpired` when it went to others."""
-        acks, self._acks = self._acks, None
-        if acks is not None:
-            try:
-                acks.confirm_pending()
-            finally:
-                acks.close()
 
     def begin(self, batch_index: int) -> None:
         """The loader's iterator delivers from this batch now."""
@@ -352,33 +333,38 @@ class StreamingDataset(IterableDataset[Any]):
     def _begun(self) -> list[Any]:
         """The batch of which micro-batches were delivered and others maybe not."""
         position = (self.batch_index - self._first) // self._stride
-        return self.buffer[position : position + 1] if self._items is not None else []
+        work = self._own_work()
+        return self.buffer[position : position + 1] if work is not None and work.items is not None else []
 
     def _leave(self) -> None:
         """The consumer is done with what it was given, and wants nothing that was fetched ahead."""
-        self._items = None
-        if self._feed is not None:
-            self._feed.give_back()
-        if self._in_hand is not None:
-            self._confirm_pending(self.client())
-            self._items = None
-        self._end_acks()
+        work = self._own_work()
+        if work is None:
+            return
+        work.items = None
+        if work.feed is not None:
+            work.feed.give_back()
+        if work.in_hand is not None:
+            self._confirm_pending(work)
+            work.items = None
+        work.end_acks()
 
     def close(self) -> None:
         """End the iteration: what was not acknowledged, the micro-batch in hand included, is offered again at once.
 
         A next iteration goes on there, with an empty buffer. What an own `fetch_batch_fn` took stays taken.
         """
-        begun = self._begun()
-        self._items = self._in_hand = None
-        running = self._running() if self._running is not None else None
-        if running is not None:
-            running.close()
-        for _, meta in begun:
-            give_back(self.client(), meta)
-        if self._holder is not None:
-            self._holder.close()
-            self._holder = None
+        work, begun = self._own_work(), self._begun()
+        if work is not None:
+            holder, work.holder = work.holder, None  # an interrupt of what follows leaves the leases to nobody
+            work.items = work.in_hand = None
+            running = work.running() if work.running is not None else None
+            if running is not None:
+                running.close()
+            for _, meta in begun:
+                give_back(work.client, meta)
+            if holder is not None:
+                holder.close()
         self.buffer, self._first = [], self.batch_index
 
     def __repr__(self) -> str:
@@ -392,8 +378,9 @@ class StreamingDataset(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, as plain data: the batch being worked on, and which of its rows were acknowledged."""
-        if self._acks is not None:
-            self._acks.confirm_pending()
+        work = self._own_work()
+        if work is not None:
+            work.confirm_pending()
         return {"partition_id": self.partition_id, "batch_index": self.batch_index, "used_rows": list(self._used)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from transfer_queue.dataloader.feed import END, Batch, Calling, End, Key, Terms,
 from transfer_queue.errors import LeaseExpired
 
 WAIT_S = 20.0
-UNBOUNDED, ENDED = 1 << 62, -1
+INDEX_BITS = 43  # of a word; the rest is the round
+MAX_ROUNDS = (1 << 63 - INDEX_BITS) - 1
 
 
 class LoaderPlan(NamedTuple):
@@ -30,86 +32,97 @@ class LoaderPlan(NamedTuple):
 
 class Turn:
     """Workers fetch batch after batch in order, so that what the parent waits for is what came first; unless they may
-    fetch ahead, none before the parent asked for it, whatever torch asks its workers for."""
+    fetch ahead, none before the parent asked for it, whatever torch asks its workers for.
+
+    Each word has one writer and no lock: a worker that is killed, wherever it is, keeps nobody waiting.
+    """
 
     def __init__(self, context: BaseContext, num_workers: int) -> None:
-        # round, its first batch, the batch to fetch next, the first one that must not be fetched yet
-        self._state: Any = context.Array("q", 4)
+        self._current: Any = context.RawArray("q", 2)  # the parent's: the round, and the last batch it asked for
+        self._passed: Any = context.RawArray("q", num_workers)  # each worker's: the last batch it was done with
+        self._ended: Any = context.RawArray("q", num_workers)  # each worker's: the round in which it saw the end
         self._wake = [context.Semaphore(0) for _ in range(num_workers)]
+        self._first, self._ahead = 0, True
+
+    # the parent's side
 
     def begin(self, first: int, ahead: bool = True) -> int:
         """A new round; whoever waits in an older one is told so."""
-        with self._state.get_lock():
-            self._state[:] = [self._state[0] + 1, first, first, UNBOUNDED if ahead else first]
-            started: int = self._state[0]
+        started = int(self._current[0]) % MAX_ROUNDS + 1
+        self._first, self._ahead = first, ahead
+        self._current[1] = 0
+        self._current[0] = started
         self._wake_all()
         return started
+
+    def grant(self, batch_index: int) -> None:
+        """The consumer asks for this batch."""
+        asked = _word(self._current[0], batch_index)
+        if not self._ahead and self._current[1] != asked:
+            self._current[1] = asked
+            self._wake[(batch_index - self._first) % len(self._wake)].release()
+
+    # a worker's side
+
+    def end(self, plan: LoaderPlan, batch_index: int) -> None:
+        """Nothing is left: whoever waits for its turn or its grant ends as well."""
+        self._ended[self._worker(plan, batch_index)] = plan.round
+        self._wake_all()
+
+    def is_mine(self, plan: LoaderPlan, batch_index: int) -> bool | None:
+        """Whether to fetch this batch now; None when the round is over. Blocks for `WAIT_S` at most."""
+        if self._current[0] != plan.round or plan.round in self._ended[:]:
+            return None
+        before = self._passed[self._worker(plan, batch_index - 1)]
+        is_next = batch_index == plan.first or before == _word(plan.round, batch_index - 1)
+        if is_next and (plan.ahead or self._current[1] >= _word(plan.round, batch_index)):
+            return True
+        self._wake[self._worker(plan, batch_index)].acquire(timeout=WAIT_S)
+        return False
+
+    def pass_on(self, plan: LoaderPlan, batch_index: int) -> None:
+        """This batch was fetched, or there is none."""
+        self._passed[self._worker(plan, batch_index)] = _word(plan.round, batch_index)
+        self._wake[self._worker(plan, batch_index + 1)].release()
+
+    def _worker(self, plan: LoaderPlan, batch_index: int) -> int:
+        return (batch_index - plan.first) % len(self._wake)
 
     def _wake_all(self) -> None:
         for wake in self._wake:
             wake.release()
 
-    def grant(self, batch_index: int) -> None:
-        """The consumer asks for this batch."""
-        with self._state.get_lock():
-            first, bound = self._state[1], self._state[3]
-            if batch_index < bound:
-                return
-            self._state[3] = batch_index + 1
-        self._wake[(batch_index - first) % len(self._wake)].release()
 
-    def end(self, plan: LoaderPlan) -> None:
-        """Nothing is left: whoever waits for its turn or its grant ends as well."""
-        with self._state.get_lock():
-            if self._state[0] != plan.round:
-                return
-            self._state[2] = ENDED
-        self._wake_all()
-
-    def is_over(self, plan: LoaderPlan) -> bool:
-        with self._state.get_lock():
-            return bool(self._state[0] != plan.round)
-
-    def is_mine(self, plan: LoaderPlan, batch_index: int) -> bool | None:
-        """Whether to fetch this batch now; None when the round is over. Blocks for `WAIT_S` at most."""
-        with self._state.get_lock():
-            current, first, following, bound = self._state[:]
-        if current != plan.round or following == ENDED:
-            return None
-        if following == batch_index < bound:
-            return True
-        self._wake[(batch_index - first) % len(self._wake)].acquire(timeout=WAIT_S)
-        return False
-
-    def pass_on(self, plan: LoaderPlan, batch_index: int) -> None:
-        """This batch was fetched, or there is none."""
-        with self._state.get_lock():
-            current, first, following, _ = self._state[:]
-            if current != plan.round or following == ENDED:
-                return
-            self._state[2] = batch_index + 1
-        self._wake[(batch_index + 1 - first) % len(self._wake)].release()
+def _word(current: int, batch_index: int) -> int:
+    """A batch of a round as one number, which is written and read as a whole."""
+    return current << INDEX_BITS | batch_index
 
 
 class Links:
-    """The loader's end and the workers' ends. Travels to a worker only when it is started."""
+    """The loader's end and the workers' ends, for one set of workers. Travels to them only when they are started."""
 
     def __init__(self, context: BaseContext, num_workers: int) -> None:
+        self.pid = os.getpid()  # the loader's
         self.num_workers = num_workers
         self.turn = Turn(context, num_workers)
-        self._plans = [context.SimpleQueue() for _ in range(num_workers)]
+        pipes = [context.Pipe(duplex=False) for _ in range(num_workers)]  # no locks, as a queue has
+        self._plans = [receiver for receiver, _ in pipes]
+        self._senders = [sender for _, sender in pipes]
 
     def begin(self, partition: str, first: int, skip: frozenset[int], holder: bytes, ahead: bool) -> None:
-        """Tell every worker what to do; each has started to wait for it."""
+        """Tell every worker what to do; each has started to wait for it, or will."""
         plan = LoaderPlan(self.turn.begin(first, ahead), partition, first, skip, holder, ahead)
-        for queue in self._plans:
-            queue.put(plan)
+        for sender in self._senders:
+            sender.send(plan)
+
+    def let_go(self) -> None:
+        """Every worker waits for a plan that will not come: their iteration has no batches."""
+        self.begin("", 0, frozenset(), b"", False)
+        self.turn.begin(0)
 
     def plan(self, worker: int) -> LoaderPlan:
-        """The plan of the current iteration, as soon as it is there; one whose iterator ended early is passed over."""
-        plan: LoaderPlan = self._plans[worker].get()
-        while self.turn.is_over(plan):
-            plan = self._plans[worker].get()
+        """The plan of a worker's next iteration, as soon as it is there; it may be over by then."""
+        plan: LoaderPlan = self._plans[worker].recv()
         return plan
 
 
@@ -140,7 +153,7 @@ class WorkerFeed:
                     self._turn.pass_on(self._plan, key.batch_index)  # who waits for it finds out as well
                     raise
             if found is END:
-                self._turn.end(self._plan)
+                self._turn.end(self._plan, key.batch_index)
             elif found is not None:
                 self._turn.pass_on(self._plan, key.batch_index)
             if found is not None:
@@ -161,7 +174,7 @@ class GrantedFeed:
                 return END
         found = self._calling.get(key)
         if found is END:
-            self._turn.end(self._plan)
+            self._turn.end(self._plan, key.batch_index)
         else:
             self._turn.pass_on(self._plan, key.batch_index)
         return found

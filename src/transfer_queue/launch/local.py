@@ -34,12 +34,15 @@ LOCK_INTERVAL_S = 0.01
 class LocalServer:
     """A server process this process started: its child, or an orphan of its own choosing (see `start`)."""
 
-    def __init__(self, process: subprocess.Popen[bytes], ready: Ready, run_dir: str, life: int) -> None:
-        """`life`: the end of a pipe that is at its end when neither the server nor a standby of it is left."""
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: str, life: int) -> None:
+        """One that may not listen yet: `listens` says so. `life`: the end of a pipe that is at its end when neither the
+        server nor a standby of it is left."""
         self._process = process
         self._run_dir = run_dir
         self._owner = os.getpid()
         self._life = life
+
+    def listens(self, ready: Ready) -> None:
         self.address = f"unix:{ready.unix}"
         self.addresses = (parse_address(self.address),)
         self.tcp = ready.tcp
@@ -60,6 +63,15 @@ class LocalServer:
         self._process.wait()
         self.release()
         clear_run_dir(self._run_dir)  # where it was killed, its sockets are still there
+
+    def give_up(self, fresh: bool) -> None:
+        """It does not listen: end it at once. Its run directory goes too if it is `fresh`: else it may be another's."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            os.killpg(self._process.pid, signal.SIGKILL)  # also an orphan: it leads no session of its own
+        self._process.wait()
+        self.release()
+        if fresh:
+            clear_run_dir(self._run_dir)
 
     def release(self) -> None:
         """Let it live on without this process; only for an orphan."""
@@ -201,8 +213,29 @@ def start(config: ServerConfig, orphan: bool = False, lock: int = -1) -> LocalSe
             pass_fds=(theirs,) if lock < 0 else (theirs, lock),
             start_new_session=True,
         )
+    except BaseException:
+        os.close(life)
+        if fresh:
+            clear_run_dir(config.run_dir)
+        raise
     finally:
         os.close(theirs)
+    server = LocalServer(process, config.run_dir, life)
+    try:
+        answer = _told(process, config)
+        if not isinstance(answer, Ready):
+            raise _not_started(answer)
+        if orphan:
+            process.wait()  # the one in between
+        server.listens(answer)
+    except BaseException:  # an interrupt too: nobody else would know of it
+        server.give_up(fresh)
+        raise
+    return server
+
+
+def _told(process: subprocess.Popen[bytes], config: ServerConfig) -> Ready | NotStarted | None:
+    """What the process says once it was told its settings; None when it ends, or says nothing for too long."""
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdout:
@@ -210,19 +243,7 @@ def start(config: ServerConfig, orphan: bool = False, lock: int = -1) -> LocalSe
             process.stdin.write(msgspec.json.encode(config))
         timeout_s = START_TIMEOUT_S if config.journal_dir is None else RECOVERY_TIMEOUT_S
         line = _first_line(process.stdout.fileno(), timeout_s)
-    answer = msgspec.json.decode(line, type=Ready | NotStarted) if line else None
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        if isinstance(answer, Ready):
-            if orphan:
-                process.wait()  # the one in between
-            return LocalServer(process, answer, config.run_dir, life)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also an orphan: it leads no session of its own
-    process.wait()
-    os.close(life)
-    if fresh:  # else it may be another server's
-        clear_run_dir(config.run_dir)
-    raise _not_started(answer)
+    return msgspec.json.decode(line, type=Ready | NotStarted) if line else None
 
 
 def _not_started(answer: Ready | NotStarted | None) -> TransferQueueError:

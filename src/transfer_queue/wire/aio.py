@@ -149,7 +149,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
             raise kept(self.error)
         try:
             header = m.encode(request)
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, OverflowError) as error:
             raise unsendable(request, error) from None
         future: asyncio.Future[Found] = self.loop.create_future()
         deadline = self.loop.time() + timeout_s

@@ -81,7 +81,7 @@ class FrameSocket(Generic[M]):
             raise DeadlineExceeded(f"{self.peer} does not read") from None
         except OSError as error:
             raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, OverflowError) as error:
             raise unsendable(message, error) from None
 
     def _send_long(self, payload: memoryview | bytes) -> None:

@@ -164,7 +164,9 @@ def _nowhere(_message: object, nbytes: int) -> memoryview:
     raise ProtocolError(f"a payload of {nbytes} bytes after the end of the stream")
 
 
-def unsendable(message: object, error: UnicodeEncodeError) -> InvalidInput:
-    """What the caller is told whose name, key or tag UTF-8 does not have."""
+def unsendable(message: object, error: UnicodeEncodeError | OverflowError) -> InvalidInput:
+    """What the caller is told whose name, key or tag UTF-8 does not have, or whose number has more than 64 bits."""
+    if isinstance(error, OverflowError):
+        return InvalidInput(f"{type(message).__name__}: {error}")
     text = f"{error.object[:80]!r} has a lone surrogate, which no name, key or tag can hold"
     return InvalidInput(f"{type(message).__name__}: {text}")

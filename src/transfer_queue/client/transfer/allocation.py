@@ -62,7 +62,8 @@ class Allocation(Mapping[str, torch.Tensor]):
         self._plan = plan
         self._block = block
         self._memory = memory  # only where blocks cannot be mapped: sent by commit
-        self._published: list[bool] = []
+        self._published: list[bool] = []  # whether the service was asked to
+        self._refused: str | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         if memory is not None:
             self._fill(memory)
@@ -98,9 +99,14 @@ class Allocation(Mapping[str, torch.Tensor]):
     ) -> Operation[BatchMeta]:
         """Publish: one round trip whatever the size, atomic. Rows are new, or those of `keys`, or those of `metadata`.
 
-        Returns their metadata. `strict_schema`: see `kv_put`. Raises `InvalidInput` when called twice or when the rows
-        do not fit; the allocation stays usable after `InvalidInput`, and is given up after any other error.
+        Returns their metadata. `strict_schema`: see `kv_put`. Raises `InvalidInput` when the rows do not fit in number,
+        keys repeat, or there are not as many tags: the allocation stays usable. It is given up once the service was
+        asked, whatever comes of that: then its tensors can be read still, and a next commit raises `InvalidInput`.
         """
+        if self._refused is not None:
+            raise InvalidInput(
+                f"this allocation was given up, allocate another one: its commit failed ({self._refused})"
+            )
         if self._published:
             raise InvalidInput("this allocation was committed before")
         count = self._plan.rows
@@ -126,10 +132,8 @@ class Allocation(Mapping[str, torch.Tensor]):
         try:
             reply = noted(rows, (yield call)[0])
         except BaseException as error:
-            if isinstance(error, InvalidInput):
-                self._published.clear()  # it was refused
-            if self._block is None or not isinstance(error, InvalidInput):
-                yield Notify(m.Discard(block), self._books)  # ignored where it was published
+            self._refused = f"{type(error).__name__}: {error}"  # no error itself: it would keep frames
+            yield Notify(m.Discard(block), self._books)  # ignored where it was published
             raise
         return committed_meta(self.session.service_id, reply, partition_id, self._plan.schema(), wire_tags)
 

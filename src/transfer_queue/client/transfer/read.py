@@ -12,13 +12,13 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.client.dense import Pad, check_pad, has_nested, to_dense
-from transfer_queue.client.effects import Call, Notify, Offload, Operation
+from transfer_queue.client.effects import Attempt, Call, Notify, Offload, Operation
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.located import LocatedBlock, LocatedRows
 from transfer_queue.client.transfer.on_device import on_device
 from transfer_queue.client.transfer.parts import sliced_fields
-from transfer_queue.client.transfer.remote import received
+from transfer_queue.client.transfer.remote import lies_elsewhere, received
 from transfer_queue.codec.assemble import VALUES, Assembler, Decoding
 from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.rows import BlockBytes, Copier, row_numbers
@@ -121,7 +121,9 @@ def _located(
         if reply.note:
             warn_once(f"kv_batch_get of {request.partition!r}", reply.note)
         try:
-            elsewhere = yield from received(session, request, reply, slices)
+            elsewhere = {}
+            if lies_elsewhere(reply):
+                elsewhere = yield Attempt(received(session, request, reply, slices))
         except (RowCleared, NotReached):
             looks -= 1
             if not looks:

@@ -37,6 +37,11 @@ class ReceivedBlock(NamedTuple):
     is_sliced: bool = False  # of fields that parts were asked of, it has only those
 
 
+def lies_elsewhere(reply: m.Located) -> bool:
+    """Whether some of its pieces are to be `received`."""
+    return any(isinstance(piece.location, (m.Remote, m.InEngine)) for piece in reply.pieces)
+
+
 def received(
     session: Session, request: m.Get, reply: m.Located, slices: Mapping[str, Slice] = NO_SLICES
 ) -> Operation[dict[int, ReceivedBlock]]:

@@ -1,0 +1,83 @@
+"""What one process has of a stream, and how a loop over it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.dataloader.acks import Acks, Receipt
+from transfer_queue.dataloader.feed import Calling, Feed
+from transfer_queue.dataloader.lease_owner import LeaseOwner
+from transfer_queue.errors import InvalidInput, ServiceError
+
+
+class Work:
+    """The feed, the holder of the leases, acknowledgements on their way, and what is in the consumer's hands.
+
+    All of it belongs to the process that made it. In a forked child it is the parent's still: to end it there drops the
+    child's copies of descriptors, and tells the service nothing.
+    """
+
+    def __init__(self, client: TransferQueueClient) -> None:
+        self._pid = os.getpid()
+        self.client = client
+        self.holder: LeaseOwner | None = None
+        self.feed: Feed | Calling | None = None
+        self.running: weakref.ref[Generator[Any, None, None]] | None = None  # the iterator of `feed`
+        self.items: Iterator[tuple[Any, Receipt]] | None = None
+        self.in_hand: Receipt | None = None  # of the micro-batch the consumer works on, since `handed_at`
+        self.handed_at = 0.0
+        self._acks: Acks | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        return self._pid == os.getpid()
+
+    def check_mine(self) -> None:
+        """Raises `InvalidInput` in a forked child."""
+        check_process(self._pid)
+
+    def acks(self) -> Acks:
+        if self._acks is None:
+            self._acks = Acks(self.client.session)
+        return self._acks
+
+    def confirm_pending(self) -> None:
+        """Wait for the answer to the last acknowledgement. Raises `LeaseExpired` when its rows went to others."""
+        if self._acks is not None:
+            self._acks.confirm_pending()
+
+    def end_acks(self) -> None:
+        """Everything that was used is acknowledged. Raises `LeaseExpired` when it went to others."""
+        acks, self._acks = self._acks, None
+        if acks is not None:
+            try:
+                if self.is_mine:
+                    acks.confirm_pending()
+            finally:
+                acks.close()
+
+    def leave(self, feed: Feed | Calling) -> None:
+        """The loop over `feed` ends: its last rows are offered again.
+
+        Its thread renews nothing from the start on: all else waits for the service, where an interrupt may end it.
+        """
+        feed.stop()
+        try:
+            with contextlib.suppress(ServiceError):
+                self.end_acks()
+        finally:
+            if self.is_mine:
+                feed.close()
+            if self.feed is feed:
+                self.feed = None
+
+
+def check_process(pid: int) -> None:
+    """Raises `InvalidInput` in another process than that."""
+    if pid != os.getpid():
+        raise InvalidInput("this loop is the parent's, which works on its rows: a forked process begins one of its own")
