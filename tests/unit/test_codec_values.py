@@ -11,7 +11,6 @@ import fractions
 import math
 import os
 import pathlib
-import re
 import sys
 import threading
 import types
@@ -23,9 +22,7 @@ import numpy as np
 import pytest
 import torch
 from blocks import assert_rows, block_of, compact, get, put, put_row, rows_of, same, through
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf
+from omegaconf import DictConfig
 from PIL import Image
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
@@ -474,53 +471,6 @@ def test_paths_counters_and_defaultdicts_come_back_exactly(value: Any) -> None:
     got = through([value])[0]
     assert (type(got), got) == (type(value), value)
     assert getattr(got, "default_factory", 0) == getattr(value, "default_factory", 0)
-
-
-def test_a_config_comes_back_with_its_interpolations_and_flags() -> None:
-    config = OmegaConf.create({"a": 1, "b": "${a}", "c": [1, "${b}"], "d": "???"}, flags={"readonly": True})
-    got = through([config])[0]
-    assert type(got) is DictConfig
-    assert (got, got.b, OmegaConf.is_missing(got, "d"), OmegaConf.is_readonly(got)) == (config, 1, True, True)
-    assert through([config.c])[0] == [1, 1], "a part has no parent to look things up in"
-    assert type(through([OmegaConf.create([1, {"k": 2}])])[0]) is ListConfig
-
-
-@given(st.text("\\\\${}a: ", max_size=8))
-def test_texts_of_a_part_of_a_config_are_resolved_once(text: str) -> None:
-    config = OmegaConf.create({"part": {"b": "${text}", "l": ["${text}"]}, "text": None})
-    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    config.text = escaped
-    assume(config.text == text)
-    got = through([config.part])[0]
-    assert (got.b, got.l[0]) == (text, text)
-    assert through([config])[0].part.b == text
-
-
-@dataclasses.dataclass
-class Settings:
-    n: int = 3
-
-
-def parts_with_flags() -> DictConfig:
-    config = OmegaConf.create({"a": {"b": 1}})
-    OmegaConf.set_readonly(config.a, True)
-    return config
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (OmegaConf.structured(Settings), "Settings"),
-        (OmegaConf.create({"deep": [OmegaConf.structured(Settings)]}), "Settings"),
-        (DictConfig({}, key_type=int), "int"),
-        (OmegaConf.create({"n": IntegerNode(3)}), "IntegerNode"),
-        (parts_with_flags(), "readonly.*'a'"),
-    ],
-    ids=["structured", "deep", "keys", "node", "flags"],
-)
-def test_a_config_that_would_lose_types_or_flags_is_refused(config: Any, named: str) -> None:
-    with pytest.raises(UnsupportedValue, match=f"{named}.*(put|set) "):
-        put_row({"x": config})
 
 
 @pytest.mark.usefixtures("own_types")

@@ -170,6 +170,13 @@ class Bits(enum.IntFlag):
     B = 2
 
 
+class Shown(str, enum.Enum):
+    A = "a"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 class Made(enum.Enum):
     A = (1, 2)
 
@@ -179,7 +186,7 @@ class Made(enum.Enum):
 
 @pytest.mark.parametrize(
     "value",
-    [Generated(1), Slotted(2), Pair(1), Wider(1, 3), Words.A, Bits.A | Bits.B, Bits(8), Made.A],
+    [Generated(1), Slotted(2), Pair(1), Wider(1, 3), Words.A, Bits.A | Bits.B, Bits(8), Made.A, Shown.A],
     ids=lambda value: type(value).__name__,
 )
 def test_what_python_wrote_into_a_class_is_no_code_of_its_own(value: Any) -> None:

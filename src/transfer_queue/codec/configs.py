@@ -1,4 +1,9 @@
-"""Configs of OmegaConf as plain data: what they hold, with their interpolations, and the flags of the whole."""
+"""Configs of OmegaConf as plain data: what they hold, with their interpolations, and the flags of the whole.
+
+An interpolation that names another part of its config stays one. One that calls a resolver (`${eval:...}`) does not
+travel: whoever reads the config would run what the message says. The writer's result goes in its place, and a text of a
+message that would be such a call is a text.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from transfer_queue.codec.exact import listed, of_type
 from transfer_queue.errors import UnsupportedValue
 
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
+_CALL = re.compile(r"(?<!\\)(?:\\\\)*\$\{[^:]*:", re.DOTALL)
 
 
 def is_config(omegaconf: Any, value: Any) -> bool:
@@ -21,16 +27,50 @@ def is_config(omegaconf: Any, value: Any) -> bool:
 
 
 def taken_apart(omegaconf: Any, config: Any) -> list[Any]:
-    """[whether it is a list, its content, its flags]. Interpolations stay, but for those of a part: what they name may
-    lie outside of it. Raises `UnsupportedValue` for what a config made of these would not have."""
+    """[whether it is a list, its content, its flags]. Interpolations stay, but for calls, and for those of a part: what
+    they name may lie outside of it. Raises `UnsupportedValue` for what a config made of these would not have."""
     _check(omegaconf, config)
-    part = config._get_parent() is not None
+    part, contained = config._get_parent() is not None, omegaconf.OmegaConf.to_container
     try:
-        plain = omegaconf.OmegaConf.to_container(config, resolve=part)
+        plain = contained(config, resolve=part)
+        if part:
+            plain = _escaped(plain)
+        elif _calls(plain):
+            plain = _resolved(plain, contained(config, resolve=True))
     except omegaconf.errors.OmegaConfBaseException as error:
         raise UnsupportedValue(f"a config cannot be stored: {error}") from None
-    is_list = isinstance(config, omegaconf.ListConfig)
-    return [is_list, _escaped(plain) if part else plain, dict(config._metadata.flags or {})]
+    return [isinstance(config, omegaconf.ListConfig), plain, dict(config._metadata.flags or {})]
+
+
+def _is_call(text: str) -> bool:
+    """Whether it may call a resolver: none of the others has a colon behind its `${`."""
+    return _CALL.search(text) is not None
+
+
+def _calls(plain: Any) -> bool:
+    if type(plain) is dict:
+        return any(map(_calls, plain.values()))
+    return any(map(_calls, plain)) if type(plain) is list else type(plain) is str and _is_call(plain)
+
+
+def _resolved(plain: Any, resolved: Any) -> Any:
+    """A content with what its calls gave, and its other interpolations."""
+    if type(plain) is str and _is_call(plain):
+        return _escaped(resolved)
+    if type(plain) is dict:
+        return {key: _resolved(item, resolved[key]) for key, item in plain.items()}
+    if type(plain) is list:
+        return list(map(_resolved, plain, resolved))
+    return plain
+
+
+def _called_off(plain: Any) -> Any:
+    """A content of a message, in which nothing is a call."""
+    if type(plain) is dict:
+        return {key: _called_off(item) for key, item in plain.items()}
+    if type(plain) is list:
+        return list(map(_called_off, plain))
+    return _escaped(plain) if type(plain) is str and _is_call(plain) else plain
 
 
 def _check(omegaconf: Any, config: Any) -> None:
@@ -80,7 +120,7 @@ def put_together(content: Any) -> Any:
         raise TypeError("a flag of a config is true or false")
     _check_config(plain, flags is not None and flags.get("allow_objects") is True)
     try:
-        return kind(plain, flags=flags or None)
+        return kind(_called_off(plain), flags=flags or None)
     except omegaconf.errors.OmegaConfBaseException as error:
         raise ValueError(str(error)) from None
 

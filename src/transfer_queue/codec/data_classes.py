@@ -27,6 +27,7 @@ OF_THE_CLASS = frozenset(("__init__", "__post_init__", "__init_subclass__", "__c
 CONSTANTS = frozenset((type(None), bool, int, float, str, bytes, tuple, list, dict, frozenset))  # never called
 PLACES = (types.GetSetDescriptorType, types.MemberDescriptorType)  # `__dict__`, `__weakref__` and slots
 WRITTEN_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.BuiltinFunctionType)
+KEY_METHODS = frozenset(("__hash__", "__eq__"))
 # Sunder names by which an enum's own code makes members of a flag that were not there yet.
 MAKERS = ("_missing_", "_create_pseudo_member_", "_iter_member_", "_iter_member_by_value_", "_iter_member_by_def_")
 
@@ -39,8 +40,11 @@ def is_class(found: Any) -> bool:
 @lru_cache(maxsize=1024)
 def is_data(cls: type) -> bool:
     """Whether values of `cls`, for which `is_class` is true, run no code of it. Runs none of it either."""
+    if issubclass(cls, enum.Enum) and not issubclass(cls, enum.Flag):
+        # Its members were there before, and nothing of the message is in them. But they may be keys.
+        return all(_has_plain_methods(base, KEY_METHODS) for base in _written_bases(cls))
     return all(
-        _is_enum_of_data(base) if type(base) is enum.EnumMeta else _is_plain_base(base) for base in _written_bases(cls)
+        _is_flag_of_data(base) if type(base) is enum.EnumMeta else _is_plain_base(base) for base in _written_bases(cls)
     )
 
 
@@ -76,16 +80,21 @@ def _is_plain_base(cls: type) -> bool:
     return True
 
 
-def _is_enum_of_data(cls: type) -> bool:
+def _is_flag_of_data(cls: type) -> bool:
+    """Of a flag: its values are made when they are read."""
     own = vars(cls)
     if not all(_is_written_by(enum, own[name]) for name in MAKERS if name in own):
         return False
-    for name, value in _special(cls):
-        if name == "__new_member__" and not issubclass(cls, enum.Flag):
-            continue  # it ran when the members were made; flags are made when they are read, too
-        if not isinstance(value, (*PLACES, *WRITTEN_IN_C)) and not _is_written_by(enum, value):
-            return False
-    return True
+    return _has_plain_methods(cls)
+
+
+def _has_plain_methods(cls: type, names: frozenset[str] | None = None) -> bool:
+    """Whether Python itself wrote its special methods, or those of these names."""
+    return all(
+        isinstance(value, (*PLACES, *WRITTEN_IN_C)) or _is_written_by(enum, value)
+        for name, value in _special(cls)
+        if names is None or name in names
+    )
 
 
 def _is_written_by(module: types.ModuleType, value: Any) -> bool:
