@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from transfer_queue.client.effects import Attempt, Call, Effect, Notify, Offload, Operation, Together
+from transfer_queue.client.effects import Trying, Call, Effect, Notify, Offload, Operation, Together
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
@@ -105,7 +105,7 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
     if type(effect) is Together:
         given += effect.calls
         return session.call_together(effect.calls)
-    if type(effect) is Attempt:
+    if type(effect) is Trying:
         with given_back(session) as attempted:
             result = _carry_out(session, effect.operation, attempted, note)
             given += attempted
@@ -164,13 +164,13 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
     if type(effect) is Together:
         given += effect.calls
         return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
-    if type(effect) is Attempt:
+    if type(effect) is Trying:
         return await _attempt_async(session, effect, given, note)
     assert type(effect) is Notify
     return session.notify_on_loop(effect.message, effect.to)
 
 
-async def _attempt_async(session: Session, attempt: Attempt, given: Given, note: OperationNote | None) -> Any:
+async def _attempt_async(session: Session, attempt: Trying, given: Given, note: OperationNote | None) -> Any:
     attempted: Given = []
     try:
         result = await _carry_out_async(session, attempt.operation, attempted, note)

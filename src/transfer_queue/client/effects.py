@@ -59,7 +59,7 @@ class Together:
         self.calls = calls
 
 
-class Attempt:
+class Trying:
     """Carry out an operation whose asker goes on when it raises: what it was given is given back then, at once."""
 
     __slots__ = ("operation",)
@@ -88,5 +88,5 @@ class Offload:
         self.nbytes = nbytes
 
 
-Effect: TypeAlias = Call | Together | Notify | Offload | Attempt
+Effect: TypeAlias = Call | Together | Notify | Offload | Trying
 Operation: TypeAlias = Generator[Effect, Any, T]
