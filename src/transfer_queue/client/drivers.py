@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from transfer_queue.client.effects import Trying, Call, Effect, Notify, Offload, Operation, Together
+from transfer_queue.client.effects import Call, Effect, Notify, Offload, Operation, Together, Trying
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced

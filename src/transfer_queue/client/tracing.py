@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 
-from transfer_queue.client.effects import Trying, Call, Effect, Operation
+from transfer_queue.client.effects import Call, Effect, Operation, Trying
 from transfer_queue.client.recording import nbytes_of
 from transfer_queue.wire import messages as m
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from transfer_queue.client.describing import field_specs
-from transfer_queue.client.effects import Trying, Call, Operation
+from transfer_queue.client.effects import Call, Operation, Trying
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
 from transfer_queue.codec.columns import rows_of
