@@ -2,7 +2,7 @@
 
     client                      what users call
      └─ operations              every operation once, as a generator that yields effects
-         ├─ effects             what it may ask for: Attempt, Call, HoldSession, Notify, Offload, Together
+         ├─ effects             what it may ask for: Call, HoldSession, Notify, Offload, Together, Trying
          ├─ tracing             a line of the debug log for each
          ├─ recording           a span of a trace for each
          └─ drivers             run it: blocking, or on an asyncio event loop

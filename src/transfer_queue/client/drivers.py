@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from transfer_queue.client.effects import Attempt, Call, Effect, HoldSession, Notify, Offload, Operation, Together
+from transfer_queue.client.effects import Call, Effect, HoldSession, Notify, Offload, Operation, Together, Trying
 from transfer_queue.client.holding import Given
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
@@ -115,13 +115,13 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
         return session.call_together(effect.calls)
     if type(effect) is HoldSession:
         return session.hold()
-    if type(effect) is Attempt:
+    if type(effect) is Trying:
         return _attempt(session, effect, given, note)
     assert type(effect) is Notify
     return session.notify(effect.message, effect.to)
 
 
-def _attempt(session: Session, attempt: Attempt, given: Given, note: OperationNote | None) -> Any:
+def _attempt(session: Session, attempt: Trying, given: Given, note: OperationNote | None) -> Any:
     attempted = Given()
     try:
         result = _carry_out(session, attempt.operation, attempted, note)
@@ -188,13 +188,13 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
         return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
     if type(effect) is HoldSession:
         return await session.hold_async()
-    if type(effect) is Attempt:
+    if type(effect) is Trying:
         return await _attempt_async(session, effect, given, note)
     assert type(effect) is Notify
     return session.notify_on_loop(effect.message, effect.to)
 
 
-async def _attempt_async(session: Session, attempt: Attempt, given: Given, note: OperationNote | None) -> Any:
+async def _attempt_async(session: Session, attempt: Trying, given: Given, note: OperationNote | None) -> Any:
     attempted = Given()
     try:
         result = await _carry_out_async(session, attempt.operation, attempted, note)

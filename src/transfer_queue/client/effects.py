@@ -59,7 +59,7 @@ class Together:
         self.calls = calls
 
 
-class Attempt:
+class Trying:
     """Carry out an operation whose asker goes on when it raises: what it was given is given back then, at once."""
 
     __slots__ = ("operation",)
@@ -95,5 +95,5 @@ class Offload:
         self.nbytes = nbytes
 
 
-Effect: TypeAlias = Attempt | Call | HoldSession | Notify | Offload | Together
+Effect: TypeAlias = Call | HoldSession | Notify | Offload | Together | Trying
 Operation: TypeAlias = Generator[Effect, Any, T]

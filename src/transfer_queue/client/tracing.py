@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 
-from transfer_queue.client.effects import Attempt, Call, Effect, Operation
+from transfer_queue.client.effects import Call, Effect, Operation, Trying
 from transfer_queue.client.recording import nbytes_of
 from transfer_queue.wire import messages as m
 
@@ -44,7 +44,7 @@ def _watched(operation: Operation[T], seen: Seen) -> Operation[T]:
         effect: Effect = next(operation)
         while True:
             try:
-                answer = yield Attempt(_watched(effect.operation, seen)) if type(effect) is Attempt else effect
+                answer = yield Trying(_watched(effect.operation, seen)) if type(effect) is Trying else effect
             except GeneratorExit:
                 operation.close()
                 raise

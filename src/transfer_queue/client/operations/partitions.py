@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from transfer_queue.client.describing import field_specs
-from transfer_queue.client.effects import Attempt, Call, Operation
+from transfer_queue.client.effects import Call, Operation, Trying
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
 from transfer_queue.codec.columns import rows_of
@@ -117,7 +117,7 @@ def _spread(indexes: Any, status: Any) -> torch.Tensor:
 def _shapes(session: Session, partition: str, name: str, indexes: Any) -> Operation[dict[int, tuple[int, ...]]]:
     try:
         request = m.Get(session.next_rid(), partition, None, indexes.tobytes(), [name], True)
-        column = (yield Attempt(read(session, [request])))[name]
+        column = (yield Trying(read(session, [request])))[name]
     except (StorageKeyNotFoundError, NotReady, DataLost):
         return {}  # cleared since, or lost with their host
     return {index: tuple(row.shape) for index, row in zip(indexes.tolist(), rows_of(column), strict=True)}

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.client.dense import Pad, check_pad, has_nested, to_dense
-from transfer_queue.client.effects import Attempt, Call, Notify, Offload, Operation
+from transfer_queue.client.effects import Call, Notify, Offload, Operation, Trying
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.located import LocatedBlock, LocatedRows
@@ -123,7 +123,7 @@ def _located(
         try:
             elsewhere = {}
             if lies_elsewhere(reply):
-                elsewhere = yield Attempt(received(session, request, reply, slices))
+                elsewhere = yield Trying(received(session, request, reply, slices))
         except (RowCleared, NotReached):
             looks -= 1
             if not looks:
