@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 from tables import Box, indexes, packed, reloaded
 
@@ -20,7 +17,6 @@ from transfer_queue.errors import (
     InvalidInput,
     LeaseExpired,
     StaleAttempt,
-    TransferQueueError,
     error_from_code,
 )
 from transfer_queue.groups import GroupPolicy
@@ -184,29 +180,6 @@ def test_an_answer_that_reached_nobody_gives_everything_back() -> None:
     assert (report["tickets_out"], report["lent"], report["sealed"]) == (0, 0, 1)
 
 
-def test_a_claim_whose_answer_reached_nobody_is_no_failed_attempt() -> None:
-    box = GroupBox(GroupPolicy(retry="group", max_attempts=2), ledger := Ledger())
-    box.open("x", 2)
-    box.claim(1)
-    rows = box.finish("x", 0)
-    for number in range(3):
-        box.handle(m.ClaimSlots(number, "p", 1, None, 0.0), None, b"worker")
-        if number < 2:
-            box.controller.take_back(b"worker", number)
-    box.end_session(b"worker")
-    assert box.rows() == rows, "its sibling need not be made again"
-    assert box.report()["sources"][""]["failed_attempts"] == {}
-    assert box.claim() == [("x", 1, 3)], "a late result of the claims before does not count for this one"
-    with pytest.raises(StaleAttempt):
-        box.finish("x", 1, 2)
-    state, blocks = exported(Controller(SequentialSampler(), None, 0, ledger=Ledger()).state)
-    heir = Recovery(GroupBox(None, Ledger()).controller, state, blocks, 0)
-    for fact in ledger.take():
-        heir.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(fact), type=type(fact)))
-    heir.finish()
-    assert settled(heir._controller) == settled(box.controller)
-
-
 def test_a_consumer_that_dies_gives_its_groups_back() -> None:
     box = GroupBox()
     box.made("x"), box.made("y")
@@ -335,126 +308,6 @@ def test_refills_wait_for_an_eviction_and_come_back_from_who_dies() -> None:
     box.end_session(b"one")
     assert box.told()["two"].count == 1
     assert box.report()["owed"] == 1
-
-
-def test_who_waits_hears_that_no_more_will_come() -> None:
-    box = GroupBox()
-    box.made("x")
-    box.open("y")
-    assert box.ask(m.AwaitGroups, 4, 60.0, asker="watcher") is None
-    assert box.select(4, 4, 60.0, asker="trainer") is None
-    box.ask(m.EndPool)
-    assert box.told() == {}, "y may still come"
-    box.claim()
-    assert box.claim(1, timeout_s=60.0, asker="worker") is None
-    box.finish("y")
-    told = box.told()
-    assert names(told["trainer"]) == ["x", "y"]
-    assert told["trainer"].ended
-    assert told["watcher"].count == 2
-    assert told["worker"].ended
-    with pytest.raises(InvalidInput, match="no more would be opened"):
-        box.open("z")
-
-
-def shrinking(lead: int, size: int) -> GroupBox:
-    """Every version that may be started has all its groups, g0, g1, ..., which are finished."""
-    box = GroupBox(GroupPolicy.in_order(lead, size, shrink=True, floor=0.25))
-    for one in box.ask(m.TakeTickets, size * (lead + 1), 0.0).tickets:
-        box.made(f"g{one.number}", ticket=one.number)
-    return box
-
-
-def test_a_version_that_is_smaller_is_taken_in_parts_to_its_last_group() -> None:
-    box = shrinking(1, 4)
-    box.ask(m.FilterGroups, ["g1"])
-    first, last = box.select(2, 2), box.select(2, 2)
-    assert names(first) + names(last) == ["g0", "g2", "g3"]
-    assert box.select(2, 2, 60.0, asker="ahead") is None, "this version has no more"
-    box.ask(m.ReleaseGroups, first.lease, None)
-    assert names(box.told()["ahead"]) == ["g0", "g2"]
-    assert box.select(2, 2, 60.0, asker="ahead") is None
-    box.ask(m.AdvancePool, 1)
-    assert names(box.told()["ahead"]) == ["g4", "g5"]
-
-
-def test_a_version_is_smaller_without_a_group_that_took_the_place_of_another() -> None:
-    box = shrinking(1, 4)
-    box.ask(m.FilterGroups, ["g0"])
-    box.ask(m.RetargetGroup, "g7", 0)
-    box.ask(m.FilterGroups, ["g7"])
-    assert names(box.select(4, 4)) == ["g1", "g2", "g3"]
-
-
-def test_a_batch_without_groups_says_that_it_is_the_last() -> None:
-    box = GroupBox(GroupPolicy(order="weighted"))
-    box.made("x"), box.made("never drawn", priority=0.0)
-    box.ask(m.EndPool)
-    first = box.select()
-    assert (names(first), first.ended) == (["x"], True)
-    box.ask(m.AckGroups, first.lease, None, False)
-    assert box.select().ended
-
-
-def test_after_the_end_who_selects_waits_for_the_version_that_groups_are_for() -> None:
-    box = GroupBox(GroupPolicy.in_order(1, 1))
-    for one in box.ask(m.TakeTickets, 2, 0.0).tickets:
-        box.made(f"g{one.number}", ticket=one.number)
-    box.ask(m.EndPool)
-    first = box.select()
-    assert (names(first), first.ended) == (["g0"], False)
-    box.ask(m.AckGroups, first.lease, None, False)
-    assert box.select(wait_s=60.0, asker="trainer") is None
-    box.ask(m.AdvancePool, 1)
-    told = box.told()["trainer"]
-    assert (names(told), told.ended) == (["g1"], True)
-
-
-def test_after_the_end_the_last_groups_need_not_be_so_many() -> None:
-    box = GroupBox(GroupPolicy(min_size_to_sample=4))
-    box.made("x")
-    assert box.select(wait_s=60.0, asker="trainer") is None
-    box.ask(m.EndPool)
-    told = box.told()["trainer"]
-    assert (names(told), told.ended) == (["x"], True)
-
-
-def test_a_ticket_that_nobody_used_does_not_hold_up_the_end() -> None:
-    box = GroupBox(GroupPolicy.ready_first(0, 2))
-    tickets = [one.number for one in box.ask(m.TakeTickets, 2, 0.0).tickets]
-    box.made("x", ticket=tickets[0])
-    assert box.claim(1, timeout_s=60.0, asker="worker") is None
-    assert box.select(2, 2, 60.0, asker="trainer") is None
-    box.ask(m.EndPool)
-    told = box.told()
-    assert (names(told["trainer"]), told["trainer"].ended, told["worker"].ended) == (["x"], True, True)
-    box.ask(m.ReturnTickets, [tickets[1]])
-    box.ask(m.AckGroups, told["trainer"].lease, None, False)
-    assert box.select().ended
-
-
-def test_who_waits_to_open_groups_hears_that_no_more_are_opened() -> None:
-    box = GroupBox(GroupPolicy.ready_first(0, 1))
-    box.ask(m.TakeTickets, 1, 0.0)
-    assert box.ask(m.TakeTickets, 1, 60.0, asker="producer") is None
-    assert box.ask(m.TakeRefills, 1, 60.0, asker="refiller") is None
-    box.ask(m.EndPool)
-    told = box.told()
-    assert told["producer"].code == told["refiller"].code == InvalidInput.code
-    for kind in (m.TakeTickets, m.TakeRefills):
-        with pytest.raises(InvalidInput, match="no more groups would be opened"):
-            box.ask(kind, 1, 60.0)
-
-
-def test_who_selects_hears_that_a_group_was_given_up_for_good() -> None:
-    box = GroupBox(GroupPolicy(max_attempts=1))
-    box.open("x")
-    box.claim()
-    box.ask(m.EndPool)
-    assert box.select(1, 1, 60.0, asker="trainer") is None
-    box.ask(m.FailSlots, [m.Attempt("x", 0, 0)], "data")
-    reply = box.told()["trainer"]
-    assert (reply.groups, reply.ended) == ([], True)
 
 
 def test_a_group_whose_rows_were_cleared_is_gone_as_a_whole() -> None:
@@ -679,149 +532,3 @@ def test_a_loaded_pool_goes_on_with_what_nobody_had() -> None:
 
 
 # ---- random histories ----
-
-POLICIES = [
-    GroupPolicy(), GroupPolicy.windowed(1), GroupPolicy.weight_fifo(1, 3), GroupPolicy.drop(2), GroupPolicy.dropless(3),
-    GroupPolicy.in_order(1, 2, shrink=True, floor=0.0),
-    GroupPolicy(serve="window", window=1, stale="withhold", retry="group"),
-    GroupPolicy.prioritized(3, samples_per_insert=2.0), GroupPolicy.prioritized(2, max_times_sampled=3),
-    GroupPolicy(order="priority", max_times_sampled=2, serve="window", window=2, stale="evict"),
-]  # fmt: skip
-
-
-class History:
-    """Random requests of three sessions, all of which may be refused."""
-
-    def __init__(self, seed: int, ledger: Ledger) -> None:
-        self.random = random.Random(seed)
-        self.box = GroupBox(self.random.choice(POLICIES), ledger)
-        self.attempts: list[tuple[str, int, int]] = []
-        self.tickets: list[int] = []
-        self.leases: list[int] = []
-        self.number = 0
-
-    def step(self) -> None:
-        choose, box = self.random, self.box
-        session = choose.choice([b"a", b"b", b"c"])
-        waits = choose.choice([0.0, 0.0, 50.0])
-        asker = object()
-        match choose.randrange(16):
-            case 0 | 1:
-                found = box.ask(m.TakeTickets, choose.randint(1, 2), waits, session=session, asker=asker)
-                self.tickets += [one.number for one in found.tickets] if found else []
-            case 2 | 3 | 4:
-                self.number += 1
-                size = choose.randint(1, 3)
-                number = self.tickets.pop() if self.tickets and choose.random() < 0.8 else None
-                box.open(
-                    f"g{self.number}", size, min_size=choose.randint(1, size), source=choose.choice("mc"),
-                    ticket=number, refills=choose.random() < 0.3, priority=choose.choice([0.0, 1.0, 1.0, 7.5]),
-                )  # fmt: skip
-            case 5 | 6 | 7:
-                self.attempts += box.claim(choose.randint(1, 4), session=session, timeout_s=waits, asker=asker) or []
-            case 9 | 10 if self.attempts:
-                self._finish_some()
-            case 8 if self.attempts:
-                one = self.attempts.pop(choose.randrange(len(self.attempts)))
-                rows = indexes(box.put(choose.randint(0, 2))) if choose.random() < 0.9 else [10**6]
-                box.finish(*one, rows, oldest=choose.randint(0, 4), newest=9)
-            case 11 if self.attempts:
-                one = self.attempts.pop()
-                box.ask(m.FailSlots, [m.Attempt(*one)], choose.choice(["infra", "data"]))
-            case 12:
-                found = box.select(choose.randint(1, 3), 3, waits, session=session, asker=asker)
-                self.leases += [found.lease] if found and found.groups else []
-            case 13 if self.leases:
-                lease = self.leases.pop()
-                if choose.random() < 0.7:
-                    box.ask(m.AckGroups, lease, None, choose.random() < 0.5)
-                else:
-                    box.ask(m.ReleaseGroups, lease, None)
-            case 14:
-                self._rare(session)
-            case _:
-                box.expire(box.now + choose.choice([0.0, 1.0, 20.0]))
-        self._hear()
-
-    def _finish_some(self) -> None:
-        """Several results, some of which are too late, with new rows or with rows that are there, or are not."""
-        choose, box = self.random, self.box
-        choose.shuffle(self.attempts)
-        found = [(*self.attempts.pop(), choose.randint(0, 2)) for _ in range(min(len(self.attempts), 3))]
-        if choose.random() < 0.5 and sum(one[-1] for one in found):
-            box.put_results(*found)
-            return
-        count = sum(one[-1] for one in found)
-        rows = indexes(box.put(count)) if choose.random() < 0.8 else choose.sample(range(60), count)
-        finished = [m.FinishedSlot(*one, 1.0, choose.randint(0, 4), 9, 5, {}, count) for *one, count in found]
-        box.ask(m.FinishSlots, finished, packed(rows))
-
-    def _rare(self, session: bytes) -> None:
-        choose, box = self.random, self.box
-        match choose.randrange(9):
-            case 8:
-                box.ask(m.EndPool)
-            case 6 | 7:
-                box.ask(m.RemovePool, choose.random() < 0.5)
-                box.ask(m.OpenPool, choose.choice(POLICIES), choose.choice([None, 3]))
-            case 5:
-                box.ask(
-                    m.PrioritizeGroups, [f"g{choose.randint(1, self.number + 1)}"], [choose.choice([0.0, 0.5, 9.0])]
-                )
-            case 0:
-                box.end_session(session)
-            case 1:
-                box.announce(self.number)
-            case 2:
-                box.ask(m.FilterGroups, [f"g{choose.randint(1, self.number + 1)}"])
-            case 3:
-                rows = box.rows()
-                box.clear(choose.sample(rows, min(len(rows), 2)) if rows else None)
-            case 4:
-                box.ask(m.RetargetGroup, f"g{choose.randint(1, self.number + 1)}", choose.randint(0, 9))
-
-    def _hear(self) -> None:
-        for reply in self.box.told().values():
-            if isinstance(reply, m.SlotsClaimed):
-                self.attempts += [(one.group, one.slot, one.attempt) for one in reply.slots]
-            if isinstance(reply, m.Tickets):
-                self.tickets += [one.number for one in reply.tickets]
-            if isinstance(reply, m.GroupsLent) and reply.groups:
-                self.leases.append(reply.lease)
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            try:
-                self.step()
-            except TransferQueueError:
-                self.box.told()
-
-
-def settled(controller: Controller) -> Any:
-    """What is saved, once nobody is left who had something."""
-    controller.forget({waiter.ticket for waiter in controller.state.groups.parked})
-    controller.state.groups.forget_holders()
-    saved = msgspec.msgpack.decode(exported(controller.state)[0])
-    for pool in saved["pools"].values():
-        pool["returned"].sort()
-    return (
-        saved["pools"],
-        saved["used_numbers"],
-        [(table["name"], np.frombuffer(table["index"], np.int64).tolist()) for table in saved["tables"]],
-    )
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_histories_keep_their_invariants_and_outlive_their_controller(seed: int) -> None:
-    ledger = Ledger()
-    blank = Controller(SequentialSampler(), None, 0, ledger=Ledger())
-    state, blocks = exported(blank.state)
-    history = History(seed, ledger)
-    history.run(300)
-    heir = Controller(SequentialSampler(), None, 0, ledger=Ledger())
-    recovery = Recovery(heir, state, blocks, 0)
-    for fact in ledger.take():
-        recovery.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(fact), type=type(fact)))
-    recovery.finish()
-    heir.check_invariants()
-    assert settled(heir) == settled(history.box.controller)

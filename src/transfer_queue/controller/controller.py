@@ -129,10 +129,9 @@ class Controller:
         return reply
 
     def _handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
-        self.state.asked_at = now
-        self._leases.now = self._leases.now if type(message) in m.READS else now
-        self.lineage.check(message)
         kind = type(message)
+        self.state.asked_at, self._leases.now = now, self._leases.now if kind in m.READS else now
+        self.lineage.check(message)
         if kind in self._rules:
             return self._by_rule(self._rules[kind], message, ticket, session, now)
         if kind in self._parts:
@@ -327,7 +326,8 @@ class Controller:
             if self.state.units_away:
                 table.withhold(slots)
             self._fetching.written(table, slots, [field.name for field in fields])
-            self.groups.readable(table.name)
+            if table.name in self.groups.fields_awaited:
+                self.groups.readable(table.name)
         rows = rows_bytes(table.index[slots])
         if results is not None:
             self.groups.finish(message.partition, results, table.index[slots])

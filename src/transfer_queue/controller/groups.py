@@ -264,8 +264,6 @@ class GroupPools:
 
     def readable(self, partition: str) -> None:
         """Fields were written in a partition, or can be read again: groups may have all that somebody waits for."""
-        if partition not in self.fields_awaited:
-            return
         waiting = (one.message for one in self.parked)
         if not any(one.partition == partition and getattr(one, "fields", None) for one in waiting):
             self.fields_awaited.discard(partition)
