@@ -123,3 +123,17 @@ def test_memory_that_was_allocated_is_given_to_whoever_asks_again(service: Servi
     assert isinstance(answer[0], m.Allocated)
     service.notify(m.Discard(answer[0].block), session)
     assert service.unit.used_nbytes == 0
+
+
+def test_a_lease_of_rows_that_a_dead_client_had_begins_when_it_died(service: Service) -> None:
+    """Also where nothing else happened since those rows were put."""
+    one, other = service.sessions.attach(b"one", local=True), service.sessions.attach(b"other", local=True)
+    send(service, one, commit(1, 4), b"abcd")
+    lent = send(service, one, m.Fetch(2, "p", ["x"], 4, "t", {}, 0.0, False, 1000.0))
+    assert isinstance(lent, m.RowSet)
+    assert lent.lease
+    waiting = m.Fetch(3, "p", ["x"], 4, "t", {}, 500.0, False, 10.0)
+    assert service.handle(waiting, memoryview(b""), other, ("link", 3), 0.0) is None
+    service.detach(one, set(), 300.0)
+    (lease,) = service.controller.state.fetching.leases.listed(None)
+    assert lease.left_s == 310.0, "it is said when it ends"

@@ -233,6 +233,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _told(self, message: m.Message, session: ServerSession) -> None:
         if isinstance(message, m.Cancel):
             session.call_off(message.rid, self._number)
+            self._server.service.controller.expire(time.monotonic())  # as before the end of a session
         self._server.service.notify(message, session)
 
     def _destination(self, message: m.Message, nbytes: int) -> memoryview:

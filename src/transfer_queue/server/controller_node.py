@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,7 @@ class ControllerNode:
                 case m.Join(service=service) if service and not self._may_have(message):
                     raise InvalidInput("the journal of this unit has rows of another service")
                 case m.Join(address=address):
+                    self.controller.expire(time.monotonic())  # rows are ready again: leases of who gets them begin now
                     joined = self.members.join(message, _bracketed(host) * address.startswith(":") + address, line)
                     self.service.apply_outcomes()
                     return joined

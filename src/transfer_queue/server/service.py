@@ -140,15 +140,14 @@ class Service:
         """A connection is gone; with the last one goes all that its session held here."""
         self._forget(tickets.intersection(session.parked.values()))  # not what was asked again over another one
         if self.sessions.detach(session, now):
+            self.controller.expire(now)  # leases of whoever gets what the session had begin now, not at the last event
             self._end(session)
         self.apply_outcomes()
 
     def lose_connections(self, were_passed_on: bool = False) -> None:
-        """All connections are gone at once, with the process that served them, in the middle of whatever they did.
-
-        Parked requests will be asked again. `were_passed_on`: to a controller that lives on, and may carry commits out.
-        Who is to come back is for the caller to decide.
-        """
+        """All connections are gone at once, with the process that served them, in the middle of whatever they did: what
+        was parked will be asked again. Who is to come back is for the caller to decide. `were_passed_on`: requests, to
+        a controller that lives on, and may carry commits out."""
         self.unit.forget_waiting()
         self._reading.clear()
         self._data_fetches.forget_all()

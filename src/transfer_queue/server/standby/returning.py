@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 
 from transfer_queue.server.service import Service
@@ -52,6 +53,7 @@ class ReturningSessions:
     def _process_ended(self, watch: int) -> None:
         sessions = self._watches.pop(watch)
         self._let_go(watch)
+        self._service.expire(time.monotonic())
         for session in sessions:
             known = self._service.sessions.by_ident.get(session.ident)
             if known is session and not session.connections:
