@@ -24,7 +24,14 @@ from transfer_queue.client.operations import kv, partitions, staleness, update
 from transfer_queue.client.recording import OperationNote
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
-from transfer_queue.errors import AccessDenied, DeadlineExceeded, NotInitialized, ServiceRestarted, ServiceUnavailable
+from transfer_queue.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    NotInitialized,
+    ServiceError,
+    ServiceRestarted,
+    ServiceUnavailable,
+)
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.launch import choose, controller_actor, service_info
 from transfer_queue.launch.launcher import Launcher, RunningService
@@ -137,7 +144,9 @@ def _leads_to(session: Session, address: Address) -> bool:
         Connection(address, secrets.token_bytes(16), CHECK_S, life=Life(session.service_id)).close()
     except ServiceRestarted:
         return False
-    except (ServiceUnavailable, DeadlineExceeded, AccessDenied):
+    except DeadlineExceeded:  # it may be a frozen one, which says nothing about whose it is
+        return True
+    except ServiceError:
         return address.is_local
     return True
 

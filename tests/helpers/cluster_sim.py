@@ -126,8 +126,13 @@ class Handshake:
         node = None if found is None else self.world.nodes[f"{address.host}:{address.port}"]
         if node is None or not node.process.is_alive:
             raise ServiceUnavailable(f"no server at {address}") from ConnectionRefusedError()
+        self._process = node.process
         self.welcome = node.server.welcome(False)
         handshake.check_life(life, handshake.Life(self.welcome.service, self.welcome.unit))
+
+    @property
+    def is_lost(self) -> bool:
+        return not self._process.is_alive
 
     def spin(self, _: float) -> None:
         pass

@@ -275,3 +275,44 @@ def test_a_forked_child_closes_no_file_of_its_own_with_an_inherited_event_loop(c
     assert os.waitpid(pid, 0)[1] == 0
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
+
+
+def test_a_child_that_is_forked_after_an_event_loop_has_ended_lets_go_of_what_it_reads(
+    client: TransferQueueClient,
+) -> None:
+    meta = client.put({"x": torch.arange(4 * NBYTES, dtype=torch.uint8).reshape(4, NBYTES)}, partition_id="p")
+    view = client.get_data(meta)["x"]  # so that this process has a thread that releases pins
+    asyncio.run(client.async_get_partition_list())
+    ready, go_on = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            mine = client.get_data(meta)["x"]
+            os.write(ready[1], b"x")
+            os.read(go_on[0], 1)
+            del mine
+            gc.collect()
+            until(lambda: client.session.views.num_open == 0, "the end of the view", 10)
+            status = 0
+        finally:
+            os._exit(status)
+    os.read(ready[0], 1)
+    os.write(go_on[1], b"x")
+    assert os.waitpid(pid, 0)[1] == 0
+    for end in (*ready, *go_on):
+        os.close(end)
+    del view
+
+
+def test_close_does_not_wait_for_a_call_on_an_event_loop_that_nobody_runs(client: TransferQueueClient) -> None:
+    other = TransferQueueClient.of(Session(client.address))
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(other.async_get_meta(["x"], 1, "p", task_name="t", timeout_s=60, lease_s=60))
+    loop.run_until_complete(asyncio.sleep(0.2))
+    other.close()
+    until(lambda: len(client.overview().sessions) == 1, "the end of the session", 10)
+    task.cancel()
+    loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()

@@ -24,6 +24,7 @@ import transfer_queue as tq
 from transfer_queue.controller.sampler_calls import SamplerCalls
 from transfer_queue.errors import ConfigError, InvalidInput, SamplerFailed, UnsupportedValue
 from transfer_queue.sampler import BaseSampler, SequentialSampler, from_spec, resolve
+from transfer_queue.wire import messages as m
 
 Sampled = tuple[list[int], list[int]]
 
@@ -387,8 +388,50 @@ def test_after_a_takeover_rows_that_were_drawn_stay_drawn(service: Callable[...,
     assert sorted(taken) == rows
 
 
+class Odd(SequentialSampler):
+    """Takes any key, and may need half a row."""
+
+    def needs(self, batch_size: int) -> Any:
+        return 1.5
+
+    def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
+        return super().sample(ready_indexes, batch_size)
+
+
+def test_a_sampler_that_needs_half_a_row_has_failed_for_its_asker_alone() -> None:
+    box = Box(Odd())
+    box.fetch(1, wait_s=9, ticket="waiting")
+    box.put(2)
+    assert isinstance(dict(box.answers())["waiting"], SamplerFailed)
+    with pytest.raises(SamplerFailed, match=r"Odd answered 1\.5"):
+        box.fetch(1)
+
+
+@pytest.mark.parametrize("key", ["question", "news", "answer", "read"])
+def test_a_key_of_a_users_sampler_may_have_any_name(key: str) -> None:
+    box = Box(Failing())
+    box.put(2)
+    assert box.fetch(1, **{key: 1}) == [0]
+
+
+def test_a_key_that_python_calls_the_sampler_by_is_an_error_of_its_asker() -> None:
+    box = Box(Failing())
+    box.put(2)
+    with pytest.raises(SamplerFailed):
+        box.handle(m.Fetch(1, "p", ["a"], 1, "t", {"self": 1}, 0.0, False))
+
+
+def test_what_a_foreign_sampler_answers_is_not_kept_without_a_standby() -> None:
+    box = Box(Drawing())
+    box.put(10)
+    box.fetch(3)
+    assert box.controller.state.fetching.calls._heard == []
+
+
 def test_a_standby_takes_what_a_foreign_sampler_answered_and_remembers() -> None:
     first, heir = SamplerCalls(Drawing()), SamplerCalls(Drawing())
+    assert first.keep()
+    assert heir.keep()
     heir.begin_again()
     drawn = first.ask(first.sampler.sample, list(range(1000)), 3)
     with pytest.raises(SamplerFailed):
@@ -408,6 +451,7 @@ def test_a_standby_takes_what_a_foreign_sampler_answered_and_remembers() -> None
 
 def test_what_happens_once_more_has_to_be_what_happened() -> None:
     calls = SamplerCalls(Drawing())
+    assert calls.keep()
     calls.ask(calls.sampler.least_ready, 3)
     heard = calls.heard()
     assert heard is not None

@@ -93,7 +93,37 @@ def test_what_a_resolver_gave_its_writer_travels(called: list[str]) -> None:
     assert called == []
 
 
-@pytest.mark.parametrize("text", ["${run:x}", "a ${run:x} b", "${oc.env:HOME}", "${a}${run:${a}}", "${${a}:x}"])
+def test_only_calls_are_resolved_for_whoever_reads() -> None:
+    """An interpolation whose text has a colon elsewhere stays one, and so does one that leads nowhere yet."""
+    config = OmegaConf.create({"host": "h", "port": 1, "url": "http://${host}:${port}", "later": "${missing}"})
+    got = through([config])[0]
+    got.host = "other"
+    assert got.url == "http://other:1"
+    assert OmegaConf.to_container(got, resolve=False) == {**OmegaConf.to_container(config), "host": "other"}
+
+
+def test_a_variable_of_the_environment_is_looked_up_by_whoever_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN_OF_MINE", "secret")
+    got = through([OmegaConf.create({"a": "${oc.env:TOKEN_OF_MINE}", "b": "${oc.env:NOT_THERE,none}"})])[0]
+    monkeypatch.setenv("TOKEN_OF_MINE", "another")
+    assert (got.a, got.b) == ("another", "none")
+
+
+def test_a_config_whose_call_fails_is_refused(called: list[str]) -> None:
+    with pytest.raises(UnsupportedValue, match="cannot be stored"):
+        put_row({"x": OmegaConf.create({"a": "${run:${missing}}"})})
+    assert called == []
+
+
+def test_a_long_text_is_looked_at_once() -> None:
+    text = "${" * 50_000 + " :"
+    message = msgspec.msgpack.Ext(values.CONFIG, msgspec.msgpack.encode([False, {"a": text}, None]))
+    assert Lifting().unpack(msgspec.msgpack.encode(message)).a == text
+
+
+@pytest.mark.parametrize(
+    "text", ["${run:x}", "a ${run:x} b", "${oc.env:${run:x}}", "${oc.decode:x}", "${a}${run:${a}}", "${${a}:x}"]
+)
 def test_a_text_of_a_message_calls_no_resolver(text: str, called: list[str]) -> None:
     for is_list, content in ((False, {"a": "run", "b": text, "c": [{"d": text}]}), (True, ["run", text])):
         message = msgspec.msgpack.Ext(values.CONFIG, msgspec.msgpack.encode([is_list, content, None]))

@@ -165,13 +165,15 @@ def _filled(name: str, shape: tuple[int, ...], like: torch.Tensor, padding: Padd
     fill = torch.tensor(padding.value, device="cpu")
     inexact = like.dtype.is_floating_point or like.dtype.is_complex
     try:
-        if inexact or (math.isfinite(padding.value) and fill.to(like.dtype).item() == padding.value):
-            return torch.full(shape, padding.value, dtype=like.dtype, device=like.device)
+        holds = inexact or (math.isfinite(padding.value) and fill.to(like.dtype).item() == padding.value)
+        torch.full((), padding.value, dtype=like.dtype, device="cpu")
     except NotImplementedError:
         raise InvalidInput(f"field {name!r} is {like.dtype}, which torch cannot fill: leave pad= out of it") from None
     except RuntimeError:  # a float beyond those of the dtype
-        pass
-    raise InvalidInput(f"field {name!r} is {like.dtype}, which has no {padding.value!r} to pad with")
+        holds = False
+    if not holds:
+        raise InvalidInput(f"field {name!r} is {like.dtype}, which has no {padding.value!r} to pad with")
+    return torch.full(shape, padding.value, dtype=like.dtype, device=like.device)
 
 
 # Those of which torch assigns no chosen places.

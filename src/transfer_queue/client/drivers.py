@@ -136,7 +136,7 @@ def _attempt(session: Session, attempt: Trying, given: Given, note: OperationNot
 async def run_async(session: Session, operation: Operation[T], note: OperationNote | None = None) -> T:
     """As `run`, on the running loop; work on many bytes goes to a thread, so the loop stays free."""
     given = Given()
-    session.uses.begin(given)
+    session.uses.begin(given, asyncio.get_running_loop())
     try:
         result = await _carry_out_async(session, operation, given, note)
         for call in given:
@@ -182,7 +182,9 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
     if type(effect) is Offload:
         if effect.nbytes < OFFLOAD_NBYTES:
             return effect.work()
-        return await _finish(asyncio.wrap_future(session.mover.start(in_these_streams(effect.work))))
+        return await _finish(
+            asyncio.wrap_future(session.mover.start(session.uses.counted(in_these_streams(effect.work))))
+        )
     if type(effect) is Together:
         given += effect.calls
         return await asyncio.gather(*(session.call_async(call) for call in effect.calls))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Protocol
+from contextlib import ExitStack, suppress
+from typing import Any, Protocol
 
 
 class Forking(Protocol):
@@ -29,13 +29,15 @@ def _each(tell: Callable[[Forking], None]) -> Callable[[], None]:
     return run
 
 
-def leave(descriptor: int) -> None:
-    """Close a copy of the parent's descriptor whose number another object will close: it is of nothing until then."""
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.dup2(nothing, descriptor, inheritable=False)
-    finally:
-        os.close(nothing)
+def leave(sock: Any) -> None:
+    """Close a copy of the parent's socket, of which another object will close the number: it is of nothing until then.
+    None, and one that is closed, is left alone."""
+    descriptor = -1 if sock is None else sock.fileno()
+    if descriptor >= 0:
+        with suppress(OSError):
+            nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            os.dup2(nothing, descriptor, inheritable=False)
+            os.close(nothing)
 
 
 os.register_at_fork(

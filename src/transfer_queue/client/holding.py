@@ -8,15 +8,19 @@ has room for so many connections only.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.effects import Call
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable
 from transfer_queue.wire import messages as m
+
+T = TypeVar("T")
 
 
 class Hold:
@@ -88,19 +92,20 @@ class Uses:
     """The operations that are under way, each by its own `Given`. What `end_with` was given is called once none is.
 
     To end one twice does no harm: an interrupt (KeyboardInterrupt) may strike anywhere, and what is left out then would
-    be missing for good. One whose end was struck counts until its `Given` is gone.
+    be missing for good. One whose end was struck counts no more once its `Given` is gone, and one on an event loop that
+    nobody runs does not count: it will not go on.
     """
 
     def __init__(self) -> None:
-        self._active: dict[int, weakref.ref[Given]] = {}
+        self._active: dict[int, tuple[weakref.ref[Given], asyncio.AbstractEventLoop | None]] = {}
         self._last: list[Callable[[], None]] = []
 
     @property
     def num_active(self) -> int:
         return len(self._active)
 
-    def begin(self, given: Given) -> None:
-        self._active[id(given)] = weakref.ref(given)
+    def begin(self, given: Given, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._active[id(given)] = weakref.ref(given), loop
 
     def end(self, given: Given) -> None:
         self._active.pop(id(given), None)
@@ -112,10 +117,27 @@ class Uses:
         self._last.append(call)
         self._call_last()
 
+    def counted(self, work: Callable[[], T]) -> Callable[[], T]:
+        """`work` for another thread, which goes on whatever becomes of who waits for it."""
+        token = Given()
+        self.begin(token)
+
+        def run() -> T:
+            try:
+                return work()
+            finally:
+                self.end(token)
+
+        return run
+
     def _call_last(self) -> None:
-        while all(one() is None for one in list(self._active.values())):
+        while not any(_counts(*one) for one in list(self._active.values())):
             try:
                 call = self._last.pop(0)  # in one step: several threads may come here
             except IndexError:
                 return
             call()
+
+
+def _counts(given: weakref.ref[Given], loop: asyncio.AbstractEventLoop | None) -> bool:
+    return given() is not None and (loop is None or loop.is_running())

@@ -41,7 +41,8 @@ class OneWay:
     def again(self, to: str) -> None:
         """Owe a server whose connections were lost what it was told."""
         said = list(self._said.get(to, ()))  # in one step: other threads append to it
-        self.owed.extend([(message, to) for message in said])
+        owed = {id(message) for message, _ in list(self.owed)}
+        self.owed.extend([(message, to) for message in said if id(message) not in owed])
         if self.confirmed and not to:
             self.owed.append((m.Received(list(self.confirmed)), to))
 

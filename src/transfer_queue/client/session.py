@@ -312,6 +312,7 @@ class Session:
         if effect.wait_s:
             self._waiting[effect.request.rid] = connection
         try:
+            self._check_open()  # `close` does not see who is not waiting yet
             if self._one_way.owed:  # first of all: what the call waits for may be given back by it
                 self._one_way.pay_one(effect.to, connection.notify)
             found = connection.call(effect.request, effect.payload, timeout_s, effect.into)
@@ -482,8 +483,12 @@ class Session:
         if self.closed or self.ended is not None:
             connection.close()
         elif not to:
-            with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):  # see `connect`
-                await self._ensure_held(self._connect_timeout_s)
+            try:
+                with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):  # see `connect`
+                    await self._ensure_held(self._connect_timeout_s)
+            except BaseException:
+                connection.close()
+                raise
         return connection
 
     def _forget_closed_loops(self) -> None:
@@ -585,14 +590,14 @@ class Session:
         for connection in inherited:
             connection.close()
         for one in over_loops:
-            sock = None if one is None else one._transport.get_extra_info("socket")
-            if sock is not None:
-                forks.leave(sock.fileno())
-        if estate is not None:
-            self._estates.append(estate)
-            self.hold()  # the server has to know whose the views are now
+            if one is not None:
+                forks.leave(one._transport.get_extra_info("socket"))
         self.arenas.close()
         self.engine.leave_behind()
         self.mover = Mover(self.config.get("copy_threads"))
         self.pool = Pool(self.pool.keep_nbytes)
         self._open_memory()
+        if estate is not None:
+            self._estates.append(estate)
+            with contextlib.suppress(TransferQueueError):  # the server has to know whose the views are now
+                self.hold()

@@ -17,8 +17,10 @@ from typing import Any
 from transfer_queue.codec.exact import listed, of_type
 from transfer_queue.errors import UnsupportedValue
 
+# An interpolation that looks up a variable of the environment, and does nothing else, stays one: the writer's value may be
+# a secret.
+_VARIABLE = re.compile(r"\$\{oc\.env:\w+(?:,[\w./ -]*)?\}")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
-_CALL = re.compile(r"(?<!\\)(?:\\\\)*\$\{[^:]*:", re.DOTALL)
 
 
 def is_config(omegaconf: Any, value: Any) -> bool:
@@ -30,21 +32,29 @@ def taken_apart(omegaconf: Any, config: Any) -> list[Any]:
     """[whether it is a list, its content, its flags]. Interpolations stay, but for calls, and for those of a part: what
     they name may lie outside of it. Raises `UnsupportedValue` for what a config made of these would not have."""
     _check(omegaconf, config)
-    part, contained = config._get_parent() is not None, omegaconf.OmegaConf.to_container
+    part = config._get_parent() is not None
     try:
-        plain = contained(config, resolve=part)
-        if part:
-            plain = _escaped(plain)
-        elif _calls(plain):
-            plain = _resolved(plain, contained(config, resolve=True))
+        plain = omegaconf.OmegaConf.to_container(config, resolve=part)
+        plain = _escaped(plain) if part else _resolved(omegaconf, plain, config)
     except omegaconf.errors.OmegaConfBaseException as error:
         raise UnsupportedValue(f"a config cannot be stored: {error}") from None
     return [isinstance(config, omegaconf.ListConfig), plain, dict(config._metadata.flags or {})]
 
 
 def _is_call(text: str) -> bool:
-    """Whether it may call a resolver: none of the others has a colon behind its `${`."""
-    return _CALL.search(text) is not None
+    """Whether a text may call a resolver: a colon within an interpolation (OmegaConf's grammar)."""
+    if "${" not in text or ":" not in text:
+        return False
+    text, depth, slashes = _VARIABLE.sub("", text), 0, 0
+    for at, letter in enumerate(text):
+        if letter == "$" and text[at + 1 : at + 2] == "{" and slashes % 2 == 0:
+            depth += 1
+        elif letter == "}":
+            depth = max(0, depth - 1)
+        elif letter == ":" and depth:
+            return True
+        slashes = slashes + 1 if letter == "\\" else 0
+    return False
 
 
 def _calls(plain: Any) -> bool:
@@ -53,15 +63,19 @@ def _calls(plain: Any) -> bool:
     return any(map(_calls, plain)) if type(plain) is list else type(plain) is str and _is_call(plain)
 
 
-def _resolved(plain: Any, resolved: Any) -> Any:
-    """A content with what its calls gave, and its other interpolations."""
-    if type(plain) is str and _is_call(plain):
-        return _escaped(resolved)
-    if type(plain) is dict:
-        return {key: _resolved(item, resolved[key]) for key, item in plain.items()}
-    if type(plain) is list:
-        return list(map(_resolved, plain, resolved))
-    return plain
+def _resolved(omegaconf: Any, plain: Any, config: Any) -> Any:
+    """The content of `config` with what its calls give, and its other interpolations."""
+    if not _calls(plain):
+        return plain
+    found = {}
+    for key, item in plain.items() if type(plain) is dict else enumerate(plain):
+        value = config[key] if _calls(item) else None
+        if type(item) is not str or value is None:
+            found[key] = _resolved(omegaconf, item, value)
+            continue
+        is_config = omegaconf.OmegaConf.is_config(value)
+        found[key] = _escaped(omegaconf.OmegaConf.to_container(value, resolve=True) if is_config else value)
+    return found if type(plain) is dict else list(found.values())
 
 
 def _called_off(plain: Any) -> Any:

@@ -7,6 +7,7 @@ and refuses what does not fit instead of rounding it.
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,6 @@ from transfer_queue.errors import UnsupportedValue
 from transfer_queue.memory.bytes import Ints
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-FLOAT32_INTS = 1 << 24  # all ints up to it are float32, not all beyond
 _FORMATS = {int: ("q", torch.int64), float: ("f", torch.float32), bool: ("?", torch.bool)}
 
 
@@ -155,14 +155,19 @@ def _pack(row: Sequence[Any], kind: type) -> tuple[bytearray, torch.dtype] | Non
 
 
 def _are_of(row: Sequence[Any], kind: type) -> bool:
-    """Whether all are of exactly this type; ints that a float32 holds are floats, too. `struct` takes whatever can be
-    made such a number: a Decimal, a member of an enum, a tensor."""
-    types = list(map(type, row))
-    if types.count(kind) == len(types):
+    """Whether all are numbers of this type, Python's or NumPy's; ints that a float32 holds are floats, too. `struct`
+    takes whatever can be made such a number: a Decimal, a member of an enum, a tensor."""
+    if operator.countOf(map(type, row), kind) == len(row):
         return True
-    if kind is not float or not set(types) <= {int, float}:
+    kinds = set(map(type, row))
+    if kind is bool:
         return False
-    return not any(type(item) is int and abs(item) > FLOAT32_INTS for item in row)
+    if kind is int:
+        return all(one is int or issubclass(one, np.integer) for one in kinds)
+    inexact = {one for one in kinds if one is float or issubclass(one, np.floating)}
+    if not all(one is int or issubclass(one, np.integer) for one in kinds - inexact):
+        return False
+    return all(type(item) in inexact or float(np.float32(item)) == item for item in row)
 
 
 def _overflows(number: float) -> bool:

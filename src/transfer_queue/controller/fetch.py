@@ -442,12 +442,12 @@ class Fetching:
         self, message: Fetch, table: Table, view: ReadyView, loose: Slots, total: int, ranks: Sequence[int]
     ) -> list[list[int]]:
         """What the sampler picks for these ranks together."""
-        needed = self.calls.ask(self.sampler.needs, total)
+        needed = self.calls.needs(total)
         slots = view.first(None if needed is None else needed + len(loose), table.size)
         candidates = table.index[slots[~np.isin(slots, loose)] if len(loose) else slots].tolist()
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
         config["partition"] = SamplerView(table)
-        shares, used = self.calls.ask(self.sampler.deal, candidates, total, ranks, **config)
+        shares, used = self.calls.deal(candidates, total, ranks, **config)
         extra = np.setdiff1d(np.array(used, np.int64), np.array([row for share in shares for row in share], np.int64))
         task, slots = table.task(message.task), table.slots_of(extra)
         keep = task.reserve if self.sampler.reserves else task.consume
@@ -498,17 +498,17 @@ class Fetching:
 
     def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: ReadyView) -> tuple[Slots, Slots]:
         """The slots to hand out and those used up, -1 for rows that do not exist."""
-        slots = view.first(self.calls.ask(self.sampler.needs, batch_size), table.size)
+        slots = view.first(self.calls.needs(batch_size), table.size)
         candidates = table.index[slots].tolist()  # the sampler's, which may change it
         config["partition"] = SamplerView(table)
         if config.get(BUDGET) is not None:
             config["production_done"] = _is_produced(table, config["task_name"], view)
-        answer = self.calls.ask(self.sampler.sample, candidates, batch_size, **config)
-        try:
+
+        def slots_of(answer: Any) -> tuple[Slots, Slots]:
             sampled, consumed = answer
             return _slots_of(sampled, slots, table), _slots_of(consumed, slots, table)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise SamplerFailed(f"{type(self.sampler).__name__} gave {answer!r:.80}, not rows: {error}") from error
+
+        return self.calls.understood(self.calls.ask(self.sampler.sample, candidates, batch_size, **config), slots_of)
 
 
 def _slots_of(rows: Any, offered: Slots, table: Table) -> Slots:

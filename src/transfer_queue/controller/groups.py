@@ -534,7 +534,8 @@ class GroupPools:
 
     def restore(self, pools: dict[str, PoolCore], used: UsedNumbers) -> None:
         """Go on with saved pools; `forget_holders` is to follow."""
-        begun = max((one.state.next_attempt for one in self.pools.values()), default=0)
+        for one in self.pools.values():  # somebody may still have an attempt or a ticket of it
+            self.used.retire(one.state.next_ticket, one.state.next_attempt)
         self._leases.clear()
         self.deadlines.clear()
         self._holdings.clear()
@@ -542,7 +543,7 @@ class GroupPools:
         self.pools = pools
         self.used.retire(used.tickets, used.attempts)
         for pool in pools.values():
-            pool.number_attempts(begun)
+            pool.number_attempts(self.used.attempts)
         self._refuse_waiting("is not in the checkpoint")
 
     def forget_holders(self) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from transfer_queue.errors import InvalidInput, SamplerFailed, TransferQueueError, error_from_code
-from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.sampler.base import BaseSampler, Dealt
 
 log = logging.getLogger("transfer_queue.controller")
 
@@ -23,6 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 OURS = "transfer_queue."  # modules whose samplers answer the same question in the same state alike
 MAX_STATE_NBYTES = 256 << 10  # to save more after every event would take longer than the event
+LOOK_AGAIN = 1000
 
 
 class Error(msgspec.Struct, array_like=True):
@@ -52,19 +55,20 @@ class SamplerCalls:
         self.sampler = sampler
         self.num_calls = 0
         self.is_foreign = not type(sampler).__module__.startswith(OURS)
+        self._keeps = False
         self._heard: list[bytes] = []
-        self._num_heard = 0
+        self._num_heard = self._num_unsaved = 0
         self._repeated: deque[bytes] | None = None
         self._state: bytes | None = None
 
-    def tell(self, news: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def tell(self, news: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Call it for what has happened already, whatever it makes of it; what it raises is logged."""
         with contextlib.suppress(TransferQueueError):
             self._logged(news, *args, **kwargs)
 
-    def ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def ask(self, question: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Its answer. Whatever it raises becomes a `TransferQueueError` of the one who asked."""
-        if not self.is_foreign:
+        if not self._keeps:
             return self._logged(question, *args, **kwargs)
         if self._repeated is not None:
             return cast(T, self._again(question, *args, **kwargs))
@@ -76,7 +80,23 @@ class SamplerCalls:
         self._heard.append(answer)
         return cast(T, _decode(answer).value)  # lists of plain numbers, as the second time
 
-    def _logged(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def understood(self, answer: Any, read: Callable[[Any], T]) -> T:
+        """What `read` makes of an answer. Raises `SamplerFailed` where it makes nothing of it."""
+        try:
+            return read(answer)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise SamplerFailed(f"{type(self.sampler).__name__} answered {answer!r:.80}: {error}") from error
+
+    def needs(self, batch_size: int) -> int | None:
+        """How many of the first ready rows it has to see; None for all of them."""
+        answer = self.ask(self.sampler.needs, batch_size)
+        return None if answer is None else self.understood(answer, operator.index)
+
+    def deal(self, *args: Any, **config: Any) -> Dealt:
+        """The rows of each rank, and those that are used up."""
+        return self.understood(self.ask(self.sampler.deal, *args, **config), _as_dealt)
+
+    def _logged(self, question: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         self.num_calls += 1
         try:
             return self._call(question, *args, **kwargs)
@@ -85,7 +105,7 @@ class SamplerCalls:
                 log.exception("%s failed", type(self.sampler).__name__)
             raise
 
-    def _call(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _call(self, question: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """What it returns. Anybody's exceptions become `SamplerFailed`."""
         try:
             return question(*args, **kwargs)
@@ -96,22 +116,34 @@ class SamplerCalls:
 
     # what is kept for a standby
 
+    def keep(self) -> bool:
+        """From now on keep what it answers, for `heard`. Whether that is needed."""
+        self._keeps = self.is_foreign
+        return self._keeps
+
     def heard(self) -> Heard | None:
         """What it answered since the last time; None: nobody called it."""
-        if not self.is_foreign or self.num_calls == self._num_heard:
+        if self.num_calls == self._num_heard:
             return None
         answers, self._heard, self._num_heard = self._heard, [], self.num_calls
         return Heard(answers, self._remembered())
 
     def _remembered(self) -> bytes | None:
+        """None where it cannot be said, or is too much, which is looked at again after a while: it remembers then what
+        it is asked a second time."""
+        if self._num_unsaved:
+            self._num_unsaved -= 1
+            return None
         with contextlib.suppress(TransferQueueError):
             state = self._call(lambda: _encode(self.sampler.save_checkpoint()))
-            return state if len(state) <= MAX_STATE_NBYTES else None
-        return None  # it remembers what it was asked a second time
+            if len(state) <= MAX_STATE_NBYTES:
+                return state
+        self._num_unsaved = LOOK_AGAIN
+        return None
 
     def begin_again(self) -> None:
         """What happened is carried out once more: from now on it answers what `repeat` says."""
-        self._repeated, self._heard = deque(), []
+        self._repeated, self._heard, self._num_unsaved = deque(), [], 0
 
     def repeat(self, heard: Heard) -> None:
         """Its next answers."""
@@ -119,7 +151,7 @@ class SamplerCalls:
         self._repeated.extend(heard.answers)
         self._state = heard.state
 
-    def _again(self, question: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _again(self, question: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The answer that it gave before. It is asked nevertheless, for what it comes to remember."""
         assert self._repeated is not None
         if not self._repeated:
@@ -143,11 +175,16 @@ class SamplerCalls:
         self._repeated = self._state = None
 
 
+def _as_dealt(answer: Any) -> Dealt:
+    shares, used = answer
+    return [np.array(share, np.int64).tolist() for share in shares], np.array(used, np.int64).tolist()
+
+
 def _name(question: Callable[..., Any]) -> str:
     return getattr(question, "__name__", "")
 
 
-def _answered(question: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
+def _answered(question: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bytes:
     return _encode(Answer(_name(question), question(*args, **kwargs)))
 
 

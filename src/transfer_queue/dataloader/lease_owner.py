@@ -33,17 +33,12 @@ class LeaseOwner:
     def renew(self, lease_s: float) -> None:
         """All leases held last at least `lease_s` from now on. A connection that was lost, as with a server whose
         standby took over, is opened anew. Raises `ServiceUnavailable`, `DeadlineExceeded`."""
-        if self._line.is_broken:
-            self._open_again()
-        try:
-            self._ask(lease_s)
-        except DeadlineExceeded:  # its answer would be taken for that of the next call
-            self._line.is_broken = True
-            raise
-        except ServiceUnavailable:
-            self._line.is_broken = True
-            self._open_again()
-            self._ask(lease_s)
+        if not self._line.is_broken:
+            with contextlib.suppress(ServiceUnavailable):
+                self._ask(lease_s)
+                return
+        self._open_again()
+        self._ask(lease_s)
 
     def _open_again(self) -> None:
         fresh, lost = self._session.connect(ident=self.ident), self._line.connection
@@ -52,7 +47,11 @@ class LeaseOwner:
 
     def _ask(self, lease_s: float) -> None:
         request = m.Renew(next(self._rids), 0, lease_s)
-        reply, _ = self._line.connection.call(request, None, self._session.timeout_s)
+        try:
+            reply, _ = self._line.connection.call(request, None, self._session.timeout_s)
+        except (ServiceUnavailable, DeadlineExceeded):
+            self._line.is_broken = True  # a late answer would be taken for that of the next call
+            raise
         if isinstance(reply, m.Failed):
             raise error_from_code(reply.code, reply.text)
 

@@ -66,8 +66,9 @@ class LocalServer:
 
     def give_up(self, fresh: bool) -> None:
         """It does not listen: end it at once. Its run directory goes too if it is `fresh`: else it may be another's."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            os.killpg(self._process.pid, signal.SIGKILL)  # also an orphan: it leads no session of its own
+        for kill in (os.killpg, os.kill):  # with all of its session; it may not have one yet
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self.release()
         if fresh:

@@ -86,8 +86,10 @@ class Pool:
         try:
             if not self._is_busy:
                 self._is_busy = True
-                self._sort_in()
-                self._is_busy = False
+                try:
+                    self._sort_in()
+                finally:
+                    self._is_busy = False
         finally:
             self._lock.release()
 

@@ -62,7 +62,8 @@ class Compactor:
                 return  # no room for the copy now; the block stays as it is
             await asyncio.to_thread(fill, unit.memory(target))
             moved = self._moved(number, target.number, rows)
-            self.num_moved += bool(await take_place(self._service, target, encode_layout(smaller), moved))
+            is_moved = await take_place(self._service, target, encode_layout(smaller), moved)
+            self.num_moved += bool(is_moved)  # after the wait: others move blocks meanwhile
         except DataLost as error:
             log.error("block %d stays as it is: %s", number, error)
         except ProtocolError as error:

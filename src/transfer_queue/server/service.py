@@ -138,9 +138,9 @@ class Service:
 
     def detach(self, session: ServerSession, tickets: set[Hashable], now: float) -> None:
         """A connection is gone; with the last one goes all that its session held here."""
+        self.controller.expire(now)  # leases of whoever gets what is free then begin now, not at the last event
         self._forget(tickets.intersection(session.parked.values()))  # not what was asked again over another one
         if self.sessions.detach(session, now):
-            self.controller.expire(now)  # leases of whoever gets what the session had begin now, not at the last event
             self._end(session)
         self.apply_outcomes()
 
@@ -266,6 +266,7 @@ class Service:
         if known is not None:
             return known
         if message.rid in session.parked:  # asked again over another connection
+            self.controller.expire(now)
             crossing = self._crossing(session.parked[message.rid], now)
             if crossing is not None:
                 self.close_request(session, crossing)

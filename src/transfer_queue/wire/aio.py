@@ -283,15 +283,16 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._transport.close()
 
     def abandon(self, reason: TransferQueueError | None = None) -> None:
-        """Close from outside: the loop is closed, or runs in another thread."""
+        """Close from outside: the loop is closed, stands still, or runs in another thread."""
         if self.loop.is_closed():
-            self._fail_quietly()
+            self.error = self.error or ServiceUnavailable("the event loop of this connection is closed")
         else:
             with contextlib.suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(self.close, reason)
+        if not self.loop.is_running():  # the other end is to hear of it all the same
+            self._shut()
 
-    def _fail_quietly(self) -> None:
-        self.error = self.error or ServiceUnavailable("the event loop of this connection is closed")
+    def _shut(self) -> None:
         sock = self._transport.get_extra_info("socket")
         if sock is not None:
             with contextlib.suppress(OSError):

@@ -169,7 +169,10 @@ class FrameSocket(Generic[M]):
     def is_lost(self) -> bool:
         """Of an idle one: whether the other end has closed it, or has sent what nobody asked for."""
         waiting = select.poll()
-        waiting.register(self.socket, select.POLLIN)
+        try:
+            waiting.register(self.socket, select.POLLIN)
+        except ValueError:  # another thread has closed it
+            return True
         return bool(waiting.poll(0))
 
     def shut(self) -> None:

@@ -59,6 +59,7 @@ class Recorder:
             self.journal.close()
         self.journal = journal
         self._event.clear()
+        self.heard()
 
     def leave_out(self) -> None:
         """Something happens that no record says: the standby must not take over any more."""
@@ -87,7 +88,7 @@ class RecordingController(Controller):
     def record_to(self, recorder: Recorder) -> None:
         self.recorder = recorder
         calls = self.state.fetching.calls
-        if calls.is_foreign:
+        if calls.keep():
             recorder.heard = calls.heard
 
     def handle(self, message: m.Request, ticket: Hashable, session: bytes, now: float) -> m.Reply | None:
