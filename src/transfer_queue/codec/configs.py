@@ -17,8 +17,8 @@ from typing import Any
 from transfer_queue.codec.exact import listed, of_type
 from transfer_queue.errors import UnsupportedValue
 
-# An interpolation that looks up a variable of the environment, and does nothing else, stays one: the writer's value may be
-# a secret.
+# An interpolation that looks up a variable of the environment, and does nothing else, stays one: what it is for the
+# writer may be a secret.
 _VARIABLE = re.compile(r"\$\{oc\.env:\w+(?:,[\w./ -]*)?\}")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
