@@ -185,7 +185,7 @@ class DiskLog:
 
     def _failed(self, error: OSError) -> None:
         """The log could not be written, or what comes next could not: that may go by, or nothing is written any more.
-        What is on the disk is told all the same."""
+        What is on the disk is told first, as far as that still leaves: whoever hears nothing asks again."""
         if error.errno in memfd.NO_SPACE:
             self._wait(error)
             return
