@@ -125,7 +125,7 @@ class Session:
         self._one_way = OneWay()
         self.given_up = self._one_way.given_up  # calls that are to have had no effect: append, then `settle`
         self._waiting: dict[int, Connection] = {}  # of each parked request of a blocking call
-        self._hold = Hold(self._connected, self._replaced)
+        self._hold = Hold(self._connected, lambda: self._one_way.again(""))  # it may not have read what it was told
         self.uses = Uses()
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[AsyncConnection]] = {}
@@ -182,10 +182,6 @@ class Session:
             raise explained(error, self.address, self.server_pid, to) from error.__cause__
         self._connections.add(connection)
         return connection
-
-    def _replaced(self) -> None:
-        """The connections to the own server were lost: it may not have read what it was told."""
-        self._one_way.again("")
 
     @property
     def is_held(self) -> bool:
