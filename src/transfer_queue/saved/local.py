@@ -28,7 +28,7 @@ LOCK = ".lock"  # in a draft; whoever writes there holds it
 
 
 class LocalFolder(Folder):
-    """Once a file of it was opened it has a descriptor, as long as it lives: the files of one checkpoint stay together."""
+    """It has a descriptor once a file of it was opened, for as long as it lives: its files are those of one checkpoint."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._given = Path(directory)
