@@ -28,7 +28,7 @@ LOCK = ".lock"  # in a draft; whoever writes there holds it
 
 
 class LocalFolder(Folder):
-    """It has a descriptor once a file of it was opened, for as long as it lives: its files are those of one checkpoint."""
+    """It holds a descriptor once a file of it was opened, so that all its files are those of one checkpoint."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._given = Path(directory)
