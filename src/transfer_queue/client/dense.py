@@ -166,7 +166,7 @@ def _filled(name: str, shape: tuple[int, ...], like: torch.Tensor, padding: Padd
     inexact = like.dtype.is_floating_point or like.dtype.is_complex
     try:
         holds = inexact or (math.isfinite(padding.value) and fill.to(like.dtype).item() == padding.value)
-        torch.full((), padding.value, dtype=like.dtype, device="cpu")
+        torch.full((1,), padding.value, dtype=like.dtype, device="cpu")
     except NotImplementedError:
         raise InvalidInput(f"field {name!r} is {like.dtype}, which torch cannot fill: leave pad= out of it") from None
     except RuntimeError:  # a float beyond those of the dtype
