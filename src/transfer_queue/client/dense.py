@@ -162,15 +162,17 @@ def _place(length: int, size: int, padding: Padding) -> slice:
 
 def _filled(name: str, shape: tuple[int, ...], like: torch.Tensor, padding: Padding) -> torch.Tensor:
     """A tensor of the padding's value. Raises `InvalidInput` where the dtype would change it into another number."""
-    fill = torch.tensor(padding.value, device="cpu")
+    fill, value = torch.tensor(padding.value, device="cpu"), padding.value
     inexact = like.dtype.is_floating_point or like.dtype.is_complex
     try:
-        holds = inexact or (math.isfinite(padding.value) and fill.to(like.dtype).item() == padding.value)
-        torch.full((1,), padding.value, dtype=like.dtype, device="cpu")
+        held = fill.to(like.dtype)
+        torch.full((1,), 0, dtype=like.dtype, device="cpu")
     except NotImplementedError:
         raise InvalidInput(f"field {name!r} is {like.dtype}, which torch cannot fill: leave pad= out of it") from None
-    except RuntimeError:  # a float beyond those of the dtype
-        holds = False
+    if inexact:
+        holds = not math.isfinite(value) or math.isfinite(abs(held.item()))
+    else:
+        holds = math.isfinite(value) and held.item() == value
     if not holds:
         raise InvalidInput(f"field {name!r} is {like.dtype}, which has no {padding.value!r} to pad with")
     return torch.full(shape, padding.value, dtype=like.dtype, device=like.device)
