@@ -30,7 +30,7 @@ from transfer_queue.client.session import Session
 from transfer_queue.errors import ConfigError, DeadlineExceeded, ServiceUnavailable
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.server.registered_arenas import RegisteredArenas, opened_transport
-from transfer_queue.storage.blocks import Unit
+from transfer_queue.storage.blocks import Block, Unit
 from transfer_queue.storage.transports import NotReached, RemoteSpan
 from transfer_queue.storage.transports.guarded import GuardedTransport
 from transfer_queue.wire import messages as m
@@ -299,9 +299,18 @@ def test_a_checkpoint_has_the_rows_of_other_hosts(hosts: tuple[Host, Host], tmp_
 class SlowTransport:
     """Reads that end when they are told to."""
 
+    pins_memory = False
+
     def __init__(self) -> None:
         self.go_on = threading.Event()
         self.reads = self.ended = 0
+
+    def filling(self, unit: Unit) -> tuple[RegisteredArenas, Block]:
+        """Arenas that it reads into, and a block that somebody fills."""
+        guarded: Any = type("Guarded", (), {"transport": self, "register": self.register, "name": "Slow"})
+        block = unit.allocate(m.Allocate(1, 1 << 20, False, 0.0), "t", b"writer", 0.0)
+        assert block is not None
+        return RegisteredArenas(guarded, {}, "", unit), unit.unpublished(block.block, b"writer")
 
     def register(self, memory: Bytes, timeout_s: float) -> None: ...
 
@@ -315,16 +324,11 @@ class SlowTransport:
 def test_a_block_that_is_filled_too_late_is_nobody_elses_meanwhile() -> None:
     """A read cannot be stopped: its block is held until it has ended, although its writer gave it up."""
     unit, slow = Unit(1 << 22), SlowTransport()
-    guarded: Any = type("Guarded", (), {"transport": slow, "register": slow.register, "name": "Slow"})
-    slow.pins_memory = False  # type: ignore[attr-defined]
 
     async def work() -> None:
-        arenas = RegisteredArenas(guarded, {}, "", unit)
-        block = unit.allocate(m.Allocate(1, 1 << 20, False, 0.0), "t", b"writer", 0.0)
-        assert block is not None
-        found = unit.unpublished(block.block, b"writer")
+        arenas, found = slow.filling(unit)
         with pytest.raises(ServiceUnavailable, match=r"within 0\.05 s"):
-            await arenas.pull(m.Pull(2, block.block, m.Registered("there", 1), 0.05), found)
+            await arenas.pull(m.Pull(2, found.number, m.Registered("there", 1), 0.05), found)
         unit.forget(b"writer")
         assert unit.used_nbytes == 1 << 20, "the block is free while somebody writes into it"
         slow.go_on.set()
@@ -339,22 +343,17 @@ def test_a_block_that_is_filled_too_late_is_nobody_elses_meanwhile() -> None:
 def test_a_block_is_filled_for_whoever_asks_again_once_the_first_read_has_ended() -> None:
     """The answer to the second request lets the writer publish the block and use its own memory for other things."""
     unit, slow = Unit(1 << 22), SlowTransport()
-    guarded: Any = type("Guarded", (), {"transport": slow, "register": slow.register, "name": "Slow"})
-    slow.pins_memory = False  # type: ignore[attr-defined]
 
     async def work() -> None:
-        arenas = RegisteredArenas(guarded, {}, "", unit)
-        block = unit.allocate(m.Allocate(1, 1 << 20, False, 0.0), "t", b"writer", 0.0)
-        assert block is not None
-        found = unit.unpublished(block.block, b"writer")
-        first = asyncio.create_task(arenas.pull(m.Pull(2, block.block, m.Registered("there", 1), 20.0), found))
+        arenas, found = slow.filling(unit)
+        first = asyncio.create_task(arenas.pull(m.Pull(2, found.number, m.Registered("there", 1), 20.0), found))
         while not slow.reads:
             await asyncio.sleep(0)
         first.cancel()  # its connection was cut
         with pytest.raises(ServiceUnavailable, match=r"within 0\.05 s"):
-            await arenas.pull(m.Pull(3, block.block, m.Registered("there", 1), 0.05), found)
+            await arenas.pull(m.Pull(3, found.number, m.Registered("there", 1), 0.05), found)
         assert slow.reads == 1, "two write into one block"
-        again = asyncio.create_task(arenas.pull(m.Pull(4, block.block, m.Registered("there", 1), 20.0), found))
+        again = asyncio.create_task(arenas.pull(m.Pull(4, found.number, m.Registered("there", 1), 20.0), found))
         slow.go_on.set()
         await again
         assert slow.reads == slow.ended == 2
