@@ -131,3 +131,16 @@ def test_a_text_of_a_message_calls_no_resolver(text: str, called: list[str]) -> 
         found = [config[1]] if is_list else [config.b, config.c[0].d]
         assert found == [text] * len(found)
     assert called == []
+
+
+@pytest.mark.parametrize("value", [None, {"k": "a"}, ["b", 1], 2.5], ids=repr)
+def test_a_call_may_give_anything_that_a_config_holds(value: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        is_part = isinstance(value, (dict, list))
+        OmegaConf.register_new_resolver("give", lambda _: OmegaConf.create(value) if is_part else value)
+    try:
+        got = through([OmegaConf.create({"a": "${give:x}", "c": ["${give:x}"]})])[0]
+    finally:
+        OmegaConf.clear_resolver("give")
+    assert (got.a, got.c[0]) == (value, value)

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transfer_queue.codec.exact import listed, of_type
@@ -67,24 +67,19 @@ def _resolved(omegaconf: Any, plain: Any, config: Any) -> Any:
     """The content of `config` with what its calls give, and its other interpolations."""
     if not _calls(plain):
         return plain
-    found = {}
-    for key, item in plain.items() if type(plain) is dict else enumerate(plain):
-        value = config[key] if _calls(item) else None
-        if type(item) is not str or value is None:
-            found[key] = _resolved(omegaconf, item, value)
-            continue
-        is_config = omegaconf.OmegaConf.is_config(value)
-        found[key] = _escaped(omegaconf.OmegaConf.to_container(value, resolve=True) if is_config else value)
-    return found if type(plain) is dict else list(found.values())
-
-
-def _called_off(plain: Any) -> Any:
-    """A content of a message, in which nothing is a call."""
     if type(plain) is dict:
-        return {key: _called_off(item) for key, item in plain.items()}
-    if type(plain) is list:
-        return list(map(_called_off, plain))
-    return _escaped(plain) if type(plain) is str and _is_call(plain) else plain
+        return {key: _of_item(omegaconf, item, config, key) for key, item in plain.items()}
+    return [_of_item(omegaconf, item, config, place) for place, item in enumerate(plain)]
+
+
+def _of_item(omegaconf: Any, item: Any, config: Any, key: Any) -> Any:
+    if not _calls(item):
+        return item
+    value = config[key]  # only of what calls: another interpolation may lead nowhere yet
+    if type(item) is not str:
+        return _resolved(omegaconf, item, value)
+    is_config = omegaconf.OmegaConf.is_config(value)
+    return _escaped(omegaconf.OmegaConf.to_container(value, resolve=True) if is_config else value)
 
 
 def _check(omegaconf: Any, config: Any) -> None:
@@ -115,13 +110,27 @@ def _nodes(node: Any) -> Iterator[Any]:
         yield from _nodes(child)
 
 
+def _with_texts(plain: Any, change: Callable[[str], str]) -> Any:
+    """A content with its texts changed."""
+    if type(plain) is dict:
+        return {key: _with_texts(item, change) for key, item in plain.items()}
+    if type(plain) is list:
+        return [_with_texts(item, change) for item in plain]
+    return change(plain) if type(plain) is str else plain
+
+
+def _as_text(text: str) -> str:
+    return _INTERPOLATION.sub(r"\1\1\\${", text)
+
+
 def _escaped(plain: Any) -> Any:
     """A content that was resolved, so that its texts are not resolved once more."""
-    if type(plain) is dict:
-        return {key: _escaped(item) for key, item in plain.items()}
-    if type(plain) is list:
-        return [_escaped(item) for item in plain]
-    return _INTERPOLATION.sub(r"\1\1\\${", plain) if type(plain) is str else plain
+    return _with_texts(plain, _as_text)
+
+
+def _called_off(plain: Any) -> Any:
+    """A content of a message, in which nothing is a call."""
+    return _with_texts(plain, lambda text: _as_text(text) if _is_call(text) else text)
 
 
 def put_together(content: Any) -> Any:
